@@ -1,4 +1,8 @@
-"""Checkpoints: resumed is uninterrupted, torn is passed over, and a save that fails or is killed changes nothing."""
+"""`lmsys.training.checkpoint`: what is saved is loaded, damaged checkpoints are skipped, a failed save changes nothing.
+
+A checkpoint is a manifest (step-N.json), a file with what all ranks share, and a file for each rank. "shared" and
+"rank-N" are the names of its parts.
+"""
 
 import json
 import os
@@ -27,6 +31,7 @@ STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5,
 
 
 def equal(one: Any, other: Any) -> bool:
+    """True if two nested values are equal, tensors bit for bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -37,10 +42,10 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def test_random_numbers_go_on_from_where_they_were_saved(tmp_path: Path) -> None:
-    """A whole training does, too: tests/training/test_training.py."""
+    """tests/training/test_training.py tests that for a whole training."""
     save(tmp_path, 1, STATE, {"rng": rng_state()})
     expected = torch.rand(3)
-    torch.rand(7)  # what another process has drawn
+    torch.rand(7)  # other numbers are drawn in between
     found = newest(tmp_path)
     assert found is not None
     set_rng_state(found.own(0)["rng"])
@@ -65,7 +70,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
     assert newest(tmp_path) is None and newest(tmp_path / "gone") is None
 
 
-TEARS = {
+TEARS = {  # ways to damage a file
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
     "flipped": lambda path: path.write_bytes(path.read_bytes()[:-99] + b"\x55" + path.read_bytes()[-98:]),
     "gone": Path.unlink,
@@ -80,19 +85,19 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, part: str, tear: str) 
     found = newest(tmp_path)
     assert found is not None and found.step == 2
     TEARS[tear](found.manifest if part == "manifest" else tmp_path / found.files[part]["file"])
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         earlier = newest(tmp_path)
     assert earlier is not None and earlier.step == 1 and earlier.shared()["step"] == 1
     if (part, tear) != ("manifest", "gone"):
-        assert len(said) == 1 and "checkpoint passed over" in str(said[0].message)
+        assert len(caught) == 1 and "checkpoint passed over" in str(caught[0].message)
         if part != "manifest":
             with pytest.raises(ValueError):
                 found.shared() if part == "shared" else found.own(0)
 
 
 def sign_anew(manifest: Path, **changes: Any) -> None:
-    """The manifest with these changes, and the checksum that is right for them."""
+    """Changes a manifest, and gives it the right checksum."""
     content = json.loads(manifest.read_text()) | changes
     del content["sha256"]
     manifest.write_text(json.dumps({**content, "sha256": checkpoint._digest(content)}))
@@ -106,7 +111,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"step": "1"}, "must be an object with 'step', a whole number"),
         ({"files": []}, "must be an object with 'files', an object"),
@@ -118,14 +123,16 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
         ({"files": {}}, "names no file of 'shared'"),
     ],
 )
-def test_a_signed_manifest_that_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_signed_manifest_that_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     manifest = save(tmp_path, 1, STATE)
     sign_anew(manifest, **changes)
-    with pytest.raises(ValueError, match=f"{manifest}: {said}"):
+    with pytest.raises(ValueError, match=f"{manifest}: {message}"):
         read(manifest).shared()
 
 
 class Code:
+    """An object that runs code when it is unpickled: it touches `trace`."""
+
     def __init__(self, trace: Path):
         self.trace = trace
 
@@ -146,10 +153,13 @@ def test_code_is_never_unpickled(tmp_path: Path) -> None:
 
 
 def test_a_file_that_holds_no_state_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checksum is right: it was saved so."""
-    for content, said in (([1], r"must hold a dictionary; got \[1\]"), ({"x": 1}, r"must have 'model'; got \['x'\]")):
+    """The checksum is right, since the file was saved like this."""
+    for content, message in (
+        ([1], r"must hold a dictionary; got \[1\]"),
+        ({"x": 1}, r"must have 'model'; got \['x'\]"),
+    ):
         found = read(save(tmp_path, 1, content))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"{found.files['shared']['file']}: {said}"):
+        with pytest.raises(ValueError, match=f"{found.files['shared']['file']}: {message}"):
             found.shared("model")
     monkeypatch.setattr(checkpoint.torch, "save", lambda _, file: file.write(b"no pickle"))
     found = read(save(tmp_path, 1, STATE))
@@ -164,10 +174,11 @@ def test_as_many_stay_as_are_asked_for(tmp_path_factory: pytest.TempPathFactory,
     for step in steps:
         save(folder, step, {"step": step}, keep=keep)
         expected.add(step)
-        earlier = sorted(one for one in expected if one <= step)
+        earlier = sorted(other for other in expected if other <= step)
         expected -= set(earlier[:-keep])
-        found = [read(path) for path in sorted(folder.glob("*.json"))]
-        assert {one.step for one in found} == expected and all(one.shared() == {"step": one.step} for one in found)
+        kept = [read(path) for path in sorted(folder.glob("*.json"))]
+        assert {saved.step for saved in kept} == expected
+        assert all(saved.shared() == {"step": saved.step} for saved in kept)
         assert len(list(folder.iterdir())) == 3 * len(expected)
 
 
@@ -181,8 +192,10 @@ def test_folders_that_are_named_as_checkpoints_are_left_alone(tmp_path: Path) ->
 
 
 def test_files_that_no_save_has_written_are_left_alone(tmp_path: Path) -> None:
-    """Whatever they begin with. What killed saves have left is removed, but where a manifest cannot be read, which may
-    name it."""
+    """This holds for any name that begins like a checkpoint's.
+
+    Files of killed saves are removed, except those of a step whose manifest cannot be read, since it may name them.
+    """
     names = ["step-best.pt", "step-00000001-mine.pt", "step-mine.tmp", "step-00000001.json", "step-00000001.pt"]
     names += ["step-00000002.json.tmp", "step-00000002-shared-best.pt", "step-00000001-shared-0123abcd.pt", "notes.txt"]
     left = ["step-00000002-shared-0123abcd.pt", "step-00000009-rank-11-0123abcd.pt", "step-00000002.json.0123abcd.tmp"]
@@ -231,16 +244,16 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
 
 
 def on_ranks(world_size: int, function: Any) -> list[Any]:
-    """function(rank, gather) on a thread for each rank; the results, or the exceptions, in the order of ranks."""
+    """Calls function(rank, gather) on a thread for each rank: the results, or the exceptions, in the order of ranks."""
     barrier, slots, results = threading.Barrier(world_size, timeout=20), [None] * world_size, [None] * world_size
 
     def run(rank: int) -> None:
         def gather(mine: Any) -> list[Any]:
             slots[rank] = mine
             barrier.wait()
-            found = list(slots)
+            gathered = list(slots)
             barrier.wait()
-            return found
+            return gathered
 
         try:
             results[rank] = function(rank, gather)
@@ -304,20 +317,20 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
     assert process.stdout is not None
     random = Random(0)
     for _ in range(random.randrange(3, 9)):
-        said = process.stdout.readline()
+        printed = process.stdout.readline()
     time.sleep(random.uniform(0, 0.02))
     process.kill()
-    said = (process.stdout.read().split() or [said])[-1]
+    printed = (process.stdout.read().split() or [printed])[-1]
     process.wait()
     process.stdout.close()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is torn: what is not whole has no manifest
+        warnings.simplefilter("error")  # nothing looks damaged: a checkpoint that is not complete has no manifest
         found = newest(tmp_path)
-    assert found is not None and found.step >= int(said)
+    assert found is not None and found.step >= int(printed)
     state = found.shared()
     assert state["step"] == found.step and bool((state["x"] == found.step).all()) and found.own(0) == {"n": found.step}
     save(tmp_path, found.step + 1, STATE, keep=1)
-    assert len(list(tmp_path.iterdir())) == 3  # and nothing of the killed one stays
+    assert len(list(tmp_path.iterdir())) == 3  # files of the killed save are removed
 
 
 def test_what_cannot_be_saved_so_is_refused(tmp_path: Path) -> None:

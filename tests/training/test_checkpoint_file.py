@@ -1,4 +1,4 @@
-"""A checkpoint in one file: what is loaded goes on as what was saved would have, and what is no checkpoint is named."""
+"""`save_checkpoint` and `load_checkpoint`: a loaded training goes on as the saved one, and a bad file is named."""
 
 import io
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_a_loaded_training_goes_on_as_the_saved_one(tmp_path: Path, kind: type |
     if isinstance(out, io.BytesIO):
         out.seek(0)
     else:
-        assert [one.name for one in path.parent.iterdir()] == ["checkpoint.pt"]  # nothing temporary is left
+        assert [file.name for file in path.parent.iterdir()] == ["checkpoint.pt"]  # nothing temporary is left
     assert load_checkpoint(out, other, its_optimizer) == 3
     assert all(map(torch.equal, expected, trained(other, its_optimizer, 2)))
 

@@ -1,4 +1,7 @@
-"""Corpora: the standard library's text, and downloads from a server here that cuts, lies and refuses."""
+"""`lmsys.training.corpora`: the standard library's text, text files, and downloads from a server that misbehaves.
+
+The fixture `server` is an HTTP server on this machine; its fields say how it cuts, stalls, redirects or refuses.
+"""
 
 import errno
 import hashlib
@@ -18,19 +21,19 @@ from lmsys.training.corpora import END_OF_TEXT, PAUSES_S, Corpus, corpus_of, dow
 
 CONTENT = bytes(range(256)) * 20_000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-NO_PAUSES = (0.0,) * 3
+NO_PAUSES = (0.0,) * 3  # seconds before each of three further tries
 
 
 @dataclass
 class Server:
     """Serves CONTENT under any name but /gone.
 
-    cuts       after how many bytes each of the next replies ends
-    silences   after how many bytes each of the next replies goes no further, and the connection stays
-    tells_length  whether it says how long the file is
-    leads_to   the URL in a redirect that is the reply to /file, if any
-    status     of the next replies, which are errors
-    asked      how many times CONTENT was asked for
+    cuts          for each of the next replies: number of bytes after which the connection ends
+    silences      for each of the next replies: number of bytes after which nothing follows on an open connection
+    tells_length  True if replies have a Content-Length
+    leads_to      the URL to which /file redirects, if any
+    status        the HTTP status of each of the next replies, which are errors
+    asked         how many times CONTENT was requested
     """
 
     cuts: list[int] = field(default_factory=list)
@@ -73,15 +76,15 @@ def server() -> Iterator[Server]:
         def log_message(self, *_: object) -> None:
             pass
 
-    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    state.url = f"http://127.0.0.1:{found.server_port}/file"
+    state.url = f"http://127.0.0.1:{httpd.server_port}/file"
     yield state
     over.set()
-    found.shutdown()
+    httpd.shutdown()
     thread.join()
-    found.server_close()
+    httpd.server_close()
 
 
 def fetched(server: Server, path: Path, **options: object) -> bytes:
@@ -103,7 +106,7 @@ def test_a_cut_connection_is_tried_again(server: Server, tmp_path: Path) -> None
 
 
 def test_half_a_file_never_stands_for_the_whole(server: Server, tmp_path: Path) -> None:
-    """Nor beside it."""
+    """It is not left beside the file, either."""
     (tmp_path / "f").write_bytes(b"an earlier one")
     server.cuts = [2_000_000] * 2
     with pytest.raises(ConnectionError, match=r"/file: the connection ended after 2,000,000 of 5,120,000 .*in 2 tries"):
@@ -169,8 +172,8 @@ def test_a_redirect_to_a_file_of_this_machine_is_refused(server: Server, tmp_pat
 def test_a_path_may_be_text(server: Server, tmp_path: Path) -> None:
     download(server.url, str(tmp_path / "f"))  # type: ignore[arg-type]
     assert (tmp_path / "f").read_bytes() == CONTENT
-    found = tinystories(str(tmp_path), stories(server))  # type: ignore[arg-type]
-    assert found == tinystories(tmp_path, stories(server))
+    files = tinystories(str(tmp_path), stories(server))  # type: ignore[arg-type]
+    assert files == tinystories(tmp_path, stories(server))
 
 
 @pytest.mark.parametrize("corpus", ["stdlib", "tinystories"])
@@ -185,17 +188,17 @@ def test_a_folder_for_corpora_that_cannot_be_is_named(
 
 
 def stories(server: Server, **settings: object) -> DataConfig:
-    """TinyStories from the server here, under two names of its own."""
+    """The settings of TinyStories with URLs of this server."""
     urls = {"url": f"{server.url}-train.txt?raw=1", "valid_url": f"{server.url}-valid.txt"}
     return DataConfig(**{"corpus": "tinystories", **urls, **settings})  # type: ignore[arg-type]
 
 
 def test_tinystories_are_two_files_of_a_server(server: Server, tmp_path: Path) -> None:
     for _ in range(2):
-        found = tinystories(tmp_path, stories(server, sha256=SHA256))
-        assert [part.path.name for part in found.files] == ["file-train.txt", "file-valid.txt"]
-        assert [part.size for part in found.files] == [len(CONTENT)] * 2
-    assert server.asked == 2  # the second time they are there
+        downloaded = tinystories(tmp_path, stories(server, sha256=SHA256))
+        assert [part.path.name for part in downloaded.files] == ["file-train.txt", "file-valid.txt"]
+        assert [part.size for part in downloaded.files] == [len(CONTENT)] * 2
+    assert server.asked == 2  # the second call finds both files
     for setting in ("sha256", "valid_sha256"):
         with pytest.raises(ValueError, match="must be 0+; removed"):
             tinystories(tmp_path / setting, stories(server, **{setting: "0" * 64}))
@@ -203,7 +206,7 @@ def test_tinystories_are_two_files_of_a_server(server: Server, tmp_path: Path) -
 
 
 def test_a_checksum_holds_for_a_file_that_is_there(server: Server, tmp_path: Path) -> None:
-    tinystories(tmp_path, stories(server))  # the first download notes what came
+    tinystories(tmp_path, stories(server))  # the first download writes down the checksum of what came
     assert (tmp_path / "file-train.txt.sha256").read_text() == SHA256
     tinystories(tmp_path, stories(server, sha256=SHA256.upper(), valid_sha256=SHA256))
     with pytest.raises(ValueError, match=f"file-valid.txt: its SHA-256 is {SHA256}, and must be 1+; remove it"):
@@ -244,9 +247,9 @@ def test_settings_of_a_download_that_are_wrong_are_named(setting: str, said: str
 
 
 def start(tmp_path: Path, *settings: str) -> int:
-    """`lmsys train tokenizer`, with a corpora folder of its own."""
+    """Runs `lmsys train tokenizer` with these settings, and a folder for corpora below `tmp_path`: the exit code."""
     given = [f"output={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}", "model.vocab_size=300", *settings]
-    return main(["tokenizer", *(part for one in given for part in ("--set", one))])
+    return main(["tokenizer", *(part for setting in given for part in ("--set", setting))])
 
 
 def test_a_run_downloads_what_its_settings_say(
@@ -264,7 +267,7 @@ def test_a_run_downloads_what_its_settings_say(
     said = capsys.readouterr()
     assert "downloading file-train: 5.1 of 5.1 MB" in said.out
     assert "file-train is not UTF-8 text: invalid start byte at byte 128" in said.err
-    assert server.asked == 4  # a wrong file, half of one, the training text, and that to evaluate on
+    assert server.asked == 4  # a file with a wrong checksum, half a file, the training text, the validation text
 
 
 @pytest.mark.parametrize(
@@ -296,38 +299,38 @@ def test_the_standard_library_is_divided_into_documents(tmp_path: Path, monkeypa
     (root / "site-packages").mkdir()
     (root / "site-packages" / "other.py").write_text("# not ours")
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(root))
-    found = stdlib(tmp_path / "new")
-    train, valid = ("".join(part.read().decode() for part in parts) for parts in (found.train, found.valid))
+    library = stdlib(tmp_path / "new")
+    train, valid = ("".join(part.read().decode() for part in parts) for parts in (library.train, library.valid))
     assert valid.count(END_OF_TEXT) == 2 and train.count(END_OF_TEXT) == 43
     documents = {text for text in (train + valid).split(END_OF_TEXT) if text}
     assert documents == {f"# module {index}, é\n" for index in range(45)}
     (root / "package0" / "m00.py").unlink()
-    assert stdlib(tmp_path / "new") == stdlib(str(tmp_path / "new")) == found  # made once
+    assert stdlib(tmp_path / "new") == stdlib(str(tmp_path / "new")) == library  # the files are made only once
     assert len(list((tmp_path / "new").iterdir())) == 2
 
 
 def test_the_standard_library_of_this_python_is_large(tmp_path: Path) -> None:
-    found = stdlib(tmp_path)
+    library = stdlib(tmp_path)
     (other := tmp_path / "other.txt").write_text("for validation")
     chosen = corpus_of(DataConfig(folder=str(tmp_path), valid=str(other)))
-    assert chosen.train == found.train and chosen.valid[0].read() == b"for validation"
+    assert chosen.train == library.train and chosen.valid[0].read() == b"for validation"
     with pytest.raises(ValueError, match="gone.txt: there is no such file"):
         corpus_of(DataConfig(folder=str(tmp_path), valid=str(tmp_path / "gone.txt")))
-    sizes = [sum(part.size for part in parts) for parts in (found.train, found.valid)]
+    sizes = [sum(part.size for part in parts) for parts in (library.train, library.valid)]
     assert sizes[0] > 5_000_000 and 0.01 < sizes[1] / sizes[0] < 0.15
 
 
 def test_a_text_file_is_divided_between_words(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("twenty words " * 100)
-    found = text_file(path)
-    assert b"".join(part.read() for part in found.files) == path.read_bytes()
-    assert 0.03 < found.valid[0].size / path.stat().st_size < 0.06
-    assert found.valid[0].read().startswith(b" ")
+    divided = text_file(path)
+    assert b"".join(part.read() for part in divided.files) == path.read_bytes()
+    assert 0.03 < divided.valid[0].size / path.stat().st_size < 0.06
+    assert divided.valid[0].read().startswith(b" ")
     other = tmp_path / "other.txt"
     other.write_text("for validation")
     assert text_file(path, other).valid[0].read() == b"for validation"
-    assert corpus_of(DataConfig(corpus=str(path))) == found
+    assert corpus_of(DataConfig(corpus=str(path))) == divided
     assert corpus_of(DataConfig(corpus=str(path), valid=str(other))) == text_file(path, other)
     path.write_text("x" * 1000)
     with pytest.raises(ValueError, match="name a longer text, or data.valid"):

@@ -1,4 +1,7 @@
-"""Token files, sources and batches: what ranks and steps read, whatever the cuts between files, ranks and epochs."""
+"""`lmsys.training.data`: token files, sources of tokens, and batches of windows for ranks and steps.
+
+Laws hold for any division into files, ranks, micro-batches and epochs. A window is a training sequence.
+"""
 
 import json
 import os
@@ -29,7 +32,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Row:
-    """Ids 0, 1, 2, ...: each says where it stood."""
+    """A source of the ids 0, 1, 2, ..., so that each id is its position."""
 
     def __init__(self, length: int):
         self.length = length
@@ -51,9 +54,9 @@ def test_a_file_of_tokens_is_what_encode_gives(tmp_path: Path, processes: int) -
         tmp_path / "new" / "ids.npy",
         processes=processes,
     )
-    found = open_tokens(path, tokenizer())
-    assert isinstance(found, np.memmap) and found.dtype == np.uint16
-    assert found.tolist() == tokenizer().encode(TEXT) + tokenizer().encode("more of it")
+    ids = open_tokens(path, tokenizer())
+    assert isinstance(ids, np.memmap) and ids.dtype == np.uint16
+    assert ids.tolist() == tokenizer().encode(TEXT) + tokenizer().encode("more of it")
     assert sorted(file.name for file in path.parent.iterdir()) == ["ids.json", "ids.npy"]
 
 
@@ -91,8 +94,8 @@ def test_reading_across_files(
 def test_large_vocabularies_are_uint32(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("ab")
     vocab = {i: bytes([i]) for i in range(256)} | {i: b"\x00%d" % i for i in range(256, 65_537)}
-    found = open_tokens(tokenize_files(Tokenizer(vocab, []), [tmp_path / "a"], tmp_path / "ids.npy"))
-    assert found.dtype == np.uint32 and found.tolist() == [97, 98]
+    ids = open_tokens(tokenize_files(Tokenizer(vocab, []), [tmp_path / "a"], tmp_path / "ids.npy"))
+    assert ids.dtype == np.uint32 and ids.tolist() == [97, 98]
 
 
 def test_token_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -185,15 +188,15 @@ def test_an_epoch_takes_every_window_once_on_whatever_rank(sizes: tuple[int, ...
     starts = []
     for step in range(-(-2 * num_windows // global_batch)):
         for micro in range(accumulation):
-            for one in ranks:
-                inputs, targets = one.batch(step, micro)
+            for batches in ranks:
+                inputs, targets = batches.batch(step, micro)
                 assert inputs.shape == targets.shape == (batch, context) and inputs.dtype == np.int64
                 assert (targets == inputs + 1).all() and (np.diff(inputs) == 1).all()
                 starts += inputs[:, 0].tolist()
     for epoch in range(2):
-        own = sorted(starts[epoch * num_windows : (epoch + 1) * num_windows])
-        assert len(set(own)) == num_windows and (np.diff(own) == context).all()
-        assert own[0] >= 0 and own[-1] + context < length
+        in_epoch = sorted(starts[epoch * num_windows : (epoch + 1) * num_windows])
+        assert len(set(in_epoch)) == num_windows and (np.diff(in_epoch) == context).all()
+        assert in_epoch[0] >= 0 and in_epoch[-1] + context < length
 
 
 @given(sizes, st.integers(0, 5), st.integers(0, 20))
@@ -216,8 +219,8 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    one, again, other = (Batches(Row(1000), 8, 4, seed) for seed in (0, 0, 1))
-    later = [one.batch(step)[0] for step in range(5)][4]
+    first, again, other = (Batches(Row(1000), 8, 4, seed) for seed in (0, 0, 1))
+    later = [first.batch(step)[0] for step in range(5)][4]
     assert (again.batch(4)[0] == later).all() and (other.batch(4)[0] != later).any()
 
 

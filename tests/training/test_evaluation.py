@@ -1,4 +1,4 @@
-"""Evaluation: a mean over tokens, whatever the batches, and the unigram model that knows frequencies only."""
+"""`lmsys.training.evaluation`: a mean over tokens for any batch size; and the unigram model, by frequencies alone."""
 
 import math
 
@@ -25,11 +25,11 @@ def test_every_token_counts_the_same(batch_size: int, count: int, context: int) 
     torch.manual_seed(0)
     model = TransformerLM(CONFIG, dtype=torch.float64)
     windows = fixed_windows(SOURCE, context, count)
-    found = evaluate(model, windows, batch_size)
+    evaluation = evaluate(model, windows, batch_size)
     logits = model(torch.from_numpy(windows[0])).flatten(0, 1)
     expected = F.cross_entropy(logits, torch.from_numpy(windows[1]).flatten()).item()
-    assert math.isclose(found.loss, expected, rel_tol=1e-9) and found.tokens == windows[1].size
-    assert math.isclose(found.perplexity, math.exp(expected), rel_tol=1e-9)
+    assert math.isclose(evaluation.loss, expected, rel_tol=1e-9) and evaluation.tokens == windows[1].size
+    assert math.isclose(evaluation.perplexity, math.exp(expected), rel_tol=1e-9)
 
 
 def test_the_mode_and_gradients_are_left_as_they_were() -> None:

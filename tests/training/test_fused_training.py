@@ -1,4 +1,4 @@
-"""train.fused: the same training by fused blocks, resumed too; and what it needs."""
+"""`train.fused`: a training by fused blocks has the bits of an eager one, also resumed; and what it needs is named."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +15,16 @@ from tests.support.training_runs import config, fused_anywhere, trainer
 ALONE = "train.strategy=none", "train.batch_size=4"
 
 
-def digest(one: Trainer, steps: int) -> str:
+def digest(training: Trainer, steps: int) -> str:
+    """The sha256 of the weights after so many more steps."""
     for _ in range(steps):
-        assert one.train_step()[0].taken
-    return weights_sha256(one.strategy.full_state_dict())
+        assert training.train_step()[0].taken
+    return weights_sha256(training.strategy.full_state_dict())
 
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused blocks are compositions of PyTorch's on a CPU, which a training of a user's is not to be."""
+    """Allows fused blocks on a CPU, where PyTorch computes them; users' trainings refuse that."""
     monkeypatch.setattr(fused, "why_not", lambda device: "")
 
 
@@ -37,7 +38,7 @@ def test_on_a_cpu_a_fused_training_has_the_bits_of_an_eager_one(tmp_path: Path, 
 
 @pytest.mark.usefixtures("anywhere")
 def test_a_resumed_training_reads_no_old_copies(tmp_path: Path) -> None:
-    """In bfloat16: copies are read while it trains, and made again of what a checkpoint has."""
+    """In bfloat16 a training reads rounded copies of weights; a resumed one makes them again from the checkpoint."""
     run = config(tmp_path, *ALONE, "train.fused=true", "train.precision=bf16")
     whole, casting, first = trainer(run), trainer(run), trainer(run)
     casting.model.rounded = casting.optimizer.rounded = None
@@ -52,7 +53,7 @@ def test_a_resumed_training_reads_no_old_copies(tmp_path: Path) -> None:
 
 
 def test_copies_follow_what_other_ranks_have_stepped(ranks: WorkerGroup, tmp_path: Path) -> None:
-    """Their parameters come as parts of flat buffers."""
+    """Parameters from other ranks arrive as parts of flat buffers."""
     settings = "train.strategy=naive", "train.fused=true", "train.precision=bf16"
     runs = (config(tmp_path, *settings, f"train.sharded_optimizer={way}") for way in ("false", "true"))
     whole, sharded = (ranks.run(fused_anywhere, run, 2, 3)[:2] for run in runs)

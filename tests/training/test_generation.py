@@ -1,4 +1,4 @@
-"""Generation: what a cache must not change, and what each way of sampling may give."""
+"""`lmsys.training.generation`: the key-value cache changes nothing, and each way of sampling draws as it should."""
 
 import math
 from functools import partial
@@ -36,7 +36,7 @@ prompt_lists = st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=9), mi
 def test_a_cached_step_equals_the_uncached(
     prompts: list[list[int]], seed: int, num_kv_heads: int | None, attention: str
 ) -> None:
-    """Logits of every step, rows of different lengths side by side, against the model on each row alone."""
+    """Logits of each step for prompts of different lengths in a batch equal those of the model on each prompt alone."""
     model = make_model(seed, num_kv_heads=num_kv_heads, attention=attention)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     tokens = torch.zeros(len(prompts), int(lengths.max()) + 5, dtype=torch.int64)
@@ -74,7 +74,7 @@ def test_neither_cache_nor_company_changes_what_is_drawn(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_kernel_that_splits_keys_draws_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of other lengths than the cache, query heads that share keys."""
+    """Prompts are shorter than the cache, and query heads share key heads."""
     row = Row("flash_triton", device)
     if reason := row.why_not(row.case(dtype="float32", key_lengths=True)):
         pytest.skip(reason)
@@ -118,7 +118,7 @@ def test_the_stop_token_ends_a_row_and_no_other() -> None:
 
 @given(st.integers(1, 50))
 def test_only_ids_below_the_vocabulary_of_a_tokenizer_are_drawn(vocab_size: int) -> None:
-    """A tokenizer of a short text has fewer than its model, which no step has taught that."""
+    """The tokenizer of a short text has fewer tokens than the model, and training does not teach the model that."""
     made = generate(make_model(), [[0], [0, 0]], 20, vocab_size=vocab_size)
     assert max(map(max, made)) < vocab_size and (vocab_size < 40 or max(map(max, made)) >= 20)
 
@@ -146,7 +146,7 @@ logits = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=12)
 
 
 def drawn_ids(sampling: Sampling, row: list[float]) -> dict[int, float]:
-    """Every id that can be drawn, with its probability."""
+    """{id: probability} of every id that can be drawn."""
     probabilities, ids = sampling.probabilities(torch.tensor([row]))
     return {int(i): float(p) for i, p in zip(ids[0], probabilities[0], strict=True) if p > 0}
 
@@ -154,9 +154,9 @@ def drawn_ids(sampling: Sampling, row: list[float]) -> dict[int, float]:
 @given(logits, st.floats(0.1, 5))
 def test_temperature_divides_the_logits(row: list[float], temperature: float) -> None:
     expected = torch.softmax(torch.tensor(row).double() / temperature, -1)
-    found = drawn_ids(Sampling(temperature), row)
+    probabilities = drawn_ids(Sampling(temperature), row)
     for number, probability in enumerate(expected.tolist()):
-        assert math.isclose(found.get(number, 0.0), probability, rel_tol=1e-9, abs_tol=1e-300)
+        assert math.isclose(probabilities.get(number, 0.0), probability, rel_tol=1e-9, abs_tol=1e-300)
 
 
 @given(logits, st.integers(1, 15), st.floats(0.01, 1), st.floats(0.2, 3))

@@ -1,4 +1,4 @@
-"""A step as a CUDA graph: the same training as kernel by kernel."""
+"""`lmsys.training.gradients`: a step that is replayed as a CUDA graph trains as one that launches kernel by kernel."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def trained(graphed: bool, compiled: bool, attention: str) -> tuple[list[float],
 @pytest.mark.parametrize("attention", ["flash_triton", "sdpa_flash"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_trains_as_without(compiled: bool, attention: str) -> None:
-    """With other data, another learning rate and clipped gradients in every step; additions may differ in order."""
+    """Each step has other data, another learning rate and clipped gradients. Sums may differ in their order."""
     (losses, weights), (expected, others) = (trained(graphed, compiled, attention) for graphed in (True, False))
     assert losses == pytest.approx(expected, rel=1e-4)
     for name, weight in weights.items():
@@ -79,9 +79,9 @@ def test_inputs_of_another_shape_are_named() -> None:
 
 
 def on_ranks(case: ParallelCase, graphed: bool) -> tuple[list[float], dict[str, Tensor]] | None:
-    """On a rank: losses of some steps with data of their own, and the parameters after them.
+    """On a rank: (the losses of six steps, the parameters after them). `graphed`: all but the first two steps replay.
 
-    The first two are plain, as where a benchmark looks into memory; the host runs ahead of the others.
+    Losses are read at the end, so that the host runs ahead of replays.
     """
     if not takes_part(case.world_size):
         return None
@@ -130,12 +130,12 @@ def test_with_nccl_inside_it_trains_as_without(
     gpu_ranks: WorkerGroup, strategy: str, world_size: int, bucket_mb: float | None
 ) -> None:
     case = case_of(strategy, world_size, bucket_mb)
-    found, plain = (gpu_ranks.run(on_ranks, case, graphed)[:world_size] for graphed in (True, False))
-    for (losses, weights), (expected, others) in zip(found, plain, strict=True):
+    replayed, plain = (gpu_ranks.run(on_ranks, case, graphed)[:world_size] for graphed in (True, False))
+    for (losses, weights), (expected, others) in zip(replayed, plain, strict=True):
         assert losses == pytest.approx(expected, rel=1e-4)
         for name, weight in weights.items():
             assert (weight - others[name]).norm() <= 1e-3 * others[name].norm(), name
-    assert all(torch.equal(x, found[-1][1][name]) for name, x in found[0][1].items())  # one model
+    assert all(torch.equal(x, replayed[-1][1][name]) for name, x in replayed[0][1].items())  # one model
 
 
 @pytest.mark.gpu

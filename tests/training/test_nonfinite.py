@@ -1,4 +1,4 @@
-"""A NaN in the loss is reported with its step and the module that it began in."""
+"""`first_nonfinite` names the first module whose result is NaN or infinite."""
 
 import re
 
@@ -21,9 +21,9 @@ PARTS = [name for name, module in TransformerLM(CONFIG).named_modules() if getat
 def test_the_first_module_that_gave_it_is_named(part: str, value: str) -> None:
     model, tokens = TransformerLM(CONFIG), torch.arange(8)[None]
     model.get_submodule(part).weight.data[:] = float(value)
-    module = re.sub("[qkv]_proj$", "qkv", part)  # the three run as one
-    found = first_nonfinite(model, lambda: model.loss(tokens, tokens))
-    assert found is not None and found.startswith(f"{module} (")
+    module = re.sub("[qkv]_proj$", "qkv", part)  # the three projections run as one module
+    message = first_nonfinite(model, lambda: model.loss(tokens, tokens))
+    assert message is not None and message.startswith(f"{module} (")
     assert not torch.nn.modules.module._global_forward_hooks
 
 

@@ -1,4 +1,8 @@
-"""AdamW, schedule and clipping against torch, against the formula, and against laws of their own."""
+"""`lmsys.training.optimizer`: AdamW, the schedule and clipping equal torch's, the paper's formula, and laws.
+
+`Case` draws parameters and gradients. AdamW steps in three ways, by torch's multi-tensor functions, by torch's fused
+kernel, and by the Triton kernel. Each is compared with torch on equal cases.
+"""
 
 import copy
 import io
@@ -45,15 +49,21 @@ options = st.fixed_dictionaries(
 
 @dataclass(frozen=True)
 class Case:
-    """Two param groups of given shapes and dtypes, drawn by `seed`, as are the gradients of every step."""
+    """Parameters in param groups, and the gradients of each step, drawn by `seed`.
+
+    groups   for each group: (shape, dtype) of its parameters
+    options  for each group: its options
+    missing  share of the gradients that are None in a step
+    wide     True: all values in float64
+    """
 
     groups: list[list[tuple[tuple[int, ...], torch.dtype]]]
     options: list[dict[str, Any]]
     num_steps: int
-    missing: float  # share of gradients that a step does not have
+    missing: float
     seed: int
     device: str = "cpu"
-    wide: bool = False  # the same values in float64
+    wide: bool = False
 
     def build(self, make: Callable[..., torch.optim.Optimizer], **more: Any) -> torch.optim.Optimizer:
         generator = torch.Generator().manual_seed(self.seed)
@@ -99,7 +109,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def torch_adamw(params: Any, **more: Any) -> torch.optim.AdamW:
-    """The multi-tensor path, whose operations ours are, in their order: results are equal to the last bit."""
+    """torch's AdamW by multi-tensor functions. Ours calls them in the same order, so results are equal bit for bit."""
     return torch.optim.AdamW(params, foreach=True, **more)
 
 
@@ -117,13 +127,13 @@ def assert_identical(ours: torch.optim.Optimizer, peer: torch.optim.Optimizer) -
 
 
 def assert_right(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer, wide: torch.optim.Optimizer) -> None:
-    """As exact, against `wide` in float64, as torch's of ours' own dtype."""
+    """AssertionError unless `ours` is as exact, compared with `wide` in float64, as torch's optimizer `plain`."""
     for p, q, r in zip(*map(parameters_of, (ours, plain, wide)), strict=True):
         assert ours.state[p].get("step") == plain.state[q].get("step")
         moments = STATE[1:] if ours.state[p] else []
         tensors = [[x, *(of.state[x][name] for name in moments)] for of, x in ((ours, p), (plain, q), (wide, r))]
-        for one, low, ref in zip(*tensors, strict=True):
-            assert not one.numel() or error_ratio(one, ref.detach(), low) <= 1
+        for x, low, ref in zip(*tensors, strict=True):
+            assert not x.numel() or error_ratio(x, ref.detach(), low) <= 1
 
 
 def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -134,7 +144,7 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load(resumed: torch.optim.Optimizer, half: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """The parameters of `half`, and the state that it saved."""
+    """Gives `resumed` the parameters of `half`, and the state that `half` saved."""
     resumed.load_state_dict(state_dict)
     for p, q in zip(parameters_of(resumed), parameters_of(half), strict=True):
         p.data.copy_(q.data)
@@ -142,7 +152,7 @@ def load(resumed: torch.optim.Optimizer, half: torch.optim.Optimizer, state_dict
 
 @pytest.mark.parametrize("size", SIZES)
 def test_extreme_gradients_give_the_steps_that_they_give_torch_on_a_cpu(size: str, device: str) -> None:
-    """By the kernel of optimizer_triton.py too, where it can run. Rows are judged alone, so that none hides another."""
+    """The kernel of optimizer_triton.py is tested, too, if it can run. Each row of a parameter is judged alone."""
     case = Case([[((8, 3), torch.float32)]], [{"lr": 0.1}], num_steps=3, missing=0, seed=1)
     ours, kernel = (replace(case, device=where).build(AdamW) for where in ("cpu", device))
     plain, wide = case.build(torch.optim.AdamW, foreach=False), replace(case, wide=True).build(torch.optim.AdamW)
@@ -163,10 +173,10 @@ def test_extreme_gradients_give_the_steps_that_they_give_torch_on_a_cpu(size: st
         assert all(error_ratio(*row) <= 1 for row in zip(p.detach().cpu(), ref.detach(), low.detach(), strict=True))
 
 
-def _in_units(found: Tensor, plain: Tensor, wide: Tensor) -> float:
-    """The error over its budget, in units of the largest value, or of the smallest normal number where that is less."""
+def _in_units(x: Tensor, plain: Tensor, wide: Tensor) -> float:
+    """The ratio of the error to its budget, after division by the largest value, or by the smallest normal number."""
     unit = max(wide.abs().max().item(), torch.finfo(torch.float32).tiny)
-    return error_ratio(found.double() / unit, wide / unit, (plain.double() / unit).float())
+    return error_ratio(x.double() / unit, wide / unit, (plain.double() / unit).float())
 
 
 @given(cases)
@@ -176,7 +186,7 @@ def test_adamw_is_that_of_torch(case: Case) -> None:
 
 @given(cases, st.sampled_from([None, 4.0]), st.booleans())
 def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overflow: bool) -> None:
-    """torch has the kernel of our CUDA path for the CPU as well."""
+    """Our step on a GPU calls torch's fused kernel, which torch also has for CPUs."""
     ours, peer = case.build(AdamW), case.build(torch_fused)
     for step in range(case.num_steps):
         grad_scale = None if scale is None else torch.tensor(scale)
@@ -192,7 +202,10 @@ def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overfl
 
 
 class Copies:
-    """Stands for `RoundedWeights`, of parameters of any shape, in float16, which Triton's interpreter rounds right."""
+    """A stand-in for `RoundedWeights`, for parameters of any shape.
+
+    It has float16 copies, since Triton's interpreter rounds to float16 rightly. `views`: not aligned to 16 bytes.
+    """
 
     def __init__(self, params: list[Tensor], views: bool):
         room = [p.new_zeros(p.numel() + views, dtype=torch.float16) for p in params]  # 2 bytes off a multiple of 16
@@ -222,15 +235,17 @@ def test_the_triton_step_is_that_of_torch(
     sizes: list[tuple[int, ...]], chosen: dict[str, Any], num_steps: int, views: bool, scale: float | None,
     overflow: bool, clipped: float | None, copied: int | None, seed: int, device: str,
 ) -> None:  # fmt: skip
-    """Gradients may be slices of one tensor, scaled, clipped as they are read, and new at every step; a step that
-    overflowed does not count. Copies of all parameters or of every second one are written where no step may overflow.
+    """Gradients may be unaligned, scaled, clipped as they are read, and new in each step.
+
+    A step that overflowed does not count. Rounded copies of all parameters, or of every second one, are written if no
+    step may overflow.
     """
     case = Case([[(shape, torch.float32) for shape in sizes]], [chosen], num_steps, missing=0, seed=seed, device=device)
     ours, plain, wide = case.build(AdamW), case.build(torch_adamw), replace(case, wide=True).build(torch_adamw)
     for step in range(num_steps):
         skipped = scale is not None and overflow and step == 1
-        for one, optimizer in ((case, plain), (replace(case, wide=True), wide)):
-            one.set_grads(optimizer, step)
+        for drawn, optimizer in ((case, plain), (replace(case, wide=True), wide)):
+            drawn.set_grads(optimizer, step)
             for p in parameters_of(optimizer):
                 p.grad = p.grad * (clipped or 1)
             if not skipped:
@@ -278,7 +293,7 @@ def test_a_run_is_resumed_from_a_state_dict(before: str, after: str, case: Case,
     resumed = case.build(makes[after])
     load(resumed, half, saved(half))
     for group in resumed.param_groups:
-        group["foreach"] = True  # torch takes its options, too, from the state dict; ours ignores it
+        group["foreach"] = True  # torch loads its options from the state dict; our AdamW ignores this one
     assert_identical(case.run(resumed, first=stop), case.run(case.build(torch_adamw)))
 
 
@@ -295,7 +310,7 @@ def test_a_state_dict_has_the_shape_of_torchs(case: Case) -> None:
 
 @given(cases)
 def test_a_loaded_state_replaces_the_one_in_use(case: Case) -> None:
-    """The lists kept between steps must not outlive the state that they list."""
+    """AdamW keeps lists of tensors between steps. They must be made again when the state is replaced."""
     used, peer = case.run(case.build(AdamW)), case.run(case.build(torch_adamw))
     for optimizer in (used, peer):
         optimizer.load_state_dict(saved(case.run(case.build(torch_adamw), last=1)))
@@ -353,7 +368,7 @@ def test_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
     assert optimizer.step(closure).item() == 3
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.9))
     optimizer.zero_grad()
-    assert optimizer.step() is None  # no gradients: nothing to do
+    assert optimizer.step() is None  # without gradients it does nothing
 
 
 def test_schedulers_and_step_hooks_of_torch_work() -> None:
@@ -411,7 +426,7 @@ def test_sparse_and_complex_gradients_are_refused_and_nothing_moves() -> None:
 
 
 def test_options_that_have_become_wrong_leave_the_weights() -> None:
-    """A tensor is one: torch's schedulers write into it, and the host would wait to read it."""
+    """A tensor as the learning rate is refused, too: to read it, the host would wait for the GPU."""
     p = torch.ones(3, requires_grad=True)
     with pytest.raises(ValueError, match="must be a finite number"):
         AdamW([p], lr=torch.tensor(0.1))
@@ -546,7 +561,7 @@ def test_a_nonsense_schedule_is_named(wrong: dict[str, Any], message: str) -> No
 
 
 def parameters_with_grads(specs: list[tuple[tuple[int, ...], torch.dtype]], seed: int, std: float) -> list[Tensor]:
-    """The last parameter has no gradient."""
+    """Parameters of these (shape, dtype) with random gradients, and a last one without a gradient."""
     generator = torch.Generator().manual_seed(seed)
     parameters = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in specs]
     for p in parameters:
@@ -575,7 +590,7 @@ def test_clipping_is_that_of_torch(specs: list[Any], seed: int, std: float, max_
 
 @given(case=cases, max_norm=st.sampled_from([0.0, 0.5, 30.0]), make=st.sampled_from([AdamW, torch_adamw]))
 def test_a_step_on_scaled_gradients_is_one_after_clipping(case: Case, max_norm: float, make: Any) -> None:
-    """Our AdamW leaves the gradients alone, and the factor is for one step; another optimizer's are multiplied."""
+    """Our AdamW applies the factor in its next step, and leaves gradients as they are; others' are multiplied."""
     ours, clipped = case.build(make), case.build(make)
     for step in range(case.num_steps):
         for optimizer in (ours, clipped):
@@ -619,7 +634,7 @@ def test_bad_limits_are_named(wrong: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @given(cases)
 def test_adamw_on_a_gpu_is_torchs_fused(case: Case) -> None:
-    """But for float32, which `test_the_triton_step_is_that_of_torch` is about."""
+    """Float32 is left out: `test_the_triton_step_is_that_of_torch` tests it."""
     others = {torch.float32: torch.float16, torch.float64: torch.float64, torch.bfloat16: torch.bfloat16}
     case = replace(case, device="cuda", groups=[[(shape, others[dtype]) for shape, dtype in g] for g in case.groups])
     assert_identical(case.run(case.build(AdamW)), case.run(case.build(torch_fused)))
@@ -632,8 +647,8 @@ def test_adamw_on_a_gpu_takes_any_layout(transposed: bool) -> None:
     case = Case([[((5, 3), torch.float32), ((7,), torch.float32)]], [{"lr": 0.1}], 3, missing=0, seed=0, device="cuda")
     ours, plain, wide = case.build(AdamW), case.build(torch_fused), replace(case, wide=True).build(torch_adamw)
     for step in range(3):
-        for one, optimizer in ((case, ours), (case, plain), (replace(case, wide=True), wide)):
-            one.set_grads(optimizer, step)
+        for drawn, optimizer in ((case, ours), (case, plain), (replace(case, wide=True), wide)):
+            drawn.set_grads(optimizer, step)
             if transposed:
                 p = parameters_of(optimizer)[0]
                 p.data, p.grad = (x.mT.contiguous().mT for x in (p.data, p.grad))

@@ -1,4 +1,8 @@
-"""Packed documents: loss and gradients of the documents apart, whatever their lengths, ranks and micro-batches."""
+"""Packing of documents (`data.packing=documents`): loss and gradients are those of each document computed alone.
+
+Windows hold several documents or parts of them; no token attends to another document, and no target crosses an end.
+`apart` is the slow definition with which results are compared.
+"""
 
 import json
 from itertools import pairwise
@@ -24,7 +28,7 @@ from lmsys.training.evaluation import Windows, evaluate, model_inputs, unigram
 from lmsys.training.possible import check_attention
 from tests.support.training_runs import RandomTokens, config, first_losses, trainer
 
-END = 0  # ids of a document are larger
+END = 0  # the end of text; other ids are larger
 CPU = torch.device("cpu")
 VOCABULARY = 20
 PACKED = ("data.packing=documents", "train.steps=4", "model.vocab_size=300")
@@ -46,7 +50,7 @@ class Ids:
 
 
 def documents(lengths: list[int], seed: int) -> Ids:
-    """Documents of `lengths` tokens, the last of which is END."""
+    """A source of documents with so many tokens each; the last token of each is END."""
     ids = np.random.default_rng(seed).integers(1, VOCABULARY, size=sum(lengths))
     ids[np.cumsum(lengths) - 1] = END
     return Ids(ids)
@@ -58,8 +62,8 @@ def model(row: str, context: int, dtype: torch.dtype = torch.float64) -> Transfo
     return TransformerLM(shape).to(dtype)
 
 
-def apart(one: TransformerLM, windows: Windows, end: int = END, device: torch.device = CPU) -> Tensor:
-    """The loss by definition: each document alone through the model, and the mean over all of their targets."""
+def apart(language_model: TransformerLM, windows: Windows, end: int = END, device: torch.device = CPU) -> Tensor:
+    """The loss by definition: the model computes each document of the windows alone; the mean over all targets."""
     losses = []
     for inputs, targets in zip(*windows, strict=True):
         window = torch.from_numpy(np.append(inputs, targets[-1]))
@@ -67,13 +71,13 @@ def apart(one: TransformerLM, windows: Windows, end: int = END, device: torch.de
         for before, last in pairwise(ends):
             document = window[before + 1 : last + 1].to(device)
             if len(document) > 1:
-                logits = one(document[None, :-1])[0]
+                logits = language_model(document[None, :-1])[0]
                 losses.append(F.cross_entropy(logits.double(), document[1:], reduction="none"))
     return torch.cat(losses).mean()
 
 
-def gradients(loss: Tensor, one: TransformerLM) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, list(one.parameters())))
+def gradients(loss: Tensor, language_model: TransformerLM) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(language_model.parameters())))
 
 
 @pytest.mark.parametrize("row", ["naive", "vectorized", "flash_torch"])
@@ -99,14 +103,14 @@ def test_in_float32_the_error_is_that_of_documents_apart() -> None:
     windows = fixed_windows(documents([1, 5, 9, 2, 30, 4, 12], 0), 16, 3, END)
     reference, plain = (apart(model("naive", 16, dtype), windows) for dtype in (torch.float64, torch.float32))
     for row in ("vectorized", "flash_torch"):
-        found = model(row, 16, torch.float32).loss(*model_inputs(*windows, CPU))
-        assert error_ratio(found, reference.detach(), plain.float()) <= 1
+        loss = model(row, 16, torch.float32).loss(*model_inputs(*windows, CPU))
+        assert error_ratio(loss, reference.detach(), plain.float()) <= 1
 
 
 def test_a_batch_says_where_documents_end() -> None:
     source = Ids(np.array([3, END, 4, 5, 6, END, END, 7, 8]))
     inputs, targets = Batches(source, 4, 2, end_of_text=END).batch(0)
-    order = np.argsort(inputs[:, 0] == 6)  # an epoch has an order of its own
+    order = np.argsort(inputs[:, 0] == 6)  # the windows of an epoch are shuffled
     assert targets[order].tolist() == [[END, IGNORED, 5, 6], [END, IGNORED, IGNORED, 8]]
     _, _, packed = model_inputs(inputs[order], targets[order], CPU)
     assert packed.lengths == ((2, 2), (2, 1, 1))
@@ -122,7 +126,7 @@ def test_weights_make_every_target_count_alike(lengths: list[int], shared: tuple
         for rank in range(world_size)
     ]
     whole = np.count_nonzero(Batches(source, 5, 4, 3, end_of_text=END).batch(2)[1] != IGNORED)
-    found = [(one.weight(2, i), one.batch(2, i)[1] != IGNORED) for one in parts for i in range(accumulation)]
+    found = [(part.weight(2, i), part.batch(2, i)[1] != IGNORED) for part in parts for i in range(accumulation)]
     for weight, counted in found:
         assert np.isclose(weight * whole, np.count_nonzero(counted) * len(found))
     assert Batches(source, 5, 4).weight(2) == 1
@@ -130,9 +134,9 @@ def test_weights_make_every_target_count_alike(lengths: list[int], shared: tuple
 
 def test_unigram_judges_the_same_targets() -> None:
     source = documents([4, 5, 6, 7, 8], 0)
-    found = unigram(source, fixed_windows(source, 6, 3, END), VOCABULARY)
-    assert found.tokens == evaluate(model("naive", 6), fixed_windows(source, 6, 3, END), 2).tokens
-    assert 0 < found.loss < 2 * np.log(VOCABULARY)
+    evaluation = unigram(source, fixed_windows(source, 6, 3, END), VOCABULARY)
+    assert evaluation.tokens == evaluate(model("naive", 6), fixed_windows(source, 6, 3, END), 2).tokens
+    assert 0 < evaluation.loss < 2 * np.log(VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -143,15 +147,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize("setting", ["train.micro_batch_size=2", "model.attention=flash_torch", "train.strategy=zero1"])
 def test_losses_do_not_depend_on_how_they_are_computed(tmp_path: Path, expected: list[float], setting: str) -> None:
-    found = first_losses(config(tmp_path, *PACKED, setting), 4)
-    assert np.allclose(found, expected, rtol=1e-5)
+    losses = first_losses(config(tmp_path, *PACKED, setting), 4)
+    assert np.allclose(losses, expected, rtol=1e-5)
     assert not np.allclose(first_losses(config(tmp_path, *PACKED, "data.packing=none"), 4), expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
 def test_ranks_have_the_losses_of_one(ranks: WorkerGroup, tmp_path: Path, expected: list[float], strategy: str) -> None:
-    for found in ranks.run(first_losses, config(tmp_path, *PACKED, f"train.strategy={strategy}"), 4):
-        assert np.allclose(found, expected, rtol=1e-5)
+    for losses in ranks.run(first_losses, config(tmp_path, *PACKED, f"train.strategy={strategy}"), 4):
+        assert np.allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.mark.long
@@ -161,11 +165,11 @@ def test_compiled_blocks_have_the_same_losses_and_compile_once(
     torch.compiler.reset()
     compiled = TransformerLM.compile_blocks
     monkeypatch.setattr(TransformerLM, "compile_blocks", lambda *x, **y: compiled(*x, **y, backend="aot_eager"))
-    one = trainer(config(tmp_path, *PACKED, "train.compile=true"))
-    found = [one.train_step()[0].loss]
+    training = trainer(config(tmp_path, *PACKED, "train.compile=true"))
+    losses = [training.train_step()[0].loss]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found += [one.train_step()[0].loss for _ in range(3)]
-    assert np.allclose(found, expected, rtol=1e-4)
+        losses += [training.train_step()[0].loss for _ in range(3)]
+    assert np.allclose(losses, expected, rtol=1e-4)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -212,8 +216,8 @@ def test_token_files_know_their_end_of_text(tmp_path: Path) -> None:
     text.write_text("one and two<|endoftext|>three and four<|endoftext|>" * 20)
     tokenizer = train([text], 270, ["<|endoftext|>"])
     path = tokenize_files(tokenizer, [text], tmp_path / "ids.npy")
-    found = TokenFiles([path], tokenizer)
-    assert [found.end_of_text] == tokenizer.encode("<|endoftext|>")
+    source = TokenFiles([path], tokenizer)
+    assert [source.end_of_text] == tokenizer.encode("<|endoftext|>")
     facts = path.with_suffix(".json")
     known = json.loads(facts.read_text())
     for value, error in ((None, "no end_of_text is named"), (270, "an id from 0 to 269; got 270"), (True, "got True")):
@@ -246,11 +250,11 @@ def test_token_files_of_different_ends_are_refused(tmp_path: Path) -> None:
 )
 def test_a_training_of_the_default_size_evaluates_as_documents_apart(tmp_path: Path, device: str) -> None:
     run = RunConfig(str(tmp_path)).changed(["data.packing=documents", f"train.device={device}", "evaluate.windows=8"])
-    one = trainer(run.changed(["train.steps=60"]), device=torch.device(device))
+    training = trainer(run.changed(["train.steps=60"]), device=torch.device(device))
     for _ in range(60):
-        one.train_step()
+        training.train_step()
     with torch.no_grad():
-        plain = apart(one.model, one.windows, RandomTokens.end_of_text, one.device)
-        found = one.evaluate()
-        reference = apart(one.model.double(), one.windows, RandomTokens.end_of_text, one.device)
-    assert error_ratio(torch.tensor(found.loss), reference.cpu(), plain.cpu().float()) <= 1
+        plain = apart(training.model, training.windows, RandomTokens.end_of_text, training.device)
+        evaluation = training.evaluate()
+        reference = apart(training.model.double(), training.windows, RandomTokens.end_of_text, training.device)
+    assert error_ratio(torch.tensor(evaluation.loss), reference.cpu(), plain.cpu().float()) <= 1

@@ -1,4 +1,8 @@
-"""The steps of a run: what cannot be is said before work is done for it, and a step that was killed is done again."""
+"""The steps of `lmsys train`: mistakes are named before any work is done, and a step that was killed is done again.
+
+The steps make a tokenizer and tokens, train, evaluate and generate. A setting that no training can have is added to
+REFUSED, with its message.
+"""
 
 import json
 import sys
@@ -22,17 +26,17 @@ from tests.support.training_runs import SETTINGS, config, corpus
 
 @pytest.fixture
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tokenizer is trained."""
+    """Makes the test fail if a tokenizer is trained."""
     monkeypatch.setattr(pipeline, "train", None)
 
 
 def told(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> str:
-    """Returns the one line that `lmsys train OPTIONS` says where it ends with 2."""
+    """The only line that `lmsys train OPTIONS` prints to stderr, with the exit code 2."""
     settings = [f"output={tmp_path / 'run'}", f"data.corpus={corpus(tmp_path)}", *SETTINGS]
-    assert main([*(part for one in settings for part in ("--set", one)), *options]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("lmsys train: ") and said.count("\n") == 1
-    return said
+    assert main([*(part for setting in settings for part in ("--set", setting)), *options]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("lmsys train: ") and printed.count("\n") == 1
+    return printed
 
 
 @pytest.mark.parametrize("step", [*pipeline.WRITERS, None])
@@ -81,7 +85,7 @@ def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_strategy_that_there_is_not_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before any data is made."""
+    """It is named before any data is made."""
     said = told(capsys, tmp_path, "--strategy", "buckted")
     assert "unknown strategy 'buckted'; did you mean bucketed?" in said
     (tmp_path / "mine.py").write_text("1 / 0")
@@ -114,7 +118,7 @@ def test_few_steps_have_a_shorter_warm_up(steps: int, warmup: int) -> None:
 def test_a_training_that_cannot_run_here_is_refused_before_any_data_is_made(
     settings: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [part for one in settings.split() for part in ("--set", one)]
+    options = [part for setting in settings.split() for part in ("--set", setting)]
     assert REFUSED[settings] in told(capsys, tmp_path, *options)
     assert not (tmp_path / "run").exists()
 
@@ -123,7 +127,7 @@ def test_a_training_that_cannot_run_here_is_refused_before_any_data_is_made(
 def test_a_prompt_that_is_too_long_is_named_before_the_training(
     has_tokenizer: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as there is a tokenizer by which to count it; before any text where one is given."""
+    """It is named as soon as a tokenizer can count its tokens: if one is given, before the corpus is read."""
     monkeypatch.setattr(pipeline, "make_tokens", None)
     options = "--set", f"generate.prompt={'?' * 40}"
     if has_tokenizer:
@@ -168,7 +172,7 @@ def test_a_sample_is_printed_whatever_the_terminal_can_show(
 def test_a_checkpoint_is_not_taken_for_another_model(
     setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whose tensors may have the same shapes: its loss would be wrong, and nobody told."""
+    """The other model's tensors may have equal shapes: the loss would be wrong without an error."""
     for step in ("tokenizer", "tokenize", "train"):
         assert pipeline.run(config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}"), (step,)) == 0
     name, _, value = setting.partition("=")
@@ -187,7 +191,7 @@ def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:
 def test_a_text_that_gives_fewer_tokens_than_the_model_has_is_trained_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To a sample: most of what a model draws after a few steps is then no token."""
+    """The run ends with a sample, although most ids that the model knows are no tokens of the tokenizer."""
     run = config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}", "model.vocab_size=3000", "train.steps=3")
     assert pipeline.run(run.changed(["generate.max_new_tokens=15"]), pipeline.STEPS) == 0
     assert Tokenizer.load(run.folder / "tokenizer").vocab_size < 400
@@ -199,7 +203,7 @@ def test_a_text_that_gives_fewer_tokens_than_the_model_has_is_trained_on(
 def test_a_text_that_no_tokenizer_makes_long_enough_is_refused_at_the_start(
     valid: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A byte gives a token at most; of 319 the last 14 are for validation, and a sequence takes 17."""
+    """A text has at most one token for each byte. Of 319 bytes 14 are for validation; a sequence takes 17 tokens."""
     text, options = tmp_path / "short.txt", list[str]()
     text.write_text(("a " * 160)[: 16 if valid == 400 else 319])
     if valid:
@@ -224,7 +228,7 @@ def test_a_text_whose_tokens_are_too_few_is_refused_before_a_step_is_taken(
 def test_a_step_that_ended_in_the_middle_is_done_again(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was to make another tokenizer, or other tokens, and half of them stand among those that were there."""
+    """The step was making another tokenizer, or other tokens, and has replaced half of the files."""
     run = config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}")
     (tmp_path / "other.txt").write_text("other words of another text " * 50)
     other = run.changed([f"data.corpus={tmp_path / 'other.txt'}"])

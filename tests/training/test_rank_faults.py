@@ -1,4 +1,8 @@
-"""A rank or its launcher that is killed, stopped or raises, at any moment: all end soon, named, and nothing is left."""
+"""A rank or its launcher is killed, is stopped or raises at a random moment of a training on two ranks.
+
+All processes must then end within LIMIT_S, with a message that names the rank and what it was doing, and leave nothing
+behind. `strike` does the harm; tests/support/raising_strategies.py raises. A new fault has its message in TOLD.
+"""
 
 import os
 import random
@@ -21,13 +25,14 @@ from lmsys.training import pipeline
 from tests.support.processes import PATIENCE_S, ROOT, Stopwatch
 from tests.support.training_runs import SETTINGS, config, corpus
 
-LIMIT_S = 30.0  # from the fault to the end of the last process
+LIMIT_S = 30.0  # seconds from the fault to the end of the last process
 OWN, TORCHRUN = "own", "torchrun"
 RUNS = {
     OWN: ("-m", "lmsys.training", "train", "--ranks", "2"),
     TORCHRUN: (*"-m torch.distributed.run --nproc-per-node 2 --standalone -m lmsys.training train".split(),),
 }
-ENDLESS = ("train.steps=1000000", "evaluate.interval=2", "checkpoint.interval=3")  # all three moments come often
+# Steps, evaluations and saves all come often, so that faults fall into each of them.
+ENDLESS = ("train.steps=1000000", "evaluate.interval=2", "checkpoint.interval=3")
 STRATEGIES = ROOT / "tests" / "support" / "raising_strategies.py"
 DOING = r"(as it began|at the beginning of 'train'|in step [\d,]+|in the (evaluation|save) after step [\d,]+)"
 TOLD = {
@@ -36,7 +41,7 @@ TOLD = {
     "raise": rf"rank 1 failed {DOING}",
     "agent": rf"rank [01] has lost the process that started it, {DOING}",
 }
-ALWAYS = [(TORCHRUN, "stop"), (TORCHRUN, "raise")]  # others: test_watchdog, test_group, test_training
+ALWAYS = [(TORCHRUN, "stop"), (TORCHRUN, "raise")]  # others always run in test_watchdog, test_group, test_training
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Run:
-    """A training of two ranks as a user starts it. Whatever it starts carries `mark` in its environment."""
+    """A training on two ranks, started as a user does. All of its processes have `mark` in their environment."""
 
     process: "subprocess.Popen[str]"
     folder: Path
@@ -57,11 +62,11 @@ class Run:
     began_s: float
 
     def pids(self) -> set[int]:
-        """All of its processes that live."""
+        """The ids of all of its processes that live."""
         return {pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self.mark in environment(pid)}
 
     def rank(self, number: int) -> int:
-        """The process of a rank, as soon as there is one."""
+        """Waits for the process of a rank, and returns its id."""
         while True:
             assert self.process.poll() is None, self.process.communicate()[0]
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -88,7 +93,7 @@ def environment(pid: int) -> str:
 
 
 def is_rank(pid: int) -> bool:
-    """True once it runs as one; before that it may still be a copy of its launcher."""
+    """True if the process already runs as a rank; just after a fork it is still a copy of its launcher."""
     line = command_line(pid)
     return "_serve" in line or "lmsys.training" in line and "\0RANK=" in environment(pid)
 
@@ -128,9 +133,9 @@ def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def ends(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
-    """All that a run has said, once it has ended in time after the fault, and nothing of it is left.
+    """Waits until the run has ended; AssertionError if that took too long, or left something. Returns its output.
 
-    since  when the fault was, by what the run has said
+    since  output -> the time of the fault, by time.monotonic()
     """
     until, watch = time.monotonic() + PATIENCE_S, Stopwatch()
     while run.process.poll() is None or run.pids():
@@ -144,14 +149,17 @@ def ends(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
 
 
 def left_behind(run: Run) -> list[str]:
-    """Temporary files; torch keeps a cache there, and torchrun a folder of logs where it was killed itself."""
+    """Temporary files and shared memory that the run has left.
+
+    Names that begin with "torch" do not count: a cache of torch's, and logs of a torchrun that was killed itself.
+    """
     shared = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(("nccl", "torch"))]
     files = [path for path in (run.folder.parent / "tmp").iterdir() if not path.name.startswith("torch")]
     return [str(path) for path in files] + [str(path) for path in shared if path.stat().st_ctime > run.began_s]
 
 
 def strike(run: Run, fault: str, seed: int, at_start: bool) -> float:
-    """Does the harm, at a random moment; returns when."""
+    """Does the harm at a random moment, drawn by `seed`; returns the time, by time.monotonic()."""
     random_s = random.Random(seed).uniform(0.0, 4.0 if at_start else 1.5)
     victim = run.process.pid if fault == "agent" else run.rank(1)
     if not at_start:
@@ -162,7 +170,10 @@ def strike(run: Run, fault: str, seed: int, at_start: bool) -> float:
 
 
 def cases(counts: dict[str, int]) -> list[Any]:
-    """(launcher, fault, seed, at start-up): all on request, where a third come before the first step; few always."""
+    """Parameters (launcher, fault, seed, True for a fault before the first step), for so many seeds of each fault.
+
+    Those in ALWAYS run always, the others on request.
+    """
     return [
         pytest.param(
             launcher,
@@ -193,7 +204,7 @@ def test_a_fault_ends_all(
 @pytest.mark.parametrize("fault", ["kill", "stop", "agent"])
 @pytest.mark.parametrize("launcher", RUNS)
 def test_a_fault_ends_all_on_nccl(launcher: str, fault: str, start: Callable[..., Run], tmp_path: Path) -> None:
-    """A rank that waits for a dead one on its GPU hears neither a signal nor of a lost connection."""
+    """A rank that waits for a dead rank on its GPU receives no signal, and no error of a lost connection."""
     run = start(launcher, "--set", "train.device=cuda", LMSYS_STOPPED_S="2")
     since = strike(run, fault, 0, at_start=False)
     said = ends(run, tmp_path, lambda _: since)

@@ -1,4 +1,7 @@
-"""A refused `lmsys train` leaves the folder of an earlier training as it is, byte for byte."""
+"""A `lmsys train` that is refused (exit code 2) leaves the folder of an earlier training as it is, byte for byte.
+
+A new option that must be refused is added to REFUSED; the fixture `trained` makes the files that options name.
+"""
 
 import os
 import shutil
@@ -67,12 +70,13 @@ REFUSED = (
     "--output text.txt",
     "--output foreign",
 )
+# {options: a part of the message}
 TOLD = {"--corpus other.txt": "run: holds a training on other text: name another --output for this"}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `run` has trained, and others stand that nobody may touch."""
+    """A folder with a training in `run`, and with other files, which no refused command may change."""
     folder = tmp_path_factory.mktemp("trained")
     assert pipeline.run(config(folder / "run", f"data.corpus={corpus(folder)}"), pipeline.STEPS) == 0
     (folder / "other.txt").write_text("other words of another text " * 50)
@@ -87,9 +91,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(folder: Path, *options: str) -> int:
+    """The exit code of `lmsys train` with these options, on the folder's run and text."""
     settings = [f"output={folder / 'run'}", f"data.corpus={folder / 'text.txt'}", *SETTINGS]
     try:
-        return main([*(part for one in settings for part in ("--set", one)), *options])
+        return main([*(part for setting in settings for part in ("--set", setting)), *options])
     except SystemExit as error:
         return int(error.code or 0)
 
@@ -100,15 +105,15 @@ def test_whatever_is_refused_the_training_stays_as_it_is(
 ) -> None:
     monkeypatch.chdir(trained)
     before = tree(trained)
-    code, told = ended(trained, *command.split()), capsys.readouterr().err
-    assert code == 2 and told.strip().splitlines()[-1].startswith("lmsys train: "), told
-    assert tree(trained) == before and TOLD.get(command, "") in told
+    code, printed = ended(trained, *command.split()), capsys.readouterr().err
+    assert code == 2 and printed.strip().splitlines()[-1].startswith("lmsys train: "), printed
+    assert tree(trained) == before and TOLD.get(command, "") in printed
 
 
 def test_tokens_are_not_replaced_by_those_of_a_text_that_is_too_short(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the tokenizer is given, and so the same."""
+    """The tokenizer is given, so that only the tokens would change."""
     options = "--set", f"data.tokenizer={trained / 'run' / 'tokenizer'}", "--set", f"output={tmp_path / 'run'}"
     assert ended(trained, *options) == 0
     (tmp_path / "words.txt").write_text("the cat sat on a mat")
@@ -120,7 +125,7 @@ def test_tokens_are_not_replaced_by_those_of_a_text_that_is_too_short(
 def test_a_second_training_into_one_output_is_refused(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the first is at it."""
+    """The first is still writing."""
     release = claim(trained / "run" / "log.jsonl")
     before = tree(trained)
     for command in ("", "train", "tokenizer", "tokenize"):
@@ -130,10 +135,10 @@ def test_a_second_training_into_one_output_is_refused(
 
 
 def test_what_is_not_refused_goes_on(trained: Path, tmp_path: Path) -> None:
-    """Or the law would hold for whatever does nothing; also where the text has moved."""
+    """A command that is not refused does change the folder, also if the text has moved."""
     for name in ("run", "text.txt"):
         (shutil.copytree if name == "run" else shutil.copy)(trained / name, tmp_path / name)
     before = tree(tmp_path)
     assert ended(tmp_path, "--steps", "9") == 0
-    assert {name for name, found in tree(tmp_path).items() if before.get(name) != found} >= {"run/log.jsonl"}
+    assert {name for name, state in tree(tmp_path).items() if before.get(name) != state} >= {"run/log.jsonl"}
     assert (tmp_path / "run/checkpoints/step-00000009.json").is_file()

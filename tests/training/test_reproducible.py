@@ -1,4 +1,7 @@
-"""Training bit for bit: one sha256 of the weights for every number of ranks and every strategy."""
+"""`train.reproducible`: trained weights have one sha256 for every number of ranks and every strategy.
+
+Gradients of a batch's leaves (`train.leaves` equal parts) are added as a binary tree, so ranks change no order.
+"""
 
 import math
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ from tests.support.variants import some
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
 STEPS = 6
 WORLD_SIZES = {"train.leaves=2": (1, 2), "train.leaves=8": (1, 4)}
+# {setting: numbers of ranks, or strategies, that it can have}; all others run with every one.
 ONLY = {"train.sharded_optimizer=true": ("bucketed",), "train.bucket_mb=0.001": ("bucketed", "zero1")}
 SETTINGS = ("train.reproducible=true", f"train.steps={STEPS}", "train.clip_norm=0.5")
 
@@ -36,8 +40,8 @@ def expected(ranks: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> st
 def test_weights_have_one_sha256(
     ranks: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
 ) -> None:
-    found = ranks.run(reproduced, config(tmp_path, *SETTINGS, f"train.strategy={strategy}"), world_size, STEPS)
-    assert found[:world_size] == [expected] * world_size
+    digests = ranks.run(reproduced, config(tmp_path, *SETTINGS, f"train.strategy={strategy}"), world_size, STEPS)
+    assert digests[:world_size] == [expected] * world_size
 
 
 TRAINED = [
@@ -52,17 +56,17 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("settings", some([(one,) for one in TRAINED], 4))
+@pytest.mark.parametrize("settings", some([(settings,) for settings in TRAINED], 4))
 def test_whatever_is_trained(ranks: WorkerGroup, tmp_path: Path, settings: tuple[str, ...]) -> None:
-    found = set()
+    digests = set()
     for strategy, world_size in product(("bucketed", "zero1", "fsdp"), (1, 2, 4)):
         if world_size not in WORLD_SIZES.get(settings[0], (1, 2, 4)) or strategy not in ONLY.get(
             settings[0], STRATEGIES
         ):
             continue
         run = config(tmp_path, *SETTINGS, *settings, f"train.strategy={strategy}")
-        found |= set(ranks.run(reproduced, run, world_size, STEPS)[:world_size])
-    assert len(found) == 1
+        digests |= set(ranks.run(reproduced, run, world_size, STEPS)[:world_size])
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("naive", 1), ("fsdp", 2)])
@@ -78,12 +82,12 @@ def test_checkpointing_changes_no_bit(
 def test_a_run_that_goes_on_elsewhere_ends_the_same(
     ranks: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
 ) -> None:
-    """Ended after four steps, and resumed under another strategy on another number of ranks."""
+    """It ends after four steps, and is resumed with another strategy on another number of ranks."""
     for (strategy, world_size), steps in ((before, 4), (after, STEPS)):
         run = config(tmp_path, *SETTINGS, f"train.strategy={strategy}")
-        found = set(ranks.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
-        assert len(found) == 1
-    assert found == {expected}
+        digests = set(ranks.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
+        assert len(digests) == 1
+    assert digests == {expected}
 
 
 def test_two_additions_exchanged_are_seen(ranks: WorkerGroup, expected: str, tmp_path: Path) -> None:
@@ -107,6 +111,7 @@ EXECUTIONS = pytest.mark.parametrize("execution", ["", "compile", "compile,graph
 
 
 def takes(strategy: str, execution: str) -> bool:
+    """True if the strategy can run in this way."""
     row = TABLE[strategy]
     traits = StrategyTraits.of(row)
     reasons = {"graph": traits.why_not_graphed, "fused": traits.why_not_fused}
@@ -120,46 +125,48 @@ def executed(execution: str) -> list[str]:
 @pytest.mark.gpu
 @EXECUTIONS
 def test_one_sha256_on_a_gpu(one_gpu: WorkerGroup, tmp_path: Path, execution: str) -> None:
-    found = set()
+    digests = set()
     for strategy in ("naive", "naive", "none", "bucketed", "zero1", "fsdp"):
         if not takes(strategy, execution):
             continue
         settings = *ON_GPUS, f"train.strategy={strategy}", *executed(execution)
-        found |= set(one_gpu.run(reproduced, config(tmp_path, *SETTINGS, *settings), 1, STEPS))
-    assert len(found) == 1
+        digests |= set(one_gpu.run(reproduced, config(tmp_path, *SETTINGS, *settings), 1, STEPS))
+    assert len(digests) == 1
 
 
 @pytest.mark.gpu
 @EXECUTIONS
 def test_one_sha256_on_one_gpu_and_two(gpu_ranks: WorkerGroup, tmp_path: Path, execution: str) -> None:
-    found = set()
+    digests = set()
     for strategy, world_size in (("none", 1), *product(STRATEGIES, (1, 2))):
         if not takes(strategy, execution):
             continue
         settings = *ON_GPUS, f"train.strategy={strategy}", *executed(execution)
-        found |= set(gpu_ranks.run(reproduced, config(tmp_path, *SETTINGS, *settings), world_size, STEPS)[:world_size])
-    assert len(found) == 1
+        digests |= set(
+            gpu_ranks.run(reproduced, config(tmp_path, *SETTINGS, *settings), world_size, STEPS)[:world_size]
+        )
+    assert len(digests) == 1
 
 
 @given(st.integers(0, 99), st.integers(1, 400), st.integers(1, 9), st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
 def test_the_norm_has_no_order(seed: int, count: int, parts: int, size: float) -> None:
-    """Nor does it matter how the gradient is divided; it is the norm, to the last bits of float64."""
+    """The norm has equal bits for any order and any division of the gradient, and is exact to 1e-12."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, generator=generator).pow(5) * size
     mixed = x[torch.randperm(count, generator=generator)]
-    found = exact_norm([x], count)
-    assert exact_norm(list(mixed.chunk(parts)), count) == found
-    assert math.isclose(found, x.double().norm().item(), rel_tol=1e-12)
+    norm = exact_norm([x], count)
+    assert exact_norm(list(mixed.chunk(parts)), count) == norm
+    assert math.isclose(norm, x.double().norm().item(), rel_tol=1e-12)
 
 
 @given(st.integers(0, 99), st.integers(1, 9000), st.integers(1, 4), st.sampled_from([1e-30, 1.0, 1e30]))
 def test_one_launch_sums_the_same_whole_numbers(seed: int, count: int, parts: int, size: float) -> None:
     x = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * size
     scales = torch.tensor([2.0**40 / size**2, 2.0**44], dtype=torch.float64)
-    found = whole_squares(x.chunk(parts), scales)
+    sums = whole_squares(x.chunk(parts), scales)
     high, low = x.double().square().mul(scales[0]).tolist(), scales[1].item()
-    assert found[0].item() == sum(math.trunc(square) for square in high)
-    assert abs(found[1].item() - sum(math.trunc(math.modf(square)[0] * low) for square in high)) <= count
+    assert sums[0].item() == sum(math.trunc(square) for square in high)
+    assert abs(sums[1].item() - sum(math.trunc(math.modf(square)[0] * low) for square in high)) <= count
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -1,4 +1,4 @@
-"""Random windows: each a piece of the row, starts uniform, on arrays and tensors of every integer dtype."""
+"""`get_batch`: random windows are pieces of the ids, with uniform starts, for any array or tensor of integers."""
 
 import re
 
@@ -14,6 +14,7 @@ KINDS = [np.uint8, np.uint16, np.int32, np.int64, torch.int32, torch.uint8]
 
 
 def row(length: int, kind: object) -> np.ndarray | torch.Tensor:
+    """The ids 0, 1, 2, ... as an array, or a tensor, of this dtype."""
     return torch.arange(length, dtype=kind) if isinstance(kind, torch.dtype) else np.arange(length).astype(kind)
 
 

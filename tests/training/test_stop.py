@@ -1,4 +1,7 @@
-"""A process that is told twice to end: it ends at once where its step does not, and lives on where it does."""
+"""`StopSignals`: a process gets two signals to end. It lives on if its step ends then, else it ends at once.
+
+After the second signal a step has a few seconds, here ENDED_S, to end.
+"""
 
 import hashlib
 import os
@@ -11,11 +14,11 @@ import pytest
 from lmsys import processes
 from lmsys.training import stopping
 
-ENDED_S = 0.3  # in place of the seconds that a step has in use
+ENDED_S = 0.3  # in place of the seconds that a step has in a training
 
 
 def step_in_c() -> None:
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for minutes, without a look at signals
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # takes minutes, and runs no signal handler
 
 
 def step_in_python() -> None:
@@ -27,7 +30,10 @@ def step_that_ends() -> None:
 
 
 def told_twice(step: str, again_s: float) -> str:
-    """Runs in a process of its own."""
+    """Runs this step in a process that gets two signals: the outcome. It needs a process of its own.
+
+    again_s  a second signal within so many seconds of the first does not count
+    """
     stopping.AGAIN_S, stopping.ENDED_S = again_s, ENDED_S
     for at_s in (0.1, 0.2):
         threading.Timer(at_s, os.kill, (os.getpid(), signal.SIGTERM)).start()

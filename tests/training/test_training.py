@@ -1,4 +1,8 @@
-"""Training runs: settings, resumed equals uninterrupted, many ranks equal one, what is not finite is left out."""
+"""Whole trainings: settings; a resumed run equals an uninterrupted one; many ranks equal one; bad steps are skipped.
+
+Runs are made by tests/support/training_runs.py: in this process, on ranks (`group`), or as the command in another
+process (`start`), which tests may kill. tests/training/ has a file for each part of training.
+"""
 
 import json
 import math
@@ -52,6 +56,7 @@ from tests.support.variants import but, some
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on() -> Iterator[None]:
+    """Ends what a test has started, also if it has failed."""
     yield
     end_all()
 
@@ -64,14 +69,14 @@ def group() -> Iterator[WorkerGroup]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with tokenizer and tokens, and nothing trained."""
+    """The folder of a run that has a tokenizer and tokens, and has trained nothing."""
     folder = tmp_path_factory.mktemp("data")
     assert pipeline.run(config(folder, f"data.corpus={corpus(folder)}"), ("tokenizer", "tokenize")) == 0
     return folder
 
 
 def copy_of(data: Path, folder: Path) -> Path:
-    """Another run on the same data."""
+    """Makes `folder` the folder of another run on the same data, and returns it."""
     folder.mkdir(parents=True)
     for name in ("tokenizer", "tokens", "text.txt"):
         (folder / name).symlink_to(data / name)
@@ -88,10 +93,10 @@ def test_a_config_goes_through_json(
 ) -> None:
     given_ = {"train": {"batch_size": batch, "lr": lr, "min_lr": 0, "compile": flag, "betas": list(betas)}}
     given_ |= {"checkpoint": {"keep": keep}, "generate": {"prompt": prompt}}
-    found = RunConfig.from_json(json.dumps(given_))
-    assert (found.train.batch_size, found.train.lr, found.train.compile, found.train.betas) == (batch, lr, flag, betas)
-    assert (found.checkpoint.keep, found.generate.prompt) == (keep, prompt)
-    assert RunConfig.from_json(found.to_json()) == found and found.model == RunConfig().model
+    read = RunConfig.from_json(json.dumps(given_))
+    assert (read.train.batch_size, read.train.lr, read.train.compile, read.train.betas) == (batch, lr, flag, betas)
+    assert (read.checkpoint.keep, read.generate.prompt) == (keep, prompt)
+    assert RunConfig.from_json(read.to_json()) == read and read.model == RunConfig().model
 
 
 @pytest.mark.parametrize(
@@ -142,10 +147,10 @@ def test_settings_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_pa
     assert (
         main([*options, "--set", "train.lr=3e-1", "--set", "generate.prompt=12", "--set", "checkpoint.keep=null"]) == 0
     )
-    found = RunConfig.from_json(capsys.readouterr().out)
-    assert (found.train.lr, found.train.seed, found.train.strategy) == (0.3, 7, "zero1")
-    assert (found.model.attention, found.model.d_model, found.generate.prompt) == ("naive", 768, "12")
-    assert found.checkpoint.keep is None
+    read = RunConfig.from_json(capsys.readouterr().out)
+    assert (read.train.lr, read.train.seed, read.train.strategy) == (0.3, 7, "zero1")
+    assert (read.model.attention, read.model.d_model, read.generate.prompt) == ("naive", 768, "12")
+    assert read.checkpoint.keep is None
     for options, steps in (
         (("--set", "train.steps=40", "--steps", "50"), 50),
         (("--steps", "50", "--set", "train.steps=40"), 40),
@@ -164,43 +169,43 @@ def test_a_resumed_run_equals_the_uninterrupted(tmp_path_factory: pytest.TempPat
     trainer(config(folder / "whole")).fit(folder / "whole" / "checkpoints")
     run = config(folder / "cut", "checkpoint.interval=0")
     for cut in cuts:
-        one = trainer(run, resume=True)
-        while one.step < cut:
-            one.train_step()
-        one.save(run.folder / "checkpoints")
+        part = trainer(run, resume=True)
+        while part.step < cut:
+            part.train_step()
+        part.save(run.folder / "checkpoints")
     torch.rand(3)
     trainer(run, resume=True).fit(run.folder / "checkpoints")
-    expected, found = weights(folder / "whole"), weights(folder / "cut")
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    expected, resumed = weights(folder / "whole"), weights(folder / "cut")
+    assert all(torch.equal(resumed[name], x) for name, x in expected.items())
 
 
 def test_accumulated_micro_batches_equal_one_batch(tmp_path: Path) -> None:
     curves = []
     for micro in (8, 4, 1):
-        one = trainer(config(tmp_path, f"train.micro_batch_size={micro}"))
-        curves.append(torch.tensor([one.train_step()[0].loss for _ in range(8)]))
+        training = trainer(config(tmp_path, f"train.micro_batch_size={micro}"))
+        curves.append(torch.tensor([training.train_step()[0].loss for _ in range(8)]))
     assert max((curve - curves[0]).abs().max().item() for curve in curves) < 1e-5
 
 
 def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = config(tmp_path, "train.max_nonfinite=2", "checkpoint.interval=1")
-    one = trainer(run)
-    loss_of, bad = one.model.loss, {2, 3}
+    training = trainer(run)
+    loss_of, bad = training.model.loss, {2, 3}
 
     def loss(*batch: torch.Tensor) -> torch.Tensor:
-        return loss_of(*batch) * (torch.nan if one.step in bad else 1.0)
+        return loss_of(*batch) * (torch.nan if training.step in bad else 1.0)
 
-    monkeypatch.setattr(one.model, "loss", loss)
+    monkeypatch.setattr(training.model, "loss", loss)
     for _ in range(2):
-        assert one.train_step()[0].taken
-    before = {name: x.clone() for name, x in one.model.state_dict().items()}
+        assert training.train_step()[0].taken
+    before = {name: x.clone() for name, x in training.model.state_dict().items()}
     for skipped in (1, 2):
-        assert not one.train_step()[0].taken and one.skipped == one.in_a_row == skipped
-    assert all(torch.equal(before[name], x) for name, x in one.model.state_dict().items())
-    assert one.train_step()[0].taken and (one.skipped, one.in_a_row) == (2, 0)
+        assert not training.train_step()[0].taken and training.skipped == training.in_a_row == skipped
+    assert all(torch.equal(before[name], x) for name, x in training.model.state_dict().items())
+    assert training.train_step()[0].taken and (training.skipped, training.in_a_row) == (2, 0)
     bad |= set(range(5, 99))
     with pytest.raises(NonFiniteError, match=r"3 steps in a row were not finite, up to step 8"):
-        one.fit(tmp_path / "checkpoints")
+        training.fit(tmp_path / "checkpoints")
     assert all(x.isfinite().all() for x in weights(tmp_path).values()), "the last good checkpoint is there"
 
 
@@ -215,8 +220,8 @@ def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.Ca
     options = ["--output", str(folder), "--corpus", str(folder / "text.txt")]
     options += [part for setting in SETTINGS for part in ("--set", setting)]
     assert main([*options, "--skip-data"]) == 0
-    said = capsys.readouterr().out
-    assert "a unigram model: loss" in said and "sample of step 8:\ndef " in said and "step 8/8  loss" in said
+    output = capsys.readouterr().out
+    assert "a unigram model: loss" in output and "sample of step 8:\ndef " in output and "step 8/8  loss" in output
     assert [line["step"] for line in read_lines(folder / "log.jsonl") if "loss" in line] == list(range(1, 9))
     assert RunConfig.from_json((folder / "config.json").read_text()).folder == folder
     for step in ("train", "evaluate", "generate"):
@@ -240,8 +245,8 @@ def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, grou
     undecayed = ["train.undecayed=ln|embeddings", "train.weight_decay=0.9"]
     options += undecayed
     if name == "torch_ddp_tuned":
-        (said, _) = group.run(error_on_rank, config(data, *options))
-        assert "cannot accumulate micro-batches: train.micro_batch_size is to be 4" in said
+        (error, _) = group.run(error_on_rank, config(data, *options))
+        assert "cannot accumulate micro-batches: train.micro_batch_size is to be 4" in error
         options.append("train.micro_batch_size=4")
     alone, both = copy_of(data, tmp_path / "alone"), copy_of(data, tmp_path / "both")
     assert pipeline.run(config(alone, *undecayed), ("train",)) == 0
@@ -252,8 +257,8 @@ def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, grou
     for manifest in (both / "checkpoints").glob("step-0000000[78].json"):
         manifest.unlink()
     assert group.run(train_on_rank, config(both, *options)) == [0, 0]
-    found = weights(both)
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    resumed = weights(both)
+    assert all(torch.equal(resumed[name], x) for name, x in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -275,7 +280,7 @@ def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, grou
 def test_another_number_of_ranks_goes_on(
     data: Path, tmp_path: Path, group: WorkerGroup, before: str, after: str
 ) -> None:
-    """From two ranks to one and, by what that has saved, back."""
+    """A run goes from two ranks to one, by two ranks' checkpoint, and back by that of one."""
     alone, run = copy_of(data, tmp_path / "alone"), copy_of(data, tmp_path / "run")
     assert pipeline.run(config(alone, "train.undecayed=ln|embeddings"), ("train",)) == 0
     options = ["checkpoint.keep=null", "checkpoint.interval=1", "train.undecayed=ln|embeddings"]
@@ -292,6 +297,7 @@ def test_another_number_of_ranks_goes_on(
 
 
 def _forget_after(folder: Path, step: int) -> None:
+    """Removes checkpoints of later steps, so that the run goes on from this step."""
     for manifest in (folder / "checkpoints").glob("step-*.json"):
         if int(manifest.stem.partition("-")[2]) > step:
             manifest.unlink()
@@ -300,10 +306,10 @@ def _forget_after(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("lost", ["model", "progress"])
 def test_a_checkpoint_that_lacks_a_part_is_named(tmp_path: Path, lost: str) -> None:
     run = config(tmp_path)
-    one = trainer(run)
-    shared = {"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict(), "progress": {}}
+    training = trainer(run)
+    shared = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict(), "progress": {}}
     del shared[lost]
-    save(run.folder / "checkpoints", 1, shared, facts=one.facts)
+    save(run.folder / "checkpoints", 1, shared, facts=training.facts)
     with pytest.raises(ValueError, match=rf"step-00000001-shared-\w+\.pt: must have '{lost}'"):
         trainer(run, resume=True)
 
@@ -311,15 +317,15 @@ def test_a_checkpoint_that_lacks_a_part_is_named(tmp_path: Path, lost: str) -> N
 def test_how_it_is_computed_changes_little(tmp_path: Path) -> None:
     curves = []
     for settings_ in ([], ["model.checkpoint_blocks=1"], ["train.precision=bf16"]):
-        one = trainer(config(tmp_path, *settings_))
-        curves.append(torch.tensor([one.train_step()[0].loss for _ in range(6)]))
+        training = trainer(config(tmp_path, *settings_))
+        curves.append(torch.tensor([training.train_step()[0].loss for _ in range(6)]))
     plain, checkpointed, bf16 = curves
     assert torch.equal(plain, checkpointed)
     assert 0 < (plain - bf16).abs().max() < 0.05
 
 
 def test_fit_takes_what_the_memory_allows(tmp_path: Path) -> None:
-    """More memory, less computed again; the loss is the same; what it chose can be set."""
+    """With more memory less is computed again, and the loss is the same. The chosen levels can be set by hand, too."""
     one_batch = ("train.batch_size=64", "train.micro_batch_size=64", "train.strategy=none")
     settings_ = config(tmp_path, "model.num_layers=3", *one_batch)
     model, held = settings_.model, settings_.train.sequences_at_once
@@ -329,10 +335,10 @@ def test_fit_takes_what_the_memory_allows(tmp_path: Path) -> None:
     }
     losses = set()
     for levels, peak in peaks.items():
-        one = trainer(settings_.changed(["model.checkpoint_blocks=fit", f"train.memory_gib={(peak + 1) / 2**30}"]))
-        assert one.model.config.checkpoint_blocks == levels
-        assert trainer(settings_.changed([f"model.checkpoint_blocks={levels}"])).model.config == one.model.config
-        losses.add(one.train_step()[0].loss)
+        training = trainer(settings_.changed(["model.checkpoint_blocks=fit", f"train.memory_gib={(peak + 1) / 2**30}"]))
+        assert training.model.config.checkpoint_blocks == levels
+        assert trainer(settings_.changed([f"model.checkpoint_blocks={levels}"])).model.config == training.model.config
+        losses.add(training.train_step()[0].loss)
     assert len(losses) == 1
     with pytest.raises(ValueError, match="checkpoint_blocks='fit': a step needs"):
         trainer(settings_.changed(["model.checkpoint_blocks=fit", "train.memory_gib=1e-6"]))
@@ -348,22 +354,25 @@ SLOW = ("--set", "train.steps=60", "--set", "checkpoint.interval=1")
 @pytest.mark.long
 @pytest.mark.parametrize("kills", [range(20, 21), pytest.param(range(100), marks=pytest.mark.on_request)])
 def test_a_killed_run_goes_on(data: Path, tmp_path: Path, kills: range) -> None:
-    """Each is killed somewhere in a step of its own, of which each saves; `-m on_request` does it a hundred times."""
+    """Each run saves in every step, and is killed in a step that differs from run to run.
+
+    `-m on_request` kills a hundred runs.
+    """
     whole = copy_of(data, tmp_path / "whole")
     run = config(whole, "train.steps=60", "checkpoint.interval=0")
     assert pipeline.run(run, ("train",)) == 0
-    for one in kills:
-        folder, step = copy_of(data, tmp_path / f"killed-{one}"), 1 + one % 50
+    for number in kills:
+        folder, step = copy_of(data, tmp_path / f"killed-{number}"), 1 + number % 50
         process = start(folder, "train", *SLOW)
         while process.poll() is None and not [*folder.glob(f"checkpoints/step-{step:08}.json")]:
             time.sleep(0.001)
-        time.sleep(random.Random(one).uniform(0, 0.03))
+        time.sleep(random.Random(number).uniform(0, 0.03))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
+        assert process.returncode == -signal.SIGKILL, "the run had ended before it was killed"
         assert pipeline.run(config(folder, "train.steps=60"), ("train",)) == 0
-        expected, found = weights(whole), weights(folder)
-        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        expected, resumed = weights(whole), weights(folder)
+        assert all(torch.equal(resumed[name], x) for name, x in expected.items())
         assert losses(folder) == losses(whole)
 
 
@@ -372,15 +381,15 @@ def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, grou
     whole, run = copy_of(data, tmp_path / "whole"), copy_of(data, tmp_path / "run")
     assert group.run(train_on_rank, config(whole, "train.steps=20")) == [0, 0]
     launcher = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone".split()
-    asked = "--set", "train.steps=20", "--set", "checkpoint.interval=1"
-    process = start(run, "train", *asked, launcher=tuple(launcher))
+    options = "--set", "train.steps=20", "--set", "checkpoint.interval=1"
+    process = start(run, "train", *options, launcher=tuple(launcher))
     while not list(run.glob("checkpoints/step-*.json")) and process.poll() is None:
         time.sleep(0.01)
     os.kill(ranks_of(process)[-1], signal.SIGKILL)
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0 and "going on from" in said, said
-    expected, found = weights(whole), weights(run)
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0 and "going on from" in output, output
+    expected, restarted = weights(whole), weights(run)
+    assert all(torch.equal(restarted[name], x) for name, x in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -395,7 +404,7 @@ def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, grou
 def test_a_signal_ends_with_a_checkpoint(
     data: Path, tmp_path: Path, ranks: int | None, number: int, times: int
 ) -> None:
-    """A second one that comes at once, as of a terminal and of a launcher, is no other wish."""
+    """A second signal right after the first, as from a terminal and a launcher, changes nothing."""
     folder = copy_of(data, tmp_path / "run")
     options = ["--set", "train.steps=100000", "--set", "checkpoint.interval=0"]
     process = start(folder, "train", *options, *(["--ranks", str(ranks)] if ranks else []))
@@ -405,10 +414,10 @@ def test_a_signal_ends_with_a_checkpoint(
     for _ in range(times - 1):
         time.sleep(0.005)
         process.send_signal(number)
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 128 + number, said
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + number, output
     last = read_lines(folder / "log.jsonl")[-1]["step"]
-    assert (folder / "checkpoints" / f"step-{last:08}.json").is_file() and f"saved at step {last:,}" in said
+    assert (folder / "checkpoints" / f"step-{last:08}.json").is_file() and f"saved at step {last:,}" in output
 
 
 ENDLESS = ("--set", "train.steps=1000000", "--set", "checkpoint.interval=0")
@@ -417,7 +426,7 @@ ENDLESS = ("--set", "train.steps=1000000", "--set", "checkpoint.interval=0")
 @pytest.mark.on_request
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path: Path, number: int) -> None:
-    """Its other rank waits inside of a collective, where Python runs no handler."""
+    """The other rank waits inside a collective, where Python runs no signal handler."""
     folder = copy_of(data, tmp_path / "run")
     process = start(folder, "train", *ENDLESS, "--ranks", "2")
     while not losses(folder) and process.poll() is None:
@@ -427,8 +436,8 @@ def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path:
     for _ in range(2):
         time.sleep(1.0)
         process.send_signal(number)
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode and "told to end twice" in said, said
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode and "told to end twice" in output, output
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
 
 
@@ -446,11 +455,11 @@ def test_ranks_end_with_the_agent_that_torchrun_is(data: Path, tmp_path: Path) -
     while any(map(is_alive, ranks)) and time.monotonic() < until:
         time.sleep(0.1)
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
-    assert list(folder.glob("checkpoints/step-*.json"))  # as at any SIGTERM
+    assert list(folder.glob("checkpoints/step-*.json"))  # ranks save, as after any SIGTERM
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ("train.micro_batch_size=4", "train.micro_batch_size is 2 on rank 0 and 4 on rank 1"),
         ("train.batch_size=3", "train.batch_size is 8 on rank 0 and 3 on rank 1"),
@@ -467,15 +476,15 @@ def test_ranks_end_with_the_agent_that_torchrun_is(data: Path, tmp_path: Path) -
     ],
 )
 def test_ranks_with_different_settings_are_told(
-    setting: str, told: str, data: Path, tmp_path: Path, group: WorkerGroup
+    setting: str, message: str, data: Path, tmp_path: Path, group: WorkerGroup
 ) -> None:
     run = config(copy_of(data, tmp_path / "run"))
-    for found in group.run(error_of_different_ranks, run, setting):
-        assert told in found
+    for error in group.run(error_of_different_ranks, run, setting):
+        assert message in error
 
 
 def test_a_log_begins_where_the_run_does(tmp_path: Path) -> None:
-    """Lines that it does not keep stand beside it, of every resume."""
+    """Lines that are not kept at a resume are moved to a file beside the log, which keeps those of every resume."""
     path = tmp_path / "log.jsonl"
     later = ['{"step\0": 1', "[2]", '{"loss": 2}', '{"step": 3}', '{"st']
     path.write_text("\n".join(['{"step": 1}', *later[:3], '{"step": 2}', *later[3:]]))
@@ -493,21 +502,21 @@ def test_a_log_begins_where_the_run_does(tmp_path: Path) -> None:
 def test_a_log_is_json_whatever_the_loss_is_and_a_resume_drops_no_line(
     tmp_path_factory: pytest.TempPathFactory, writer: str, values: list[float], step: int
 ) -> None:
-    """Nor one of an earlier version, which wrote NaN as Python does."""
+    """This also holds for a log of an earlier version, which wrote NaN as Python does."""
     path = tmp_path_factory.mktemp("logs") / "log.jsonl"
     with closing(JsonLines(path, 0)) as log:
         for facts in ({"step": number, "loss": value} for number, value in enumerate(values, start=1)):
             log.write(**facts) if writer == "this version" else log._file.write(json.dumps(facts) + "\n")
     JsonLines(path, step).close()
     kept, beside = values[:step], path.with_name("log.jsonl.replaced")
-    found = [parse_json(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in found] == list(range(1, len(kept) + 1))
-    assert [repr(float(line["loss"])) for line in found] == [repr(value) for value in kept]
+    objects = [parse_json(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in objects] == list(range(1, len(kept) + 1))
+    assert [repr(float(line["loss"])) for line in objects] == [repr(value) for value in kept]
     assert len(read_lines(beside)) == len(values) - len(kept)
 
 
 def test_the_page_shows_a_log_in_tensorboard(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the package, which no session of nox installs."""
+    """A stand-in replaces the package tensorboard, which no session of nox installs."""
     run, scalars = copy_of(data, tmp_path / "out" / "training"), []
     assert pipeline.run(config(run, "train.reproducible=true"), ("train",)) == 0
     written = losses(run)
@@ -529,7 +538,7 @@ def test_the_page_shows_a_log_in_tensorboard(data: Path, tmp_path: Path, monkeyp
 def test_a_second_training_into_one_output_is_refused_at_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the first is in its training; which ends as if there had been no other."""
+    """The first training is running, and ends as if there had been no second."""
     run, errors, fit = config(copy_of(data, tmp_path / "run")), [], Trainer.fit
 
     def fit_beside(trainer: Trainer, *rest: Any) -> Any:
@@ -545,12 +554,12 @@ def test_a_second_training_into_one_output_is_refused_at_once(
     assert errors == [f"{path}: process {os.getpid()} is writing it; wait for its end, or write elsewhere"] * 3
     assert [line["step"] for line in read_lines(path) if "loss" in line] == list(range(1, 9))
     monkeypatch.undo()
-    assert pipeline.run(run, ("train",)) == 0  # it is free again
+    assert pipeline.run(run, ("train",)) == 0  # the folder is free again
 
 
 @pytest.mark.parametrize("setting", ["train.strategy=bucketed", "train.strategy=fsdp", "train.sharded_optimizer=true"])
 def test_a_run_that_goes_on_has_its_own_settings_of_the_optimizer(tmp_path: Path, setting: str) -> None:
-    """And not those that the optimizer was saved with."""
+    """They replace those that were saved with the optimizer's state."""
     trainer(run := config(tmp_path, setting)).save(tmp_path / "checkpoints")
     changed = run.changed(["train.betas=[0.5,0.6]", "train.eps=0.1", "train.weight_decay=0"])
     for group in trainer(changed, resume=True).optimizer.param_groups:
@@ -563,11 +572,11 @@ def test_another_schedule_is_told_where_a_run_goes_on(
     run = copy_of(data, tmp_path / "run")
     for steps in (8, 8, 16):
         assert pipeline.run(config(run, f"train.steps={steps}", "checkpoint.interval=0"), ("train",)) == 0
-        said = capsys.readouterr().out
-        assert ("another schedule" in said) == (steps == 16)
+        output = capsys.readouterr().out
+        assert ("another schedule" in output) == (steps == 16)
     rates = [line["lr"] for line in read_lines(run / "log.jsonl") if "lr" in line]
-    told = f"the rate of the next step was 0.0003 and is {rates[8]}, train.steps was 8 and is 16\n"
-    assert f"the learning rate has another schedule than before: {told}" in said
+    change = f"the rate of the next step was 0.0003 and is {rates[8]}, train.steps was 8 and is 16\n"
+    assert f"the learning rate has another schedule than before: {change}" in output
 
 
 def test_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
