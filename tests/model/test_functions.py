@@ -1,4 +1,4 @@
-"""silu, softmax and cross-entropy against their definitions, in float64 and far out."""
+"""silu, softmax and cross-entropy equal their definitions in float64, and stay finite for huge inputs."""
 
 import pytest
 import torch

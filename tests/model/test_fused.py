@@ -1,4 +1,4 @@
-"""Fused blocks: their kernels against float64, the model against eager blocks, and what they refuse."""
+"""`lmsys.model.fused`: kernels of fused blocks against float64, a fused model against an eager one, and refusals."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,10 @@ def drawn(shape: tuple[int, ...], seed: int, *dtypes: torch.dtype, device: str) 
 def right(
     function: Callable[..., Any], plain: Callable[..., Any], inputs: list[Tensor], dtypes: list[torch.dtype]
 ) -> None:
-    """Results and gradients by the tolerance policy: `plain` is exact in float64, and the budget in float32."""
+    """AssertionError unless results and gradients of `function` keep the budget: `plain` in float64 is exact.
+
+    dtypes  those that the results must have
+    """
     of = [torch.Generator().manual_seed(7) for _ in range(3)]
     found, exact, rounded = (
         _with_gradients(one, [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs], generator)
@@ -54,7 +57,7 @@ def _with_gradients(function: Callable[..., Any], inputs: list[Tensor], generato
 def test_an_addition_and_a_norm(
     size: tuple[int, int], seed: int, kinds: tuple[torch.dtype, torch.dtype], device: str
 ) -> None:
-    """A stream and a branch that may be narrower; the gradient of the sum comes in, too."""
+    """The branch may be narrower than the stream. The sum has a gradient of its own, too."""
     stream, matmuls = kinds
     x, branch = drawn(size, seed, stream, matmuls, device=device)
     (weight,) = drawn(size[1:], seed + 1, torch.float32, device=device)
@@ -104,7 +107,7 @@ def test_the_product_of_swiglu(size: tuple[int, int], seed: int, dtype: torch.dt
 def models(
     device: str, residual: str = "wide", attention: str = "naive"
 ) -> tuple[TransformerLM, TransformerLM, Tensor]:
-    """Two of the same weights, of which the second is fused; and tokens."""
+    """(an eager model, a fused model with equal weights, tokens)"""
     config = replace(model_config("tiny", context_length=16), attention=attention, residual=residual, num_kv_heads=2)
     torch.manual_seed(1)
     plain, other = TransformerLM(config, device), TransformerLM(config, device)
@@ -113,6 +116,7 @@ def models(
 
 
 def gradients(model: TransformerLM, tokens: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """[loss, the gradient of each parameter], under autocast to `dtype` if given."""
     with torch.autocast(tokens.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
     return [loss, *torch.autograd.grad(loss, [*model.parameters()])]

@@ -1,4 +1,7 @@
-"""`linear` is F.linear, side by side, under autocast with weight gradients that are more exact."""
+"""`linear(x, *weights)` is F.linear for several weights at once, with more exact weight gradients under autocast.
+
+`Case` draws inputs; each test runs it by `linear` and by `plain_linear`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +29,11 @@ def plain_linear(x: Tensor, *weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """x (*lead, features) and weights of the given rows; which of them need gradients; x may be a view with gaps."""
+    """x (*lead, features) and a weight (n, features) for each n in `rows`.
+
+    needs  which of x and the weights need gradients
+    gaps   True: x is a view with gaps in memory
+    """
 
     lead: tuple[int, ...]
     features: int
@@ -45,7 +52,7 @@ class Case:
         return [x.requires_grad_(need) for x, need in zip(tensors, self.needs, strict=False)]
 
     def run(self, function: Callable[..., Tensor], dtype: torch.dtype, autocast: torch.dtype | None) -> list[Tensor]:
-        """The output and the gradients of a weighted sum of it."""
+        """[the output, the gradients of a weighted sum of it]"""
         leaves = self.leaves(dtype)
         with torch.autocast(self.device, autocast, enabled=autocast is not None):
             y = function(*leaves)
@@ -67,9 +74,9 @@ cases = st.builds(
 
 def assert_right(case: Case, found: list[Tensor], autocast: torch.dtype) -> None:
     reference, plain = case.run(plain_linear, torch.float64, None), case.run(plain_linear, torch.float32, autocast)
-    for one, ref, low in zip(found, reference, plain, strict=True):
-        assert one.dtype == low.dtype and one.shape == low.shape
-        assert error_ratio(one, ref, low.to(autocast)) <= 1  # narrow is what its operands were, whatever holds it
+    for x, ref, low in zip(found, reference, plain, strict=True):
+        assert x.dtype == low.dtype and x.shape == low.shape
+        assert error_ratio(x, ref, low.to(autocast)) <= 1  # the budget is that of the operands' dtype
 
 
 @given(case=cases, autocast=st.sampled_from(DTYPES))
@@ -99,7 +106,7 @@ def test_a_second_forward_for_the_backward_gives_the_same(case: Case, autocast: 
         assert torch.equal(one, other)
 
 
-# Which of the leaves take a gradient.
+# Which of x and the weights need gradients.
 NEEDS = (True, True, True, True), (False, True, False, True), (True, False, False, False)
 
 
@@ -129,8 +136,8 @@ def test_gradients_that_are_rows_of_one_tensor_can_be_used_as_any() -> None:
             optimizer.step()
         return [*weights, *(w.grad for w in weights if w.grad is not None)]
 
-    for one, other in zip(trained(linear), trained(plain_linear), strict=True):
-        assert error_ratio(one, other.double(), other.bfloat16()) <= 1
+    for ours, theirs in zip(trained(linear), trained(plain_linear), strict=True):
+        assert error_ratio(ours, theirs.double(), theirs.bfloat16()) <= 1
 
 
 def test_float64_stays_float64_under_autocast() -> None:

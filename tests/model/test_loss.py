@@ -1,4 +1,4 @@
-"""The head's loss in chunks: the memory that it takes, gradients asked for twice, targets that are no class."""
+"""`linear_cross_entropy`: its memory, gradients of a graph that is kept, and targets that are no class."""
 
 import math
 from typing import Any
@@ -49,15 +49,15 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(dtype: torch.dtype,
         torch.autograd.grad(factor * value, (hidden, weight), retain_graph=keep)
         for factor, keep in ((1, True), (1, True), (2, True), (1, False))
     )
-    for one, again, two, end in zip(first, second, doubled, last, strict=True):
-        assert torch.equal(one, again) and torch.equal(one, end) and one.count_nonzero()
-        if dtype != torch.float16:  # whose smallest numbers round
-            assert torch.equal(2 * one, two)
+    for x, again, two, end in zip(first, second, doubled, last, strict=True):
+        assert torch.equal(x, again) and torch.equal(x, end) and x.count_nonzero()
+        if dtype != torch.float16:  # its smallest numbers are rounded, so doubling is not exact
+            assert torch.equal(2 * x, two)
 
 
 @given(width=st.integers(1, 100))
 def test_between_rows_of_logits_there_are_zeros(width: int) -> None:
-    """Also in fresh memory, which here is full of NaN: some products read on there."""
+    """Fresh memory here is full of NaN, and some matmuls read between rows: so zeros must be written there."""
     rows = loss._rows(3, width, torch.zeros((), dtype=torch.bfloat16))
     between = rows.as_strided((3, rows.stride(0)), rows.stride())[:, width:]
     assert rows.stride(0) - width < loss.STRIDE_MULTIPLE and rows.stride(0) % loss.STRIDE_MULTIPLE == 0
@@ -89,7 +89,7 @@ def test_an_evaluation_holds_one_chunk_of_logits_and_no_gradient(mode: Any) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [2**17, 2**17 - 1])
 def test_memory_on_cuda(vocabulary: int) -> None:
-    """Above what was live and the gradients: a chunk of logits, the weight in the autocast dtype, small change."""
+    """Beside gradients, a step holds a chunk of logits, the weight in the autocast dtype, and a few small tensors."""
     weight = torch.randn(vocabulary, WIDTH, device="cuda", requires_grad=True)
     hidden, targets = torch.randn(4096, WIDTH, device="cuda", requires_grad=True), torch.arange(4096, device="cuda")
 

@@ -1,4 +1,7 @@
-"""The options of the losses, on every path: values and gradients against the formula in float64.
+"""The options of the losses (smoothing, z-loss, soft cap, weights of tokens and so on) equal the formula in float64.
+
+PATHS are the ways in which a loss is computed; `holds` tests one on a case. A new option is added to `formula` and
+`cases`, and its bad values to BAD.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -24,7 +27,7 @@ Loss = Callable[..., Any]
 
 
 def formula(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """The loss and its z-loss, as they are written on paper, from logits in float32 or float64."""
+    """(the loss, its z-loss) as a textbook writes them, from logits in float32 or float64."""
     logits, ignored = hidden @ weight.mT, options.get("ignore_index", IGNORED)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap := options.get("softcap"):
@@ -46,7 +49,7 @@ def by_logits(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, **opt
 
 
 def by_kernel(*inputs: Any, tile: int = 2**14, **options: Any) -> Any:
-    """`linear_cross_entropy` with its kernel, in the interpreter too; more logits than `tile` are read twice."""
+    """`linear_cross_entropy` with its Triton kernel, also interpreted. Rows wider than `tile` take two passes."""
     loss_triton = pytest.importorskip("lmsys.model.loss_triton")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_triton, "TILE", tile)
@@ -84,7 +87,7 @@ def cases(draw: Any, *dtypes: torch.dtype, vocabularies: tuple[int, ...] = (1, 2
 
 
 def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
-    """The loss, its z-loss, and the gradients of hidden states, weight and weights of tokens."""
+    """AssertionError unless a path is right on a case: the loss, its z-loss, and all gradients."""
     generator = torch.Generator().manual_seed(case["seed"])
     tokens, vocabulary, dtype, options = (case[name] for name in ("tokens", "vocabulary", "dtype", "options"))
     hidden = (torch.randn(tokens, WIDTH, generator=generator) * case["std"]).to(device, dtype)
@@ -110,17 +113,17 @@ def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
         assert found[0].isnan() and not any(x.count_nonzero() for x in found[2:])
         return
     judged = torch.float32 if dtype == torch.float64 else dtype
-    # That of a weight in a mean is a difference of losses over a sum, and may cancel wholly.
+    # The gradient of a token's weight in a mean is a difference of losses over a sum, which may cancel to nothing.
     sizes = [1.0, 1.0, 1.0, 1.0, 10 * max(1.0, exact[0].abs().max().item())]
-    for one, reference, low, size in zip(found, exact, plain, sizes[: len(found)], strict=True):
-        assert error_ratio(one / size, reference / size, (low / size).to(judged)) <= 1
+    for x, reference, low, size in zip(found, exact, plain, sizes[: len(found)], strict=True):
+        assert error_ratio(x / size, reference / size, (low / size).to(judged)) <= 1
 
 
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=30)
 @given(case=cases(torch.float32, torch.float16, torch.bfloat16, torch.float64))
 def test_all_options_together_equal_the_formula(path: str, case: dict[str, Any]) -> None:
-    if path.startswith("kernel"):  # float64 is not the kernel's, and the interpreter computes bfloat16 wrongly
+    if path.startswith("kernel"):  # the kernel takes no float64, and the interpreter computes bfloat16 wrongly
         case["dtype"] = torch.float16 if case["dtype"] == torch.float16 else torch.float32
     holds(PATHS[path], "cpu", case)
 
@@ -184,7 +187,7 @@ def test_what_lies_at_ignored_tokens_is_not_read() -> None:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_small_factors_lose_nothing_in_float16(reduction: str) -> None:
-    """Weights of 1e-7 and gradients of 1e-7 are below what float16 holds, as gradients of logits."""
+    """With weights or gradients of 1e-7, gradients of logits in float16 would be 0."""
     hidden, weight, targets = inputs()
     leaves = [x.detach().half().requires_grad_() for x in (hidden, weight)]
     token_weights = torch.rand(6) * 1e-7 if reduction != "none" else None
@@ -195,13 +198,13 @@ def test_small_factors_lose_nothing_in_float16(reduction: str) -> None:
     wide = [x.detach().double().requires_grad_() for x in leaves]
     reference, _ = formula(*wide, targets, reduction=reduction, token_weights=token_weights)
     exact = torch.autograd.grad(scale * reference, wide, upstream.double())
-    for one, right in zip(found, exact, strict=True):
-        assert error_ratio(one, right, right.half()) <= 1
+    for x, right in zip(found, exact, strict=True):
+        assert error_ratio(x, right, right.half()) <= 1
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_losses_of_tokens_hold_one_chunk_of_logits(reduction: str) -> None:
-    """Also on the way back, where they are made again."""
+    """The backward, which computes logits again, holds one chunk, too."""
     hidden, weight, targets = inputs(vocabulary=500, tokens=1024)
     peak = memory.peak_bytes(
         lambda: linear_cross_entropy(hidden, weight, targets, 64, reduction=reduction).sum().backward(), "cpu"

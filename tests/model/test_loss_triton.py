@@ -1,4 +1,4 @@
-"""The kernel of the loss: on a CPU in Triton's interpreter, and on a GPU as it is."""
+"""`lmsys.model.loss_triton`: the loss's kernel against torch, on a CPU in Triton's interpreter, compiled on a GPU."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_rows_beyond_two_billion_logits() -> None:
 def test_the_loss_in_chunks_with_it_and_without(
     dtype: torch.dtype, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary that no tile divides, targets left out, weights of the dtype that is computed in."""
+    """No tile divides the vocabulary, some targets are ignored, and the weight has the dtype of the matmuls."""
     monkeypatch.setattr("lmsys.model.loss.HAS_TRITON", has_triton)
     torch.manual_seed(0)
     leaves = [torch.randn(n, 128, device="cuda").to(dtype) for n in (700, 1001)]

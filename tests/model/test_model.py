@@ -1,4 +1,8 @@
-"""The language model: laws that hold for any weights, and equality of everything that should not matter."""
+"""`lmsys.model.transformer`: laws that hold for any weights, and choices that must not change results.
+
+Such choices are the attention row, compilation, and the chunks of the loss. `assert_right` compares with `expected`,
+the plain model in float64, with the error of float32 as budget. Tables at the end have bad values with their messages.
+"""
 
 import math
 from dataclasses import asdict
@@ -41,7 +45,7 @@ def ids(seed: int, batch: int = 2, length: int = 12) -> Tensor:
 
 
 def outcome(model: TransformerLM, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Logits, loss and every gradient."""
+    """{"logits": ..., "loss": ..., name of a parameter: its gradient}."""
     model.zero_grad()
     loss = model.loss(tokens, targets)
     loss.backward()
@@ -58,8 +62,8 @@ def expected(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def assert_right(model: TransformerLM, seed: int) -> None:
     reference, plain = expected(seed)
-    found = outcome(model, ids(seed), ids(seed + 1))
-    ratios = {name: error_ratio(found[name], reference[name].detach(), plain[name]) for name in reference}
+    results = outcome(model, ids(seed), ids(seed + 1))
+    ratios = {name: error_ratio(results[name], reference[name].detach(), plain[name]) for name in reference}
     assert max(ratios.values()) <= 1, ratios
 
 
@@ -106,7 +110,7 @@ needs_compiler = pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=s
     ],
 )
 def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str, backend: str) -> None:
-    """An operator of torch's is traced, operators of our own are compiled."""
+    """With "aot_eager" torch only traces the blocks; with "inductor" it generates code."""
     if row not in ROWS:
         pytest.skip(f"{row} does not run here: see lmsys")
     assert_right(tiny(3, attention=row).compile_blocks(backend=backend), 3)
@@ -123,19 +127,19 @@ def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str, backend
     ],
 )
 def test_blocks_compiled_together_equal_eager_ones(together: int, checkpointed: int | str, backend: str) -> None:
-    """Also where the last graph has fewer blocks; inductor's code asserts shapes that the guards have let through."""
+    """This holds if the last graph has fewer blocks, too. Inductor's code also asserts the shapes of its inputs."""
     shape = {"num_layers": 3 if backend == "inductor" else 4, "checkpoint_blocks": checkpointed}
     how = {"options": {"size_asserts": True}} if backend == "inductor" else {"backend": backend}
     eager, compiled = tiny(3, **shape), tiny(3, **shape).compile_blocks(together, **how)
     expected, found = (outcome(model, ids(3), ids(4)) for model in (eager, compiled))
-    for name, one in expected.items():
-        torch.testing.assert_close(found[name], one, msg=name)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, msg=name)
 
 
 @needs_compiler
 @pytest.mark.parametrize("together", but([1, 4], 1))
 def test_a_deep_model_compiles_once(together: int) -> None:
-    """One graph for each shape, however many blocks there are."""
+    """There is one graph for each shape of inputs, for any number of blocks."""
     torch.compiler.reset()
     graphs = []
 
@@ -191,26 +195,26 @@ def test_the_loss_in_chunks_equals_the_whole(
     found = results(dtype, partial(linear_cross_entropy, chunk=chunk))
     judged = torch.float32 if dtype == torch.float64 else dtype
     plain = [x.to(judged) for x in results(judged, whole)]
-    for one, reference, low in zip(found, results(torch.float64, whole), plain, strict=True):
-        assert error_ratio(one, reference.detach(), low) <= 1
+    for x, reference, low in zip(found, results(torch.float64, whole), plain, strict=True):
+        assert error_ratio(x, reference.detach(), low) <= 1
 
 
 def test_a_loss_scale_saves_small_gradients_from_float16() -> None:
-    """Divided by 4,096 tokens most are below what float16 holds; scaled by 2**16 before that, none is lost."""
+    """Divided by 4,096 tokens, most gradients are too small for float16. Scaled by 2**16 before, none is lost."""
     torch.manual_seed(0)
     leaves = [torch.randn(n, 8).half().requires_grad_() for n in (4096, 500)]
     targets = torch.randint(500, (4096,))
     found = torch.autograd.grad(2**16 * linear_cross_entropy(*leaves, targets, chunk=512), leaves)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     reference = torch.autograd.grad(2**16 * F.cross_entropy(wide[0] @ wide[1].mT, targets), wide)
-    for one, ref in zip(found, reference, strict=True):
-        assert torch.count_nonzero(one) > 0.95 * one.numel() and error_ratio(one, ref, ref.half()) <= 1
+    for x, ref in zip(found, reference, strict=True):
+        assert torch.count_nonzero(x) > 0.95 * x.numel() and error_ratio(x, ref, ref.half()) <= 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_in_chunks_under_autocast(dtype: torch.dtype) -> None:
-    """Chunks add up in float32, so that their number costs no accuracy."""
+    """Gradients of chunks are added in float32, so that many chunks are as exact as one."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(700, 256, device="cuda"), 0.1 * torch.randn(1000, 256, device="cuda")
     targets = torch.randint(1000, (700,), device="cuda")
@@ -225,12 +229,12 @@ def test_the_loss_in_chunks_under_autocast(dtype: torch.dtype) -> None:
         return F.cross_entropy(F.linear(h, w), targets)
 
     reference = results(torch.float64, False, whole)
-    plain = [x.to(dtype) for x in results(torch.float32, True, whole)]  # what autocast rounds to on the way
+    plain = [x.to(dtype) for x in results(torch.float32, True, whole)]  # autocast rounds to this dtype on the way
     for chunk in (None, 64, 100):
         found = results(torch.float32, True, lambda h, w, chunk=chunk: linear_cross_entropy(h, w, targets, chunk))
         assert all(x.dtype == torch.float32 for x in found)
-        for one, ref, low in zip(found, reference, plain, strict=True):
-            assert error_ratio(one, ref.detach(), low) <= 1
+        for x, ref, low in zip(found, reference, plain, strict=True):
+            assert error_ratio(x, ref.detach(), low) <= 1
 
 
 def test_a_batch_can_be_learnt_by_heart() -> None:
@@ -281,7 +285,7 @@ def test_a_state_dict_that_does_not_fit_is_named(change: Any, message: str) -> N
 def test_weights_are_drawn_as_cs336_draws_them() -> None:
     model = tiny(d_model=128, d_ff=256, vocab_size=512)
     weight, std = model.layers[0].ffn.w1.weight, (2 / (128 + 256)) ** 0.5
-    assert weight.std().item() == pytest.approx(0.987 * std, rel=0.03)  # a normal cut at three deviations
+    assert weight.std().item() == pytest.approx(0.987 * std, rel=0.03)  # of a normal truncated at three deviations
     assert weight.abs().max() <= 3 * std and model.token_embeddings.weight.abs().max() <= 3
     assert torch.equal(model.ln_final.weight, torch.ones(128))
 
@@ -378,7 +382,7 @@ def test_the_loss_is_that_of_its_logits() -> None:
 
 @given(seed=seeds, shift=st.integers(0, 4))
 def test_attention_of_plain_sizes_is_that_of_a_model(seed: int, shift: int) -> None:
-    """With the model's positions; and without any, where the order of what is seen does not matter."""
+    """`Attention` alone equals that of a model with its positions. Without positions, the order of keys is free."""
     model = tiny(seed, torch.float64)
     layer, x = Attention(32, 4, 2, dtype=torch.float64), model.token_embeddings(ids(seed))
     layer.load_state_dict(model.layers[0].attn.state_dict())

@@ -1,4 +1,4 @@
-"""A model inside of programs: compiled and exported whole, in torch.func, copied, saved, built on the meta device."""
+"""The model in users' programs: compiled and exported whole, in torch.func, copied, saved, built on the meta device."""
 
 import copy
 import io
@@ -32,31 +32,32 @@ def ids(length: int = 12, seed: int = 0) -> Tensor:
     return torch.randint(model_config("tiny").vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
 
 
-def outcome(one: nn.Module, value: Any) -> list[Tensor]:
-    return [value.detach(), *torch.autograd.grad(value, list(one.parameters()))]
+def outcome(module: nn.Module, value: Any) -> list[Tensor]:
+    """[a value that the module has computed, its gradients with respect to the module's parameters]"""
+    return [value.detach(), *torch.autograd.grad(value, list(module.parameters()))]
 
 
 def assert_equal_up_to_rounding(found: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> None:
-    for one, usual, right in zip(found, eager, exact, strict=True):
-        assert error_ratio(one, right, usual) <= 1
+    for x, usual, right in zip(found, eager, exact, strict=True):
+        assert error_ratio(x, right, usual) <= 1
 
 
 @pytest.mark.parametrize("row", but(ROWS, "auto", "sdpa_math", "naive"))
 @pytest.mark.parametrize("packed", but([False, True], False))
 def test_a_whole_model_compiles_once_without_a_break(row: str, packed: bool) -> None:
     torch.compiler.reset()
-    one, exact = model(row, num_layers=1), model(row, num_layers=1).double()
+    tested, exact = model(row, num_layers=1), model(row, num_layers=1).double()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
 
     def hidden(tokens: Tensor, documents: Documents | None) -> Tensor:
-        return one.hidden(tokens, documents=documents)
+        return tested.hidden(tokens, documents=documents)
 
     compiled, counted = torch.compile(hidden, fullgraph=True, dynamic=True, backend=counter), []
     for length in (11, 13, 10):
         tokens, targets = ids(length), ids(length, 1)
         documents = Documents([[3, length - 3], [5, length - 5]]) if packed else None
-        found = outcome(one, one.loss_of(compiled(tokens, documents), targets))
-        eager, right = (outcome(each, each.loss(tokens, targets, documents)) for each in (one, exact))
+        found = outcome(tested, tested.loss_of(compiled(tokens, documents), targets))
+        eager, right = (outcome(each, each.loss(tokens, targets, documents)) for each in (tested, exact))
         assert_equal_up_to_rounding(found, eager, right)
         counted.append(counter.frame_count)
     assert counted[0] == counted[-1]
@@ -65,21 +66,21 @@ def test_a_whole_model_compiles_once_without_a_break(row: str, packed: bool) -> 
 @pytest.mark.long
 def test_compiled_blocks_know_documents_of_any_lengths() -> None:
     torch.compiler.reset()
-    one, exact, eager = model(), model().double(), model()
+    tested, exact, eager = model(), model().double(), model()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    one.compile_blocks(backend=counter)
+    tested.compile_blocks(backend=counter)
     for first in range(1, 11):
         documents = Documents([[first, 12 - first], [12 - first, first]])
-        found, usual, right = (outcome(x, x.loss(ids(), ids(12, 1), documents)) for x in (one, eager, exact))
+        found, usual, right = (outcome(x, x.loss(ids(), ids(12, 1), documents)) for x in (tested, eager, exact))
         assert_equal_up_to_rounding(found, usual, right)
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("row", but(["flash_torch", "auto"], "auto"))
 def test_a_model_is_exported_for_any_length(row: str) -> None:
-    one, exact = model(row), model(row).double()
-    exported = torch.export.export(one, (ids(),), dynamic_shapes=({1: torch.export.Dim("length", min=3, max=16)},))
-    assert error_ratio(exported.module()(ids(9)), exact(ids(9)).detach(), one(ids(9)).detach()) <= 1
+    tested, exact = model(row), model(row).double()
+    exported = torch.export.export(tested, (ids(),), dynamic_shapes=({1: torch.export.Dim("length", min=3, max=16)},))
+    assert error_ratio(exported.module()(ids(9)), exact(ids(9)).detach(), tested(ids(9)).detach()) <= 1
 
 
 @pytest.mark.parametrize("row", ["flash_torch", "naive"])
@@ -100,21 +101,21 @@ def test_gradients_of_each_sequence_by_torch_func(row: str) -> None:
 
 @pytest.mark.parametrize("row", but(ROWS, "auto", "sdpa_math"))
 def test_a_model_is_copied_and_saved_after_a_forward(row: str) -> None:
-    one = model(row).compile_blocks(2, backend="eager")
+    tested = model(row).compile_blocks(2, backend="eager")
     with torch.inference_mode():
-        expected = one(ids())
+        expected = tested(ids())
     file = io.BytesIO()
-    torch.save(one, file)
+    torch.save(tested, file)
     file.seek(0)
-    for other in (torch.load(file, weights_only=False), copy.deepcopy(one)):
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(tested)):
         assert torch.equal(other(ids()), model(row)(ids()))
         outcome(other, other.loss(ids(), ids(12, 1)))
-    assert torch.equal(expected, one(ids()))
+    assert torch.equal(expected, tested(ids()))
 
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_model_that_was_built_on_the_meta_device_trains_as_any_other(assign: bool) -> None:
-    """The tables of its rotation are in no state dict, and `to_empty` gives them memory that holds anything."""
+    """The tables of rotary angles are in no state dict, and `to_empty` gives them memory with arbitrary content."""
     usual, other = model(), model(device="meta")
     names = list(usual.state_dict())
     if not assign:
@@ -159,6 +160,6 @@ def test_the_loss_in_torch_func_has_second_derivatives() -> None:
     def plain(hidden: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ weight.mT, targets)
 
-    found = torch.func.hessian(lambda hidden: linear_cross_entropy(hidden, weight, targets))(hidden)
+    hessian = torch.func.hessian(lambda hidden: linear_cross_entropy(hidden, weight, targets))(hidden)
     expected = torch.func.hessian(plain)(hidden)
-    assert error_ratio(found, expected, expected) <= 1
+    assert error_ratio(hessian, expected, expected) <= 1

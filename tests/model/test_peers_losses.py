@@ -1,6 +1,8 @@
-"""Ideas of Liger-Kernel's tests of its cross-entropies, restated for ours: docs/kernel.md lists what does not apply.
+"""Ideas of Liger-Kernel's tests of its cross-entropies, restated for ours.
 
 Source: linkedin/Liger-Kernel, test/transformers/test_cross_entropy.py and test_fused_linear_cross_entropy.py.
+docs/kernel.md lists which of them do not apply. `of_head` and `of_logits` call our two losses on equal inputs, and
+`held_to_torch` compares them with torch's cross-entropy in float64.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -44,24 +46,27 @@ def drawn(device: str, tokens: int, vocabulary: int, dtype: torch.dtype) -> tupl
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor, /, softcap: float | None = None, **options: Any) -> Tensor:
-    """torch's, from logits in at least float32."""
+    """torch's cross-entropy, from logits in at least float32."""
     logits = F.linear(hidden, weight)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide if softcap is None else softcap * torch.tanh(wide / softcap), targets, **options)
 
 
 def results(call: Loss, dtype: torch.dtype, inputs: Sequence[Tensor], /, upstream: float = 1.0, **options: Any) -> Any:
-    """The loss, and the gradients of hidden states and weight where what follows multiplies it, in float32 or float64,
-    by factors that differ from token to token."""
+    """[the loss, the gradients of hidden states and of the weight], computed in `dtype`.
+
+    The gradient that comes in is `upstream` times a factor that differs from token to token.
+    """
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[:2]]
     value = call(*leaves, inputs[2], **options)
     factors = torch.linspace(0.5, 1.5, value.numel(), device=value.device).view(value.shape)
     return [value.detach(), *torch.autograd.grad(value, leaves, (upstream * factors).to(value.dtype))]
 
 
-def agree(found: Sequence[Tensor], exact: Sequence[Tensor], low: Sequence[Tensor], dtype: torch.dtype) -> None:
-    for one, reference, lost in zip(found, exact, low, strict=True):
-        assert error_ratio(one, reference, lost.to(dtype)) <= 1
+def agree(results: Sequence[Tensor], exact: Sequence[Tensor], low: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """AssertionError unless each tensor is as exact as `low`, the result of plain PyTorch, rounded to `dtype`."""
+    for x, reference, lost in zip(results, exact, low, strict=True):
+        assert error_ratio(x, reference, lost.to(dtype)) <= 1
 
 
 def held_to_torch(
@@ -84,7 +89,7 @@ def held_to_torch(
 def test_every_reduction_and_gradients_that_differ_from_token_to_token(
     loss: Loss, device: str, dtype: torch.dtype, reduction: str
 ) -> None:
-    """A gradient of ones hides that only the first of them is used."""
+    """With a gradient of ones, a loss that uses only the first of them would pass."""
     for shape in SHAPES[device]:
         held_to_torch(loss, drawn(device, *shape, dtype), dtype, reduction=reduction)
 
@@ -126,7 +131,7 @@ def test_a_soft_cap(loss: Loss, device: str, dtype: torch.dtype, reduction: str)
 
 
 def with_z(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, **options: Any) -> tuple[Tensor, Tensor]:
-    """torch's loss of each token, and coefficient · lse² beside it; the mean is over tokens that count."""
+    """(the loss with its z-loss, the z-loss alone): torch's loss of each token plus z_loss · lse², averaged as told."""
     reduction, ignored = options.pop("reduction", "mean"), options.get("ignore_index", IGNORED)
     lse = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).logsumexp(dim=-1)
     z = (z_loss * lse.square()).where(targets != ignored, 0)
@@ -168,7 +173,7 @@ def test_a_loss_alone_is_a_tensor_and_with_its_z_loss_a_pair(loss: Loss) -> None
 @everywhere
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_weights_of_classes_are_weights_of_tokens_by_their_targets(loss: Loss, device: str, reduction: str) -> None:
-    """The mean is torch's: over the weights of the tokens that count."""
+    """As in torch, the mean is divided by the sum of the weights of tokens that are not ignored."""
     for shape in SHAPES[device]:
         inputs = drawn(device, *shape, torch.float32)
         of_classes = torch.rand(shape[1], device=device)
@@ -187,7 +192,7 @@ def test_weights_of_classes_are_weights_of_tokens_by_their_targets(loss: Loss, d
 @everywhere
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_tokens_scaled_by_their_probabilities(loss: Loss, device: str, reduction: str) -> None:
-    """Weights that are no constants, but without a gradient; ignored tokens have one of their own choice."""
+    """Weights depend on the inputs, but have no gradient. The weights of ignored tokens are infinite, and not used."""
     for tokens, vocabulary in SHAPES[device]:
         hidden, weight, targets = drawn(device, tokens, vocabulary, torch.float32)
         targets[::4] = IGNORED
@@ -242,14 +247,14 @@ def test_inside_all_is_float32(device: str, dtype: torch.dtype) -> None:
     narrow, wide = logits.clone().requires_grad_(), logits.float().requires_grad_()
     values = [cross_entropy(x, targets, label_smoothing=0.1, z_loss=1e-4, softcap=30.0) for x in (narrow, wide)]
     assert torch.equal(*values)
-    (one,), (other,) = (torch.autograd.grad(value, x) for value, x in zip(values, (narrow, wide), strict=True))
-    assert one.dtype == dtype and torch.equal(one, other.to(dtype))
+    (of_narrow,), (of_wide,) = (torch.autograd.grad(value, x) for value, x in zip(values, (narrow, wide), strict=True))
+    assert of_narrow.dtype == dtype and torch.equal(of_narrow, of_wide.to(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ignore_index", [2, -123])
 def test_a_target_out_of_bounds_is_an_error_or_nan(device: str, ignore_index: int) -> None:
-    """On a GPU, which would have to be waited for, the loss of the head is NaN."""
+    """On a GPU the loss of the head is NaN instead, since an error would have to wait for the GPU."""
     inputs = drawn(device, 24, 96, torch.bfloat16)
     inputs[2][:8], inputs[2][8:12] = ignore_index, 97
     if device == "cuda":
@@ -265,7 +270,7 @@ def test_a_target_out_of_bounds_is_an_error_or_nan(device: str, ignore_index: in
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_gradients_at_targets_that_are_all_but_certain(device: str, dtype: torch.dtype, smoothing: float) -> None:
-    """p - 1 cancels there: it is made before anything is rounded to the narrow dtype, relative to its own size."""
+    """There p - 1 cancels. It must be computed before anything is rounded, and be exact relative to its own size."""
     weight = torch.eye(512).to(device, dtype)
     logits = torch.randn(128, 512, generator=torch.Generator().manual_seed(0))
     targets, rows = torch.arange(128) * 3, torch.arange(128)
@@ -276,9 +281,9 @@ def test_gradients_at_targets_that_are_all_but_certain(device: str, dtype: torch
     (exact,) = torch.autograd.grad(reference, wide)
     for loss in LOSSES:
         leaf = hidden.clone().requires_grad_()
-        (found,) = torch.autograd.grad(loss(leaf, weight, targets, label_smoothing=smoothing, reduction="sum"), leaf)
+        (gradient,) = torch.autograd.grad(loss(leaf, weight, targets, label_smoothing=smoothing, reduction="sum"), leaf)
         right = exact[rows, targets]
-        relative = (found[rows, targets].double() - right).abs() / right.abs()
+        relative = (gradient[rows, targets].double() - right).abs() / right.abs()
         assert relative.max() < torch.finfo(dtype).eps
 
 
@@ -297,8 +302,8 @@ def test_under_autocast_from_float32_parameters(loss: Loss, device: str, dtype: 
     low = results(cast, torch.float32, inputs, call=lambda *x, **o: with_z(*x, **o)[0], **options)
     exact = results(lambda *x, **o: with_z(*x, **o)[0], torch.float64, inputs, **options)
     assert all(x.dtype == torch.float32 for x in found)
-    logits = F.linear(hidden.to(dtype), weight.to(dtype)).double()  # that they are narrow is all that may be lost
+    logits = F.linear(hidden.to(dtype), weight.to(dtype)).double()  # only the rounding of logits may be lost
     value = cross_entropy(logits, targets, **options)
-    if device == "cpu":  # where both matmuls round alike
+    if device == "cpu":  # on a CPU both matmuls round alike
         assert error_ratio(found[0], value, value.float()) <= 1
     agree(found, exact, low, dtype)

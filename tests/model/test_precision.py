@@ -1,4 +1,4 @@
-"""A residual stream in the dtype of the matmuls: where it is narrow, and what it costs."""
+"""`residual="narrow"`: the residual stream has the dtype of the matmuls, and gradients lose little by that."""
 
 import copy
 from dataclasses import replace
@@ -13,7 +13,7 @@ CONFIG = ModelConfig(64, 128, 1, 2, vocab_size=97, context_length=16, attention=
 
 
 def gradient_error(residual: str, compiled: bool, device: str) -> float:
-    """The error of all gradients under autocast, against float64, as a share of their size."""
+    """The relative error, in the L2 norm, of all gradients under autocast."""
     torch.manual_seed(0)
     config = replace(CONFIG, num_layers=6, residual=residual)
     model, tokens = TransformerLM(config, device=device), torch.randint(97, (4, 17)).to(device)
@@ -24,23 +24,23 @@ def gradient_error(residual: str, compiled: bool, device: str) -> float:
     with torch.autocast(device, torch.bfloat16):
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
-    found, right = (
-        torch.cat([p.grad.flatten() for p in one.parameters() if p.grad is not None]) for one in (model, exact)
+    gradients, right = (
+        torch.cat([p.grad.flatten() for p in trained.parameters() if p.grad is not None]) for trained in (model, exact)
     )
-    return ((found - right).norm() / right.norm()).item()
+    return ((gradients - right).norm() / right.norm()).item()
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_a_narrow_residual_costs_less_than_half_of_the_error_that_is_there(compiled: bool, device: str) -> None:
-    """Every block rounds the stream once more, to 8 bits."""
+    """Every block of a narrow model rounds the stream once more, to 8 bits."""
     wide, narrow = (gradient_error(residual, compiled, device) for residual in ("wide", "narrow"))
     assert wide < narrow < 1.5 * wide
 
 
 def test_the_residual_is_narrow_where_matmuls_are() -> None:
-    model, found = TransformerLM(replace(CONFIG, residual="narrow")), list[torch.dtype]()
-    model.layers[0].register_forward_hook(lambda _, args, output: found.extend((args[0].dtype, output.dtype)))
+    model, dtypes = TransformerLM(replace(CONFIG, residual="narrow")), list[torch.dtype]()
+    model.layers[0].register_forward_hook(lambda _, args, output: dtypes.extend((args[0].dtype, output.dtype)))
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             model(torch.arange(16)[None])
-    assert found == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2

@@ -1,4 +1,7 @@
-"""The rotation of queries and keys: laws, and the kernel against plain PyTorch."""
+"""`lmsys.model.rotary`: laws of the rotation of queries and keys, and its Triton kernel against plain PyTorch.
+
+A projection x holds queries, keys and values side by side; `draw` makes one. The rotation may be in place.
+"""
 
 import pytest
 import torch
@@ -67,7 +70,7 @@ def test_what_cannot_be_rotated_is_named(shape: tuple[int, ...], positions: Tens
 def test_the_kernel_is_the_plain_rotation(
     size: tuple[int, ...], seed: int, dtype: torch.dtype, where: str, device: str
 ) -> None:
-    """At positions 0 ... S - 1, the same for all of the batch, and of each sequence; forward and backward."""
+    """Forward and backward, at positions 0 to S - 1 ("-"), shared by the batch ("s"), or of each sequence ("b")."""
     batch, length, heads, _, half = size
     rope, x = draw(size, seed, dtype)
     positions = {"-": None, "s": torch.randint(16, (length,)), "b": torch.randint(16, (batch, length))}[where]
@@ -78,8 +81,8 @@ def test_the_kernel_is_the_plain_rotation(
     angles = [t.to(device) for t in (cos, sin)]
     parts = rotate(x.detach().unflatten(-1, (-1, 2 * half)).to(device), *angles, heads)
     together = rotate_backward(*(g.to(device) for g in grads), *angles)
-    for found, expected in zip((*parts, together.flatten(-2)), (*plain, dx), strict=True):
-        torch.testing.assert_close(found.cpu(), expected.detach())
+    for turned, expected in zip((*parts, together.flatten(-2)), (*plain, dx), strict=True):
+        torch.testing.assert_close(turned.cpu(), expected.detach())
 
 
 @needs_triton
@@ -90,27 +93,27 @@ def test_the_kernel_is_the_plain_rotation(
 def test_in_place_it_has_the_same_bits(
     size: tuple[int, ...], seed: int, dtype: torch.dtype, positioned: bool, together: bool, device: str
 ) -> None:
-    """Gradients may lie side by side, where they are turned back, or apart."""
+    """Gradients may be parts of one tensor, in which they are rotated back in place, or tensors of their own."""
     batch, length, heads, kv_heads, half = size
     rope, x = draw(size, seed, dtype, device)
     positions = torch.randint(16, (batch, length), device=device) if positioned else torch.arange(length, device=device)
     cos, sin = rope.cos[positions], rope.sin[positions]
     gradient = torch.randn(batch, length, heads + 2 * kv_heads, 2 * half, device=device).to(dtype)
-    found = []
+    results = []
     for function in (_Rotate, _RotateInPlace):
         projected = (x * 1).unflatten(-1, (-1, 2 * half))
         parts = function.apply(projected, cos, sin, heads)
         grads = gradient.clone().split([heads, kv_heads, kv_heads], dim=2)
         given = grads if together else [g.clone() for g in grads]
-        found.append([*parts, *torch.autograd.grad(parts, x, given)])
+        results.append([*parts, *torch.autograd.grad(parts, x, given)])
         in_place = {part.untyped_storage().data_ptr() for part in (projected, *parts)}
         assert len(in_place) == (1 if function is _RotateInPlace else 4)
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
 
 
 @needs_triton
 def test_a_backward_that_needs_the_projection_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the projection itself, and of what was computed before it is rotated once more."""
+    """It may be the backward of an operation that made the projection, or of one whose input is rotated once more."""
     monkeypatch.setattr(fused, "is_plain", lambda x: False)
     rope, x = draw((1, 3, 1, 1, 2), 0, torch.float32, device)
     kept = rope(x.exp(), 1, None, in_place=True)[0]
@@ -127,16 +130,16 @@ def test_compiled_code_does_not_rotate_in_place(device: str, monkeypatch: pytest
     rope, x = draw((2, 5, 4, 2, 4), 0, torch.float32, device)
     before = x.detach().clone()
     expected = rope(x, 4, None)
-    found = torch.compile(rope, backend="eager", fullgraph=True, dynamic=False)(x, 4, None, in_place=True)
-    assert torch.equal(x, before) and all(map(torch.equal, found, expected))
+    turned = torch.compile(rope, backend="eager", fullgraph=True, dynamic=False)(x, 4, None, in_place=True)
+    assert torch.equal(x, before) and all(map(torch.equal, turned, expected))
 
 
 @needs_triton
 def test_angles_are_read_as_what_they_are(device: str) -> None:
-    """A kernel is kept for later calls: those of a module that was cast to float64 are not for its pointers."""
+    """A compiled kernel is kept for later calls. Tables in float64 need another one than those in float32."""
     heads, cos, sin = (torch.randn(shape, device=device) for shape in ((2, 7, 3, 16), (7, 8), (7, 8)))
-    found = [rotate(heads, cos.to(dtype), sin.to(dtype), 1) for dtype in (torch.float32, torch.float64)]
-    assert all(map(torch.equal, *found))
+    turned = [rotate(heads, cos.to(dtype), sin.to(dtype), 1) for dtype in (torch.float32, torch.float64)]
+    assert all(map(torch.equal, *turned))
 
 
 @pytest.mark.gpu

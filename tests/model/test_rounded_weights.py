@@ -1,4 +1,8 @@
-"""Kept copies of weights: a model that reads them has the bits of one that casts, whatever has changed its weights."""
+"""`RoundedWeights`: a model with kept rounded copies of its weights has the bits of a model that casts in each forward.
+
+Copies must never be older than their weights. A new way to change weights is a function in CHANGES, which takes the
+model and returns it or a copy.
+"""
 
 import copy
 import pickle
@@ -29,6 +33,7 @@ def made(seed: int = 0, device: str = "cpu") -> TransformerLM:
 
 
 def gradients(model: TransformerLM) -> list[Tensor]:
+    """[loss, logits, the gradient of each parameter] in bfloat16 autocast."""
     tokens = torch.arange(18, device=model.lm_head.weight.device).view(2, 9) % CONFIG.vocab_size
     with torch.autocast(tokens.device.type, torch.bfloat16):
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
@@ -98,14 +103,14 @@ CHANGES: list[Callable[[TransformerLM], TransformerLM]] = [
 @given(change=st.sampled_from(CHANGES), more=st.lists(st.sampled_from(CHANGES), max_size=2))
 def test_copies_are_never_older_than_their_weights(change: Any, more: list[Any]) -> None:
     model = made()
-    for one in (change, *more):
+    for changed in (change, *more):
         gradients(model)
-        model = one(model)
+        model = changed(model)
     assert all(map(torch.equal, gradients(model), gradients(casting(model))))
 
 
 def pairs_of(model: TransformerLM) -> list[tuple[Tensor, Tensor]]:
-    """Weights and their copies."""
+    """(weight, its copy) of each weight that has one."""
     return [(p, copy) for p in model.parameters() if (copy := model.rounded.of(p)) is not None]
 
 
@@ -141,7 +146,7 @@ def test_what_an_optimizer_has_written_is_not_made_again() -> None:
 
 
 def test_a_backward_after_a_step_is_refused() -> None:
-    """It would read copies of other weights than its forward."""
+    """The backward would read copies of newer weights than its forward did."""
     model, tokens = made(), torch.zeros(1, 8, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model.loss(tokens, tokens)
@@ -157,7 +162,7 @@ def test_weights_show_their_copies_within_a_forward_alone() -> None:
     assert not any(hasattr(p, "rounded") for p in model.parameters())
     with torch.autocast("cpu", torch.bfloat16), model.rounded.shown():
         assert hasattr(model.lm_head.weight, "rounded")
-    with model.rounded.shown():  # nothing is cast
+    with model.rounded.shown():  # without autocast nothing is rounded
         assert not hasattr(model.lm_head.weight, "rounded")
 
 
@@ -172,9 +177,9 @@ def test_a_tied_head_has_the_bits_of_one_that_is_cast() -> None:
 def test_a_recording_knows_the_copies_that_it_reads() -> None:
     model, other = made(), made(1)
     gradients(other)
-    with recorded() as found:
+    with recorded() as read:
         gradients(model)
-    assert found == {model.rounded}
+    assert read == {model.rounded}
 
 
 def test_queries_keys_and_values_are_read_as_one() -> None:
@@ -190,7 +195,7 @@ def test_queries_keys_and_values_are_read_as_one() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", [add, load, step])
 def test_a_replayed_step_reads_weights_as_they_are(change: Callable[[TransformerLM], Any]) -> None:
-    """AdamW writes the copies; other changes between two replays are seen as well."""
+    """AdamW writes the copies itself. Other changes between two replays must be seen, too."""
     model = made(device="cuda")
     tokens = torch.arange(18, device="cuda").view(2, 9) % CONFIG.vocab_size
 

@@ -1,4 +1,8 @@
-"""Activation checkpointing by levels: the same bits, the predicted memory, and no more work than a level says."""
+"""Activation checkpointing by levels (`lmsys.checkpointing`): equal bits, the predicted memory, and no further work.
+
+A level says what a block keeps for its backward: "none" is no checkpointing, "whole" keeps only the block's input. A
+setting names a level for each group of blocks.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -63,11 +67,11 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def assert_same_bits(config: ModelConfig, checkpoint_blocks: int | str, precision: str, seed: int) -> None:
-    expected, found = (
+    expected, checkpointed = (
         step(model_of(replace(config, checkpoint_blocks=how), seed=seed), precision, seed)
         for how in (0, checkpoint_blocks)
     )
-    assert_equal(found, expected)
+    assert_equal(checkpointed, expected)
 
 
 @given(
@@ -78,8 +82,12 @@ def test_a_setting_for_fewer_blocks_begins_and_ends_alike(levels: list[str], few
         return [group.level for group in groups_of(setting, num_layers) for _ in range(group.first, group.stop)]
 
     fewer = min(fewer, len(levels))
-    found = all_of(for_fewer(setting_of(levels), len(levels), fewer), fewer)
-    assert len(found) == fewer and found[0] == levels[0] and (fewer == 1 or found[-1] == levels[-1])
+    levels_of_fewer = all_of(for_fewer(setting_of(levels), len(levels), fewer), fewer)
+    assert (
+        len(levels_of_fewer) == fewer
+        and levels_of_fewer[0] == levels[0]
+        and (fewer == 1 or levels_of_fewer[-1] == levels[-1])
+    )
     assert for_fewer(setting_of(levels), len(levels), len(levels)) == setting_of(levels)
     if count <= len(levels):
         assert all_of(for_fewer(count, len(levels), fewer), fewer)[0] == ("whole" if count else "none")
@@ -96,11 +104,13 @@ def test_no_bit_changes(config: ModelConfig, data: Any, precision: str, seed: in
 
 @pytest.mark.parametrize("row", but(ROWS, "naive_compiled"))
 def test_no_bit_changes_under_any_attention_row(row: str) -> None:
-    """Whatever it launches: an operator, a Function that calls kernels, a graph of its own."""
+    """It holds for rows that are an operator, a Function that launches kernels, or a compiled graph."""
     assert_same_bits(replace(BIG, attention=row), "attention*1,matmuls*1", "fp32", 1)
 
 
 class Matmuls(TorchDispatchMode):
+    """A mode that counts matmuls."""
+
     count = 0
 
     @classmethod
@@ -122,7 +132,7 @@ def matmuls_of_backward(model: TransformerLM, precision: str) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_matmul_is_made_again_but_those_of_the_level(precision: str) -> None:
-    """w1 and w3 at "attention"; at "whole" those of the forward, but the last, where autograd stops before it."""
+    """At "attention" these are w1 and w3; at "whole" all but the last, which autograd does not need."""
     plain, matmuls, attention, whole = (
         matmuls_of_backward(model_of(replace(BIG, checkpoint_blocks=level)), precision) for level in LEVELS
     )
@@ -131,8 +141,8 @@ def test_no_matmul_is_made_again_but_those_of_the_level(precision: str) -> None:
 
 
 def kept_by_a_block(config: ModelConfig, precision: str, device: str, backend: str | None = None) -> int:
-    """Bytes that one block more saves, beside parameters."""
-    found = []
+    """The bytes, without parameters, that a second block saves for its backward."""
+    by_layers = []
     for layers in (1, 2):
         model = model_of(replace(config, num_layers=layers), device)
         if backend:
@@ -151,8 +161,8 @@ def kept_by_a_block(config: ModelConfig, precision: str, device: str, backend: s
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             forward()
         parameters = sum(x.nbytes for x in model.parameters() if x.data_ptr() in saved)
-        found.append(saved_bytes(forward) - parameters)
-    return found[1] - found[0]
+        by_layers.append(saved_bytes(forward) - parameters)
+    return by_layers[1] - by_layers[0]
 
 
 def predicted(config: ModelConfig, level: str, precision: str) -> int:
@@ -165,9 +175,10 @@ def predicted(config: ModelConfig, level: str, precision: str) -> int:
 def test_what_a_block_keeps_is_predicted_to_the_byte(precision: str, config: ModelConfig) -> None:
     config = replace(config, attention="sdpa_flash")
     for level in LEVELS:
-        normalised = 2 * 4 * 2 * config.context_length * config.d_model if level == "none" else 0  # kept on a CPU only
-        found = kept_by_a_block(replace(config, checkpoint_blocks=level), precision, "cpu")
-        assert found == predicted(config, level, precision) + normalised, level
+        # Bytes of two normalised inputs in float32, which only a CPU keeps.
+        normalised = 2 * 4 * 2 * config.context_length * config.d_model if level == "none" else 0
+        measured = kept_by_a_block(replace(config, checkpoint_blocks=level), precision, "cpu")
+        assert measured == predicted(config, level, precision) + normalised, level
 
 
 @needs_compiler
@@ -190,21 +201,21 @@ def test_levels_on_a_gpu(row: str, compiled: bool) -> None:
     config = replace(ON_GPU, attention=row)
     if reason := ATTENTION[row].why_not(attention_case(config, 2, "bf16", "cuda")):
         pytest.skip(f"{row}: {reason}")
-    torch.compiler.reset()  # each level and number of layers is a compilation, and a process has so many
+    torch.compiler.reset()  # each level and number of layers compiles, and torch limits compilations in a process
     expected = step(model_of(config, "cuda"), "bf16")
     for level in ("matmuls", "attention"):
         of_level = replace(config, checkpoint_blocks=level)
         model = model_of(of_level, "cuda")
-        found = step(model.compile_blocks() if compiled else model, "bf16")
+        results = step(model.compile_blocks() if compiled else model, "bf16")
         for name, x in expected.items():
-            assert (found[name] - x).norm() <= 0.02 * x.norm(), (level, name)
+            assert (results[name] - x).norm() <= 0.02 * x.norm(), (level, name)
         backend = "inductor" if compiled else None
         measured = kept_by_a_block(of_level, "bf16", "cuda", backend)
         assert measured == pytest.approx(predicted(config, level, "bf16"), rel=0.15), level
 
 
 def test_the_table_of_levels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More is computed again from line to line, and less kept; "attention" makes 2 of the 3 feed-forward matmuls."""
+    """From line to line more is computed again, and less is kept. "attention" repeats 2 of 3 feed-forward matmuls."""
     monkeypatch.setattr("sys.argv", ["levels", "--size", "2.7b", "--context", "512", "--batch", "1"])
     cost_memory.main()
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]

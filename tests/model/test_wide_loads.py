@@ -1,7 +1,8 @@
-"""The model's kernels in Triton, compiled for sm_90 without a GPU: a thread moves 16 bytes at once, and nothing spills.
+"""The model's Triton kernels, compiled for sm_90 without a GPU, load and store 16 bytes at once, and do not spill.
 
-A mask can hide from the compiler that a load is aligned. The kernel is as right as before then, and loads numbers one
-by one: SwiGLU took more than twice as long so.
+A mask can hide from the compiler that a load is aligned. The kernel is then still right, but loads single numbers,
+which made SwiGLU more than twice as slow. A new kernel has an entry in `builds` and EXPECTED. Run as a module, this
+file prints the counts as JSON.
 """
 
 import json
@@ -14,8 +15,8 @@ from tests.support.processes import compiling
 
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile its kernels")
 
-# Loads and stores of 16 bytes in the code of a thread, of all tensors together, as a small model launches it: one for 8
-# numbers of two bytes, or for 4 of four bytes. A thread has 8, 16 or 40 numbers of a tensor.
+# {kernel: (loads, stores) of 16 bytes in a thread's code, of all tensors}. Each moves 8 numbers of two bytes, or 4 of
+# four bytes; a thread has 8, 16 or 40 numbers of a tensor.
 EXPECTED = {
     "loss, two tiles": (5, 5),
     "loss, two passes": (4, 2),
@@ -30,10 +31,10 @@ EXPECTED = {
 def build(
     kernel: Any, types: Mapping[str, str], num_warps: int, maxnreg: int | None = None, **constants: Any
 ) -> dict[str, int]:
-    """Resources of a kernel for sm_90, and its wide loads and stores; not in the interpreter.
+    """Resources of a kernel compiled for sm_90, and the numbers of its wide loads ("ld") and stores ("st").
 
-    What has no type is a whole number. As `launch` does, pointers and numbers that are specialised on are multiples
-    of 16.
+    types  {argument: type}; others are int32. Pointers and numbers that Triton specialises on are multiples of 16, as
+           in a launch.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -56,11 +57,11 @@ def build(
 
 
 def builds() -> dict[str, dict[str, int]]:
-    """Each kernel as a model of 768 channels in 12 heads launches it in bfloat16, with a stream in float32."""
+    """{kernel: its counts}, as a model of 768 channels in 12 heads launches it in bfloat16, with a float32 stream."""
     from lmsys.config import IGNORED
     from lmsys.model import fused_triton, loss_triton
 
-    found = {}
+    counts = {}
     types = {
         "logits_ptr": "*bf16",
         "labels_ptr": "*i64",
@@ -71,7 +72,7 @@ def builds() -> dict[str, dict[str, int]]:
     absent = "label_smoothing", "z_loss", "softcap"
     for name, vocabulary in (("loss, two tiles", 10_000), ("loss, two passes", 32_000)):
         options = loss_triton.row_options(vocabulary, vector=8) | dict.fromkeys(absent)
-        found[name] = build(loss_triton._cross_entropy_kernel, types, IGNORED=IGNORED, GRADIENT=True, **options)
+        counts[name] = build(loss_triton._cross_entropy_kernel, types, IGNORED=IGNORED, GRADIENT=True, **options)
 
     narrow = (
         "BRANCH",
@@ -86,23 +87,23 @@ def builds() -> dict[str, dict[str, int]]:
     wide = ("X", "WEIGHT", "TOTAL", "RSTD", "D_TOTAL", "DX", "D_WEIGHTS", "COS", "SIN")
     types = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32") | {"eps": "fp32"}
     row, rows = fused_triton.norm_options(768), fused_triton.norm_backward_options(768)
-    found["add_norm forward"] = build(fused_triton._add_norm_forward_kernel, types, **row, ADDS=True)
-    found["add_norm backward"] = build(fused_triton._add_norm_backward_kernel, types, **rows, ADDS=True, BOTH=True)
+    counts["add_norm forward"] = build(fused_triton._add_norm_forward_kernel, types, **row, ADDS=True)
+    counts["add_norm backward"] = build(fused_triton._add_norm_backward_kernel, types, **rows, ADDS=True, BOTH=True)
     part = fused_triton.swiglu_options(3072)
-    found["swiglu forward"] = build(fused_triton._swiglu_forward_kernel, types, **part)
-    found["swiglu backward"] = build(fused_triton._swiglu_backward_kernel, types, **part)
+    counts["swiglu forward"] = build(fused_triton._swiglu_forward_kernel, types, **part)
+    counts["swiglu backward"] = build(fused_triton._swiglu_backward_kernel, types, **part)
 
     types |= dict.fromkeys(("HEADS", "Q", "K", "V"), "*bf16")
     heads = {"H": 12, "HKV": 12, "D": 64, "BLOCK_H": 32, "BLOCK_D": 64, "BACKWARD": False, "IN_PLACE": True}
-    found["rotation"] = build(fused_triton._rotate_kernel, types, 4, **heads)
-    return found
+    counts["rotation"] = build(fused_triton._rotate_kernel, types, 4, **heads)
+    return counts
 
 
 @pytest.mark.long
 def test_for_hopper_kernels_move_16_bytes_at_once_and_do_not_spill() -> None:
-    (found,) = compiling("tests.model.test_wide_loads")
-    assert {name: (one["ld"], one["st"]) for name, one in found.items()} == EXPECTED
-    assert not any(one["LDL"] + one["STL"] for one in found.values()), "registers spill to local memory"
+    (counts,) = compiling("tests.model.test_wide_loads")
+    assert {name: (kernel["ld"], kernel["st"]) for name, kernel in counts.items()} == EXPECTED
+    assert not any(kernel["LDL"] + kernel["STL"] for kernel in counts.values()), "registers spill to local memory"
 
 
 if __name__ == "__main__":
