@@ -1,4 +1,4 @@
-"""The report of a run of everything, which several files read: built once in a process."""
+"""Reports of made-up records of every benchmark, {path: content}. Several test files read them; each is built once."""
 
 import pytest
 
@@ -13,6 +13,6 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="session")
 def in_one_file(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The same with --single-file."""
+    """The report of `everything`, made with --single-file."""
     folder = tmp_path_factory.mktemp("in_one_file")
     return built(folder / "out", save(folder / "r.json", of_everything()), "--single-file", drawn="attention")

@@ -1,4 +1,7 @@
-"""`lmsys report --before OLD NEW`: the verdicts, the page, the exit code, and what is not compared."""
+"""`lmsys report --before OLD NEW`: verdicts, the page, the exit code (1 if a row is slower), and refused comparisons.
+
+`run` makes up a result file; a factor slows down its row "flash_triton".
+"""
 
 import json
 import random
@@ -14,32 +17,34 @@ from tests.support.records import cells, record, save
 ROWS = {"flash_triton": 1e-3, "sdpa_flash": 2e-3, "naive": 5e-3}
 
 
-def run(path: Path, seed: int, factor: float = 1.0, **told: Any) -> Path:
-    rng, found = random.Random(seed), []
+def run(path: Path, seed: int, factor: float = 1.0, **machine: Any) -> Path:
+    """Writes a result file of three rows at three lengths. `machine`: facts about its machine that differ."""
+    rng, records = random.Random(seed), []
     for length in (512, 1024, 2048):
         for row, seconds in ROWS.items():
-            one = record("attention", row, seconds, queries=length, keys=length)
+            case = record("attention", row, seconds, queries=length, keys=length)
             pace = factor if row == "flash_triton" else 1.0
-            one["samples_s"] = [pace * seconds * rng.gauss(1, 0.004) for _ in range(40)]
-            found.append(one)
-    return save(path, found, **told)
+            case["samples_s"] = [pace * seconds * rng.gauss(1, 0.004) for _ in range(40)]
+            records.append(case)
+    return save(path, records, **machine)
 
 
 def compared(out: Path, *arguments: object) -> int:
+    """The exit code of `lmsys report --before` with these arguments."""
     return main(["--before", *map(str, arguments), "-o", str(out)])
 
 
 def test_a_slower_row_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.1, commit="f" * 40)
     assert compared(tmp_path / "out", old, new) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("3 slower, 3 unclear, 3 same, by a margin of 0.05\n")
-    assert "slower            1.10" in said and " to 1.10" in said and "  default-" in said
-    assert str(tmp_path / "out" / "index.html") in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("3 slower, 3 unclear, 3 same, by a margin of 0.05\n")
+    assert "slower            1.10" in printed and " to 1.10" in printed and "  default-" in printed
+    assert str(tmp_path / "out" / "index.html") in printed
     files = {
         path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in (tmp_path / "out").rglob("*.*")
     }
-    assert {one["row"] for one in cells(files, "changed")} == {"flash_triton"}
+    assert {line["row"] for line in cells(files, "changed")} == {"flash_triton"}
     assert len(cells(files, "all-attention")) == 9
     page = files["index.html"].decode()
     assert page.index("Verdicts") < page.index("What changed") < page.index("All cases: attention")
@@ -53,19 +58,19 @@ def test_a_slower_row_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_case_that_was_disturbed_in_either_run_is_marked(
     side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the terminal and on the page, so that nobody takes it for a change of the code without having read that."""
+    """It is marked in the terminal and on the page, so that nobody takes it for a change of the code."""
     paths = {"before": run(tmp_path / "old.json", 1), "after": run(tmp_path / "new.json", 2, 1.1)}
     content = json.loads(paths[side].read_text())
     slower, same = content["lmsys"]["records"][0], content["lmsys"]["records"][2]
     assert (slower["impl"], same["impl"]) == ("flash_triton", "naive")
-    for one in (slower, same):
-        one["disturbed"] = "other programs took 40 % of the CPU"
+    for case in (slower, same):
+        case["disturbed"] = "other programs took 40 % of the CPU"
     paths[side].write_text(json.dumps(content))
     assert compared(tmp_path / "out", paths["before"], paths["after"]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("3 slower (1 disturbed), 3 unclear, 3 same (1 disturbed), by a margin of 0.05\n")
-    assert f"{slower['id']}: disturbed {side}: other programs took 40 % of the CPU\n" in said
-    assert "2 cases were measured while the machine was disturbed" in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("3 slower (1 disturbed), 3 unclear, 3 same (1 disturbed), by a margin of 0.05\n")
+    assert f"{slower['id']}: disturbed {side}: other programs took 40 % of the CPU\n" in printed
+    assert "2 cases were measured while the machine was disturbed" in printed
     texts = [path.read_text() for path in (tmp_path / "out").rglob("*.md")]
     changed, verdicts = (next(text for text in texts if f"### {name}" in text) for name in ("What changed", "Verdicts"))
     assert changed.count("slower¹") == 1 and changed.count("| slower |") == 2
@@ -83,18 +88,18 @@ def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("machine", "message"),
     [
         ({"torch": "9.9"}, "before has torch 0.0.0, after has torch 9.9"),
         ({"name": "Another GPU"}, "before ran on Synthetic GPU, after on Another GPU"),
     ],
 )
 def test_runs_that_differ_are_refused_unless_asked(
-    told: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    machine: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, **told)
+    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, **machine)
     assert compared(tmp_path / "out", old, new) == 2
-    assert f"error: {said}: measure both alike, or ask for --anyway" in capsys.readouterr().err
+    assert f"error: {message}: measure both alike, or ask for --anyway" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert compared(tmp_path / "out", old, new, "--anyway") == 0
 
@@ -119,21 +124,22 @@ def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def both(path: Path, factor: float) -> Path:
-    """One run that measured rows today and as they were."""
+    """Writes a result file of a run that measured rows as they were, and, slower by a factor, as they are today."""
     against = {"name": "aaaaaaaaaa", "commit": "a" * 40, "margin": 0.02}
-    one, other = (record_of(run(path.with_name(name), 1, by)) for name, by in (("one", 1.0), ("other", factor)))
-    return save(path, [*(earlier(found, against) for found in one), *other])
+    before, today = (record_of(run(path.with_name(name), 1, by)) for name, by in (("one", 1.0), ("other", factor)))
+    return save(path, [*(earlier(case, against) for case in before), *today])
 
 
 def record_of(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = load(path)["records"]
-    return found
+    """The records of a result file."""
+    records: list[dict[str, Any]] = load(path)["records"]
+    return records
 
 
 def test_a_run_that_measured_both_states_is_compared_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its own margin; the usual report has the same first, and today's rows alone in its other chapters."""
+    """The margin is that of the run. The usual report begins with the verdicts, and its chapters have today's rows."""
     result = both(tmp_path / "both.json", 1.03)
     assert compared(tmp_path / "out", result) == 1
     assert capsys.readouterr().out.startswith("3 slower, 6 same, by a margin of 0.02\n")

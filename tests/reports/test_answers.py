@@ -1,4 +1,7 @@
-"""The page begins with answers: who is fastest, over what, what was wrong, and what could not run."""
+"""The page begins with answers: the fastest row and its speed over the next, wrong rows, rows that could not run.
+
+Tests make up runs of rows (`comparison`), build a report, and read its tables "fastest-...", "wrong" and "not-run".
+"""
 
 import re
 from datetime import datetime
@@ -20,11 +23,12 @@ LENGTHS = (1024, 2048, 4096)
 
 
 def comparison(length: int, seconds: dict[str, float]) -> list[dict]:
+    """Records of rows that were sampled together at a length: {row: seconds}."""
     return [record("attention", name, value, queries=length, keys=length) for name, value in seconds.items()]
 
 
 def test_the_page_begins_with_them(tmp_path: Path) -> None:
-    """A row that was wrong in a section is not the fastest there; a reason stands once, with all rows that have it."""
+    """A row that was wrong in a section is not its fastest. A reason not to run is told once, with all of its rows."""
     records = [
         *comparison(1024, {"flash_triton": 1e-3, "sdpa_flash": 2e-3, "mine": 1e-4}),
         record("attention", "mine", outcome="wrong", reason="dk is off", queries=2048, keys=2048),
@@ -53,15 +57,15 @@ def test_time_and_rate_are_of_the_fastest_row_where_it_takes_longest(
     tmp_path_factory: pytest.TempPathFactory, seconds: list[float]
 ) -> None:
     cases = [
-        one
+        case
         for length, time in zip(LENGTHS, seconds, strict=False)
-        for one in comparison(length, {"flash_triton": time, "sdpa_flash": 3 * time})
+        for case in comparison(length, {"flash_triton": time, "sdpa_flash": 3 * time})
     ]
     folder = tmp_path_factory.mktemp("longest")
     files = built(folder / "out", save(folder / "r.json", cases))
-    longest = max(cases[::2], key=lambda one: one["time_s"])
-    ((said,), (line,)) = numbers(files, "fastest-attention"), cells(files, "fastest-attention")
-    assert float(said["time_s"]) == longest["time_s"] and float(said["flops_per_s"]) == longest["flops_per_s"]
+    longest = max(cases[::2], key=lambda case: case["time_s"])
+    ((values,), (line,)) = numbers(files, "fastest-attention"), cells(files, "fastest-attention")
+    assert float(values["time_s"]) == longest["time_s"] and float(values["flops_per_s"]) == longest["flops_per_s"]
     assert line["time"] == f"{number(1e3 * longest['time_s'])} ms"
     assert line["rate"] == f"{number(longest['flops_per_s'] / 1e12)} TFLOP/s"
     assert len(seconds) == 1 or f"its longest shape: queries {longest['queries']:,}" in files["index.html"].decode()
@@ -76,26 +80,26 @@ def test_a_row_that_another_run_has_is_said_to_have_run_there(tmp_path: Path) ->
 
 
 def test_each_line_says_its_run_and_each_run_its_command_once(tmp_path: Path) -> None:
-    """Runs of one day are told apart by the time; a run that no line is of is not listed."""
+    """Runs of one day are named with their time. A run without a line in the table is not listed."""
     files = []
     for length, hour, dtype in ((1024, 1, "bfloat16"), (1024, 2, "float16"), (2048, 3, "float32")):
         rows = {"flash_triton": 1e-3, "sdpa_flash": 2e-3} if dtype != "float32" else {"naive": 1e-3}
-        told = {"queries": length, "keys": length, "dtype": dtype}
-        records = [record("attention", name, value, **told) for name, value in rows.items()]
+        axes = {"queries": length, "keys": length, "dtype": dtype}
+        records = [record("attention", name, value, **axes) for name, value in rows.items()]
         date, command = f"2000-01-02T0{hour}:00:00+00:00", f"measure {dtype} & <report>"
         path = tmp_path / f"{dtype}.json"
         files.append(save(path, records, date=date, command=command, commit=f"{hour}" * 12, dirty=hour == 2))
-    found = built(tmp_path / "out", *files)
-    lines = {line["setting"]: line["run"] for line in cells(found, "fastest-attention")}
+    report = built(tmp_path / "out", *files)
+    lines = {line["setting"]: line["run"] for line in cells(report, "fastest-attention")}
     assert lines == {"bfloat16": "A", "float16": "B"}
-    text = found["tables/synthetic-gpu-fastest-attention.md"].decode()
+    text = report["tables/synthetic-gpu-fastest-attention.md"].decode()
     assert "Runs: A of 2000-01-02 01:00, B of 2000-01-02 02:00." in text
     assert "Run A, of 2000-01-02 01:00, commit 1111111111, made by: `measure bfloat16 & <report>`" in text
     assert "commit 2222222222 with local changes, made by: `measure float16 & <report>`" in text
     assert "measure float32" not in text
-    answer = found["index.html"].decode().partition("Machine, versions and runs</summary>")[0]
+    answer = report["index.html"].decode().partition("Machine, versions and runs</summary>")[0]
     assert answer.count("<code>measure bfloat16 &amp; &lt;report&gt;</code>") == 1
-    assert [one["commit"] for one in numbers(found, "fastest-attention")] == ["1" * 12, "2" * 12]
+    assert [line["commit"] for line in numbers(report, "fastest-attention")] == ["1" * 12, "2" * 12]
 
 
 def test_the_command_of_what_was_wrong_is_below_it(tmp_path: Path) -> None:
@@ -107,11 +111,11 @@ def test_the_command_of_what_was_wrong_is_below_it(tmp_path: Path) -> None:
 
 
 def test_rows_are_explained_as_their_table_says(tmp_path: Path) -> None:
-    """All that took turns, ours apart from others'; a row without a label is named alone."""
+    """The explanation has all rows that were sampled together: ours, then others'. "mine" has no label."""
     seconds = {"mine": 3e-3, "torch_ddp_tuned": 2e-3, "zero1": 1e-3, "flat": 4e-3}
     records = [record("data_parallel", name, value) for name, value in seconds.items()]
-    found = built(tmp_path / "out", save(tmp_path / "r.json", records))
-    text = found["tables/synthetic-gpu-fastest-data-parallel.md"].decode()
+    report = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    text = report["tables/synthetic-gpu-fastest-data-parallel.md"].decode()
     flat, zero1, ddp = (STRATEGIES[name].label for name in ("flat", "zero1", "torch_ddp_tuned"))
     assert f"Our rows: flat ({flat}), zero1 ({zero1}), mine.  \nOthers’ rows: torch_ddp_tuned ({ddp})." in text
 
@@ -130,9 +134,9 @@ SHARDED = {"zero1": 4e-3, "fsdp": 5e-3, "torch_fsdp2": 9e-3}
 
 
 def test_the_fastest_is_of_the_run_that_sampled_most_rows(tmp_path: Path) -> None:
-    """A later run of few rows says nothing of those that it left out."""
+    """A later run of few rows does not tell if the rows that it left out are slower."""
     first = save(tmp_path / "1.json", comparison(1024, {"flash_gluon": 1e-3, "flash_triton": 2e-3, "sdpa_flash": 3e-3}))
-    later = [one for length in (2048, 4096) for one in comparison(length, {"flash_cuda": 1e-3, "sdpa_flash": 3e-3})]
+    later = [case for length in (2048, 4096) for case in comparison(length, {"flash_cuda": 1e-3, "sdpa_flash": 3e-3})]
     files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
     (fastest,) = cells(files, "fastest-attention")
     assert (fastest["fastest row"], fastest["over the next fastest"]) == (
@@ -142,7 +146,7 @@ def test_the_fastest_is_of_the_run_that_sampled_most_rows(tmp_path: Path) -> Non
 
 
 def test_the_fastest_is_of_a_run_that_had_what_users_would_otherwise_take(tmp_path: Path) -> None:
-    """The fastest of a run without it may be slow, however many rows it had."""
+    """The answer is taken from a run that has torch's tuned DDP: without it even the fastest row may be slow."""
     records = [record("data_parallel", name, s, comparison="a", strategy=name) for name, s in FEW.items()]
     first = save(tmp_path / "1.json", records)
     later = [record("data_parallel", name, s, comparison="b", strategy=name) for name, s in SHARDED.items()]
@@ -162,7 +166,7 @@ def test_the_fastest_is_of_a_run_that_had_what_users_would_otherwise_take(tmp_pa
 def test_speed_and_order_are_of_the_same_rounds(
     triton: list[float], flash: list[float], fastest: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Medians of samples that drift may order two rows otherwise than their rounds do."""
+    """Both are medians of ratios by rounds. Medians of drifting samples may give another order of two rows."""
     records = [
         record("attention", name, sorted(samples)[2], samples_s=samples, comparison="a", queries=1024, keys=1024)
         for name, samples in {"flash_triton": triton, "sdpa_flash": flash}.items()
@@ -182,29 +186,33 @@ KINDS: dict[str, Record] = {
 
 
 def test_the_deterministic_mode_has_answers_and_tables_of_its_own(tmp_path: Path) -> None:
-    """The row it is compared with is that of the usual mode: `flex` comes first under patterns alone."""
+    """Its baseline is that of the usual mode, `sdpa`; `flex` is the baseline only of patterns."""
     seconds = {"flash_gluon": 1e-3, "sdpa": 2e-3, "flex": 3e-3}
-    told = {"direction": "bwd", "repeatable": True}
-    found = [
-        record("attention", name, s * (2 if mode else 1), **told, deterministic=mode, comparison=str(mode))
+    values = {"direction": "bwd", "repeatable": True}
+    records = [
+        record("attention", name, s * (2 if mode else 1), **values, deterministic=mode, comparison=str(mode))
         for mode in (None, True)
         for name, s in seconds.items()
     ]
-    files = built(tmp_path / "out", save(tmp_path / "1.json", found))
+    files = built(tmp_path / "out", save(tmp_path / "1.json", records))
     lines = {line["setting"]: line["speed"] for line in cells(files, "fastest-attention")}
-    assert set(lines.values()) == {"2.00 × sdpa"} and len(lines) == 2 and any("deterministic" in one for one in lines)
+    assert (
+        set(lines.values()) == {"2.00 × sdpa"}
+        and len(lines) == 2
+        and any("deterministic" in setting for setting in lines)
+    )
     tables = [name for name in files if name.endswith("time.md")]
     assert sum("deterministic" in name for name in tables) == 1 == sum("deterministic" not in name for name in tables)
 
 
 def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
-    """The highest of the fastest row's shapes; of ways of compiling those that the lines have."""
+    """The MFU is the highest of the fastest row's shapes. Only ways to compile that lines have are explained."""
     times = [("auto", 1e-3, 0.4), ("auto", 2e-3, 0.45), ("llama", 3e-3, 0.5), ("llama", 4e-3, 0.55)]
-    found = [
+    records = [
         record("model", name, s, mode="step", compile="graphed", mfu=mfu, comparison=str(at % 2), peer=name == "llama")
         for at, (name, s, mfu) in enumerate(times)
     ]
-    files = built(tmp_path / "out", save(tmp_path / "1.json", found))
+    files = built(tmp_path / "out", save(tmp_path / "1.json", records))
     (fastest,) = cells(files, "fastest-step")
     assert fastest["MFU"] == "45.0 %"
     page = (tmp_path / "out" / "index.html").read_text()
@@ -212,7 +220,7 @@ def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
 
 
 def test_of_the_ways_in_which_a_row_was_run_the_fastest_is_the_answer(tmp_path: Path) -> None:
-    """It is compared with the fastest of the peer's ways. That a stream is wide is told where others are narrow."""
+    """It is compared with the peer's fastest way. "wide" is named only if there are narrow residual streams, too."""
     times = {("auto", "eager"): 4e-3, ("auto", "fused"): 1e-3, ("llama", "eager"): 3e-3, ("llama", "graphed"): 2e-3}
     found = [
         record("model", name, s, mode="step", compile=way, comparison="one", peer=name == "llama")
@@ -226,52 +234,54 @@ def test_of_the_ways_in_which_a_row_was_run_the_fastest_is_the_answer(tmp_path: 
 
 
 def test_without_samples_there_is_a_fastest_row_and_no_speed(tmp_path: Path) -> None:
-    """Their ratio is not known, as that of two times may be of two clocks."""
+    """A ratio of two times may be one of two clocks, so no speed is given."""
     times = {"flash_triton": 1e-3, "sdpa_flash": 2e-3}
-    found = [record("attention", name, s) | {"samples_s": None} for name, s in times.items()]
-    found += [
+    records = [record("attention", name, s) | {"samples_s": None} for name, s in times.items()]
+    records += [
         record("model", name, s, mode="step", compile="fused", comparison="one", peer=name == "llama")
         | {"samples_s": None}
         for name, s in (("auto", 1e-3), ("llama", 2e-3))
     ]
-    files = built(tmp_path / "out", save(tmp_path / "1.json", found))
+    files = built(tmp_path / "out", save(tmp_path / "1.json", records))
     for word, row in (("attention", "flash_triton (of 2 rows)"), ("step", "auto, fused (of 2 rows)")):
         (fastest,) = cells(files, f"fastest-{word}")
         assert (fastest["fastest row"], fastest["speed"]) == (row, "") and "over the next fastest" not in fastest
 
 
 def test_a_later_run_of_slower_ways_takes_no_answers_place(tmp_path: Path) -> None:
-    """Nor is the answer unsteady where another way of the same row was."""
+    """The answer is not marked as unsteady, although another way of the same row was."""
     first = {("auto", "fused"): 1e-3, ("auto", "eager"): 4e-3, ("llama", "graphed"): 2e-3}
     later = {("auto", "eager"): 4e-3, ("llama", "eager"): 5e-3, ("llama", "compiled"): 6e-3}
     paths = []
     for day, times in enumerate((first, later), start=1):
-        found = [
+        records = [
             record("model", name, s, mode="step", compile=way, comparison=f"one {day}", peer=name == "llama")
             | ({"p20_s": s / 2, "p80_s": 2 * s} if way == "eager" else {})
             for (name, way), s in times.items()
         ]
-        paths.append(save(tmp_path / f"{day}.json", found, date=f"2000-01-0{day}"))
+        paths.append(save(tmp_path / f"{day}.json", records, date=f"2000-01-0{day}"))
     (fastest,) = cells(built(tmp_path / "out", *paths), "fastest-step")
     assert (fastest["fastest row"], fastest["speed"]) == ("auto, fused (of 2 rows)", "2.00 × llama, graphed")
 
 
 def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None:
-    """A row that is fast under one pattern says nothing of another, nor of none."""
+    """A row that is fastest under one pattern need not be so under another, or without one."""
     fast = dict.fromkeys(KINDS, "flash_gluon") | {"documents": "flash_triton", "decoding": "sdpa_flash"}
     records = [
-        record("attention", name, 1e-3 if name == fast[kind] else 2e-3, **asked)
-        for kind, asked in KINDS.items()
+        record("attention", name, 1e-3 if name == fast[kind] else 2e-3, **axes)
+        for kind, axes in KINDS.items()
         for name in ("flash_gluon", "flash_triton", "sdpa_flash")
     ]
-    found = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
-    told = {one["setting"].removeprefix("forward").removeprefix(", "): one["fastest row"] for one in found}
-    assert told == {kind: f"{row} (of 3 rows)" for kind, row in fast.items()}
+    lines = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
+    answers = {line["setting"].removeprefix("forward").removeprefix(", "): line["fastest row"] for line in lines}
+    assert answers == {kind: f"{row} (of 3 rows)" for kind, row in fast.items()}
 
 
 def test_each_section_has_a_title() -> None:
-    grids = [grid for sweep in SWEEPS.values() for one in sweep.values() for grid in chain(*one.grids.values())]
-    assert {grid.name for grid in grids} - {"anatomy"} <= WORDS["section"].keys()  # anatomy is a chapter
+    grids = [
+        grid for sweep in SWEEPS.values() for on_device in sweep.values() for grid in chain(*on_device.grids.values())
+    ]
+    assert {grid.name for grid in grids} - {"anatomy"} <= WORDS["section"].keys()  # anatomy is a chapter of its own
 
 
 def test_a_limit_of_memory_is_told_with_what_did_not_run(tmp_path: Path) -> None:
@@ -306,8 +316,8 @@ def test_rows_are_said_to_be_right_in_a_dtype_only_where_all_their_cases_were(tm
         record("attention", "flex", outcome="unsupported", dtype="float32"),
     ]
     page = built(tmp_path / "out", save(tmp_path / "r.json", records))["index.html"].decode()
-    said = re.findall("Attention that was right in (\\w+), in every case that ran: ([^<]*)[.]", page)
-    assert said == [("bfloat16", "naive"), ("float16", "mine")]
+    sentences = re.findall("Attention that was right in (\\w+), in every case that ran: ([^<]*)[.]", page)
+    assert sentences == [("bfloat16", "naive"), ("float16", "mine")]
 
 
 def test_a_speed_of_samples_that_spread_is_marked(tmp_path: Path) -> None:
@@ -325,11 +335,11 @@ def test_a_speed_of_samples_that_spread_is_marked(tmp_path: Path) -> None:
 
 
 def test_a_row_that_took_no_turns_but_less_time_is_told(tmp_path: Path) -> None:
-    """The fastest of a run may have missed it; another shape says nothing, nor a row that did take turns."""
+    """The note names rows of another run that took less time in this shape, and were not sampled with the answer."""
     first = save(tmp_path / "1.json", comparison(1024, {"flash_gluon": 2e-3, "flex": 3e-3, "sdpa": 4e-3}))
     shape = comparison(1024, {"naive": 1.0})[0]["comparison"]
     rows = {"flash_cuda": 1e-3, "flash_triton": 1.97e-3, "sdpa_flash": 3e-3}
-    later = [one | {"comparison": f"{shape} later"} for one in comparison(1024, rows)]
+    later = [case | {"comparison": f"{shape} later"} for case in comparison(1024, rows)]
     later += comparison(2048, {"flash_torch": 1e-6, "sdpa_flash": 1e-3})
     files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
     (fastest,) = cells(files, "fastest-attention")
@@ -351,6 +361,6 @@ def test_a_run_with_more_shapes_of_the_rows_that_won_is_asked_rather_than_one_of
     more = {"flash_triton": 1e-3, "flash_attn_4": 2e-3, "sdpa": 5e-3, "naive": 6e-3, "vectorized": 7e-3}
     first = save(tmp_path / "1.json", comparison(512, more))
     shapes = [comparison(length, {"flash_triton": 2e-3, "flash_attn_4": 1e-3, "sdpa": 5e-3}) for length in (1024, 2048)]
-    few = save(tmp_path / "2.json", [one for shape in shapes for one in shape], date="1999-01-03")
+    few = save(tmp_path / "2.json", [case for shape in shapes for case in shape], date="1999-01-03")
     (fastest,) = cells(built(tmp_path / "out", first, few), "fastest-attention")
     assert fastest["fastest row"] == "flash_attn_4 (of 3 rows)"

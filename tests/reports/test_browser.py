@@ -1,6 +1,7 @@
-"""Pages in Chromium, by `nox -s browser`: no errors, within their bounds, and what scripts do there.
+"""The report's page in Chromium, by `nox -s browser`: no errors, bounds of size, accessibility, and its scripts.
 
-The published page of one H200, and where it matters that of a smoke sweep of this machine, which is mostly a CPU.
+`page_file` is the report of the committed runs on an H200, and `own_page_file` that of a smoke sweep of this machine.
+The fixture `page` opens one of them.
 """
 
 import io
@@ -18,8 +19,8 @@ from lmsys.reports.__main__ import build
 from tests.support.processes import ROOT, smoke_sweep
 
 pytestmark = pytest.mark.browser
-MOST_NODES, MOST_BYTES, MOST_PRINTED = 15_000, 10**6, 25
-MOST_TALL = {1440: 13_000, 390: 20_000}  # pixels, by the width of the screen
+MOST_NODES, MOST_BYTES, MOST_PRINTED = 15_000, 10**6, 25  # nodes of the DOM, bytes of the file, pages of A4
+MOST_TALL = {1440: 13_000, 390: 20_000}  # {width of the screen: height of the page} in pixels
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 PAPER = "light", "dark"
 BOTH = "page_file", "own_page_file"
@@ -43,7 +44,7 @@ def browser(page_file: Path) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright  # type: ignore[import-not-found, unused-ignore]
 
     with sync_playwright() as playwright:
-        installed = shutil.which("chromium") or shutil.which("google-chrome")  # else the one that Playwright brings
+        installed = shutil.which("chromium") or shutil.which("google-chrome")  # None: the browser of Playwright
         browser = playwright.chromium.launch(executable_path=installed, chromium_sandbox=False)
         yield browser
         browser.close()
@@ -51,7 +52,7 @@ def browser(page_file: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The page, opened as the test's parameter says; no script failed and nothing was refused at its end."""
+    """A page, by the test's parameter (the file's fixture, options of the browser). The console must show no errors."""
     name, options = getattr(request, "param", ("page_file", {"viewport": DESKTOP}))
     file, errors = request.getfixturevalue(name), []
     page = browser.new_page(**options)
@@ -77,8 +78,12 @@ def test_the_first_screen_answers_and_everybody_can_read_it(page: Any) -> None:
     first = page.locator(".answers td").first.bounding_box()
     assert first["y"] + first["height"] < page.viewport_size["height"]
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    found = Axe().run(page).response["violations"]
-    assert not [(one["id"], one["help"]) for one in found if one["impact"] in ("serious", "critical")]
+    violations = Axe().run(page).response["violations"]
+    assert not [
+        (violation["id"], violation["help"])
+        for violation in violations
+        if violation["impact"] in ("serious", "critical")
+    ]
 
 
 @pytest.mark.parametrize("page", [(file, {"viewport": PHONE}) for file in BOTH], indirect=True, ids=BOTH)
@@ -92,27 +97,27 @@ def test_every_answer_is_read_on_a_phone_without_scrolling_sideways(page: Any) -
 
 @pytest.mark.parametrize("page", [("page_file", {"viewport": PHONE})], indirect=True, ids=["phone"])
 def test_what_names_a_line_stays_beside_its_last_figure_on_a_phone(page: Any) -> None:
-    """A table is scrolled to its end."""
+    """It stays there when the table is scrolled to its end."""
     go_to(page, RATES)
     scroll = page.locator(f"#{RATES} .scroll.wide")
     scroll.evaluate("one => one.scrollTo(one.scrollWidth, 0)")
     line = scroll.locator("tbody tr").first
     names, last = [cell.bounding_box() for cell in line.locator("th").all()], line.locator("td").last.bounding_box()
     assert len(names) == 3 and all(box["x"] >= 0 for box in names)
-    assert all(one["x"] + one["width"] <= after["x"] + 1 for one, after in pairwise([*names, last]))
+    assert all(left["x"] + left["width"] <= after["x"] + 1 for left, after in pairwise([*names, last]))
     assert last["x"] + last["width"] <= PHONE["width"]
 
 
 @pytest.mark.parametrize("page", [("page_file", {"color_scheme": one}) for one in PAPER], indirect=True, ids=PAPER)
 def test_plots_are_drawn_on_the_paper_of_the_page(page: Any) -> None:
-    """Most of a plot is its paper."""
+    """Most pixels of a plot are its background."""
     shot = Image.open(io.BytesIO(page.locator(".answer img").first.screenshot())).convert("L")
     is_dark = sum(shot.histogram()[:128]) > shot.width * shot.height / 2
     assert is_dark == page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
 
 
 def test_one_click_below_an_answer_says_its_run_and_its_command(page: Any) -> None:
-    """The line has the run's letter; below it, the details begin with the same, and hold date, commit and command."""
+    """A line has the letter of its run. The details below the table have the run's date, commit and command."""
     figure = page.locator(".answers figure:has(td)").first
     run = figure.locator("tbody tr").first.locator("td").last.inner_text()
     made = figure.locator("li", has_text=re.compile(f"^Run {run}, of [0-9-]+.*, commit "))
@@ -153,7 +158,7 @@ def test_what_is_behind_a_click_comes_with_it_and_with_a_link(page: Any) -> None
     closed = page.locator(".chapter[open] > details:has(> template)")
     before = closed.count()
     closed.last.locator("summary").click()
-    expect(closed).to_have_count(before - 1)  # it waits: details open after the click has returned
+    expect(closed).to_have_count(before - 1)  # waits, since details open only after the click has returned
 
 
 def test_rows_are_filtered_and_lines_sorted(page: Any) -> None:
@@ -172,7 +177,7 @@ def test_rows_are_filtered_and_lines_sorted(page: Any) -> None:
 
 
 def test_the_filter_opens_what_it_finds_and_closes_it_again(page: Any) -> None:
-    """Chapters that have no such row stay as they are, and so does one that the reader has opened."""
+    """Chapters without such a row stay as they are, and so does a chapter that the reader has opened."""
     chapters = page.locator(".chapter")
     by_hand = chapters.filter(has_text="Mixed precision").first
     by_hand.locator("summary").first.click()
@@ -219,7 +224,7 @@ def go_to(page: Any, name: str) -> None:
 
 
 def test_a_link_shows_what_its_sender_saw(page: Any) -> None:
-    """The rows that were asked for and what was opened; what else is folded stays so."""
+    """The link restores the filter and what was open; all else stays folded."""
     page.locator("#only").fill("gluon, cudnn")
     page.locator(".chapter[open] details.block:not([open])").last.locator("summary").first.click()
     opened = page.locator("details.block[open]").count()

@@ -1,4 +1,8 @@
-"""Each chapter's own: the tables that documents refer to, and the numbers that only it works out."""
+"""The chapters of the report, as benchmarks' layouts declare them: their tables, and numbers that only they compute.
+
+Each test makes up records (tests/support/records.py), builds a report and reads its tables by `cells` or `numbers`. The
+fixtures `attention` and `models` are such reports. A new table of a layout has its test here.
+"""
 
 import re
 from pathlib import Path
@@ -21,7 +25,7 @@ def report(folder: Path, records: list[dict], *arguments: str, drawn: str = NO_P
 
 @pytest.fixture(scope="module")
 def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Grids of each kind: both masks at 16k tokens, head dimension by length, tiers."""
+    """A report with a grid of each kind: both masks at 16k tokens, head dimensions by lengths, and tiers."""
     records = []
     for causal in (True, False):
         for dim, length in ((64, 1024), (64, 4096), (128, 1024), (128, 4096)):
@@ -31,10 +35,10 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
             records.append(record("attention", "flex", outcome="unsupported", **shape))
     for dim in (16, 64):
         for length in (512, 65536):
-            told = {"section": "flash", "head_dim": dim, "queries": length, "keys": length, "direction": "fwdbwd"}
+            axes = {"section": "flash", "head_dim": dim, "queries": length, "keys": length, "direction": "fwdbwd"}
             lost = {"outcome": "oom", "reason": "needs 64 GiB"} if length == 65536 else {}
-            records.append(record("attention", "naive", **told, **lost))
-            records += [record("attention", impl, **told) for impl in ("flash_triton_torch_bwd", "flash_triton")]
+            records.append(record("attention", "naive", **axes, **lost))
+            records += [record("attention", impl, **axes) for impl in ("flash_triton_torch_bwd", "flash_triton")]
     for q, k in ((1024, 512), (128, 64), (256, 128)):
         records += [record("attention", impl, section="tiers", queries=q, keys=k) for impl in ("naive", "sdpa_flash")]
     return report(tmp_path_factory.mktemp("attention"), records)
@@ -43,7 +47,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def test_all_cells_of_both_masks_stand_in_one_table(attention: dict[str, bytes]) -> None:
     name = "tokens16k-bfloat16-fwd-tflops"
     rows = cells(attention, name)
-    assert list(rows[0])[:3] == ["mask", "D", "S"] and "flex" not in rows[0], "nor a row that was never timed"
+    assert list(rows[0])[:3] == ["mask", "D", "S"] and "flex" not in rows[0], "flex was never timed"
     assert [row["mask"] for row in rows] == ["causal"] * 4 + ["not causal"] * 4
     caption = attention[f"tables/synthetic-gpu-{name}.md"].decode()
     assert "B·S = 16,384, H·D = 2,048" in caption and "S 1,024 to 4,096" in caption
@@ -87,12 +91,12 @@ def test_the_grid_of_dtypes_has_a_line_for_each_case(lengths: list[int], tmp_pat
 
 
 def test_key_columns_are_in_sort_order(attention: dict[str, bytes]) -> None:
-    """Read from left to right, the rows of every table only grow: masks, head dimensions, lengths."""
+    """Lines of every table are sorted by their key columns, from left to right."""
     for name in (path[21:-3] for path in attention if re.search(r"-(time|tflops|peak|saved|error)\.md$", path)):
         table = cells(attention, name)
         heads = [head for head in table[0] if head in ("mask", "D", "H", "S", "B", "Q×K")]
-        told = [[row[head].replace(",", "") for head in heads] for row in table]
-        keys = [[[int(n) for n in re.findall(r"\d+", text)] or text for text in row] for row in told]
+        texts = [[row[head].replace(",", "") for head in heads] for row in table]
+        keys = [[[int(n) for n in re.findall(r"\d+", text)] or text for text in row] for row in texts]
         assert keys == sorted(keys) and len({str(key) for key in keys}) == len(keys), name
 
 
@@ -106,7 +110,7 @@ MODES = {"forward": 0.02, "train_forward": 0.1, "backward": 0.2, "optimizer": 0.
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Sizes by context with a case out of memory and one that was not run; the warm-up study; what fits."""
+    """A report of models: sizes by contexts, with an "oom" and a missing case; the warm-up study; what fits memory."""
     records = []
     for size, scale in (("small", 1), ("xl", 10)):
         for context in (128, 1024):
@@ -115,7 +119,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
                 ("fp32", "compiled", 0.8),
                 ("bf16", "eager", 0.5),
             ):
-                told = {
+                axes = {
                     "section": "sizes",
                     "size": size,
                     "context": context,
@@ -128,23 +132,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
                     else {}
                 )
                 records += [
-                    record("model", "naive", seconds * scale * share, mode=mode, **told, **lost)
+                    record("model", "naive", seconds * scale * share, mode=mode, **axes, **lost)
                     for mode, seconds in MODES.items()
                 ]
-    records = [one for one in records if (one["size"], one["context"], one["precision"]) != ("small", 1024, "bf16")]
+    records = [
+        case for case in records if (case["size"], case["context"], case["precision"]) != ("small", 1024, "bf16")
+    ]
     for steps in (0, 5, 1):
-        told = {"section": "warmup", "warmup_steps": steps}
+        axes = {"section": "warmup", "warmup_steps": steps}
         records += [
-            record("model", "naive", mode=mode, mean_s=0.1, std_s=0.01, **told) for mode in ("forward", "backward")
+            record("model", "naive", mode=mode, mean_s=0.1, std_s=0.01, **axes) for mode in ("forward", "backward")
         ]
     for size, predicted, measured in (("small", 4, 5), ("medium", 18, 15), ("large", 18, None)):
-        told = {"section": "fits", "size": size, "memory_limit_bytes": 16 * GIB, "predicted_bytes": predicted * GIB}
+        axes = {"section": "fits", "size": size, "memory_limit_bytes": 16 * GIB, "predicted_bytes": predicted * GIB}
         lost = (
             {"outcome": "oom"}
             if measured is None
             else {"total_bytes": measured * GIB, "held_bytes": GIB, "peak_bytes": (measured - 1) * GIB}
         )
-        records.append(record("model", "naive", **told, **lost))
+        records.append(record("model", "naive", **axes, **lost))
     return report(tmp_path_factory.mktemp("models"), records, drawn="phases-naive-(small-S128|xl-S1024)-B4")
 
 
@@ -171,21 +177,21 @@ WAYS = [(kept, stream) for kept in ("none", "attention*12,matmuls*22") for strea
 
 
 def by_way(context: int) -> list[dict[str, Any]]:
-    told = {"section": "levels", "mode": "step", "compile": "compiled", "context": context}
+    axes = {"section": "levels", "mode": "step", "compile": "compiled", "context": context}
     records = [
-        record("model", "naive", seconds, checkpoint=kept, residual=stream, **told)
+        record("model", "naive", seconds, checkpoint=kept, residual=stream, **axes)
         for seconds, (kept, stream) in zip((8e-3, 4e-3, 2e-3, 1e-3), WAYS, strict=True)
     ]
-    del records[0]["checkpoint"], records[0]["residual"]  # as older files are
+    del records[0]["checkpoint"], records[0]["residual"]  # older files lack these fields
     return records
 
 
 def test_what_is_kept_and_the_stream_are_one_table_of_a_single_shape(tmp_path: Path) -> None:
     assert ["defaulted", "checkpoint", checkpointing.LEVELS[0], [*checkpointing.LEVELS[1:]]] in KEPT
     files = report(tmp_path, by_way(128))
-    found = cells(files, "model-levels-step-all")
-    assert [(row["checkpoint"], row["residual"]) for row in found] == WAYS
-    assert [row["Speedup over none, ×"] for row in found] == ["1.00", "1.00", "4.00", "4.00"]
+    rows = cells(files, "model-levels-step-all")
+    assert [(row["checkpoint"], row["residual"]) for row in rows] == WAYS
+    assert [row["Speedup over none, ×"] for row in rows] == ["1.00", "1.00", "4.00", "4.00"]
     assert not [name for name in files if "model-levels-step-time" in name]
 
 
@@ -206,23 +212,23 @@ def test_what_is_kept_and_the_stream_stand_side_by_side_in_several_shapes(tmp_pa
 
 def test_steps_of_large_models_stand_beside_torchs_fastest(tmp_path: Path) -> None:
     rows = {"fsdp-Ca": ("attention", 4.0), "torch_fsdp2-Cw": ("whole", 6.0), "torch_fsdp2-Ca": ("attention", 5.0)}
-    told = {"size": "8b", "context": 32_768, "batch": 1, "compile": "compiled", "residual": "narrow"}
+    axes = {"size": "8b", "context": 32_768, "batch": 1, "compile": "compiled", "residual": "narrow"}
     records = [
-        record("steps", name, seconds, checkpoint=kept, losses=[12.0, 11.0, 10.0], **told)
+        record("steps", name, seconds, checkpoint=kept, losses=[12.0, 11.0, 10.0], **axes)
         for name, (kept, seconds) in rows.items()
     ]
-    records.append(record("steps", "torch_fsdp2-Cm", outcome="oom", checkpoint="matmuls", **told))
+    records.append(record("steps", "torch_fsdp2-Cm", outcome="oom", checkpoint="matmuls", **axes))
     llama = {"strategy": "torch_fsdp2", "model": "llama"}
-    records.append(record("steps", "torch_fsdp2-llama-Ca", 8.0, checkpoint="attention", **told | llama))
+    records.append(record("steps", "torch_fsdp2-llama-Ca", 8.0, checkpoint="attention", **axes | llama))
     files = report(tmp_path, records)
-    found = cells(files, "steps-8b-speed")
+    lines = cells(files, "steps-8b-speed")
     names = "strategy", "model", "checkpoint", "Speed over torch's, ×"
-    assert [tuple(row[name] for name in names) for row in found] == [
+    assert [tuple(row[name] for name in names) for row in lines] == [
         ("fsdp", "ours", "attention", "1.25"), ("torch_fsdp2", "ours", "matmuls", ""),
         ("torch_fsdp2", "ours", "attention", "1.00"), ("torch_fsdp2", "ours", "whole", "0.833"),
         ("torch_fsdp2", "llama", "attention", "0.625"),
     ]  # fmt: skip
-    assert found[1]["Time, s"].startswith("OOM") and "one after another" in (
+    assert lines[1]["Time, s"].startswith("OOM") and "one after another" in (
         files["tables/synthetic-gpu-steps-8b-speed.md"].decode()
     )
     assert "matmuls, ms" in cells(files, "steps-8b-kinds")[0]
@@ -240,16 +246,16 @@ def test_all_steps_stand_in_one_table_of_shares(tmp_path: Path) -> None:
         record("attention", "naive"),
     ]
     files = report(tmp_path, records)
-    found = cells(files, "mfu")
+    lines = cells(files, "mfu")
     ratios = ("MFU, %", "Short ceiling, %", "Sustained ceiling, %")
-    assert [(row["in"], row["row"], *(row[name] for name in ratios)) for row in found] == [
+    assert [(row["in"], row["row"], *(row[name] for name in ratios)) for row in lines] == [
         ("model, default", "naive", "25.0", "62.5", "75.0"),
         ("data parallel, default", "naive", "50.0", "62.5", ""),
         ("steps, 8b", "fsdp-Ca", "50.0", "62.5", "75.0"),
     ]
-    assert [row["residual"] for row in found] == ["narrow", "wide", "wide"]
-    assert [row["checkpoint"] for row in found] == ["none", "none", "attention"]
-    assert b"All: " in files["tables/synthetic-gpu-mfu.md"] and "precision" not in found[0]
+    assert [row["residual"] for row in lines] == ["narrow", "wide", "wide"]
+    assert [row["checkpoint"] for row in lines] == ["none", "none", "attention"]
+    assert b"All: " in files["tables/synthetic-gpu-mfu.md"] and "precision" not in lines[0]
     (tmp_path / "none").mkdir()
     only = report(tmp_path / "none", [record("attention", "naive")])
     assert not any("-mfu" in name for name in only)
@@ -260,11 +266,13 @@ def test_chapters_of_a_long_page_are_lines(sections: int, is_open: bool, tmp_pat
     records = [record("attention", "naive", section=f"s{number}") for number in range(sections)]
     page = report(tmp_path, records)["index.html"].decode()
     chapters = re.findall('<details class="chapter"([^>]*)>', page)
-    assert (len(chapters) <= MOST_OPEN) == is_open and all((" open" in one) == is_open for one in chapters)
+    assert (len(chapters) <= MOST_OPEN) == is_open and all(
+        (" open" in attributes) == is_open for attributes in chapters
+    )
 
 
 def test_the_line_of_a_chapter_says_its_answer(tmp_path: Path) -> None:
-    """By undisturbed figures where there are any; of our own rows alone nobody is the best."""
+    """It names the best of undisturbed figures, if there are any. Without a peer no row is called the best."""
     quiet, busy = {"disturbed": None}, {"disturbed": "other programs took half of the CPU"}
     for rows, answer in (
         ({"naive": (2e-3, quiet), "sdpa_flash": (1e-3, quiet)}, "best time: sdpa_flash, 1.00 ms"),
@@ -281,7 +289,7 @@ def test_the_line_of_a_chapter_says_its_answer(tmp_path: Path) -> None:
 
 
 def test_the_best_strategy_is_one_that_does_what_is_asked(tmp_path: Path) -> None:
-    """Without synchronization a step is faster, and no training."""
+    """The row "none" does not synchronize: its step is the fastest, but it trains nothing."""
     times = {"none": 1e-3, "flat": 2e-3, "torch_ddp": 3e-3}
     records = [record("data_parallel", name, time, time_s=time, mfu=5e-4 / time) for name, time in times.items()]
     page = report(tmp_path, records)["index.html"].decode()
@@ -336,12 +344,12 @@ def test_phases_stand_side_by_side_with_the_whole_step(models: dict[str, bytes])
 
 
 def test_our_model_stands_beside_a_peers(tmp_path: Path) -> None:
-    told = {"section": "peers", "context": 1024, "compile": "compiled"}
+    axes = {"section": "peers", "context": 1024, "compile": "compiled"}
     peer = {"label": "Hugging Face Llama", "peer": True}
     records = []
     for size, batch, lost in (("small", 16, {}), ("xl", 4, {"outcome": "oom", "reason": "no room"})):
-        records.append(record("model", "auto", 0.1, size=size, batch=batch, total_bytes=GIB, **told))
-        records.append(record("model", "llama", 0.12, size=size, batch=batch, **told, **peer, **lost))
+        records.append(record("model", "auto", 0.1, size=size, batch=batch, total_bytes=GIB, **axes))
+        records.append(record("model", "llama", 0.12, size=size, batch=batch, **axes, **peer, **lost))
     rows = cells(report(tmp_path, records), "model-peers-step-beside-llama")
     assert [(row["size"], row["batch"]) for row in rows] == [("small", "16"), ("xl", "4")]
     assert [row["speedup, ×"] for row in rows] == ["1.20", "no baseline¹"]
@@ -352,13 +360,13 @@ def test_our_model_stands_beside_a_peers(tmp_path: Path) -> None:
 
 
 def test_each_way_of_our_model_stands_beside_the_fastest_of_a_peers(tmp_path: Path) -> None:
-    """A peer does not have all of our ways. What was measured of all cases stands in one table."""
-    told = {"section": "peers", "context": 1024, "size": "small", "batch": 16}
+    """A peer does not have all of our ways to run. One table lists all measured cases."""
+    axes = {"section": "peers", "context": 1024, "size": "small", "batch": 16}
     peer = {"label": "Hugging Face Llama", "peer": True}
-    records = [record("model", "auto", 0.1, compile=way, **told) for way in ("compiled", "graphed", "fused")]
-    records += [record("model", "llama", 0.2, compile="compiled", **told, **peer)]
-    records += [record("model", "llama", 0.15, compile="graphed", **told, **peer)]
-    records += [record("model", "llama", compile="fused", outcome="unsupported", reason="ours alone", **told, **peer)]
+    records = [record("model", "auto", 0.1, compile=way, **axes) for way in ("compiled", "graphed", "fused")]
+    records += [record("model", "llama", 0.2, compile="compiled", **axes, **peer)]
+    records += [record("model", "llama", 0.15, compile="graphed", **axes, **peer)]
+    records += [record("model", "llama", compile="fused", outcome="unsupported", reason="ours alone", **axes, **peer)]
     files = report(tmp_path, records)
     rows = cells(files, "model-peers-step-beside-llama")
     assert [row["compile"] for row in rows] == ["compiled", "graphed", "fused"]
@@ -373,9 +381,9 @@ def test_an_opened_model_is_divided_by_kind_part_phase_and_kernel(tmp_path: Path
         f"{way}{name}_bytes": GIB for way in ("", "predicted_") for name in ("parameters", "gradients", "optimizer")
     }
     sizes |= {"activations_bytes": 2 * GIB, "predicted_activations_bytes": 1.5 * GIB, "held_bytes": GIB}
-    told = {"kernel_s": 0.048, "profiled_s": 0.1, "parts": parts, "time_s": 0.05, **sizes}
+    fields = {"kernel_s": 0.048, "profiled_s": 0.1, "parts": parts, "time_s": 0.05, **sizes}
     lost = record("anatomy", "naive", context=1024, outcome="oom", reason="needs 200 GiB")
-    files = report(tmp_path, [record("anatomy", "naive", **told), lost], drawn="timeline")
+    files = report(tmp_path, [record("anatomy", "naive", **fields), lost], drawn="timeline")
     stem = "anatomy-small-S512B4-bf16-step"
     first, second = cells(files, "anatomy-shares")
     assert (first["kernels, ms"], first["matmul, %"], first["elementwise, %"]) == ("48.0", "50.0", "25.0")
@@ -411,8 +419,8 @@ def test_the_precision_study_is_two_tables(tmp_path: Path) -> None:
     records += [record("precision", dtype, section="autocast", tensors=tensors) for dtype in ("bfloat16", "float16")]
     files = report(tmp_path, records)
     rows = cells(files, "precision-accumulation")
-    found = [(row["sum"], row["result"]) for row in rows]
-    assert found == [("float32", "10.00010"), ("float16", "9.95000"), ("bfloat16", "4.00000")]
+    results = [(row["sum"], row["result"]) for row in rows]
+    assert results == [("float32", "10.00010"), ("float16", "9.95000"), ("bfloat16", "4.00000")]
     (loss,) = cells(files, "precision-autocast")
     assert loss == {"tensor": "loss", "float16": "float32", "bfloat16": "float32"}
 
@@ -443,7 +451,7 @@ def test_what_repeats_is_one_table(tmp_path: Path) -> None:
         elements = [] if alone is None else [0, 1]
         return {"calls": calls, "differ": differ, "elements": elements, "alone": alone or {}, "failure": failure}
 
-    found = {
+    by_row = {
         ("naive", "fwd"): [bits(alone={}), bits(alone={})],
         ("flash_gluon", "fwd"): [bits(alone={}), bits(alone={"o": 0.25})],
         ("flash_gluon", "bwd"): [bits(dq=1e-3), bits(dq=2e-3, dk=1e-4, alone={})],
@@ -451,9 +459,9 @@ def test_what_repeats_is_one_table(tmp_path: Path) -> None:
         ("sdpa_flash", "fwd"): [None, None],
     }
     records = [
-        record("attention", impl, direction=direction, queries=length, keys=length, same_bits=one)
-        for (impl, direction), both in found.items()
-        for length, one in zip((512, 1024), both, strict=True)
+        record("attention", impl, direction=direction, queries=length, keys=length, same_bits=same_bits)
+        for (impl, direction), both in by_row.items()
+        for length, same_bits in zip((512, 1024), both, strict=True)
     ]
     files = report(tmp_path, records)
     rows = {row.pop("impl"): [*row.values()] for row in cells(files, "attention-same-bits")}
@@ -468,7 +476,7 @@ def test_what_repeats_is_one_table(tmp_path: Path) -> None:
     last = numbers(files, "attention-same-bits")[-1]
     assert (last["repeatable"], last["largest_difference"]) == ("True", "")
     old = report(tmp_path, [record("attention", impl) for impl in ("naive", "sdpa")])
-    assert not any("same-bits" in path for path in old), "a file from before has no such table"
+    assert not any("same-bits" in path for path in old), "records of older files say nothing of bits"
 
 
 def test_tokenizers_stand_beside_the_packages(tmp_path: Path) -> None:
@@ -535,13 +543,13 @@ def test_strategies_stand_beside_torchs_own(tmp_path: Path) -> None:
     rows = cells(files, "data-parallel-sizes-peers")
     assert rows[0]["training"] == "small b2 s512, bf16, 2 ranks" and rows[2]["training"].endswith(", blocks compiled")
     mean = next(row for row in rows if row["training"] == "geometric mean, 2 ranks, as one CUDA graph")
-    told = {
+    expected = {
         "bucketed / torch_ddp_tuned": 1.2 / 1.1,
         "bucketed / naive": 1.4 / 1.1,
         "zero1 / torch_zero1": 1.5 / 1.15,
         "fsdp / torch_fsdp2": 1.35 / 1.3,
     }
-    assert {name: mean[name] for name in told} == {name: f"{number(ratio)} (2)" for name, ratio in told.items()}
+    assert {name: mean[name] for name in expected} == {name: f"{number(ratio)} (2)" for name, ratio in expected.items()}
     stem = "data-parallel-sizes-small-S512-bf16"
     step = cells(files, f"{stem}-step")
     labels = {row["strategy"] for row in step}
@@ -559,20 +567,20 @@ STEM = "training-matrix-small-S512B4-bf16-W2-T4096x3"
 SPEEDS = {"none": 1.9, "naive": 1.2, "bucketed": 1.0, "torch_ddp_tuned": 0.9}
 
 
-def training(attention: str, strategy: str, **told: object) -> dict:
-    told = {"section": "matrix", "attention": attention, "world_size": 1 if strategy == "none" else 2, **told}
-    return record("training", strategy, SPEEDS[strategy] * (2 if attention == "naive" else 1), **told)
+def training(attention: str, strategy: str, **values: object) -> dict:
+    values = {"section": "matrix", "attention": attention, "world_size": 1 if strategy == "none" else 2, **values}
+    return record("training", strategy, SPEEDS[strategy] * (2 if attention == "naive" else 1), **values)
 
 
 def test_trainings_are_relative_to_naive_and_to_one_process_of_the_same_attention_row(tmp_path: Path) -> None:
     records = [training(attention, strategy) for attention in ("naive", "sdpa_flash") for strategy in SPEEDS]
     files = report(tmp_path, records)
     runs = {(row["attention"], row["strategy"]): row for row in numbers(files, f"{STEM}-runs")}
-    for one in records:
-        times = {other["strategy"]: other["time_s"] for other in records if other["attention"] == one["attention"]}
-        row = runs[one["attention"], one["strategy"]]
-        assert float(row["speedup"]) == pytest.approx(times["naive"] / one["time_s"])
-        assert float(row["efficiency"]) == pytest.approx(times["none"] / one["time_s"] / one["world_size"])
+    for case in records:
+        times = {other["strategy"]: other["time_s"] for other in records if other["attention"] == case["attention"]}
+        row = runs[case["attention"], case["strategy"]]
+        assert float(row["speedup"]) == pytest.approx(times["naive"] / case["time_s"])
+        assert float(row["efficiency"]) == pytest.approx(times["none"] / case["time_s"] / case["world_size"])
     (row,) = (row for row in cells(files, f"{STEM}-rate") if row["attention"] == "sdpa_flash")
     assert list(row)[1:] == list(SPEEDS) and row["bucketed"] == number(records[6]["tokens_per_s"])
     plots = [

@@ -1,4 +1,7 @@
-"""Everybody can tell the rows of a table apart by their colours: also who does not see red, green or blue."""
+"""Rows of a table have colours that everybody can tell apart, also people who do not see red, green or blue.
+
+A failed test names the two rows whose colours are too near.
+"""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -12,7 +15,8 @@ from lmsys.registry import Entry, Traits
 from lmsys.reports.plots import DARK, INK, LIFT
 from lmsys.reports.words import PALETTE, lighter
 
-# Linear RGB as it is seen: G. M. Machado, M. M. Oliveira, L. A. F. Fernandes, "A Physiologically-based Model for
+# {kind of vision: matrix from linear RGB to linear RGB as it is seen}.
+# G. M. Machado, M. M. Oliveira, L. A. F. Fernandes, "A Physiologically-based Model for
 # Simulation of Color Vision Deficiency", 2009, table 1, severity 1.0.
 SEEN = {
     "all colours": np.eye(3),
@@ -22,9 +26,9 @@ SEEN = {
 }
 XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 WHITE = [0.95047, 1.0, 1.08883]  # D65
-LEAST = 18.0  # distance in CIELAB (1976), of which 2.3 can just be seen
+LEAST = 18.0  # least distance in CIELAB (1976); a distance of 2.3 can just be seen
 LEAST_CONTRAST = 3.0  # WCAG 2.1, 1.4.11
-LEAST_ON_DARK = LEAST / 2  # white in all colours takes some of it
+LEAST_ON_DARK = LEAST / 2  # on dark paper colours are lighter, and so nearer to each other
 DARKEST, LIGHTEST = 5.0, 80.0  # lightness on white paper
 
 
@@ -43,9 +47,9 @@ def stated(rows: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def test_the_distance_is_that_of_the_standard() -> None:
-    """Red, by the tables of sRGB, and none between a colour and itself."""
+    """Red has the coordinates of the sRGB tables. Two colours that rows once had are too near without green."""
     assert lab("#ff0000", "all colours") == pytest.approx([53.24, 80.09, 67.20], abs=0.02)
-    assert np.linalg.norm(lab("#dc2626", "no green") - lab("#a16207", "no green")) < LEAST  # what stood here before
+    assert np.linalg.norm(lab("#dc2626", "no green") - lab("#a16207", "no green")) < LEAST  # colours of earlier rows
 
 
 @pytest.mark.parametrize("kind", SEEN)
@@ -69,16 +73,17 @@ def test_rows_are_told_apart_on_dark_paper_too(kind: str) -> None:
 
 
 def on_dark(color: str) -> str:
+    """The colour that replaces this one on dark paper."""
     return DARK.get(color) or lighter(color, LIFT)
 
 
 def test_rows_stand_out_from_dark_paper() -> None:
-    """By the contrast that WCAG 2.1 asks of graphics."""
+    """The contrast is at least what WCAG 2.1 asks of graphics."""
     paper = luminance(DARK["#ffffff"])
     for color in {*stated(ATTENTION).values(), *stated(STRATEGIES).values(), *PALETTE}:
         assert (luminance(on_dark(color)) + 0.05) / (paper + 0.05) >= LEAST_CONTRAST, color
 
 
 def luminance(color: str) -> float:
-    """Relative luminance, which is Y of XYZ, from CIELAB's lightness."""
+    """Relative luminance (Y of XYZ), from CIELAB's lightness."""
     return ((lab(color, "all colours")[0] + 16) / 116) ** 3  # no colour here is so dark that it is linear

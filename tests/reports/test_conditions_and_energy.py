@@ -1,4 +1,7 @@
-"""How the page shows energy, the state of the machine, and figures that were disturbed."""
+"""How the page shows energy, the state of the machine, and figures that were disturbed.
+
+CASE has fields of energy, and STATE those of the machine's state, of a made-up record.
+"""
 
 import re
 from pathlib import Path
@@ -24,7 +27,7 @@ def test_energy_is_a_table_of_its_own_for_each_grid(tmp_path: Path) -> None:
     records.append(record("attention", "flash_gluon", section="b", energy_note="the counter went back"))
     files = built(tmp_path / "out", save(tmp_path / "r.json", records))
     assert len(cells(files, "attention-a-energy")) == 2
-    lines = {one["row"]: one for one in cells(files, "attention-b-energy")}
+    lines = {line["row"]: line for line in cells(files, "attention-b-energy")}
     shown = {"Energy, J": "0.512", "Energy of a token, mJ": "0.250", "Power, W": "640", "Pace, ms": "0.800"}
     shown |= {"Work for energy, TFLOP/s/W": "1.25", "Share of sustained matmul, %": "110"}
     assert lines["naive"].items() >= shown.items()
@@ -43,11 +46,11 @@ def test_without_energy_there_is_no_chapter_of_it(tmp_path: Path) -> None:
 
 def test_a_figure_says_the_state_of_the_machine(tmp_path: Path) -> None:
     page = built(tmp_path / "out", save(tmp_path / "r.json", [record("attention", "naive", **STATE)]))["index.html"]
-    told = (
+    title = (
         "; SM clock 1,755 MHz, memory clock 3,201 MHz, power 656 W, temperature 54 °C, clock held by power cap, other "
         "processes that had the device: 2, other programs took 3% of the CPU; run of"
     )
-    assert told in page.decode() and "SM clock 1,755 MHz, power 656 W" in page.decode()
+    assert title in page.decode() and "SM clock 1,755 MHz, power 656 W" in page.decode()
 
 
 def test_a_figure_leaves_out_what_is_as_it_should_be(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_a_disturbed_figure_is_flagged(disturbed: str | None, tmp_path: Path) ->
     assert line["naive"].endswith("¹") == bool(disturbed) and not line["flex"].endswith("¹")
     assert text.count("¹ Disturbed: the device was throttled (power brake).") == bool(disturbed)
     peak = files["tables/synthetic-gpu-default-bfloat16-causal-fwd-peak.md"].decode()
-    assert "Disturbed" not in peak  # it is no figure of time
+    assert "Disturbed" not in peak  # memory does not depend on it
 
 
 def test_the_machines_settings_and_what_it_sustains_are_facts(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Expressions of layouts are those of Python, and nothing else of Python is evaluated."""
+"""`value_of` evaluates the expressions of layouts as Python does, and refuses all else that Python would evaluate.
+
+Layouts come from result files of other people, so their expressions must be harmless.
+"""
 
 from itertools import product
 from typing import Any
@@ -18,7 +21,8 @@ LEAVES = ["a", "b", "c", "none", "zero"]
 
 
 def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    signs = st.sampled_from(["+", "-", "*", "<", "<=", "==", "!=", "and", "or"])  # all numbers
+    """Larger expressions of numbers, made of smaller ones."""
+    signs = st.sampled_from(["+", "-", "*", "<", "<=", "==", "!=", "and", "or"])  # defined for all numbers
     pairs = st.tuples(inner, signs, inner).map(lambda parts: f"({' '.join(parts)})")
     choices = st.tuples(inner, inner, inner).map(lambda parts: f"({parts[0]} if {parts[1]} else {parts[2]})")
     return pairs | choices | inner.map(lambda text: f"(not {text})") | inner.map(lambda text: f"(-{text})")

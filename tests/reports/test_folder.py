@@ -1,4 +1,7 @@
-"""A report's folder: what was written there is replaced, and nothing else in the world is touched."""
+"""`lmsys.reports.page.fill`: a report replaces the files of an earlier report in its folder, and touches nothing else.
+
+A manifest in the folder lists the files that a report has written.
+"""
 
 import json
 import re
@@ -23,15 +26,15 @@ def test_a_report_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path
     page.fill(tmp_path, REPORT)
     (tmp_path / "tables" / "mine.md").write_text("mine")
     page.fill(tmp_path, {"index.html": "later", "plots/c.svg": "c"})
-    found = tree(tmp_path)
-    del found[page.MANIFEST]
-    assert found == {"index.html": "later", "plots/c.svg": "c", "tables/mine.md": "mine"}
+    files = tree(tmp_path)
+    del files[page.MANIFEST]
+    assert files == {"index.html": "later", "plots/c.svg": "c", "tables/mine.md": "mine"}
 
 
 @given(before=st.dictionaries(NAMES, st.text(max_size=3), max_size=5))
 def test_what_others_made_stays_as_it_is(before: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("folder")
-    for name, text in sorted(before.items(), reverse=True):  # a file that stands where a folder would is left out
+    for name, text in sorted(before.items(), reverse=True):  # leaves out files that stand in the place of a folder
         if not (root / name).exists() and not (root / name).parent.is_file():
             (root / name).parent.mkdir(exist_ok=True)
             (root / name).write_text(text, newline="")
@@ -69,7 +72,7 @@ def test_nothing_is_written_or_removed_through_a_link(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["index.html", "tables/a.md", page.MANIFEST])
 def test_a_hard_link_to_what_was_written_keeps_what_it_had(name: str, tmp_path: Path) -> None:
-    """Such as somebody's copy of an earlier report, which takes no room."""
+    """Somebody may keep a copy of an earlier report as hard links."""
     out, kept = tmp_path / "out", tmp_path / "kept"
     page.fill(out, REPORT)
     kept.hardlink_to(out / name)

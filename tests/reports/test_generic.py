@@ -1,4 +1,7 @@
-"""Another metric of attention, and a benchmark of one's own, which have no chapter. Both are really run."""
+"""Reports of a user's benchmark: a further metric, a benchmark without a layout, and one with a layout of its own.
+
+The benchmarks are really run, and their result files are written as a session writes them.
+"""
 
 import ast
 import json
@@ -19,7 +22,7 @@ from tests.support.records import MACHINE, built, cells
 
 
 class Intense(Attention):
-    """Attention with one metric more, which is one line."""
+    """Attention with a further metric, "intensity"."""
 
     fields = (
         *Attention.fields,
@@ -66,7 +69,7 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
     for size in (8, 16, 32):
         cases = cases_of(benchmark, size=(size,), dtype=("float32",))
         rows = results(benchmark, [case for case in cases if case.impl == "matmul"])
-        found += [one.record | {"disturbed": None} for one in rows]  # other programs may have been at work
+        found += [one.record | {"disturbed": None} for one in rows]  # whether other programs were at work or not
     files = reported(tmp_path, benchmark, found)
     assert cells(files, "matmul-same-bits") == [{"impl": "matmul", "repeated": "yes (3)"}]
     rows = cells(files, "matmul-s-metrics")
@@ -84,7 +87,8 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
     assert all(row["fastest row"] == "matmul (of 2 rows)" and row["speed"][:4] == "2.00" for row in fastest)
     assert "plots/synthetic-gpu-fastest-matmul.svg" in files and page.index("Fastest matmul") < page.index("<nav>")
     *rows, mean = cells(files, "matmul-s-speedup")
-    told = [(row["matmul"].rstrip("¹"), row["mine"].rstrip("¹")) for row in rows]  # these were measured, steady or not
+    # ¹ marks unsteady figures, which real measurements may have.
+    told = [(row["matmul"].rstrip("¹"), row["mine"].rstrip("¹")) for row in rows]
     assert told == [("1.00", "0.500")] * 3
     assert mean["mine"] == "0.500 (3)" and {"Error ratio", "Rate, TFLOP/s"} == {
         files[f"tables/synthetic-gpu-matmul-s-{name}.md"].decode().splitlines()[0][4:].split(" · ")[0]
@@ -93,7 +97,7 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
 
 
 def test_a_layout_of_ones_own_travels_with_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sections with titles, a table with a baseline and a plot; what is no step is named, with the benchmark."""
+    """The layout is that of docs/report.md: sections with titles, a table, a plot. Mistakes in it are named."""
     matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
     told = re.search(r"layout = (\{.*?^\})", (ROOT / "docs" / "report.md").read_text(), re.DOTALL | re.MULTILINE)
     assert told
@@ -121,7 +125,7 @@ def test_a_layout_of_ones_own_travels_with_the_result(tmp_path: Path, capsys: py
 
 
 def test_a_chapter_with_nothing_to_draw_says_so(tmp_path: Path) -> None:
-    """A plot alone, of cases of one size; and a block that declares none."""
+    """Its only item is a plot, which cases of a single size do not fill; or its block declares no items."""
     matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
     for number, lead in enumerate(([["lines", ["time_s"], "size", {}]], [])):
         chapter = {"title": "Large matrices", "blocks": [{"of": [["cut", "matmul", ""]], "lead": lead}]}

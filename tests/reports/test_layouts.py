@@ -1,4 +1,7 @@
-"""A mistake in a layout ends the report in a line that names the benchmark, the section, the step and what is right."""
+"""A mistake in a layout ends the report with a line that names the benchmark, the section, the step and what is right.
+
+A layout is data that a benchmark declares (lmsys/reports/layout.py); a new kind of step has its misspelt cases here.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +25,7 @@ def saved(path: Path, *steps: Any, item: Any = TABLE, title: str = "Loss") -> Pa
 
 
 def test_the_layout_of_these_tests_is_drawn(tmp_path: Path) -> None:
-    """With each kind of step that is misspelt below; or they would be refused for something else."""
+    """It has each kind of step that is misspelt below, so that these are refused for the misspelling alone."""
     field = {"name": "twice", "role": "detail", "of": "2 * tokens"}
     steps = CUT, ["only", "time_s is not None"], ["said_also", 'f"{tokens} tokens"'], ["fields", [field]]
     steps = *steps, ["computed", {"twice": "tokens + twice"}], ["ordered", "impl"]

@@ -1,4 +1,7 @@
-"""Result files as one, whatever they are split into; and what cannot be used is one clear line."""
+"""Reading of result files: several files count as one, later runs win, and a bad file ends the report in a line.
+
+WRONG_FIELDS and WRONG_FACTS have bad values of records and of machines, with a part of the message.
+"""
 
 import json
 import os
@@ -19,16 +22,18 @@ PEAK = f"tables/synthetic-gpu-{STEM}-peak.md"
 
 
 def small() -> list[dict]:
+    """Records of three rows at two lengths."""
     impls = ("naive", "flash_triton", "sdpa_flash")
     return [record("attention", impl, queries=s, keys=s) for s in (512, 1024) for impl in impls]
 
 
-def naive(mib: int, **told: object) -> dict:
-    return record("attention", "naive", peak_bytes=mib * 2**20, **told)
+def naive(mib: int, **values: object) -> dict:
+    """A record of the row "naive" with this peak memory."""
+    return record("attention", "naive", peak_bytes=mib * 2**20, **values)
 
 
 def test_same_results_same_bytes_without_torch(tmp_path: Path) -> None:
-    """In another process, with another hash seed, which shuffles every set, and with torch and pandas out of reach."""
+    """The other process has another hash seed, which reorders sets, and cannot import torch, triton or pandas."""
     first = built(tmp_path / "a", save(tmp_path / "r.json", small()), drawn=EVERY_PLOT)
     absent = "import sys; sys.modules['torch'] = sys.modules['triton'] = sys.modules['pandas'] = None; "
     code = f"{absent}from lmsys.reports.__main__ import main; sys.exit(main())"
@@ -45,12 +50,12 @@ def test_same_results_same_bytes_without_torch(tmp_path: Path) -> None:
 def test_split_files_equal_the_whole_in_any_order(tmp_path: Path) -> None:
     records = small()
     whole = built(tmp_path / "whole", save(tmp_path / "whole.json", records[::-1]))
-    one = save(tmp_path / "one.json", records[1::2])
-    head = json.loads(one.read_text())["lmsys"] | {"records": []}
+    half = save(tmp_path / "one.json", records[1::2])
+    head = json.loads(half.read_text())["lmsys"] | {"records": []}
     journal = tmp_path / "two.json.partial"
     journal.write_text("".join(json.dumps(line) + "\n" for line in [head, *records[::2]]) + '{"id": "cut sho')
-    assert built(tmp_path / "split", journal, one) == whole
-    assert built(tmp_path / "named-by-result", one, tmp_path / "two.json") == whole
+    assert built(tmp_path / "split", journal, half) == whole
+    assert built(tmp_path / "named-by-result", half, tmp_path / "two.json") == whole
 
 
 def test_the_later_run_wins_and_machines_stay_apart(tmp_path: Path) -> None:
@@ -65,8 +70,8 @@ def test_the_later_run_wins_and_machines_stay_apart(tmp_path: Path) -> None:
 
 
 def test_of_one_date_the_file_named_last_wins(tmp_path: Path) -> None:
-    one, two = (save(tmp_path / f"{mib}.json", [naive(mib)]) for mib in (1, 2))
-    for paths, shown in (((one, two), "2.00"), ((two, one), "1.00")):
+    first, second = (save(tmp_path / f"{mib}.json", [naive(mib)]) for mib in (1, 2))
+    for paths, shown in (((first, second), "2.00"), ((second, first), "1.00")):
         assert cells(built(tmp_path / "out", *paths), f"{STEM}-peak")[0]["naive"] == shown
 
 
@@ -111,7 +116,7 @@ def test_a_second_report_leaves_nothing_of_the_first(tmp_path: Path) -> None:
 
 
 def test_later_declarations_stand_for_earlier_ones(tmp_path: Path) -> None:
-    """A row or a field that only an older run has is kept, behind those of the newer."""
+    """Rows and fields that only an older file declares are kept, after those of the newer."""
     paths = [save(tmp_path / f"{n}.json", [naive(n)], date=f"2000-01-0{n}") for n in (1, 2)]
     content = json.loads(paths[0].read_text())
     content["lmsys"]["rows"]["attention"].insert(0, {"name": "older", "label": "the older one", "peer": False})
@@ -123,6 +128,7 @@ def test_later_declarations_stand_for_earlier_ones(tmp_path: Path) -> None:
 
 
 def refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """AssertionError unless the command ends with 2 and prints a single line, which contains `said`."""
     capsys.readouterr()
     assert main(arguments) == 2
     out, err = capsys.readouterr()
@@ -257,7 +263,7 @@ def test_other_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_page_reports_a_sweep_of_every_benchmark(smoke_result: Path, tmp_path: Path) -> None:
-    """End to end: each benchmark of a real run has its chapter, and every case is in the CSV of all."""
+    """In a report of a real run each benchmark has its chapter, and records.csv has every case."""
     files = built(tmp_path / "out", smoke_result)
     records = json.loads(smoke_result.read_text())["lmsys"]["records"]
     assert len(files["tables/records.csv"].decode().splitlines()) == len(records) + 1

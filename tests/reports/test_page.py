@@ -1,4 +1,7 @@
-"""The page is one safe file: what a result file says is text in it and no more, and every link leads somewhere."""
+"""The page is safe: all texts of a result file are escaped, no script but its own runs, and every link leads somewhere.
+
+EVIL is such a text. Figures carry the state of their measurement in their titles.
+"""
 
 import re
 from html import escape
@@ -29,7 +32,7 @@ def test_a_single_file_holds_its_plots(in_one_file: dict[str, bytes]) -> None:
 
 
 def test_a_single_file_links_to_nothing_outside_itself(in_one_file: dict[str, bytes]) -> None:
-    """Who receives it has no tables/ and plots/ beside it."""
+    """The file is sent without the folders tables/ and plots/."""
     page = in_one_file["index.html"].decode()
     links = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', page)
     assert len(links) > 100 and {link for link in links if not link.startswith("#")} == set()
@@ -42,15 +45,15 @@ def test_ids_are_each_ones_own(everything: dict[str, bytes]) -> None:
 
 
 def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
-    """In names of machines, runs, rows, labels, grids, reasons, axes and fields alike; and names of files are slugs."""
-    told = {"section": EVIL, "label": EVIL, "dtype": EVIL, "id": EVIL}
+    """This holds for names of machines, runs, rows, grids, axes and fields, for labels and for reasons."""
+    texts = {"section": EVIL, "label": EVIL, "dtype": EVIL, "id": EVIL}
     records = [
-        record("attention", impl, queries=s, keys=s) | told | {"id": f"{EVIL}{impl}{s}"}
+        record("attention", impl, queries=s, keys=s) | texts | {"id": f"{EVIL}{impl}{s}"}
         for impl in (EVIL, "naive")
         for s in (64, 128)
     ]
     records.append(
-        record("attention", "flex", outcome="error", reason=EVIL, **{k: v for k, v in told.items() if k != "label"})
+        record("attention", "flex", outcome="error", reason=EVIL, **{k: v for k, v in texts.items() if k != "label"})
     )
     records += [record("training", "none", corpus=EVIL, attention=EVIL), record("model", EVIL, label=EVIL)]
     records.append(record("model", "naive", size=EVIL, precision=EVIL, compile=EVIL))
@@ -68,18 +71,18 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
     for name in (name for name in files if name.endswith(".md")):
         heads = [line.count(" | ") for line in files[name].decode().splitlines() if line.startswith("|")]
         assert len(set(heads)) <= 1 or "\\|" in files[name].decode(), name
-        text = re.sub(r"`[^`\n]*`", "", files[name].decode())  # in code a tag is none
+        text = re.sub(r"`[^`\n]*`", "", files[name].decode())  # within code a tag is text
         assert not re.search(r"(?<!\\)(\\\\)*[<`]", text), name
     for name in (name for name in files if name.endswith(".svg")):
         assert b"<script" not in files[name] and b"<img" not in files[name]
 
 
 def test_a_word_that_begins_as_a_formula_is_none_in_a_csv(tmp_path: Path) -> None:
-    """And a command ends at no backtick of its own."""
+    """A spreadsheet would run a cell that begins with "=". In Markdown, backticks of a command do not end its code."""
     records = [record("attention", name, label=name, queries=64, keys=64) for name in ("=1+1", "@mine", "sdpa_flash")]
     files = built(tmp_path / "out", save(tmp_path / "r.json", records, command="pytest `-k` x"))
-    told = [line.split(",") for name in files if name.endswith(".csv") for line in files[name].decode().splitlines()]
-    assert "'=1+1" in sum(told, []) and not [cell for line in told for cell in line if cell.startswith(("=", "@"))]
+    lines = [line.split(",") for name in files if name.endswith(".csv") for line in files[name].decode().splitlines()]
+    assert "'=1+1" in sum(lines, []) and not [cell for line in lines for cell in line if cell.startswith(("=", "@"))]
     assert "made by: `pytest '-k' x`" in files["tables/synthetic-gpu-fastest-attention.md"].decode()
 
 
@@ -89,7 +92,7 @@ def test_long_texts_that_differ_at_the_end_name_two_files() -> None:
 
 
 def test_a_hostile_declaration_is_text_too(tmp_path: Path) -> None:
-    """The name and the labels of a benchmark of one's own hold braces and tags."""
+    """The name and the labels of a user's benchmark may contain braces and tags."""
     path = save(tmp_path / "r.json", [record("attention", impl) for impl in ("naive", "flex")])
     text = path.read_text().replace('"Error ratio"', '"{0}<i>{time_s}"')
     for key in ('"benchmark": ', '"fields": {'):
@@ -100,7 +103,7 @@ def test_a_hostile_declaration_is_text_too(tmp_path: Path) -> None:
 
 
 def test_templates_escape_all_but_what_is_ours() -> None:
-    """Our policy, style and script, and drawings, in which matplotlib has escaped the words."""
+    """Only our policy, style and script, and plots, in which matplotlib has escaped the texts, are not escaped."""
     safe = set[str]()
     for path in (pages.FOLDER / "templates").glob("*.html"):
         safe.update(re.findall(r"(\w+) *\| *safe", path.read_text()))
@@ -111,7 +114,7 @@ def test_templates_escape_all_but_what_is_ours() -> None:
 
 
 def test_an_unsteady_figure_is_flagged(tmp_path: Path) -> None:
-    """The spread is from p20 to p80, as a share of the median; none is known where one of them is missing."""
+    """It is one whose p20 and p80 are more than a fifth of the median apart; without both of them nobody knows."""
     for low, high, count in ((1.0, 1.19, 0), (1.0, 1.21, 1), (None, 9.0, 0), (0.1, None, 0)):
         spread = {"p20_s": low and low * 1e-3, "p80_s": high and high * 1e-3}
         case = record("attention", "naive", 1e-3) | {"time_s": 1e-3} | spread
@@ -124,13 +127,13 @@ def test_a_figure_says_its_rounds_spread_error_and_run(tmp_path: Path) -> None:
     case = record("attention", "naive", 1e-3, error_ratio=0.25)
     page = built(tmp_path / "out", save(tmp_path / "r.json", [case]))["index.html"].decode()
     low, high = (f"{1e3 * case[name]:.3g}" for name in ("p20_s", "p80_s"))
-    said = re.findall(r'<td title="10 rounds; p20 to p80 (\S+) to (\S+) ms; error 0.250 of what is allowed;', page)
-    assert said and all((float(a), float(b)) == (float(low), float(high)) for a, b in said)
+    spreads = re.findall(r'<td title="10 rounds; p20 to p80 (\S+) to (\S+) ms; error 0.250 of what is allowed;', page)
+    assert spreads and all((float(a), float(b)) == (float(low), float(high)) for a, b in spreads)
     assert "run of 2000-01-02 03:04, commit 0123456789" in page
 
 
 def test_runs_that_began_in_the_same_minute_are_told_with_both_commands(tmp_path: Path) -> None:
-    """A figure's run is told by the minute and the commit: no command stands there that may be another run's."""
+    """A figure names its run by minute and commit. If two runs share these, both of their commands are given."""
     at = "2000-01-02T03:04:{}+00:00".format
     runs = [
         save(tmp_path / f"{second}.json", [record("attention", name)], date=at(second), command=f"pytest {name}")
@@ -138,5 +141,5 @@ def test_runs_that_began_in_the_same_minute_are_told_with_both_commands(tmp_path
     ]
     runs.append(save(tmp_path / "later.json", [record("loss", "eager")], date="2000-01-02T03:05:00+00:00"))
     page = built(tmp_path / "out", *runs)["index.html"].decode()
-    told = re.findall('<option value="([^"]*)" label="run of 2000-01-02 ([^"]*), commit 0123456789">', page)
-    assert sorted(told) == [("pytest", "03:05"), ("pytest naive or pytest flash_triton", "03:04")]
+    options = re.findall('<option value="([^"]*)" label="run of 2000-01-02 ([^"]*), commit 0123456789">', page)
+    assert sorted(options) == [("pytest", "03:05"), ("pytest naive or pytest flash_triton", "03:04")]

@@ -1,4 +1,4 @@
-"""Plots have a style for each row, words where there is no value, legends and labels that can be read."""
+"""Plots of the report: a colour for each row, words in place of missing values, legends and labels that can be read."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tests.support.records import built, of_everything, record, rows_of, save
 
 @pytest.mark.parametrize(("length", "rows"), [(5, 2), (15, 2), (25, 4), (45, 4)])
 def test_legends_lie_within_the_drawing(length: int, rows: int) -> None:
-    """Two columns of long labels would be cut off on both sides; the drawing keeps its own height."""
+    """Long labels stand in one column: two would be cut off. The figure grows by the legend's height."""
     axes = plots.canvas(3.0)
     figure = axes.figure
     height = figure.get_figheight()
@@ -40,13 +40,13 @@ def test_only_powers_of_two_are_written_short(length: int, text: str) -> None:
 
 
 def test_a_row_has_one_colour_in_all_chapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chapter draws a row in the colour of its table, dashed where it is a peer's."""
+    """Each chapter draws a row in its colour of the table, and peers dashed."""
     seen: set[tuple[str, str, str, bool]] = set()
 
     def style(self: View, name: str, value: str) -> Style:
-        found = drawn(self, name, value)
-        seen.add((self.benchmark, str(value), found.color, found.dashed))
-        return found
+        looks = drawn(self, name, value)
+        seen.add((self.benchmark, str(value), looks.color, looks.dashed))
+        return looks
 
     drawn = View.style
     monkeypatch.setattr(View, "style", style)
@@ -59,12 +59,12 @@ def test_a_row_has_one_colour_in_all_chapters(tmp_path: Path, monkeypatch: pytes
     }
     for kind, benchmarks in (("attention", {"attention", "anatomy"}), ("strategy", {"data_parallel"})):
         table = {name: (row["color"], row["peer"]) for name, row in rows_of(kind).items() if "color" in row}
-        found = [
+        looks = [
             (value, (color, dashed))
             for name, value, color, dashed in seen
             if name in benchmarks and value in table and color != "#123456"
         ]
-        assert len(found) >= 3 and all(look == table[value] for value, look in found)
+        assert len(looks) >= 3 and all(look == table[value] for value, look in looks)
     trained = {value: (color, dashed) for name, value, color, dashed in seen if name == "training"}
     assert trained["sdpa_flash"] == (rows_of("attention")["sdpa_flash"]["color"], True)
     assert trained["bucketed"] == (rows_of("strategy")["bucketed"]["color"], False)
@@ -83,9 +83,9 @@ def test_variants_of_a_row_are_its_lighter_shades(tmp_path: Path) -> None:
 
 
 def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
-    told = {"section": "tiers", "keys": 64}
-    records = [record("attention", "naive", queries=128, **told)]
-    records += [record("attention", "naive", queries=q, outcome="oom", **told) for q in (64, 256)]
+    axes = {"section": "tiers", "keys": 64}
+    records = [record("attention", "naive", queries=128, **axes)]
+    records += [record("attention", "naive", queries=q, outcome="oom", **axes) for q in (64, 256)]
     files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
     drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()
     words = [float(x) for x in re.findall(r"translate\(([-\d.]+) [^>]*>OOM<", drawing)]
@@ -96,11 +96,11 @@ def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
 
 
 def test_a_row_without_a_bar_has_its_colour_in_the_legend(tmp_path: Path) -> None:
-    """In each plot of bars all drawn things of its rows have colours of rows, and none is matplotlib's first."""
+    """matplotlib's default colour (#1f77b4) must not appear."""
     records = [record("attention", "naive", section="tiers", queries=q, keys=64) for q in (64, 128)]
     records += [
-        one | {"impl": "flex", "id": f"{one['id']}-", "outcome": "unsupported", "reason": "no", "time_s": None}
-        for one in records
+        case | {"impl": "flex", "id": f"{case['id']}-", "outcome": "unsupported", "reason": "no", "time_s": None}
+        for case in records
     ]
     files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars")
     drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()

@@ -1,4 +1,7 @@
-"""The committed files of the report are those that README and docs show, as `python -m reports` makes them."""
+"""The committed files of reports (reports/published/) are those that pages show, as `python -m reports` makes them.
+
+If a test fails, build the report again and copy the files, as its message says.
+"""
 
 import re
 from collections import Counter
@@ -15,7 +18,7 @@ from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 
 PUBLISHED = Path("reports/published")
-RUNS = {"nvidia-h200": "*.json.gz", "nvidia-h200-energy": "energy/*.json.gz"}  # of each report
+RUNS = {"nvidia-h200": "*.json.gz", "nvidia-h200-energy": "energy/*.json.gz"}  # {report: its runs in reports/results}
 DRAWN, WRITTEN = plots.to_svg, page.write
 
 
@@ -38,11 +41,11 @@ def test_what_pages_show_is_what_the_committed_runs_say(
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == wanted
 
     def to_svg(axes: Any, name: str, title: str) -> str:
-        """Draws those that are shown; the others cost a minute."""
+        """Draws only plots that pages show; all of them take a minute."""
         return DRAWN(axes, name, title) if f"plots/{name}.svg" in wanted else '<svg width="1pt" height="1pt">'
 
     def written(out: Path, parts: Sequence[Part], *others: Any) -> Path:
-        """No two tables, and no two plots, have one file; a page may show one of them twice."""
+        """AssertionError if two different tables, or two different plots, have the same name."""
         named: dict[tuple[type, str], Table | Plot] = {}
         for _, answers, chapters in parts:
             for block in (answers, *(block for chapter in chapters for block in chapter.blocks)):
@@ -63,7 +66,7 @@ def test_what_pages_show_is_what_the_committed_runs_say(
 
 
 def _without_shapes(path: Path) -> str:
-    """The text; the outlines that versions of matplotlib draw differ."""
+    """The file's text without shapes and sizes, which differ between versions of matplotlib."""
     return re.sub(
         r' d="[^"]*"| (?:x|y|width|height|viewBox|style|transform|points|id)="[^"]*"|\{[^}]*\}', "", path.read_text()
     )

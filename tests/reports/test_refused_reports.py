@@ -1,4 +1,8 @@
-"""A refused report leaves the folder of an earlier one as it is, byte for byte, and writes nothing elsewhere."""
+"""A report that is refused (exit code 2) leaves the folder of an earlier report as it is, and writes nothing elsewhere.
+
+A new command that must be refused is added to REFUSED; `results` makes the files that commands name. FOREIGN has
+changes of a folder after which it is no longer the report's own.
+"""
 
 import json
 from collections.abc import Callable
@@ -13,9 +17,9 @@ from tests.support.records import record, save
 
 
 def results(root: Path) -> None:
-    """Result files that can be reported, and others: their names say what is wrong with them."""
+    """Writes result files that can be reported, and others, whose names say what is wrong with them."""
     rows = [record("attention", "naive"), record("attention", "flex", 2e-3)]
-    for name, records, told in (
+    for name, records, machine in (
         ("new", rows, {}),
         ("old", rows, {"commit": "0" * 40}),
         ("machine", rows, {"name": "another GPU", "gpu": "another GPU"}),
@@ -24,7 +28,7 @@ def results(root: Path) -> None:
         ("text", [rows[0] | {"time_s": "soon"}], {}),
         ("undeclared", [rows[0] | {"benchmark": "nobodys"}], {}),
     ):
-        save(root / f"{name}.json", records, **told)
+        save(root / f"{name}.json", records, **machine)
     (root / "broken.json").write_text((root / "new.json").read_text()[:-40])
     (root / "list.json").write_text("[]")
     (root / "nothing.json").touch()
@@ -69,7 +73,7 @@ REFUSED = (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Results, and in `site` the report that one of them made."""
+    """A folder with these results, and in `site` the report of one of them."""
     monkeypatch.setattr(plots, "to_svg", lambda *_: '<svg width="1pt" height="1pt"></svg>')
     monkeypatch.chdir(tmp_path)
     results(tmp_path)
@@ -78,6 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ended(command: str, program: str = "") -> int:
+    """The exit code of the report's command with these arguments."""
     try:
         return main(command.split(), (), Path("site"), program)
     except SystemExit as error:
@@ -91,9 +96,9 @@ def test_whatever_is_refused_the_report_stays_as_it_is(
     before = tree(folder)
     for command in REFUSED:
         capsys.readouterr()
-        code, told = ended(command, program), capsys.readouterr()
-        assert code == 2 and told.err.strip().splitlines()[-1].startswith(f"{program}: error: "), (command, told)
-        assert not told.out and tree(folder) == before, command
+        code, printed = ended(command, program), capsys.readouterr()
+        assert code == 2 and printed.err.strip().splitlines()[-1].startswith(f"{program}: error: "), (command, printed)
+        assert not printed.out and tree(folder) == before, command
 
 
 def foreign_page(site: Path) -> None:
@@ -106,7 +111,7 @@ def spoilt_manifest(site: Path) -> None:
 
 def foreign_table(site: Path) -> None:
     known = json.loads((site / page.MANIFEST).read_text())["files"]
-    (site / page.MANIFEST).write_text(json.dumps({"files": [one for one in known if not one.startswith("tables/")]}))
+    (site / page.MANIFEST).write_text(json.dumps({"files": [name for name in known if not name.startswith("tables/")]}))
 
 
 def linked_page(site: Path) -> None:
@@ -145,7 +150,7 @@ def test_a_folder_of_somebody_else_stays_as_it_is(
 
 
 def test_what_is_not_refused_takes_its_place(folder: Path) -> None:
-    """Or a law about refusals would hold for whatever does nothing."""
+    """Commands that are not refused do change the folder."""
     for command in WRITING:
         before = tree(folder)
         assert ended(command) == 0 and tree(folder) != before, command

@@ -1,4 +1,4 @@
-"""Tables hold every case in one cell, each outcome with its reason, honest speedups, the numbers of records."""
+"""Tables of the report: each case is in one cell, outcomes have reasons, speedups are honest, CSVs equal records."""
 
 import html
 import math
@@ -26,6 +26,7 @@ LENGTH = {"queries": 4096, "keys": 4096}
 
 
 def report(folder: Path, records: list[dict], *arguments: str) -> dict[str, bytes]:
+    """The files of a report of these records, {path: content}."""
     return built(folder / "out", save(folder / "r.json", records), *arguments)
 
 
@@ -55,7 +56,7 @@ def test_a_geometric_mean_is_of_what_there_is(values: list[float]) -> None:
 
 @given(st.sets(st.tuples(*[st.integers(0, 2)] * 4), min_size=1), st.permutations(range(4)))
 def test_a_pivot_has_every_case_in_one_cell(settings: set[tuple[int, ...]], order: list[int]) -> None:
-    """Whatever differs: an axis that nobody has named is one more field of the rows."""
+    """Axes that the caller has not named, and that differ, become key columns of the table."""
     names = [("batch", "heads", "head_dim", "dtype")[place] for place in order]
     machine = read_machine([dict(zip(names, values, strict=True)) for values in settings])
     table = pivot(view_of(machine, "attention"), "time_s", names[:1], names[1])
@@ -68,7 +69,7 @@ def test_a_pivot_has_every_case_in_one_cell(settings: set[tuple[int, ...]], orde
 def read_machine(settings: list[dict[str, Any]]) -> Any:
     from lmsys.reports.load import Machine
 
-    cases = [record("attention", "naive") | told | {"id": str(told), "run": 0} for told in settings]
+    cases = [record("attention", "naive") | setting | {"id": str(setting), "run": 0} for setting in settings]
     return Machine("slug", "title", [MACHINE], cases, {"attention": fields_of("attention")}, {})
 
 
@@ -93,7 +94,7 @@ def test_units_are_those_that_readers_see(field: Field, stored: float, head: str
 
 @pytest.mark.parametrize(("unit", "shown"), [("s", "parsecs"), ("B", "mibs"), ("", "ms"), ("s", "Hs")])
 def test_a_unit_that_nobody_can_convert_to_is_an_error_where_it_is_declared(unit: str, shown: str) -> None:
-    """With what would be right; no column would say that its numbers are in another unit."""
+    """The error names the right units. Otherwise a column would show numbers in a unit that its head does not name."""
     with pytest.raises(ValueError, match=f"field 'far': shown='{shown}' must be one of .*{unit or '%'}"):
         Field("far", unit, shown=shown)
 
@@ -133,7 +134,7 @@ def test_outcomes_are_cells_with_reasons(tmp_path: Path) -> None:
 
 
 def test_the_best_of_each_line_is_marked(tmp_path: Path) -> None:
-    """Among rows that were sampled together; where one alone has a time, nothing is marked."""
+    """It is the best of rows that were sampled together. A line with a single time has no mark."""
     took = {"naive": 3e-3, "sdpa_flash": 1e-3, "flash_triton": 2e-3}
     records = [record("attention", impl, time_s, flops_per_s=1e12 / time_s) for impl, time_s in took.items()]
     records += [record("attention", "sdpa_flash", **LENGTH)]
@@ -147,18 +148,18 @@ def test_the_best_of_each_line_is_marked(tmp_path: Path) -> None:
 
 
 def test_the_best_was_sampled_with_the_base(tmp_path: Path) -> None:
-    """Whatever was first in its line: figures of another run do not compare."""
+    """Faster figures of another run do not count, since they cannot be compared with the base."""
     records = [record("attention", impl, s) for impl, s in (("sdpa_flash", 3e-3), ("flash_gluon", 2e-3))]
     records += [record("attention", impl, 1e-3, comparison="another run") for impl in ("naive", "flash_triton")]
     table = pivot(replace(view(tmp_path, records), base="sdpa_flash"), "time_s", ["queries"])
     assert table is not None and [table.columns[column] for _, column in table.best] == ["flash_gluon"]
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.9, False), (1.0, False), (1.3, True)])
-def test_a_rate_above_the_measured_ceiling_is_marked(share: float, said: bool) -> None:
+@pytest.mark.parametrize(("share", "marked"), [(0.9, False), (1.0, False), (1.3, True)])
+def test_a_rate_above_the_measured_ceiling_is_marked(share: float, marked: bool) -> None:
     case = record("attention", "flash_triton", matmul_ceiling_fraction=share, copy_ceiling_fraction=0.1)
     for name in ("flops_per_s", "matmul_ceiling_fraction"):
-        assert bool(above_ceiling(name, case)) == said
+        assert bool(above_ceiling(name, case)) == marked
     assert above_ceiling("time_s", case) == above_ceiling("bytes_per_s", case) == ""
 
 
@@ -220,17 +221,17 @@ def test_ratios_of_medians_are_told_apart(tmp_path: Path) -> None:
         record("model", "auto", 0.2, compile="eager", **apart),
         record("model", "auto", 0.1, compile="compiled", context=1024),
     ]
-    found = compared(view(tmp_path, records), "eager", "compile", ("context",), medians=True)
-    speeds = {(case["context"], case["compile"]): (case[SPEEDUP], case["remark"]) for case in found.cases}
+    speedups = compared(view(tmp_path, records), "eager", "compile", ("context",), medians=True)
+    speeds = {(case["context"], case["compile"]): (case[SPEEDUP], case["remark"]) for case in speedups.cases}
     assert speeds[512, "compiled"] == (pytest.approx(3.0), "")
     assert speeds[1024, "compiled"][1] == "ratio of medians: not sampled together"
     assert speeds[1024, "compiled"][0] == pytest.approx(records[2]["time_s"] / records[3]["time_s"])
-    assert "median of rounds sampled together" in found.fields[SPEEDUP].about
+    assert "median of rounds sampled together" in speedups.fields[SPEEDUP].about
 
 
 def test_csvs_hold_the_numbers_of_the_records(everything: dict[str, bytes]) -> None:
-    """A line about a case has the values of one record in all fields that it shares with it, at least six."""
-    records = [{name: "" if value is None else str(value) for name, value in one.items()} for one in of_everything()]
+    """A line about a case equals one record in all fields that both have, which are at least six."""
+    records = [{name: "" if value is None else str(value) for name, value in case.items()} for case in of_everything()]
     # Lines with these columns are about an item of a list in a record, or a fit over several records.
     other_columns = {"name", "where", "accumulator", "latency_s"}
     checked = 0
@@ -266,18 +267,19 @@ def test_captions_fix_what_is_constant(everything: dict[str, bytes]) -> None:
 
 
 def test_captions_of_a_group_name_their_cases_once(everything: dict[str, bytes]) -> None:
-    """A caption on the page says what its table shows, or links to the caption that does. It names the cases only if no
-    table before it under this heading has; the caption in the table's own file has all of it.
+    """A caption on the page says what its table shows, or links to a caption that does.
+
+    It names the cases unless a table before it under the same heading has. The caption in the table's file has all.
     """
     page, groups = html.unescape(everything["index.html"].decode()), []
     for group in re.split("<h[1-4]", page):
-        found = re.findall(r'<figure id="table-([^"]+)">.*?<figcaption>(.*?)(?: <a |</figcaption>)', group)
-        for name, caption in found:
+        captions = re.findall(r'<figure id="table-([^"]+)">.*?<figcaption>(.*?)(?: <a |</figcaption>)', group)
+        for name, caption in captions:
             whole = everything[f"tables/{name}.md"].decode().splitlines()[2]
-            about = re.split(r"(?<=\.) ", caption)[0]  # some have none, and only say where they are from
+            about = re.split(r"(?<=\.) ", caption)[0]  # some captions only say where the table is from
             if elsewhere := re.match('<a href="#([^"]+)">What this shows.</a>', caption):
                 (about,) = re.findall(f'<figure id="{elsewhere[1]}">.*?<figcaption>(.*?\\.) ', page)[:1]
             assert whole.startswith(about if about else "Synthetic GPU; "), name
-        groups.append([caption for _, caption in found])
-    (times,) = (found for found in groups if any("B 2, H 8, S 512 to 65,536, D 64" in one for one in found))
-    assert len(times) > 3 and sum("B 2, H 8, S 512 to 65,536, D 64" in one for one in times) == 1
+        groups.append([caption for _, caption in captions])
+    (times,) = (captions for captions in groups if any("B 2, H 8, S 512 to 65,536, D 64" in text for text in captions))
+    assert len(times) > 3 and sum("B 2, H 8, S 512 to 65,536, D 64" in text for text in times) == 1

@@ -1,4 +1,8 @@
-"""The tables that a run ends with: few lines, the page's figures, and no answer from a machine that was disturbed."""
+"""The tables that a run prints at its end (`lmsys.reports.terminal`): few lines, with the figures of the page.
+
+A figure of a disturbed machine answers nothing if others can. A question is a comparison, or all of a direction if
+there are many cases. Records are made up.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +19,7 @@ from lmsys.reports.words import number
 from tests.support.records import Record, content_of, of_everything, record
 
 ROWS = "flash_triton", "sdpa", "naive", "flex"  # two are peers
-FIGURES = st.tuples(st.floats(1e-5, 1e-2), st.booleans())  # seconds, and whether the machine was disturbed
+FIGURES = st.tuples(st.floats(1e-5, 1e-2), st.booleans())  # (seconds, True if the machine was disturbed)
 DRAWN = st.dictionaries(
     st.tuples(st.sampled_from(["fwd", "bwd"]), st.sampled_from([64, 128]), st.sampled_from(ROWS)), FIGURES, min_size=1
 )
@@ -29,32 +33,33 @@ def records_of(drawn: dict[tuple[str, int, str], tuple[float, bool]]) -> list[Re
 
 
 def told(records: list[Record], every: bool = False, width: int = 120) -> list[str]:
+    """The printed lines. `every`: with all cases; `width`: of the terminal, in characters."""
     return list(lines(content_of(records), every, lambda _: True, width))
 
 
-def tables(found: list[str]) -> Iterator[list[str]]:
+def tables(printed: list[str]) -> Iterator[list[str]]:
     """The lines of each table, without its title and heads."""
-    while "" in found:
-        end = found.index("")
-        yield found[2:end]
-        found = found[end + 1 :]
+    while "" in printed:
+        end = printed.index("")
+        yield printed[2:end]
+        printed = printed[end + 1 :]
 
 
 @given(DRAWN, st.sampled_from([2, MOST]))
 def test_no_question_begins_with_a_disturbed_row_where_another_was_not(drawn: Any, most: int) -> None:
-    """Each size of few cases is a question of its own; all sizes of a direction are one where there are many."""
+    """With few cases each size is a question; with many cases all sizes of a direction are one question."""
     records = records_of(drawn)
-    by_figure = {(one["impl"], number(1e3 * one["time_s"])): one for one in records}
+    by_figure = {(case["impl"], number(1e3 * case["time_s"])): case for case in records}
     assume(len(by_figure) == len(records))
     with mock.patch("lmsys.reports.terminal.MOST", most):
         (table,) = tables(told(records))
     lines = [line.split("\N{MULTIPLICATION SIGN}")[0].split() for line in table]
     shown = [by_figure[key] for line in lines for key in by_figure if key[0] in line and key[1] in line]
     asked = "comparison" if len(records) <= most else "direction"
-    assert {one[asked] for one in shown} == {one[asked] for one in records}
-    for question in {one[asked] for one in shown}:
-        calm = [one for one in records if one[asked] == question and not one["disturbed"]]
-        assert not next(one for one in shown if one[asked] == question)["disturbed"] or not calm
+    assert {case[asked] for case in shown} == {case[asked] for case in records}
+    for question in {case[asked] for case in shown}:
+        calm = [case for case in records if case[asked] == question and not case["disturbed"]]
+        assert not next(case for case in shown if case[asked] == question)["disturbed"] or not calm
 
 
 @given(DRAWN)
@@ -78,10 +83,12 @@ def test_an_answer_of_the_page_is_that_of_the_undisturbed_cases_alone(drawn: Any
 
 
 def alike(one: Record, other: Record) -> bool:
+    """True if two cases were sampled together."""
     return bool(one["comparison"] == other["comparison"])
 
 
 def can_answer(cases: list[Record]) -> bool:
+    """True if there are several cases, one of them a peer's."""
     return len(cases) > 1 and any(one["peer"] for one in cases)
 
 
@@ -110,16 +117,16 @@ def test_where_all_were_disturbed_the_line_says_so() -> None:
 def test_a_benchmark_has_few_lines_in_any_terminal_and_each_figure_is_the_pages() -> None:
     everything = of_everything()
     for width in (80, 100, 160):
-        found = told(everything, width=width)
-        assert max(map(len, found)) <= width or width == 80  # where two long names and the figures have no room
-        assert all(0 < len(table) <= MOST for table in tables(found))
+        printed = told(everything, width=width)
+        assert max(map(len, printed)) <= width or width == 80  # 80 characters have no room for two long names
+        assert all(0 < len(table) <= MOST for table in tables(printed))
     full = [line for table in tables(told(everything, every=True, width=250)) for line in table]
-    ran = [one for one in everything if one["outcome"] not in ("unsupported", "oom")]
-    timed = {one["benchmark"] for one in ran if one["time_s"]}
-    assert len(full) == sum(one["benchmark"] in timed for one in ran)
-    for one in ran:
-        if one["benchmark"] == "attention" and one["time_s"]:
-            assert any(one["impl"] in line.split() and number(1e3 * one["time_s"]) in line.split() for line in full)
+    ran = [case for case in everything if case["outcome"] not in ("unsupported", "oom")]
+    timed = {case["benchmark"] for case in ran if case["time_s"]}
+    assert len(full) == sum(case["benchmark"] in timed for case in ran)
+    for case in ran:
+        if case["benchmark"] == "attention" and case["time_s"]:
+            assert any(case["impl"] in line.split() and number(1e3 * case["time_s"]) in line.split() for line in full)
 
 
 def test_a_speed_is_over_the_best_peer_and_a_wrong_row_says_why() -> None:
@@ -134,8 +141,8 @@ def test_a_speed_is_over_the_best_peer_and_a_wrong_row_says_why() -> None:
 def test_an_earlier_state_of_a_row_follows_it_with_its_speed_over_it() -> None:
     times = {"naive": 4e-3, "sdpa": 2e-3, "flex": 3e-3, "sdpa@1a2b3c": 1e-3, "naive@1a2b3c": 8e-3}
     records = [record("attention", name, seconds) for name, seconds in times.items()]
-    found = lines(content_of(records), False, lambda case: "@" not in case["impl"], 120)
-    (table,) = tables(list(found))
+    printed = lines(content_of(records), False, lambda case: "@" not in case["impl"], 120)
+    (table,) = tables(list(printed))
     assert [line.split()[0] for line in table] == ["sdpa", "sdpa@1a2b3c", "flex", "naive", "naive@1a2b3c"]
     assert "2.00 × sdpa" in table[1] and "0.500 × naive" in table[4]
     assert "1.50 × flex" in table[0] and "0.500 × sdpa" in table[3]
@@ -143,10 +150,10 @@ def test_an_earlier_state_of_a_row_follows_it_with_its_speed_over_it() -> None:
 
 def test_the_full_table_has_error_ratios() -> None:
     records = [record("attention", name, 1e-3 * at, error_ratio=0.1 * at) for at, name in enumerate(ROWS, 1)]
-    found = told(records)
-    (table,) = tables(found)
-    assert found[1].split() == ["row", "ms", "TFLOP/s", "error", "speed"]
-    assert [line.split()[3] for line in table] == [number(one["error_ratio"]) for one in records]
+    printed = told(records)
+    (table,) = tables(printed)
+    assert printed[1].split() == ["row", "ms", "TFLOP/s", "error", "speed"]
+    assert [line.split()[3] for line in table] == [number(case["error_ratio"]) for case in records]
     with mock.patch("lmsys.reports.terminal.MOST", 2):
         assert "error" not in told(records)[1]
 
