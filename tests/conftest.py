@@ -1,4 +1,9 @@
-"""hypothesis profiles, and memory that no test may mistake for a result."""
+"""What pytest sets up for all tests: settings of threads and hypothesis, the order of the files, and common fixtures.
+
+Two fixtures apply to every test: `poisoned_empty` fills uninitialised memory with NaN, and `any_tile` lets Triton rows
+choose a tile without timing it. The others start processes that several tests share: groups of ranks, and one smoke
+sweep of the benchmark.
+"""
 
 import gc
 import importlib.util
@@ -9,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Each process that compiles for a CPU would try for a second whether AVX code can be compiled and loaded, the first on
-# a machine for seven. It can. Also for the processes that tests start.
+# Each process in which torch.compile compiles for a CPU would first spend a second, and the first process on a machine
+# seven seconds, on testing whether AVX code can be compiled and loaded. This variable says that it can; the processes
+# that tests start inherit it.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Workers of xdist and what tests start share the cores: more threads would wait for one another, with tiny tensors for
-# ten times as long as they compute.
+# The workers of xdist and the processes that tests start share the cores. With more threads each, they would wait for
+# one another: with tiny tensors, ten times as long as they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
@@ -25,7 +31,7 @@ from lmsys.check.question import poison
 from lmsys.parallel.group import WorkerGroup
 from tests.support.processes import STARTUP, smoke_sweep
 
-torch.set_num_threads(1)  # here, where torch is imported already
+torch.set_num_threads(1)  # in this process, in case that torch was imported before OMP_NUM_THREADS was set
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # "ci" draws the same few examples every time; --hypothesis-profile explore draws others, and more.
@@ -34,17 +40,23 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
 
-# Rooms and files whose tests start processes or compile, those that take longest first: last, one worker would be left
-# alone with one of them. "tests": what stands in none of the rooms.
+# Files, and rooms (folders of tests/), whose tests start processes or compile; the slowest come first. They are run
+# before all others: if a slow file came last, one worker would still run it when the other workers have nothing left.
+# The room "tests" stands for the files directly in tests/.
 SLOW_FILES = "test_training test_check test_graphs test_plugin test_passes test_isolation".split()
 SLOW_ROOMS = "bench benchmarks attention training parallel check model course tests reports dev fuzz kernels".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, and before them one of those that read the smoke sweep, which it makes: nobody waits for it."""
+    """Sort the tests: one file that needs the smoke sweep, then the slow files, then the slow rooms, then the others.
+
+    The first file runs the sweep, which takes long; the other files that read its result come last in their room, so
+    that they need not wait for it.
+    """
     readers = list(dict.fromkeys(item.path for item in items if "smoke_result" in getattr(item, "fixturenames", ())))
 
     def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
+        """The key by which a test is sorted: False comes before True."""
         room = item.path.parent.name
         among = SLOW_ROOMS.index(room) if room in SLOW_ROOMS else len(SLOW_ROOMS)
         return item.path not in readers[:1], item.path.stem not in SLOW_FILES, among, item.path in readers
@@ -54,7 +66,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Garbage is not looked for meanwhile, nor later in what is there by then: benchmarks look for it often."""
+    """Collect the tests without garbage collection, and exempt the objects that then exist from all later collections.
+
+    Benchmarks call `gc.collect` often, and would otherwise go through all collected tests each time.
+    """
     gc.disable()
     try:
         return (yield)
@@ -65,7 +80,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised floating-point memory is NaN, so an output that a kernel does not write cannot pass."""
+    """Uninitialised floating-point memory is NaN, so that an output which a kernel does not write fails its test."""
 
     poison(monkeypatch.setattr)
 
@@ -79,7 +94,7 @@ def smoke_result(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[str, WorkerGroup]]:
-    """Processes that stand ready, by their backend."""
+    """The groups of processes that tests share, by backend ("gloo", "nccl"): `_ready` adds them, the end closes all."""
     found: dict[str, WorkerGroup] = {}
     yield found
     for group in found.values():
@@ -87,27 +102,27 @@ def groups() -> Iterator[dict[str, WorkerGroup]]:
 
 
 def _ready(groups: dict[str, WorkerGroup], world_size: int, backend: str) -> WorkerGroup:
-    """Others where a test before has ended them."""
+    """The group of `backend`, started where there is none yet or where an earlier test has ended it."""
     if backend not in groups or groups[backend].ended:
         groups[backend] = WorkerGroup(world_size, backend, timeout_s=60)
     return groups[backend]
 
 
-@pytest.fixture(scope="module")  # hypothesis takes none that is made for each example
+@pytest.fixture(scope="module")  # hypothesis refuses fixtures of function scope, which it would not renew per example
 def ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
-    """Four processes that stand ready, on the CPU."""
+    """A running group of four processes on the CPU."""
     return _ready(groups, 4, "gloo")
 
 
 @pytest.fixture(scope="module")
 def ready_ranks(groups: dict[str, WorkerGroup]) -> Callable[[], WorkerGroup]:
-    """Gives the same, others after a call that has ended them."""
+    """A function that returns the group of `ranks`, or a new one if a call has ended it meanwhile."""
     return partial(_ready, groups, 4, "gloo")
 
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    """Two ranks of a benchmark, on the CPU: others where a test before has ended them."""
+    """Two ranks of a benchmark on the CPU; `Ranks` starts new ones where an earlier test has ended them."""
     found = Ranks()
     yield found
     found.close()
@@ -115,7 +130,7 @@ def two_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def ready_gpus(groups: dict[str, WorkerGroup]) -> Callable[[], WorkerGroup]:
-    """Gives two processes with a GPU each that stand ready, others after a call that has ended them."""
+    """A function that returns a running group of two processes with a GPU each, a new one if a call has ended it."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"NCCL needs a GPU for each of two ranks, and here are {torch.cuda.device_count()}")
     return partial(_ready, groups, 2, "nccl")
@@ -128,7 +143,10 @@ def gpu_ranks(ready_gpus: Callable[[], WorkerGroup]) -> WorkerGroup:
 
 @pytest.fixture(autouse=True)
 def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton rows take a tile by the hash of their case, not by its speed: every candidate must be right."""
+    """Triton rows choose a tile by the hash of their case, not by timing.
+
+    So each candidate is chosen in some case, and is tested there; and no test spends time on tuning.
+    """
     if importlib.util.find_spec("triton") is None:
         return
     from triton.runtime.errors import OutOfResources

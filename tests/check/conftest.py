@@ -1,4 +1,8 @@
-"""References are computed once for all rows that are asked the same: they take two thirds of a check."""
+"""In these tests a reference (`lmsys.testing.Oracle`) is computed once for all rows that are checked on equal inputs.
+
+Without that, references would take two thirds of the time of a check. The fixture below replaces `Oracle` in
+lmsys/check by `KeptOracle` for every test of this folder.
+"""
 
 import hashlib
 from typing import Any
@@ -10,11 +14,11 @@ from lmsys.attention import AttentionCase
 from lmsys.check import attention, extremes
 from lmsys.testing import Inputs, Oracle
 
-KEPT: dict[Any, dict[str, Any]] = {}
+KEPT: dict[Any, dict[str, Any]] = {}  # the attributes of each oracle, by what it was made from
 
 
 def digest(inputs: Inputs) -> bytes:
-    """A digest of every bit, however the tensors lie."""
+    """A digest of the values of all input tensors, whatever their strides are."""
     sha = hashlib.sha256()
     for x in inputs.tensors.values():
         sha.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -22,7 +26,10 @@ def digest(inputs: Inputs) -> bytes:
 
 
 class KeptOracle(Oracle):
-    """An oracle that is the one before of the same case, inputs and options; of patterns there is a new one each."""
+    """An oracle that takes its results from an earlier one of the same case, inputs and options, if there was one.
+
+    With a `pattern` among the options, which is no key, it always computes anew.
+    """
 
     def __init__(self, case: AttentionCase, inputs: Inputs, **options: Any):
         if options.get("pattern") is not None:

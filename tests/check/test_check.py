@@ -1,4 +1,8 @@
-"""`lmsys check`: right kernels pass, and of wrong ones the mistake is named."""
+"""`lmsys check` on attention (lmsys/check): right functions pass, and for wrong ones the mistake is named.
+
+The functions under test are in tests/support/wrong_kernels.py: `entry(name)` is the row of a function of that file, and
+`WRONG` maps a name to the words that the report must contain, and the wrong function. To add a wrong one, add it there.
+"""
 
 import json
 from pathlib import Path
@@ -24,28 +28,29 @@ FILE = Path(wrong_kernels.__file__)
 
 
 def entry(name: str) -> Entry:
+    """The row of a function in tests/support/wrong_kernels.py."""
     return Entry(name, f"{FILE}:{name}")
 
 
-RIGHT_ONES = "right", "of_a_course", "right_by_tiles", "right_by_small_tiles"
+RIGHT_FUNCTIONS = "right", "of_a_course", "right_by_tiles", "right_by_small_tiles"
 
 
-@pytest.mark.parametrize("name", but(RIGHT_ONES, *RIGHT_ONES[2:]))
+@pytest.mark.parametrize("name", but(RIGHT_FUNCTIONS, *RIGHT_FUNCTIONS[2:]))
 def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(entry(name), Options(32, grad=True)) == RIGHT
-    said = capsys.readouterr().out
+    printed_text = capsys.readouterr().out
     asked = [question for question in attention.questions(entry(name), Options(32)) if question.reason is None]
-    assert said.count(": right\n") == len(asked)
-    assert ("it takes no scale" in said) == (name == "of_a_course")
-    assert "the same bits in 3 calls: yes; alone as in a batch of 2: " in said
+    assert printed_text.count(": right\n") == len(asked)
+    assert ("it takes no scale" in printed_text) == (name == "of_a_course")
+    assert "the same bits in 3 calls: yes; alone as in a batch of 2: " in printed_text
 
 
 def test_a_function_without_a_mask_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is asked no causal case, also none of those that come last."""
+    """It is asked no causal case, not even among the extreme inputs, which come last."""
     assert check(entry("without_a_mask"), Options(16, grad=False, dtypes=("float32",))) == RIGHT
-    said = capsys.readouterr().out
-    assert "not asked: it takes no causal" in said and "causal, float32" not in said
-    assert "the same bits in 3 calls" in said
+    printed_text = capsys.readouterr().out
+    assert "not asked: it takes no causal" in printed_text and "causal, float32" not in printed_text
+    assert "the same bits in 3 calls" in printed_text
 
 
 def test_what_does_not_repeat_is_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,12 +67,12 @@ def test_the_example_of_the_pages_is_right() -> None:
 
 @pytest.mark.parametrize("name", some(wrong_kernels.WRONG, 3))
 def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    told, function = wrong_kernels.WRONG[name]
+    words, function = wrong_kernels.WRONG[name]
     monkeypatch.setattr(wrong_kernels, name, function, raising=False)
     assert check(Entry(name, f"tests.support.wrong_kernels:{name}"), Options(32)) == WRONG
-    said = capsys.readouterr().out
-    assert told in said, said
-    assert "no known mistake" not in said
+    printed_text = capsys.readouterr().out
+    assert words in printed_text, printed_text
+    assert "no known mistake" not in printed_text
 
 
 def with_options(
@@ -77,6 +82,7 @@ def with_options(
     return naive(q, k, v, scale=scale, pattern=Pattern(causal, window, sinks=sinks, return_lse=return_lse))
 
 
+# `with_options` is right; each of the next three is wrong in one option.
 def off_by_one(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, window: int | None = None) -> Any:
     return naive(q, k, v, scale=scale, pattern=Pattern(causal, window and window + 1))
 
@@ -96,10 +102,10 @@ def test_a_row_is_asked_for_the_options_that_it_has_a_parameter_for(
 ) -> None:
     row = Entry(name, f"{__file__}:{name}")
     assert check(row, Options(32, dtypes=("float32",))) == (RIGHT if name == "with_options" else WRONG)
-    said = capsys.readouterr().out
+    printed_text = capsys.readouterr().out
     wrong = {"off_by_one": "with window", "of_first_head": "with sinks", "without_gradient": "with return_lse"}
-    assert name == "with_options" or f"{wrong[name]}, float32: wrong" in said, said
-    assert "with softcap" not in said
+    assert name == "with_options" or f"{wrong[name]}, float32: wrong" in printed_text, printed_text
+    assert "with softcap" not in printed_text
 
 
 @pytest.mark.parametrize("name", but(["naive", "vectorized", "flash_torch", "sdpa_math"], "naive", "vectorized"))
@@ -109,7 +115,7 @@ def test_rows_of_the_table_are_right(name: str) -> None:
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([f"{FILE}:dies", "--head-dim", "32"]) == 1
-    assert (said := capfd.readouterr().out).startswith("wrong\n") and "killed by SIGABRT" in said
+    assert (printed_text := capfd.readouterr().out).startswith("wrong\n") and "killed by SIGABRT" in printed_text
     assert main([f"{FILE}:nothing"]) == 2
     assert "defines no 'nothing'" in capfd.readouterr().err
 
@@ -123,12 +129,12 @@ ENDINGS = {
 
 @pytest.mark.parametrize("code", ENDINGS)
 def test_however_a_file_ends_it_is_told_in_a_line(code: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """By an exception that no `except Exception` catches, one whose message fails, one that cannot be written."""
+    """An exception that no `except Exception` catches, one whose `str` raises, and one that cannot be encoded."""
     (tmp_path / "mine.py").write_text(code)
     status, line = ENDINGS[code]
     assert main([f"{tmp_path / 'mine.py'}:f"]) == status
-    said = "".join(capfd.readouterr())
-    assert line in said and "Traceback" not in said
+    printed_text = "".join(capfd.readouterr())
+    assert line in printed_text and "Traceback" not in printed_text
 
 
 def test_the_fault_of_a_row_whose_exception_has_no_message() -> None:
@@ -147,7 +153,7 @@ def never(case: object) -> str:
 def test_every_row_of_a_table_has_a_verdict(
     as_json: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a line of its own, whatever it warns of. JSON is asked of fewer rows: it is the same verdicts."""
+    """Each verdict has a line of its own, also when the row warns. As JSON, fewer rows are checked, to save time."""
     rows = [
         *([] if as_json else [entry("warns"), entry("dies")]),
         entry("reads_on"),
@@ -159,13 +165,13 @@ def test_every_row_of_a_table_has_a_verdict(
     options = ["--all", "--dtype", "float32", "--head-dim", "32", *(["--json"] if as_json else [])]
     assert main(options) == WRONG
     printed = capfd.readouterr()
-    said = printed.out.splitlines()
+    lines = printed.out.splitlines()
     assert "it is right" not in printed.err
     if as_json:
-        found = {one["name"]: (one["verdict"], one["reason"]) for one in map(json.loads, said)}
+        found = {record["name"]: (record["verdict"], record["reason"]) for record in map(json.loads, lines)}
     else:
-        assert said[-1] == "2 refused, 2 right, 2 wrong"
-        parts = [line.partition(": ") for line in said if " of 6, " in line]
+        assert lines[-1] == "2 refused, 2 right, 2 wrong"
+        parts = [line.partition(": ") for line in lines if " of 6, " in line]
         found = {place.split()[-1]: tuple(rest.split(", ", 1)) for place, _, rest in parts}
     verdicts = {"reads_on": "wrong", "refused": "refused", "absent": "refused", "RMSNorm": "right"}
     assert {name: verdict for name, (verdict, _) in found.items()} == verdicts | (

@@ -1,4 +1,9 @@
-"""Functions of tensors in the check: which kind they are, how they are called, and which mistake a backward has."""
+"""`lmsys check` on losses, norms, rotary embeddings and gated units: how a function is called, and mistakes named.
+
+Covers lmsys/check/{loss,norm,swiglu,formulas,signature}.py. The functions at the top are losses of different
+signatures; those of OPTION_FAULTS are wrong in one option. `faults` checks one of them. The exhibits of the museum are
+checked in test_museum_of_functions.py.
+"""
 
 import itertools
 import json
@@ -23,6 +28,7 @@ from lmsys.signature import called
 MUSEUM = Path(__file__).parents[1] / "museum"
 
 
+# `linear_first`, `of_logits` and `Several` are right; `unheard_of` has a parameter of which the check knows no meaning.
 def linear_first(lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.cross_entropy(F.linear(_input, lin_weight).float(), target)
 
@@ -36,7 +42,7 @@ def unheard_of(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
 
 
 class Several(torch.autograd.Function):
-    """Returns more than the loss, and takes no keywords."""
+    """Returns a second tensor beside the loss, and takes no keyword arguments, as no `apply` does."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float = 0.0) -> Any:
@@ -63,6 +69,8 @@ def by_count(logits: Tensor, targets: Tensor, token_weights: Tensor | None = Non
 
 
 class _FirstForAll(torch.autograd.Function):
+    """Losses of tokens whose backward multiplies every gradient by the first token's `grad_output`: it is wrong."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, losses: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
@@ -82,6 +90,7 @@ def first_for_all(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -
     return result
 
 
+# Function: the question at which it must fail, and words of the mistake that is named.
 OPTION_FAULTS = {
     "smoothing_forgotten": ("smoothed labels", "label_smoothing is ignored"),
     "by_count": ("weights of tokens", "divided by the number of tokens, not by the sum of weights"),
@@ -90,8 +99,9 @@ OPTION_FAULTS = {
 
 
 def faults(function: str) -> list[str]:
+    """The texts of all faults that the check finds in a function of this file."""
     asked = questions(Entry(function, f"{__name__}:{function}"), Options())
-    return [fault.text for fault in (one.judge() for one in asked if one.reason is None) if fault]
+    return [fault.text for fault in (question.judge() for question in asked if question.reason is None) if fault]
 
 
 @pytest.mark.parametrize("function", ["linear_first", "of_logits", "Several"])
@@ -108,7 +118,7 @@ def test_an_option_is_asked_for_where_there_is_a_parameter_and_its_mistake_named
     assert mistake in fault
 
 
-TOO_NEAR = 1e-3, "bfloat16"  # bfloat16 cannot tell this eps from the one that is given, 2 ** -10
+TOO_NEAR = 1e-3, "bfloat16"  # in bfloat16, this eps gives the same results as the one that the check passes, 2 ** -10
 
 
 @pytest.mark.parametrize(
@@ -139,7 +149,11 @@ def test_kinds_are_told_by_names_of_parameters() -> None:
     def adamw(params: Any, lr: float = 1e-3, eps: float = 1e-8) -> None: ...
     def attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> None: ...
 
-    assert [kind_of(one) for one in (nn.CrossEntropyLoss, nn.RMSNorm, F.layer_norm)] == ["loss", "norm", "norm"]
+    assert [kind_of(function) for function in (nn.CrossEntropyLoss, nn.RMSNorm, F.layer_norm)] == [
+        "loss",
+        "norm",
+        "norm",
+    ]
     assert kind_of(attention) == "attention" and kind_of(adamw) not in ("norm", "loss", "rotary", "swiglu")
     assert kind_of(torch.optim.AdamW) not in ("norm", "loss", "rotary", "swiglu")
 
@@ -154,7 +168,7 @@ def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[
 
 
 def test_extreme_cases_come_last_but_for_that_without_tokens() -> None:
-    kinds = [bool(one.extreme) for one in CASES]
+    kinds = [bool(case.extreme) for case in CASES]
     first = kinds.index(True)
     assert not any(kinds[:first]) and all(kinds[first:-1])
 
@@ -163,15 +177,15 @@ def test_a_mistake_of_a_forward_is_not_named_where_the_result_is_right() -> None
     torch.manual_seed(0)
     inputs = {"gate": torch.randn(5, 7), "up": torch.randn(5, 7)}
     problem = Problem(inputs, {}, torch.randn(5, 7))
-    reference, plain = outputs_of(right, problem), outputs_of(right, problem, torch.float32)
+    reference_outputs, plain_outputs = outputs_of(right, problem), outputs_of(right, problem, torch.float32)
     exchanged = next(iter(mistakes(problem).values()))(problem)
-    wrong = {**reference, "gate": exchanged["gate"]}
-    assert explain(wrong, "gate", reference, plain, problem, mistakes(problem)) is None
+    wrong = {**reference_outputs, "gate": exchanged["gate"]}
+    assert explain(wrong, "gate", reference_outputs, plain_outputs, problem, mistakes(problem)) is None
     wrong[RESULT] = exchanged[RESULT]
-    assert "exchanged" in str(explain(wrong, "gate", reference, plain, problem, mistakes(problem)))
-    tripled = {**reference, "gate": 3 * reference["gate"]}
+    assert "exchanged" in str(explain(wrong, "gate", reference_outputs, plain_outputs, problem, mistakes(problem)))
+    tripled = {**reference_outputs, "gate": 3 * reference_outputs["gate"]}
     assert (
-        explain(tripled, "gate", reference, plain, problem, mistakes(problem))
+        explain(tripled, "gate", reference_outputs, plain_outputs, problem, mistakes(problem))
         == "the gradient of gate is 3 times what is right"
     )
 

@@ -1,4 +1,9 @@
-"""`lmsys check` of optimizers: published faults are refused and named, and no right one is accused."""
+"""`lmsys check` on optimizers (lmsys/check/optimizer*.py): published faults are refused and named, right ones pass.
+
+The optimizers under test are the exhibits of tests/museum/optimizer.py, and a few classes below that make a mistake in
+another form of AdamW. A "form" is a variant of the algorithm that counts as right, such as decay after the step.
+`answers` yields each question of the check with the fault that it finds, or None.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,21 +23,22 @@ from tests.museum import optimizer as museum
 from tests.museum.exhibit import EXHIBITS, Exhibit
 from tests.support.variants import some
 
-FAULTS = [one for one in EXHIBITS if one.kind == "optimizer"]
+FAULTS = [exhibit for exhibit in EXHIBITS if exhibit.kind == "optimizer"]
 
 
 def answers(entry: Entry) -> Iterator[tuple[Question, Fault | None]]:
+    """Each question that is asked of a row, with the fault that it finds, or None."""
     return ((question, question.judge()) for question in questions(entry, Options(seed=1)) if question.reason is None)
 
 
-@pytest.mark.parametrize("fault", some(FAULTS, 4), ids=lambda one: one.name)
+@pytest.mark.parametrize("fault", some(FAULTS, 4), ids=lambda exhibit: exhibit.name)
 def test_a_published_fault_is_refused_and_named(fault: Exhibit) -> None:
     wrong = next(answer for _, answer in answers(fault.entry) if answer is not None)
     assert fault.mistake is not None and wrong.mistake is not None, wrong.text
     assert fault.mistake in wrong.mistake and wrong.mistake in wrong.text
 
 
-@pytest.mark.parametrize("entry", some(museum.HONEST, 4), ids=lambda one: one.name)
+@pytest.mark.parametrize("entry", some(museum.HONEST, 4), ids=lambda exhibit: exhibit.name)
 def test_a_right_one_is_never_accused(entry: Entry) -> None:
     judged = list(answers(entry))
     assert [answer for _, answer in judged if answer is not None] == []
@@ -40,7 +46,7 @@ def test_a_right_one_is_never_accused(entry: Entry) -> None:
 
 
 def test_one_is_seen_by_extreme_gradients_alone() -> None:
-    (fault,) = (one for one in FAULTS if one.name == "HalfEpsAdam")
+    (fault,) = (exhibit for exhibit in FAULTS if exhibit.name == "HalfEpsAdam")
     seen = {question.extreme for question, answer in answers(fault.entry) if answer is not None}
     assert seen == {True}
 
@@ -51,9 +57,9 @@ def test_the_formula_is_that_of_torch(algorithm: str) -> None:
     for case in cases_of(claim):
         if case.dtype == torch.float32 and case.why_not(claim) is None:
             run = run_of(case, 3)
-            made = trace_of(claim.plain, claim, run)
-            for found, exact in zip(made, Formula(FORMS[algorithm][0].rule).trace(run), strict=True):
-                for p, right in zip(found, exact, strict=True):
+            results = trace_of(claim.plain, claim, run)
+            for parameters, expected in zip(results, Formula(FORMS[algorithm][0].rule).trace(run), strict=True):
+                for p, right in zip(parameters, expected, strict=True):
                     torch.testing.assert_close(p.double(), right, rtol=2e-5, atol=2e-6, msg=case.about)
 
 
@@ -69,6 +75,7 @@ def test_every_mistake_shows_in_some_run(algorithm: str, form: Form) -> None:
 
 
 def values(trace: Trace) -> list[list[float]]:
+    """The elements of each parameter after each step, as lists that `!=` compares."""
     return [p.flatten().tolist() for parameters in trace for p in parameters]
 
 
@@ -89,6 +96,7 @@ def test_the_remark_has_the_form(name: str, form: str) -> None:
     assert remark(Entry(name, f"tests.museum.optimizer:{name}"), Options()).startswith(form)
 
 
+# Each of these five makes one mistake; test_a_mistake_in_another_form_is_named says which.
 class InRootAdamW(museum.EfficientAdamW):
     def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
         return (m / c1) / ((v + eps) / c2).sqrt()

@@ -1,4 +1,8 @@
-"""Extreme inputs of attention: any machine makes the same ones, honest rows are right on them, faults are not."""
+"""Extreme inputs of attention (lmsys/extremes/attention.py, lmsys/check/extremes.py).
+
+A unit (one sequence's key/value head) with extreme inputs can be drawn again alone from the seed, a small share of
+units is extreme, honest rows are right on such inputs, and the faults of the museum are found and named.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +25,7 @@ from tests.museum import attention
 from tests.museum.exhibit import EXHIBITS, Exhibit
 from tests.support.variants import some
 
-ATTENTION_EXHIBITS = [one for one in EXHIBITS if one.kind == "attention"]
+ATTENTION_EXHIBITS = [exhibit for exhibit in EXHIBITS if exhibit.kind == "attention"]
 CASES = st.builds(
     AttentionCase,
     batch=st.integers(1, 3),
@@ -55,7 +59,7 @@ def test_a_unit_is_drawn_again_alone(case: AttentionCase, seed: int, draw: int) 
 def test_a_small_share_is_extreme() -> None:
     case = AttentionCase(2, 2, 2, 8, 8, 8, "float32")
     drawn = [extreme_of(case, 0, draw) for draw in range(2000)]
-    hits = [one for one in drawn if one is not None]
+    hits = [planted for planted in drawn if planted is not None]
     assert abs(len(hits) / 2000 - 4 / 16) < 0.05
     assert {kind for _, kind in hits} == {*EXTREMES} and {unit for unit, _ in hits} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
@@ -80,13 +84,13 @@ def test_inputs_are_finite_and_change(case: AttentionCase, kind: str, seed: int)
     row=st.sampled_from(["vectorized", "flash_torch", "sdpa_flash"]), causal=st.booleans(), seed=st.integers(0, 2**32)
 )
 def test_honest_rows_are_right(dtype: str, row: str, causal: bool, seed: int) -> None:
-    one = AttentionCase(1, 1, 1, 1, 1, 64, dtype, causal=causal, grad=True)
-    case = extremes.case_of_kinds(one)
+    small_case = AttentionCase(1, 1, 1, 1, 1, 64, dtype, causal=causal, grad=True)
+    case = extremes.case_of_kinds(small_case)
     fault = extremes.failure(adapt(ATTENTION[row].load()), case, True, seed)
     assert fault is None, fault
 
 
-@pytest.mark.parametrize("exhibit", some(ATTENTION_EXHIBITS, 3), ids=lambda one: one.name)
+@pytest.mark.parametrize("exhibit", some(ATTENTION_EXHIBITS, 3), ids=lambda exhibit: exhibit.name)
 def test_a_published_fault_is_refused_and_named(exhibit: Exhibit) -> None:
     faults = (question.judge() for question in KINDS["attention"].questions(exhibit.entry, Options(64)))
     fault = next((fault for fault in faults if fault is not None), None)
@@ -105,8 +109,8 @@ def test_an_honest_row_is_never_accused(entry: Entry) -> None:
 @pytest.mark.parametrize("mistake", ["no_max", "oob_zero"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_range_of_scores_names_a_mistake(mistake: str, dtype: str) -> None:
-    """Also where the default scale is no power of two, and of gradients."""
-    (exhibit,) = (one for one in ATTENTION_EXHIBITS if one.name == mistake)
+    """At a head dimension of 80, whose default scale is no power of two, and with gradients."""
+    (exhibit,) = (exhibit for exhibit in ATTENTION_EXHIBITS if exhibit.name == mistake)
     case = replace(extremes.case_of_kinds(AttentionCase(1, 1, 1, 1, 1, 80, dtype)), grad=True)
     name = extremes.range_mistake(exhibit.entry.load(), case, grad=True)
     assert name is not None and str(exhibit.mistake) in name

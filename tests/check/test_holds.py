@@ -1,4 +1,10 @@
-"""The table of what holds: a case is right, wrong or refused, forward and backward apart, and all are asked."""
+"""`lmsys check` on attention: its table of what holds, and the tasks that call a row more than once.
+
+The table (`Holds`, lmsys/check/question.py) counts for each aspect, such as "causal mask", how many cases are right,
+wrong or refused, forward and backward apart; an answer that is wrong or refused does not end the check. `full_of_16`
+and `NoBackward` are checked whole. The rows from `shared` on are right in a single call and wrong in some use of
+several calls: see test_what_a_single_call_does_not_show.
+"""
 
 import json
 from collections.abc import Callable
@@ -20,12 +26,14 @@ OPTIONS = Options(32, dtypes=("float32",))
 
 
 def full_of_16(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Right in what a handout asks for: no mask, and lengths that are multiples of 16."""
+    """Right without a mask; ignores `causal`, and refuses a number of queries that is no multiple of 16."""
     assert not q.shape[2] % 16
     return attend(q, k, v, scale=scale)
 
 
 class NoBackward(torch.autograd.Function):
+    """Attention of a single head, with a right forward and a backward that raises."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         return attend(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
@@ -35,8 +43,10 @@ class NoBackward(torch.autograd.Function):
         raise NotImplementedError
 
 
-def held(name: str, options: Options, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], list[Any]]:
-    """The exit code, the table, and the cases in which a mistake is searched for."""
+def check_to_table(
+    name: str, options: Options, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, dict[str, Any], list[Any]]:
+    """The exit code of a check, its table as a dictionary, and the mistake (or None) of each case that is wrong."""
     code = check(Entry(name, f"{__name__}:{name}"), options, as_json=True)
     *lines, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert last["verdict"] == ("right" if code == RIGHT else "wrong")
@@ -44,23 +54,26 @@ def held(name: str, options: Options, capsys: pytest.CaptureFixture[str]) -> tup
 
 
 def test_what_is_refused_or_wrong_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    code, holds, mistakes = held("full_of_16", OPTIONS, capsys)
+    code, holds, mistakes = check_to_table("full_of_16", OPTIONS, capsys)
     assert code == WRONG and mistakes == ["the causal mask is ignored", None]
     assert holds.pop("causal mask") == {"forward": {"wrong": 2}, "backward": {}}
     assert holds.pop("odd lengths") == {"forward": {"refused": 2}, "backward": {}}
-    refusing = {aspect for aspect, of in holds.items() if "refused" in of["forward"]}
+    refusing = {aspect for aspect, directions in holds.items() if "refused" in directions["forward"]}
     assert refusing == {"queries and keys of different number", "lengths of models", "extreme scores"}
-    assert not any("wrong" in counts for of in holds.values() for counts in of.values())
+    assert not any("wrong" in counts for directions in holds.values() for counts in directions.values())
     assert holds["strides"] == {"forward": {"right": 6}, "backward": {"right": 6}}  # in lengths that it takes
 
 
 def test_a_missing_backward_leaves_the_forward_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    code, holds, _ = held("NoBackward", OPTIONS, capsys)
-    assert code == WRONG  # not once is its backward right
-    assert all([*of["forward"]] == ["right"] and [*of["backward"]] == ["refused"] for of in holds.values())
+    code, holds, _ = check_to_table("NoBackward", OPTIONS, capsys)
+    assert code == WRONG  # no backward is right
+    assert all(
+        [*directions["forward"]] == ["right"] and [*directions["backward"]] == ["refused"]
+        for directions in holds.values()
+    )
     assert check(Entry("NoBackward", f"{__name__}:NoBackward"), Options(32, False, ("float32",))) == RIGHT
-    said = capsys.readouterr().out
-    assert "not asked: it takes no scale" in said and said.count(": right\n") == 34
+    report = capsys.readouterr().out
+    assert "not asked: it takes no scale" in report and report.count(": right\n") == 34
 
 
 BUFFER = torch.zeros(2, 2, 64, 32)
@@ -68,14 +81,14 @@ KEPT: dict[Any, Tensor] = {}
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Its results are one tensor."""
+    """All of its results are the same buffer: a second call overwrites the result of the first."""
     o, into = attend(q, k, v, causal=causal, scale=scale), BUFFER[: len(q)]
     into = into.detach()
     return o + (into.copy_(o.detach()) - o.detach()) if o.requires_grad else into.copy_(o)
 
 
 class _Kept(torch.autograd.Function):
-    """Its backward needs what a buffer of the class holds."""
+    """Its backward reads the inputs of the last forward, whichever forward it belongs to."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -96,13 +109,13 @@ def keeps(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float
 
 
 def caches(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """The keys and values of an address are copied once."""
+    """Copies keys and values once for each address, so it does not see that they have changed in place."""
     kept = KEPT.setdefault((k.data_ptr(), v.data_ptr()), torch.stack([k, v]))
     return attend(q, *kept, causal=causal, scale=scale)
 
 
 class _Frees(torch.autograd.Function):
-    """Its backward writes to what it has saved."""
+    """Its backward overwrites its saved inputs with zeros, so a second backward is wrong."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -123,7 +136,7 @@ def frees(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float
 
 
 def in_turns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Two calls at once read what the later one has written."""
+    """Keeps the queries in a global for a while: of two calls at once, both read those of the later one."""
     import time
 
     KEPT["q"] = q
@@ -195,9 +208,17 @@ def test_the_table() -> None:
 
 
 def test_rarer_questions_are_asked_in_forms_that_a_row_passes() -> None:
-    def of(*unborne: str) -> list[Task]:
-        return [x for x in tasks("cpu", None, passes=lambda task: task.aspect not in unborne) if x.aspect == "strides"]
+    """Strides are asked about at an odd length with a mask, unless the row has failed odd lengths or the mask."""
 
-    assert {(x.case.queries, x.case.causal) for x in of()} == {(237, True)}
-    assert {(x.case.queries, x.case.causal) for x in of("odd lengths")} == {(256, True)}
-    assert {(x.case.queries, x.case.causal) for x in of("odd lengths", "causal mask")} == {(256, False)}
+    def strides_tasks(*failed_aspects: str) -> list[Task]:
+        return [
+            task
+            for task in tasks("cpu", None, passes=lambda task: task.aspect not in failed_aspects)
+            if task.aspect == "strides"
+        ]
+
+    assert {(task.case.queries, task.case.causal) for task in strides_tasks()} == {(237, True)}
+    assert {(task.case.queries, task.case.causal) for task in strides_tasks("odd lengths")} == {(256, True)}
+    assert {(task.case.queries, task.case.causal) for task in strides_tasks("odd lengths", "causal mask")} == {
+        (256, False)
+    }

@@ -1,4 +1,8 @@
-"""A kernel that asks for a GPU is checked where there is none, in Triton's interpreter, and the verdict says so."""
+"""`lmsys check` on a kernel for GPUs where there is no GPU (lmsys/check/laptop.py).
+
+Triton's interpreter runs the kernel, PyTorch pretends that there is a GPU while the check lasts, and the verdict says
+both. TRITON is a file as a student may write it, with everything that must be pretended: devices, events, autotuning.
+"""
 
 import json
 from pathlib import Path
@@ -86,27 +90,29 @@ def test_a_kernel_for_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         main([f"{folder / 'mine.py'}:Attention", "--head-dim", "16", "--dtype", "float32,bfloat16", "--json"]) == RIGHT
     )
     *lines, last = map(json.loads, capfd.readouterr().out.splitlines())
-    assert {x["reason"] for x in lines if "bfloat16" in x["case"]} == {laptop.NO_BFLOAT16}
-    (note,) = [x["reason"] for x in lines if x["case"] == "on a GPU"]
+    assert {record["reason"] for record in lines if "bfloat16" in record["case"]} == {laptop.NO_BFLOAT16}
+    (note,) = [record["reason"] for record in lines if record["case"] == "on a GPU"]
     assert note == laptop.INTERPRETED + laptop.PRETENDED
     assert {*last["holds"]["full mask"]["backward"]} == {"right"} == {*last["holds"]["causal mask"]["forward"]}
-    assert BackwardCFunction.apply is laptop._apply  # this process is as it was
+    assert BackwardCFunction.apply is laptop._apply  # nothing stays replaced in this process
 
 
 def test_what_it_is_told() -> None:
+    """While `Laptop` lasts, tensors on the CPU say that they are on a GPU, and what is made on a GPU is on the CPU."""
     x = torch.zeros(2)
     with laptop.Laptop():
         assert x.is_cuda and x.device == laptop.GPU and x.cuda() is x
-        made = [
+        tensors = [
             torch.ones(2, device="cuda:0"),
             torch.empty(1, device=x.device),
             x.to("cuda"),
             x.new_zeros(3, device="cuda"),
         ]
-    assert not x.is_cuda and all(y.device.type == "cpu" for y in made)
+    assert not x.is_cuda and all(y.device.type == "cpu" for y in tensors)
 
 
 def compiled() -> float:
+    """A gradient that a compiled function yields where a GPU is pretended: 2."""
     laptop.install()
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: (2 * x).sum())(x).backward()

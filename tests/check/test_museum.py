@@ -1,4 +1,8 @@
-"""The museum: its page has every exhibit, and the rules of other gates see what they should."""
+"""The museum (tests/museum): docs/museum.md has every exhibit, and the rules of other gates see what they should.
+
+A gate is a test by which another project accepts a row, such as "allclose 1e-2"; tests/museum/gates.py has them all,
+and `seen_by` yields those that notice a fault. The two tests `on_request` run every exhibit, which takes minutes.
+"""
 
 import re
 
@@ -34,8 +38,11 @@ def test_every_exhibit_has_a_name_and_a_reference_of_its_own() -> None:
     assert {"optimizer"} <= {kind for kind, _ in honest()}
 
 
-def of(change: float, share: float = 1.0, seeds: range = range(10_000), losses: float = 0.0) -> Subject:
-    """Ones, and a share of them changed, on draws of some seeds."""
+def subject_with(change: float, share: float = 1.0, seeds: range = range(10_000), losses: float = 0.0) -> Subject:
+    """A subject for the gates: its outputs should be ones, and a share of them is off by `change` on some `seeds`.
+
+    Its loss curve is wrong by the relative error `losses` in the last step.
+    """
 
     def pair(seed: int) -> tuple[list[Tensor], list[Tensor]]:
         made = torch.ones(1000)
@@ -48,17 +55,17 @@ def of(change: float, share: float = 1.0, seeds: range = range(10_000), losses: 
 @pytest.mark.parametrize(
     ("fault", "seen"),
     [
-        (of(0.0), []),
-        (of(5e-4), []),
-        (of(5e-3), ["new seeds"]),
-        (of(0.5), ["allclose 1e-2", "99 % within", "new seeds", "cosine"]),
-        (of(0.5, share=0.005), ["allclose 1e-2", "new seeds"]),
-        (of(0.5, share=0.02), ["allclose 1e-2", "99 % within", "new seeds", "cosine"]),
-        (of(0.5, seeds=range(7, 8)), ["99 % within"]),
-        (of(0.5, seeds=range(1, 10_000)), ["99 % within", "new seeds"]),
-        (of(float("nan"), share=0.001), ["allclose 1e-2", "new seeds", "cosine"]),
-        (of(0.0, losses=1e-4), ["loss curve"]),
-        (of(0.0, losses=1e-5), []),
+        (subject_with(0.0), []),
+        (subject_with(5e-4), []),
+        (subject_with(5e-3), ["new seeds"]),
+        (subject_with(0.5), ["allclose 1e-2", "99 % within", "new seeds", "cosine"]),
+        (subject_with(0.5, share=0.005), ["allclose 1e-2", "new seeds"]),
+        (subject_with(0.5, share=0.02), ["allclose 1e-2", "99 % within", "new seeds", "cosine"]),
+        (subject_with(0.5, seeds=range(7, 8)), ["99 % within"]),
+        (subject_with(0.5, seeds=range(1, 10_000)), ["99 % within", "new seeds"]),
+        (subject_with(float("nan"), share=0.001), ["allclose 1e-2", "new seeds", "cosine"]),
+        (subject_with(0.0, losses=1e-4), ["loss curve"]),
+        (subject_with(0.0, losses=1e-5), []),
         (Subject(lambda seed: None, lambda: None), [*GATES]),
     ],
 )
@@ -104,13 +111,13 @@ def test_the_tables() -> None:
     def row(name: str, kind: str, verdict: Verdict, *seen: str) -> Row:
         return Row(Exhibit(name, kind, f"any:{name}", "o/r#1", "it is | wrong", "forgotten"), verdict, seen)
 
-    made = [
+    rows = [
         row("A", "optimizer", Verdict(Fault("", "eps is forgotten"), "zero", extreme_only=True), "cosine"),
         row("B", "optimizer", Verdict(Fault("", "another name"), "any")),
         row("C", "norm", Verdict()),
     ]
     text = markdown(
-        made, [("norm", Entry("mine", "any:mine"), Verdict()), ("norm", Entry("bad", "a:b"), made[0].verdict)]
+        rows, [("norm", Entry("mine", "any:mine"), Verdict()), ("norm", Entry("bad", "a:b"), rows[0].verdict)]
     )
     assert "| optimizer | 2 | 2 | 1 | 1 | 0 | 0 | 0 | 1 | 0 |" in text and "| all | 3 | 2 | 1 | 1 |" in text
     link = "[o/r#1](https://github.com/o/r/issues/1)"
@@ -140,7 +147,7 @@ def test_strategies_run_as_gates_run_them() -> None:
 def test_every_fault_is_refused_and_no_right_row_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page may differ in what other gates see of a race."""
-    monkeypatch.setattr("tests.museum.__main__.poison", lambda replace: None)  # it would last
+    """Does not compare with the page: whether other gates see a race differs from run to run."""
+    monkeypatch.setattr("tests.museum.__main__.poison", lambda replace: None)  # it would outlast this test
     assert main(["--markdown"]) == 0
     assert capsys.readouterr().out.count("\n| `") >= len(ALL)

@@ -1,4 +1,7 @@
-"""The museum's losses, norms, rotary embeddings and gates: faults are refused and named, what is honest is right."""
+"""The museum's losses, norms, rotary embeddings and SwiGLUs: each fault is refused and named, each honest row passes.
+
+The exhibits are in tests/museum/{loss,norm,rotary,swiglu}.py. Without `on_request`, only some of the faults are tested.
+"""
 
 import pytest
 
@@ -10,21 +13,21 @@ from tests.museum.exhibit import EXHIBITS, Exhibit
 from tests.support.variants import some
 
 MODULES = {"loss": loss, "norm": norm, "rotary": rotary, "swiglu": swiglu}
-FAULTS = [one for one in EXHIBITS if one.kind in MODULES]
+FAULTS = [exhibit for exhibit in EXHIBITS if exhibit.kind in MODULES]
 HONEST = [(kind, entry) for kind, module in MODULES.items() for entry in module.HONEST]
 
 
-@pytest.mark.parametrize("one", some(FAULTS, 2), ids=lambda one: one.name)
-def test_a_fault_is_refused_and_named(one: Exhibit, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kind_of(one.entry.load()) == one.kind
-    assert check(one.entry, Options(), one.kind) == WRONG
-    said = capsys.readouterr().out
-    if one.mistake is not None:
-        (pattern,) = [line for line in said.splitlines() if "likely mistake:" in line] or [said]
-        assert one.mistake in pattern, said
+@pytest.mark.parametrize("exhibit", some(FAULTS, 2), ids=lambda exhibit: exhibit.name)
+def test_a_fault_is_refused_and_named(exhibit: Exhibit, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kind_of(exhibit.entry.load()) == exhibit.kind
+    assert check(exhibit.entry, Options(), exhibit.kind) == WRONG
+    report = capsys.readouterr().out
+    if exhibit.mistake is not None:
+        (pattern,) = [line for line in report.splitlines() if "likely mistake:" in line] or [report]
+        assert exhibit.mistake in pattern, report
 
 
-@pytest.mark.parametrize(("kind", "entry"), HONEST, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize(("kind", "entry"), HONEST, ids=lambda value: getattr(value, "name", value))
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.on_request)])
 def test_an_honest_one_is_right(kind: str, entry: Entry, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert kind_of(entry.load()) == kind

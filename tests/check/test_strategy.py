@@ -1,4 +1,8 @@
-"""`lmsys check` on strategies and sharded optimizers: right ones pass, a wrong one's mistake is named."""
+"""`lmsys check` on strategies and sharded optimizers (lmsys/check/strategy.py): mistakes are named, right ones pass.
+
+The wrong ones are the exhibits of tests/museum and those of tests/support/wrong_strategies.py, whose WRONG tables map a
+class to the words that name its mistake. `first_fault` runs the check on one row, with ranks that all tests share.
+"""
 
 import json
 from collections.abc import Iterator
@@ -21,21 +25,23 @@ from tests.support.variants import some
 from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
 
 KINDS = {"strategy": strategy.questions, "sharded_optimizer": strategy.optimizer_questions}
-QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # others are asked on request
+QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # the other right ones are checked on request
 SUPPORT = Path(__file__).parents[1] / "support"
+# (kind, class, words of the report) of each wrong row in tests/support/wrong_strategies.py
 PLANTED = [
-    (kind, name, told) for kind, of in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True) for name, told in of.items()
+    (kind, name, words) for kind, of in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True) for name, words in of.items()
 ]
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
+    """The processes in which the check runs a strategy, shared by the tests of this file."""
     with Ranks() as ranks:
         yield ranks
 
 
 def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault] | None:
-    """The first wrong answer, as the command finds it."""
+    """The first question that a row fails, with its fault, or None if it passes all; asked in the command's order."""
     for question in KINDS[kind](entry, Options(), ranks):
         if question.reason is None and (fault := question.judge()):
             return question, fault
@@ -47,21 +53,21 @@ def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault]
 )
 def test_a_published_fault_is_refused(ranks: Ranks, fault: Exhibit) -> None:
     wrong = first_fault(ranks, fault.kind, fault.entry)
-    assert wrong is not None, f"{fault.name} passes for right"
+    assert wrong is not None, f"no fault is found in {fault.name}"
     assert fault.mistake is None or fault.mistake in (wrong[1].mistake or ""), wrong[1].text
 
 
-@pytest.mark.parametrize(("kind", "name", "told"), some(PLANTED, 3), ids=[name for _, name, _ in PLANTED])
-def test_a_planted_mistake_is_named(ranks: Ranks, kind: str, name: str, told: str) -> None:
+@pytest.mark.parametrize(("kind", "name", "words"), some(PLANTED, 3), ids=[name for _, name, _ in PLANTED])
+def test_a_planted_mistake_is_named(ranks: Ranks, kind: str, name: str, words: str) -> None:
     wrong = first_fault(ranks, kind, Entry(name, f"tests.support.wrong_strategies:{name}"))
-    assert wrong is not None and told in (wrong[1].mistake or ""), wrong
+    assert wrong is not None and words in (wrong[1].mistake or ""), wrong
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.on_request, id=one.name)
-        for one in parallel.HONEST
+        pytest.param(entry, marks=[] if entry.name in QUICK else pytest.mark.on_request, id=entry.name)
+        for entry in parallel.HONEST
     ],
 )
 def test_a_right_strategy_is_not_accused(ranks: Ranks, row: Entry) -> None:
@@ -75,24 +81,24 @@ def test_a_right_sharded_optimizer_is_not_accused(ranks: Ranks, row: Entry) -> N
 
 def test_what_a_row_refuses_is_not_asked(ranks: Ranks) -> None:
     questions = list(strategy.questions(STRATEGIES["torch_fsdp2"], Options(), ranks))
-    told = {one.about: one.reason for one in questions if one.reason is not None}
-    assert not any(one.judge() for one in questions if one.reason is None)
-    assert told["small buckets"] == "it takes no size of buckets"
-    assert "NotImplementedError: FSDP does not support non-contiguous" in told["a weight transposed in memory"]
-    assert told["parameters that one rank does not use"].startswith("FSDP2 reduces the gradients that a rank has")
+    reasons = {question.about: question.reason for question in questions if question.reason is not None}
+    assert not any(question.judge() for question in questions if question.reason is None)
+    assert reasons["small buckets"] == "it takes no size of buckets"
+    assert "NotImplementedError: FSDP does not support non-contiguous" in reasons["a weight transposed in memory"]
+    assert reasons["parameters that one rank does not use"].startswith("FSDP2 reduces the gradients that a rank has")
 
 
 def test_an_exception_names_rank_and_step(ranks: Ranks) -> None:
     wrong = first_fault(ranks, "strategy", Entry("Raises", "tests.support.wrong_strategies:RaisesInItsSecondStep"))
-    told = "rank 1 raises IndexError in finish_gradient_synchronization of step 2: there are no more buckets ("
-    assert wrong is not None and wrong[1].text.strip().startswith(told)
+    words = "rank 1 raises IndexError in finish_gradient_synchronization of step 2: there are no more buckets ("
+    assert wrong is not None and wrong[1].text.strip().startswith(words)
     assert "wrong_strategies.py, line " in wrong[1].text and wrong[1].text.endswith('("there are no more buckets"))')
 
 
 def test_ranks_that_begin_different_collectives(ranks: Ranks) -> None:
     wrong = first_fault(ranks, "strategy", Entry("Skips", "tests.museum.parallel:SkipsMissing"))
-    told = "rank 0 comes to all_reduce of 36 elements in float32, rank 1 comes to all_reduce of 66 elements"
-    assert wrong is not None and told in wrong[1].text, wrong
+    words = "rank 0 comes to all_reduce of 36 elements in float32, rank 1 comes to all_reduce of 66 elements"
+    assert wrong is not None and words in wrong[1].text, wrong
     assert "in finish_gradient_synchronization of step 1" in wrong[1].text
 
 
@@ -126,7 +132,7 @@ def test_the_verdict_for_programs(
 
 
 def test_a_rank_that_dies_is_named(ranks: Ranks) -> None:
-    """The last of the tests: it ends the ranks."""
+    """Must stay the last test of this file: it ends the ranks that the others share."""
     died = first_fault(ranks, "strategy", Entry("Crashes", "tests.support.faulty_strategies:Crashes"))
-    told = "rank 1 died: killed by SIGSEGV, in finish_gradient_synchronization of step 1"
-    assert died is not None and died[1].text.strip() == told
+    words = "rank 1 died: killed by SIGSEGV, in finish_gradient_synchronization of step 1"
+    assert died is not None and died[1].text.strip() == words

@@ -1,4 +1,8 @@
-"""Splitting text: the pattern's pre-tokens, places to cut, numbers of words, chunks of files."""
+"""Splitting text into pre-tokens (lmsys/tokenizer/pretokens.py) and files into chunks (lmsys/tokenizer/chunks.py).
+
+`naive.split`, which applies GPT-2's regular expression as it is written, is the reference. Other tests are of the
+places at which a text may be cut, and of `Words`, which numbers the distinct pre-tokens.
+"""
 
 import sys
 from collections import Counter
@@ -41,12 +45,12 @@ def test_splitting_loses_no_byte(data: bytes, specials: list[str]) -> None:
 @given(texts, special_lists)
 def test_no_cut_changes_anything(text: str, specials: list[str]) -> None:
     data, splitter = text.encode(), Pretokenizer(specials)
-    whole = pretokens(data, specials)
+    uncut = pretokens(data, specials)
     for after in range(len(data)):
         place = splitter.cut(data, after)
         if place is not None:
             assert after < place < len(data)
-            assert pretokens(data[:place], specials) + pretokens(data[place:], specials) == whole
+            assert pretokens(data[:place], specials) + pretokens(data[place:], specials) == uncut
 
 
 def test_there_are_cuts_between_words_and_behind_special_tokens() -> None:
@@ -56,7 +60,7 @@ def test_there_are_cuts_between_words_and_behind_special_tokens() -> None:
 
 
 def test_of_many_special_tokens_not_every_two_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million would be compared for days; then a text is just not cut behind them."""
+    """With many special tokens, which would be compared for days, a text is just not cut behind any of them."""
     counted: list[bytes] = []
     monkeypatch.setattr(module, "_may_overlap", lambda token, other: counted.append(token))
     many = [f"<{number}>" for number in range(1000)]
@@ -76,7 +80,7 @@ def test_words_are_numbered_once_and_found_again(lines: list[str]) -> None:
 
 
 def test_many_words_are_kept_apart() -> None:
-    """Keys that differ in their length alone, or in one byte, and a table that grows."""
+    """Words whose keys in the hash table differ in length alone or in one byte, and so many that the table grows."""
     every = [bytes([65 + i % 7]) * (i % 23 + 1) + b"\x00" * (i % 3) + str(i // 100).encode() for i in range(30_000)]
     starts = np.cumsum([0, *map(len, every)])
     words = Words()
@@ -97,9 +101,12 @@ def test_chunks_of_files_change_no_count(
         file.write_bytes(text.encode() * 5)
     parts = [whole(file) for file in files]
     expected = Counter(word.encode() for text in lines for word in naive.split(text * 5, specials))
-    for cut in (list(chunks(parts, Pretokenizer(specials), size)), sum(split(parts, Pretokenizer(specials), 3), [])):
-        assert b"".join(chunk.read() for chunk in cut) == b"".join(file.read_bytes() for file in files)
-        found = Counter(word for chunk in cut for word in pretokens(chunk.read(), specials))
+    for file_chunks in (
+        list(chunks(parts, Pretokenizer(specials), size)),
+        sum(split(parts, Pretokenizer(specials), 3), []),
+    ):
+        assert b"".join(chunk.read() for chunk in file_chunks) == b"".join(file.read_bytes() for file in files)
+        found = Counter(word for chunk in file_chunks for word in pretokens(chunk.read(), specials))
         assert found == expected
     for token in specials:
         expected.pop(token.encode(), None)

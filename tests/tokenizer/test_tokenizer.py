@@ -1,4 +1,9 @@
-"""Byte-level BPE: splitting, training and encoding against the plainest forms of each, and against tiktoken."""
+"""Byte-level BPE (lmsys/tokenizer): training, encoding, saving and loading.
+
+The references are lmsys/tokenizer/naive.py, which counts all pairs anew for each merge, and the packages tiktoken and
+tokenizers where they are installed. `small()` is a tokenizer of 700 tokens for tests that need one. Splitting has its
+own file, test_pretokens.py.
+"""
 
 import json
 import pickle
@@ -25,7 +30,7 @@ from tests.support.texts import END, texts
 
 @cache
 def small() -> Tokenizer:
-    """Trained on this file and what it tests."""
+    """A tokenizer of 700 tokens, trained on this file and on the source files of lmsys/tokenizer."""
     room = Path(__file__).parents[1]
     return train([Path(__file__), *sorted((room.parent / "lmsys" / "tokenizer").glob("*.py"))], 700, [END, "<|end|>"])
 
@@ -35,7 +40,8 @@ def small_texts() -> str:
     return Path(__file__).read_text() + END + "naïve café, 中文 text.\n\n  It's we'll!" * 3
 
 
-counted = st.dictionaries(
+# Draws counts of words.
+word_counts = st.dictionaries(
     st.text("abc ", min_size=1, max_size=9).map(str.encode) | st.binary(min_size=1, max_size=4),
     st.integers(1, 5),
     max_size=12,
@@ -53,12 +59,12 @@ def test_no_special_tokens_may_be_none_and_paths_may_be_text(tmp_path: Path) -> 
         assert loaded.fingerprint == found.fingerprint
 
 
-@given(counted, st.integers(0, 30))
+@given(word_counts, st.integers(0, 30))
 def test_incremental_training_equals_counting_anew(counts: dict[bytes, int], num_tokens: int) -> None:
     assert learn_merges(counts, num_tokens) == naive.learn_merges(counts, num_tokens)
 
 
-@given(counted, st.integers(1, 30))
+@given(word_counts, st.integers(1, 30))
 def test_the_next_merge_is_the_one_that_is_learned_next(counts: dict[bytes, int], num_tokens: int) -> None:
     merges = naive.learn_merges(counts, num_tokens)
     for place, merge in enumerate(merges):
@@ -78,7 +84,10 @@ def test_runs_of_one_letter_whose_pairs_overlap() -> None:
 
 
 def test_a_word_of_twice_the_length_is_twice_the_work() -> None:
-    """Not four times, as where a merge reads the whole word. Strings that C reads count by their length."""
+    """If each merge read the whole word, it would be four times the work.
+
+    Work is the number of calls, but a C function of a string or bytes counts as many as that is long.
+    """
 
     def work(length: int) -> int:
         word, done = bytes(random.Random(0).choices(b"abcdefghij", k=length)), 0
@@ -99,7 +108,7 @@ def test_a_word_of_twice_the_length_is_twice_the_work() -> None:
 
 
 def test_keys_of_an_object_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary is an object of 50,000 keys. Equal ones are still found."""
+    """A vocabulary is a JSON object of 50,000 keys: comparing every two would be slow. Equal keys are still found."""
 
     class Key(str):
         compared = 0
@@ -236,7 +245,7 @@ def test_tokens_of_any_bytes_are_saved(
 
 
 def test_files_named_as_gpt2s_are_loaded(tmp_path: Path) -> None:
-    """Ids in GPT-2's order, which is not that of the bytes, and its older names."""
+    """Reads the older names, encoder.json and vocab.bpe, and ids in GPT-2's order, which is not that of the bytes."""
     small().save(tmp_path)
     shift = {number: (number + 300) % 700 for number in range(700)}
     Tokenizer({shift[n]: token for n, token in small().vocab.items()}, small().merges, [END, "<|end|>"]).save(tmp_path)
@@ -247,7 +256,7 @@ def test_files_named_as_gpt2s_are_loaded(tmp_path: Path) -> None:
 
 
 def as_gpt2s(merges: Path) -> str:
-    """The text of a merges file of ours with GPT-2's first line, which has no count."""
+    """The text of a merges file that this project has saved, with the first line of GPT-2's, which has no count."""
     return "\n".join(["#version: 0.2", *merges.read_text().split("\n")[1:]])
 
 
@@ -262,7 +271,7 @@ def test_merges_that_are_cut_are_refused_whoever_wrote_them(
     for text in (merges.read_text(), as_gpt2s(merges)):
         merges.write_text(text)
         assert Tokenizer.load(folder).fingerprint == small().fingerprint
-        merges.write_text(text[: data.draw(st.integers(0, len(text) - 2))])  # the last line's end is no merge
+        merges.write_text(text[: data.draw(st.integers(0, len(text) - 2))])  # at -1, no merge would be lost
         with pytest.raises(ValueError):
             Tokenizer.load(folder)
 
@@ -335,7 +344,7 @@ BYTES = {i: bytes([i]) for i in range(256)}
 
 
 @pytest.mark.parametrize(
-    ("vocab", "merges", "specials", "said"),
+    ("vocab", "merges", "specials", "message"),
     [
         ({**BYTES, 300: b"ab"}, [], [], "ids must be 0 to 256; got .300."),
         ({**BYTES, 256: b"a"}, [], [], "two ids have the bytes b'a'"),
@@ -348,8 +357,8 @@ BYTES = {i: bytes([i]) for i in range(256)}
         (BYTES, [], [""], "must have at least one character"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused(vocab, merges, specials, said: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_tokenizer_is_refused(vocab, merges, specials, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
         Tokenizer(vocab, merges, specials)
 
 
@@ -358,14 +367,14 @@ def test_bad_training_input_is_refused(tmp_path: Path) -> None:
     text.write_text("some text")
     empty.write_text("")
     latin.write_bytes("ab é".encode("latin-1"))
-    for files, size, said in (
+    for files, size, message in (
         ([text], 256, "vocab_size=256 must be at least 257: 256 bytes and 1 special"),
         ([tmp_path / "gone"], 300, "gone: there is no such file"),
         ([empty], 300, "there is no text in .*empty"),
         ([], 300, "no files are given"),
         ([latin], 300, "latin is not UTF-8 text: .* at byte 3"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             train(files, size, [END])
     with pytest.raises(ValueError, match="processes=0 must be at least 1"):
         train([text], 300, [END], 0)
@@ -376,7 +385,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     small().save(tmp_path)
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     good = vocab.read_text(), merges.read_text()
-    for file, content, said in (
+    for file, content, message in (
         (vocab, "[", "not JSON"),
         (vocab, '{"a": "b"}', "must be an object of token: id"),
         (vocab, '{"a": 1, "b": 1}', "id 1 is given twice"),
@@ -388,7 +397,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         (vocab, r'{"a": "\ud800"}', "is half of a character"),
     ):
         file.write_text(content)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Tokenizer.load(tmp_path)
         vocab.write_text(good[0])
         merges.write_text(good[1])
