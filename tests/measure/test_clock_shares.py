@@ -1,5 +1,8 @@
-"""The clock of a GPU beside CUPTI, which sees each kernel begin and end: from 5 microseconds to 5 milliseconds.
+"""`CudaClock` (lmsys/measure/clock.py) against CUPTI, which sees each kernel begin and end. Needs a GPU.
 
+The clock measures with pairs of CUDA events. A pair shows more than the span of the kernel between its events; this
+excess is the clock's "share", which it subtracts from each reading. Here the times that it then shows are compared with
+the spans of the same calls by CUPTI, from 5 microseconds to 5 milliseconds.
 `python -m pytest -m gpu -s tests/measure/test_clock_shares.py` prints the table.
 """
 
@@ -20,14 +23,15 @@ from lmsys.measure.compare import Step, interleave, rounds_of
 SHAPES = ((8, 128, 64), (16, 512, 64), (16, 1024, 64), (16, 2048, 128), (16, 8192, 64), (16, 16384, 128))
 CELLS = [(shape, causal) for shape in SHAPES for causal in (True, False)]
 ROWS = ("flash_gluon", "sdpa_cudnn")
-LEAST_US = 5
-CALLS = 300
+LEAST_US = 5  # shorter calls are printed, and not judged
+CALLS = 300  # of each row, that CUPTI and the clock both measure
 HEAD = """
 | | row | H | S | D | mask | shown | CUPTI | apart | allowed | share | in the sweep |
 | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 def step_of(name: str, shape: tuple[int, int, int], causal: bool, direction: str) -> Step:
+    """A step that times one direction of attention, for a batch of 1 and a shape of (heads, length, head_dim)."""
     heads, length, head_dim = shape
     row = adapt(ATTENTION[name].load())
     inputs = torch.randn(4, 1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -44,9 +48,10 @@ def step_of(name: str, shape: tuple[int, int, int], causal: bool, direction: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_what_is_shown_is_the_span_that_cupti_sees(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same call by both, on calls other than those that the clock's share was measured on, in turns as all are.
+    """The clock and CUPTI measure the same calls, which are not those on which the clock's share was measured.
 
-    Calls are compared one by one: where they take one of two times, as cuDNN's backwards do, medians move by chance.
+    The times of each call are subtracted, and the median of these differences is judged: where a call takes one of two
+    times, as cuDNN's backwards do, a difference of medians would vary by chance.
     """
     monkeypatch.undo()  # neither poisoned memory nor tiles that are tried first: those would be timed too
     clock, wrong = CudaClock(), []
@@ -55,11 +60,11 @@ def test_what_is_shown_is_the_span_that_cupti_sees(direction: str, monkeypatch: 
     for shape, causal in CELLS:
         steps = {name: step_of(name, shape, causal, direction) for name in ROWS}
         sampled = interleave(steps, clock, seconds=0.05, min_rounds=20)
-        found = clock.beside_cupti(partial(rounds_of, steps, clock, CALLS))
-        assert found, "CUPTI gave nothing: another profiler has it, or the driver forbids it"
+        by_cupti = clock.beside_cupti(partial(rounds_of, steps, clock, CALLS))
+        assert by_cupti, "CUPTI gave nothing: another profiler has it, or the driver forbids it"
         for name in steps:
             share_us = sampled.share_s[name] * 1e6
-            calls = [(pair_s * 1e6 - share_us, span_s * 1e6) for one, pair_s, span_s in found if one == name]
+            calls = [(pair_s * 1e6 - share_us, span_s * 1e6) for row, pair_s, span_s in by_cupti if row == name]
             shown_us, span_us = (statistics.median(times) for times in zip(*calls, strict=True))
             apart_us = statistics.median(shown - span for shown, span in calls)
             allowed_us = max(0.3, 0.01 * span_us)

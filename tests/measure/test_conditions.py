@@ -1,4 +1,8 @@
-"""The state of the machine that may have moved a figure, and what of it is flagged."""
+"""The state of the machine that is recorded with each time (`Conditions`), and what of it counts as a disturbance.
+
+Covers lmsys/measure/sensors.py (reasons of a GPU's clock, as bits of a mask) and lmsys/measure/host.py (the load that
+other programs put on the CPU). A "stranger" is a process on the device that is not of this run.
+"""
 
 import os
 import subprocess
@@ -17,14 +21,14 @@ from tests.support.device import FakeDevice
 
 @given(st.lists(st.integers(0, 2**12 - 1), min_size=1, max_size=5))
 def test_a_clock_is_flagged_for_each_reason_but_the_expected(masks: list[int]) -> None:
-    found = Conditions("cuda", FakeDevice(), os.getpid()).record([Reading(reasons=mask) for mask in masks])
+    record = Conditions("cuda", FakeDevice(), os.getpid()).record([Reading(reasons=mask) for mask in masks])
     seen = {bit for bit in (1 << place for place in range(12)) if any(mask & bit for mask in masks)}
     unexpected = seen - {0x1, 0x2, 0x4}
-    assert (found["disturbed"] is None) == (not unexpected)
+    assert (record["disturbed"] is None) == (not unexpected)
     for bit in seen - {0x1}:
-        assert told([bit]) in found["clock_reasons"]
+        assert told([bit]) in record["clock_reasons"]
         if bit in unexpected:
-            assert told([bit]) in found["disturbed"]
+            assert told([bit]) in record["disturbed"]
 
 
 def test_the_power_cap_and_idling_are_expected_and_all_slowdowns_are_not() -> None:
@@ -47,21 +51,21 @@ def test_strangers_are_flagged(strangers: int | None, share: float | None, flagg
 def test_only_a_cpus_own_figures_are_flagged_for_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "others_share", lambda *_: 0.5)
     for device, is_flagged in (("cpu", True), ("cuda", False)):
-        found = Conditions(device, FakeDevice(), os.getpid()).record([])
-        assert found["others_cpu_share"] == 0.5 and bool(found["disturbed"]) == is_flagged
+        record = Conditions(device, FakeDevice(), os.getpid()).record([])
+        assert record["others_cpu_share"] == 0.5 and bool(record["disturbed"]) == is_flagged
 
 
 def test_readings_become_one_line() -> None:
     device = FakeDevice()
     readings = [Reading(1700, 2619, None, 50, 600), Reading(1500, 2619, None, 60, 700), Reading(1600, 2619, None, 55)]
-    found = Conditions("cuda", device, os.getpid()).record(readings)
-    assert [found[name] for name in ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w")] == [
+    record = Conditions("cuda", device, os.getpid()).record(readings)
+    assert [record[name] for name in ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w")] == [
         1600, 2619, 60, 650,
     ]  # fmt: skip
 
 
 def test_who_is_of_this_run_is_no_stranger_on_the_device() -> None:
-    """This process, what it has started, and one that it has not."""
+    """This process and its child are of this run; its parent is not."""
     device = FakeDevice()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         device.others = [os.getpid(), child.pid]
@@ -72,6 +76,7 @@ def test_who_is_of_this_run_is_no_stranger_on_the_device() -> None:
 
 
 def test_in_another_count_of_processes_a_surplus_is_strangers() -> None:
+    """In a container, the numbers that the driver gives processes are not ours: only how many there are can be compared."""
     ours = len(host.family_of(os.getpid(), host.processes_in(Path("/proc"))))
     for surplus in (0, 2):
         device = FakeDevice()
@@ -79,8 +84,11 @@ def test_in_another_count_of_processes_a_surplus_is_strangers() -> None:
         assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == surplus
 
 
-def proc(root: Path, busy: int, **ticks: tuple[int, int, int]) -> None:
-    """/proc, of one busy core of ours; processes by number: parent, own ticks, those of ended children."""
+def write_proc(root: Path, busy: int, **ticks: tuple[int, int, int]) -> None:
+    """Write a /proc below `root`, in which the first core that we may use was busy for `busy` ticks.
+
+    `ticks` maps a process ("p7" is process 7) to (its parent, its own ticks, the ticks of its ended children).
+    """
     core = min(os.sched_getaffinity(0))
     (root / "proc").mkdir(exist_ok=True)
     (root / "proc/stat").write_text(f"cpu 9 9 9 9 9 9 9 9 0 0\ncpu{core} {busy - 6} 1 2 900 800 1 1 1 70 0\n")
@@ -98,10 +106,10 @@ def test_the_cpu_that_others_took_is_what_neither_we_nor_our_children_used(
     tmp_path_factory: pytest.TempPathFactory, own: int, of_child: int, of_ended: int, others: int
 ) -> None:
     root, per_s, cores = tmp_path_factory.mktemp("root"), os.sysconf("SC_CLK_TCK"), len(os.sched_getaffinity(0))
-    proc(root, 10, p7=(8, 5, 0), p8=(9, 6, 0), p9=(1, 1, 0), p10=(1, 4, 0))
+    write_proc(root, 10, p7=(8, 5, 0), p8=(9, 6, 0), p9=(1, 1, 0), p10=(1, 4, 0))
     before = host.load(9, root)
     busy, ended = 10 + own + of_child + of_ended + others, (9, 6 + own, of_ended)
-    proc(root, busy, p7=(8, 5 + of_child, 0), p8=ended, p9=(1, 1, 0), p10=(1, 4 + others, 0))
+    write_proc(root, busy, p7=(8, 5 + of_child, 0), p8=ended, p9=(1, 1, 0), p10=(1, 4 + others, 0))
     after = host.load(9, root)
     assert before and after and host.family_of(9, host.processes_in(root / "proc")) == {7, 8, 9}
     after = host.Load(before.at_s + 2.0, after.busy_s, after.own_s)

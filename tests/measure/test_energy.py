@@ -1,4 +1,9 @@
-"""The energy of a call, on a device whose power is known, and on a GPU."""
+"""The energy of a call (lmsys/measure/energy.py), on a device whose power is known, and on a GPU.
+
+Energy is measured in two ways: from a counter of joules, and as the integral of sampled power. The tests hold both
+against the exact energy of `FakeDevice`, whose power follows a curve; on a GPU, against each other. `times` and `marks`
+make what a measurement collects: when the sensors were read, and how many calls were done by when.
+"""
 
 import itertools
 import math
@@ -22,16 +27,18 @@ from tests.support.device import FakeDevice
 
 GAP_S, END_S = 0.0075, 2.5
 MOST_W = 600.0
+# Draws (seconds, watts) of each part of a curve of power, and seconds between two readings.
 curves = st.lists(st.tuples(st.floats(0.01, 0.5), st.floats(50, MOST_W)), min_size=1, max_size=5)
 gaps = st.lists(st.floats(0.0025, GAP_S), min_size=1, max_size=20)
 
 
 def times(gaps: list[float]) -> list[float]:
+    """The moments of readings from 0 to END_S, with these gaps between them, repeated as often as needed."""
     return list(itertools.takewhile(lambda at: at < END_S, itertools.accumulate(itertools.cycle(gaps))))
 
 
 def marks(call_s: float) -> list[tuple[float, int]]:
-    """Calls that follow one another from 0 to END_S, marked whenever CHUNK_S is over."""
+    """(second, calls done by then) of calls that follow one another from 0 to END_S, one entry for each CHUNK_S."""
     chunk = max(1, round(energy.CHUNK_S / call_s))
     return [(n * chunk * call_s, n * chunk) for n in range(math.ceil(END_S / chunk / call_s) + 1)]
 
@@ -47,7 +54,7 @@ def test_the_energy_of_all_calls_is_the_integral_of_power(
     (begin_s, _), *_, (end_s, _) = energy.moves_of(samples, 0.5)
     assert seconds == pytest.approx(end_s - begin_s) and found.calls == pytest.approx(seconds / call_s)
     exact = device.used(end_s) - device.used(begin_s)
-    assert abs(found.joules * found.calls - exact) <= MOST_W * GAP_S * 1.01  # a move is seen so late at most
+    assert abs(found.joules * found.calls - exact) <= MOST_W * GAP_S * 1.01  # a counter's move is seen up to GAP_S late
     assert found.integral_j is not None
     assert abs(found.integral_j * found.calls - exact) <= MOST_W * GAP_S * jumps
 
@@ -71,7 +78,7 @@ def test_a_counter_alone_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counter", "told"),
+    ("counter", "message"),
     [
         (lambda at: 400 * at - 700 * (at > 1), "went back, from 3"),
         (lambda at: 400 * at + 700 * (at > 1), r"jumped by 70\d\.\d J in 0\.00\d s, where 700 W are the limit"),
@@ -79,18 +86,18 @@ def test_a_counter_alone_says_so() -> None:
         (lambda at: 7.0 + (at > 1), "has not moved twice"),
     ],
 )
-def test_a_counter_that_cannot_be_is_refused(counter: Any, told: str) -> None:
+def test_a_counter_that_cannot_be_is_refused(counter: Any, message: str) -> None:
     samples = [Sample(at, counter(at), 400.0) for at in times([0.005])]
-    with pytest.raises(EnergyError, match=told):
+    with pytest.raises(EnergyError, match=message):
         energy_of(samples, marks(0.01), 0.5, 700.0)
 
 
 @given(st.floats(0, 2), st.floats(0, 2), st.floats(0, 2))
 def test_calls_between_moments_add_up(a: float, b: float, c: float) -> None:
-    found = marks(0.03)
+    series = marks(0.03)
     a, b, c = sorted((a, b, c))
-    assert calls_between(found, a, c) == pytest.approx(calls_between(found, a, b) + calls_between(found, b, c))
-    assert calls_between(found, a, c) == pytest.approx((c - a) / 0.03)
+    assert calls_between(series, a, c) == pytest.approx(calls_between(series, a, b) + calls_between(series, b, c))
+    assert calls_between(series, a, c) == pytest.approx((c - a) / 0.03)
 
 
 def test_calls_follow_one_another_until_the_counter_has_moved_for_long_enough() -> None:
@@ -116,6 +123,7 @@ def test_a_sensor_that_fails_is_told() -> None:
 
 
 def test_what_is_prepared_untimed_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The energy of the prepare, measured alone, is subtracted from that of the whole step."""
     joules = {"whole": 5.0, "part": 2.0}
 
     def of_call(call: Any, *_: Any) -> Energy:
@@ -135,7 +143,7 @@ def test_what_is_prepared_untimed_is_taken_off(monkeypatch: pytest.MonkeyPatch) 
 
 
 def agreement(name: str, found: Energy) -> float:
-    """How far the two ways are apart, as a share; printed as a line of a table (`-s`)."""
+    """How far counter and integral are apart, as a share of the integral; also prints it as a line of a table."""
     assert found.integral_j is not None
     apart = found.joules / found.integral_j - 1
     watts = found.joules / found.call_s
@@ -162,7 +170,7 @@ def test_the_energy_of_attention_is_the_integral_of_its_power(
     capability, grad = torch.cuda.get_device_capability(), direction == "bwd"
     case = AttentionCase(
         **shape, dtype="bfloat16", causal=True, grad=grad, device="cuda", capability=capability
-    )  # as in the sweeps
+    )  # the case of the sweeps
     if why_not := ATTENTION[name].why_not(case):
         pytest.skip(why_not)
     q, k, v, do = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -172,11 +180,11 @@ def test_the_energy_of_attention_is_the_integral_of_its_power(
     forward = partial(call, q, k, v, causal=True, scale=None)
     step = Step(lambda o: torch.autograd.grad(o, (q, k, v), do), prepare=forward) if grad else Step(lambda _: forward())
 
-    def told(*arguments: Any) -> Energy:
+    def of_call_with_table(*arguments: Any) -> Energy:
         found = of_call(*arguments)
         agreement(f"{name} {direction}, a pass", found)
         return found
 
-    monkeypatch.setattr(energy, "of_call", told)
+    monkeypatch.setattr(energy, "of_call", of_call_with_table)
     found = of_step(step, sensors_of("cuda"), partial(synchronize, "cuda"))
     assert agreement(f"{name} {direction}", found) <= APART

@@ -1,4 +1,7 @@
-"""The memory that a machine, or a container, can still give."""
+"""What lmsys/measure/host.py reads of memory: what can still be allocated, what a process holds, and who was killed.
+
+`write` makes a tree of files as Linux has them in /proc and /sys, below a temporary root.
+"""
 
 import mmap
 from pathlib import Path
@@ -11,6 +14,7 @@ GIB = 2**30
 
 
 def write(root: Path, **files: object) -> None:
+    """Write each content to the file of that name below `root`; in names, __ stands for / and _DOT_ for a dot."""
     for name, content in files.items():
         path = root / name.replace("__", "/").replace("_DOT_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +36,7 @@ def test_nothing_is_known_elsewhere(tmp_path: Path) -> None:
 
 
 def test_what_a_process_holds() -> None:
-    with mmap.mmap(-1, 2**26) as fresh:  # what Python frees may be at hand still
+    with mmap.mmap(-1, 2**26) as fresh:  # not a bytearray: Python might reuse memory that the process holds already
         before = resident_bytes()
         fresh.write(bytes(2**26))
         assert resident_bytes() - before > 0.9 * len(fresh)
@@ -40,5 +44,6 @@ def test_what_a_process_holds() -> None:
 
 
 def test_the_kernel_counts_whom_it_killed(tmp_path: Path) -> None:
+    """`oom_kills` is Linux's count of processes that it has killed because memory ran out."""
     write(tmp_path, proc__vmstat="nr_free_pages 5\noom_kill 3")
     assert oom_kills(tmp_path) == 3

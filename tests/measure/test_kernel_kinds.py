@@ -1,4 +1,8 @@
-"""Every kernel that the library launches counts as what it is, not as "other", where a call is profiled."""
+"""Every kernel that the library launches has its kind in a profile (lmsys/measure/profile.py), and is not "other".
+
+The kernels are found in the source: functions with @triton.jit or @gluon.jit, and __global__ functions in .cu files. A
+new kernel is expected to have the kind of its folder; to expect another, add its file or its name to the tables below.
+"""
 
 import ast
 import importlib
@@ -34,7 +38,7 @@ def is_jit(decorator: ast.expr) -> bool:
 
 @cache
 def jitted() -> dict[str, list[ast.FunctionDef]]:
-    """The functions that Triton compiles, by file."""
+    """The functions that Triton or Gluon compiles, by file, relative to lmsys/."""
     found = {}
     for file in sorted(LIBRARY.rglob("*.py")):
         functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
@@ -43,11 +47,14 @@ def jitted() -> dict[str, list[ast.FunctionDef]]:
 
 
 def launched() -> Iterator[tuple[str, str]]:
-    """(file, kernel): those that no other of them uses; and the kernels in CUDA C++."""
+    """(file, kernel) of each kernel: the compiled functions that no other one calls, and the kernels in CUDA C++.
+
+    A function whose name ends in "_kernel" counts as a kernel, even if another one calls it, too.
+    """
     inside = [node for functions in jitted().values() for function in functions for node in ast.walk(function)]
     used = {node.id for node in inside if isinstance(node, ast.Name)}
     for file, functions in jitted().items():
-        yield from ((file, one.name) for one in functions if one.name not in used or one.name.endswith("_kernel"))
+        yield from ((file, f.name) for f in functions if f.name not in used or f.name.endswith("_kernel"))
     for path in sorted(LIBRARY.rglob("*.cu")):
         for name in re.findall(r"__global__\s+void\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", path.read_text()):
             yield path.relative_to(LIBRARY).as_posix(), f"{name}(Problem)"  # as a trace has it
@@ -55,7 +62,7 @@ def launched() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels of all rows, and of the files that register their own."""
+    """The kernels of all rows are registered, and, by an import, those of the files that register their own."""
     for file in jitted():
         if file.startswith(("model/", "training/")):
             pytest.importorskip("triton")
@@ -81,8 +88,8 @@ def test_kernels_are_found_in_the_source() -> None:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(("file", "name"), [*launched()])
 def test_every_kernel_of_the_library_has_its_kind(file: str, name: str) -> None:
-    of_file = KINDS_OF_FILES.get(file, KINDS_OF_FOLDERS.get(file.partition("/")[0]))
-    assert kind_of(name) == KINDS_OF_KERNELS.get(name, of_file)
+    expected_kind = KINDS_OF_FILES.get(file, KINDS_OF_FOLDERS.get(file.partition("/")[0]))
+    assert kind_of(name) == KINDS_OF_KERNELS.get(name, expected_kind)
 
 
 def test_a_profile_knows_no_kernel_of_a_row_until_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The rates that no kernel can beat."""
+"""The rates that no kernel can beat on a device (`Limits`, lmsys/measure/machine.py): of arithmetic and of memory."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,8 @@ def test_there_are_none_where_they_are_not_known(h200: None, monkeypatch: pytest
 
 
 def test_work_takes_the_longer_of_its_arithmetic_and_its_reads() -> None:
-    one = Limits({"bfloat16": 1e15}, 5e12)
-    assert one.least_s(1e12, "bfloat16", 1e6) == 1e-3
-    assert one.least_s(1e9, "bfloat16", 5e9) == 1e-3
-    assert one.least_s(1e12, "int8", 5e9) == 1e-3  # arithmetic whose rate is not known takes no time
+    """In seconds; the limits are 1e15 FLOP/s and 5e12 bytes/s."""
+    limits = Limits({"bfloat16": 1e15}, 5e12)
+    assert limits.least_s(1e12, "bfloat16", 1e6) == 1e-3
+    assert limits.least_s(1e9, "bfloat16", 5e9) == 1e-3
+    assert limits.least_s(1e12, "int8", 5e9) == 1e-3  # arithmetic whose rate is not known takes no time

@@ -1,4 +1,8 @@
-"""Clocks, interleaving, memory and machine facts, on callables whose cost is known."""
+"""The parts of a measurement (lmsys/measure), on functions whose cost is known.
+
+In this order: `interleave`, which times several steps in turns; outcomes of a call that fails; sizes and peaks of
+memory; facts about the machine; the clock of a GPU; and ceilings, which are the best rates that a machine has reached.
+"""
 
 import itertools
 import json
@@ -40,7 +44,11 @@ def test_rows_take_turns_and_prepare_is_not_timed() -> None:
 
 @pytest.mark.parametrize(("own_s", "refused"), [(0.0, False), (0.02, True)])
 def test_a_prepare_is_held_against_its_like_in_the_same_place(own_s: float, refused: bool) -> None:
-    """A backward leaves threads that spin, which slow what follows down: the prepare and, as here, its like."""
+    """A prepare is refused where it takes far longer than the step's `like`; both are timed right after a run.
+
+    A backward leaves spinning threads, which slow down whatever comes next. `forward` imitates that: it takes 10 ms
+    longer right after a run. A prepare that is just such a forward must pass; one that takes 20 ms more must not.
+    """
     wait_s = 0.0
 
     def run(_: None) -> None:
@@ -61,13 +69,15 @@ def test_a_prepare_is_held_against_its_like_in_the_same_place(own_s: float, refu
 
 
 def test_of_rows_with_a_single_round_that_is_kept() -> None:
+    """The result of the only timed round is kept, although rounds are kept at random."""
     step = Step(lambda _: "result", keep=lambda found, key: None if key is None else found)
     (kept,) = interleave({"a": step}, CpuClock(), seconds=0, min_rounds=1).kept["a"]
     assert (kept.index, kept.result) == (0, "result")
 
 
 def test_a_slow_row_stops_early_and_a_failing_one_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "MOST_OF_EXPECTED", math.inf)  # or a busy machine gives the quick row no more rounds
+    # Otherwise, on a busy machine, the quick row might get no more rounds than the slow one.
+    monkeypatch.setattr(compare, "MOST_OF_EXPECTED", math.inf)
     calls = iter(range(1000))
 
     def fails_later(_: None) -> None:
@@ -102,7 +112,7 @@ def test_looks_are_between_rounds_and_not_too_many(rounds: int) -> None:
     step = Step(lambda _: None)
     found = interleave({"a": step}, CpuClock(), seconds=0, min_rounds=rounds, look=lambda: next(numbers))
     assert min(rounds, MOST_LOOKS) / 2 <= len(found.looks) <= MOST_LOOKS
-    assert found.looks == [*range(1, next(numbers))]  # the first tells what one costs
+    assert found.looks == [*range(1, next(numbers))]  # number 0 was called before, to measure what a look costs
 
 
 @pytest.mark.parametrize(
@@ -160,6 +170,7 @@ def test_the_machine_is_described_in_json(device: str) -> None:
 
 @pytest.mark.gpu
 def test_only_the_clock_of_a_loop_counts_the_host() -> None:
+    """With `ahead`, the host launches before the device begins, and its 10 ms are not counted; in a loop they are."""
     x, order = torch.zeros(2**20, device="cuda"), []
 
     def slow(_: object) -> None:
@@ -185,14 +196,14 @@ def test_only_the_clock_of_a_loop_counts_the_host() -> None:
 def test_the_device_clock_agrees_with_triton(
     name: str, heads: int, length: int, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On attention that takes 0.2 ms or more; the two interleaved, medians of five rounds.
+    """Our clock and Triton's do_bench take turns, five times each; their medians must agree to 3 %.
 
-    And that takes longer than to launch it: do_bench has launched the next call while the last one runs, so that it
-    measures gaps where the host is slower than the device, which our clock does not.
+    The attention takes 0.2 ms or more, and longer than its launch. do_bench launches a call while the one before runs,
+    so where the host is slower than the device it also measures the gaps between calls, which our clock does not.
     """
     from triton.testing import do_bench
 
-    monkeypatch.undo()  # neither poisoned memory nor tiles that are tried first: those would be timed too
+    monkeypatch.undo()  # the fixtures of tests/conftest.py: poisoning memory and trying tiles would be timed, too
     q, k, v, do = torch.randn(4, 1, heads, length, 64, device="cuda", dtype=torch.bfloat16)
     leaves = [x.requires_grad_(direction == "fwdbwd") for x in (q, k, v)]
 
@@ -216,6 +227,7 @@ def test_the_device_clock_agrees_with_triton(
 def test_of_a_ceiling_that_takes_long_few_calls_are_enough(
     long_s: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After one that is not counted, two calls are enough if they took more than LONG_S; else five or more are made."""
     monkeypatch.setattr(machine, "LONG_S", long_s)
     calls: list[int] = []
 
@@ -229,6 +241,7 @@ def test_of_a_ceiling_that_takes_long_few_calls_are_enough(
 
 
 def test_a_ceiling_has_moved_when_it_leaves_the_spread_of_its_runs() -> None:
+    """With a spread of 10 %, 5 % more is no move, and 20 % less is one."""
     before = {"matmul_flops_per_s": {"float32": 1e12}, "copy_bytes_per_s": 1e11, "spread": 0.1}
     after = {"matmul_flops_per_s": {"float32": 1.05e12}, "copy_bytes_per_s": 0.8e11, "spread": 0.01}
     (moved,) = machine.moved(before, after)

@@ -1,4 +1,7 @@
-"""Communication in a trace: intervals whose union and overlap are known by construction."""
+"""Communication in a profiler's trace (`read_overlap`, lmsys/measure/profile.py): how long, and beside computation.
+
+The traces are made here, so that the union and the overlap of their intervals are known.
+"""
 
 from typing import Any
 
@@ -18,8 +21,8 @@ def test_intervals_are_united() -> None:
 def test_time_of_communication_and_its_overlap_are_those_of_the_trace(device: str, category: str) -> None:
     """Each of three steps of 1 ms has a matmul from 0 to 600 us and transfers from 450 to 650 us and 550 to 750 us.
 
-    So something communicates for 300 us of a step, and half of this time something computes, too. Two events of the
-    trace are neither: the call on the host that issues an all-reduce, and metadata.
+    So something communicates for 300 us of a step, and for half of this time something computes, too. Two events of the
+    trace count as neither: the call on the host that issues an all-reduce, and an event of metadata.
     """
     sends = {"cpu": ("user_annotation", "gloo:all_reduce"), "cuda": ("kernel", "ncclDevKernel_AllReduce")}[device]
     issuing: dict[str, Any] = {"cat": "cpu_op", "name": "c10d::allreduce_", "ts": 0.0, "dur": STEP_US}

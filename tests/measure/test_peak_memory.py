@@ -1,4 +1,7 @@
-"""Phases, breakdown, timeline and snapshot, where the bytes are known by construction."""
+"""What lmsys/measure/memory.py tells of memory: phases, breakdown, timeline, snapshot, and the peak of a command.
+
+The calls under test allocate tensors of known sizes: `zeros` makes one of 4 * SIZE bytes.
+"""
 
 import gc
 import itertools
@@ -19,7 +22,7 @@ SIZE = 2**20  # of float32: 4 MiB
 
 @pytest.fixture(autouse=True)
 def no_cached_blocks() -> None:
-    """A GPU's allocator hands out a cached block that is a little too large whole, and counts it so."""
+    """Frees cached blocks: a GPU's allocator may serve a request with a larger cached block, and counts it whole."""
     release_memory()
 
 
@@ -43,13 +46,17 @@ def test_phases_tell_peak_and_what_stays(device: str) -> None:
 
 
 def test_phases_of_a_step(device: str) -> None:
-    """Two layers of 1 MiB of weights; kept are 2 MiB that tanh saves and 2 MiB of output; one momentum per weight."""
+    """Two layers of 1 MiB of weights each, and one value of momentum per weight.
+
+    A forward leaves 4 MiB: 2 that tanh saves, and 2 of output. A backward leaves the gradients; the optimizer's first
+    step leaves the momentum, too.
+    """
     layers = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 512, bias=False)).to(device)
     weights, x = 2 * 2**20, torch.randn(1024, 512, device=device)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
     y: list[Tensor] = []
 
-    def warm_up() -> None:  # of libraries that allocate a workspace for themselves
+    def warm_up() -> None:  # so that the libraries that allocate a workspace of their own have done so
         layers(x).sum().backward()
         optimizer.zero_grad()
 
@@ -100,7 +107,7 @@ def test_the_timeline_follows_each_event(device: str) -> None:
 
     found = memory.timeline({"one": call, "two": lambda: zeros(device)}, device)
     (times, live), (later, last) = (zip(*points, strict=True) for points in found.values())
-    levels = [size // SIZE for size in live]  # without the scalars that operators make
+    levels = [size // SIZE for size in live]  # rounded down, as operators also allocate scalars
     assert [level for level, _ in itertools.groupby(levels)][:4] == [4, 8, 4, 8]
     assert times[0] == 0 and [*times, *later] == sorted([*times, *later])
     assert max(live) == memory.peak_bytes(call, device) and list(last) == [4 * SIZE, 0]
@@ -108,6 +115,7 @@ def test_the_timeline_follows_each_event(device: str) -> None:
 
 
 def test_lines_survive_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocations keep their source lines, even if the collector runs while these are read."""
     read = memory._marked_source
     monkeypatch.setattr(memory, "_marked_source", lambda event: (gc.collect(), read(event))[1])
     events = memory.allocator_events(lambda: zeros("cpu"), "cpu", lines=True)
@@ -126,7 +134,7 @@ def test_a_snapshot_needs_cuda(tmp_path: Path) -> None:
 
 
 def test_frames_of_a_snapshot_are_read() -> None:
-    """As torch records them: innermost first, C++ among Python."""
+    """Frames are as torch records them: the innermost first, and those of C++ among those of Python."""
     ours = str(Path(__file__))
     cpp = {"filename": "??", "line": 0, "name": "at::native::empty_cuda(c10::ArrayRef<long>)"}
     node = {

@@ -1,4 +1,8 @@
-"""Profiles of callables whose kernels, parts and allocations are known by construction."""
+"""Profiles (lmsys/measure/profile.py) of functions whose kernels, parts and allocations are known.
+
+A part is a range that the library marks with `part("name")`; a profile gives the time of its kernels, forward and
+backward. NAMES has names of kernels by the kind that they must get: to teach a new name, add it there.
+"""
 
 import dataclasses
 import json
@@ -154,7 +158,12 @@ def test_bad_numbers_are_named() -> None:
 
 
 def test_a_trace_of_cuda_is_read() -> None:
-    """Host thread 1 launches the forward, autograd's thread 2 the backward; the device is late."""
+    """Host thread 1 launches the forward, autograd's thread 2 the backward; kernels run long after their launch.
+
+    A kernel's `correlation` leads to its launch, and by the launch's time and thread to its part. A "fwdbwd" pair, s to
+    f, leads from a backward operator to the forward operator, in whose part the backward then counts. Two steps were
+    recorded, so that times and counts are halved.
+    """
 
     def complete(cat: str, name: str, tid: int, ts: float, dur: float, **args: int) -> dict:
         return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "args": args}

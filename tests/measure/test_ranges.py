@@ -1,4 +1,7 @@
-"""Calls in NVTX ranges: each in one of its case's id, with nothing of the bench in it, and none of them timed."""
+"""Calls in NVTX ranges (`call_in_ranges`, `--nvtx`): each range bears its case's id, and holds the row's call alone.
+
+`Ranges` takes the place of `torch.cuda.nvtx`, and logs in `happened` what the tests compare. No call is timed.
+"""
 
 import pytest
 import torch
@@ -10,11 +13,13 @@ from tests.support.harness import Telling, cases_of, records
 
 
 class Adding(Telling):
+    """The benchmark under test: see `Telling`; its cases differ in their size."""
+
     fields = fields.columns("size")
 
 
 class Ranges:
-    """What happens, in order, pushes and pops of `torch.cuda.nvtx` among it."""
+    """Takes the place of `torch.cuda.nvtx`; `happened` logs pushes and pops, and whatever a test appends, in order."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -35,19 +40,19 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
 
 
 def test_a_range_holds_the_call_and_nothing_else(ranges: Ranges) -> None:
-    tell = ranges.happened.append
+    log = ranges.happened.append
     step = Step(
-        run=lambda prepared: tell(f"run {prepared}"),
-        prepare=lambda: tell("prepare") or 7,
-        before=lambda: tell("before"),
-        redraw=lambda draw: tell(f"redraw {draw}"),
-        redraw_late=lambda draw: tell(f"late {draw}"),
-        keep=lambda found, key: tell(f"keep {key}"),
+        run=lambda prepared: log(f"run {prepared}"),
+        prepare=lambda: log("prepare") or 7,
+        before=lambda: log("before"),
+        redraw=lambda draw: log(f"redraw {draw}"),
+        redraw_late=lambda draw: log(f"late {draw}"),
+        keep=lambda found, key: log(f"keep {key}"),
     )
     call_in_ranges("one-{case}", step, "cpu")
     own = ["push one-{case}", "run 7", "pop", "keep None"]
     assert ranges.happened == [
-        one for i in range(NUM_CALLS) for one in ("before", f"redraw {i}", "prepare", f"late {i}", *own)
+        event for i in range(NUM_CALLS) for event in ("before", f"redraw {i}", "prepare", f"late {i}", *own)
     ]
 
 
@@ -60,12 +65,14 @@ def test_a_range_ends_where_the_call_fails(ranges: Ranges) -> None:
 def test_every_case_is_called_in_ranges_of_its_id_and_none_is_timed(ranges: Ranges) -> None:
     cases = cases_of(Adding())
     found = records(Adding(), cases, nvtx=True, timed=False)
-    assert ranges.happened == [one for case in cases for _ in range(NUM_CALLS) for one in (f"push {case.id}", "pop")]
-    for one in found.values():
-        assert one["outcome"] == "ok" and one["reason"] == "called in NVTX ranges, not timed (--nvtx)"
-        assert "time_s" not in one
+    assert ranges.happened == [
+        event for case in cases for _ in range(NUM_CALLS) for event in (f"push {case.id}", "pop")
+    ]
+    for record in found.values():
+        assert record["outcome"] == "ok" and record["reason"] == "called in NVTX ranges, not timed (--nvtx)"
+        assert "time_s" not in record
 
 
 def test_without_the_option_nothing_is_pushed(ranges: Ranges) -> None:
     found = records(Adding(), cases_of(Adding()))
-    assert not ranges.happened and all(one["time_s"] for one in found.values())
+    assert not ranges.happened and all(record["time_s"] for record in found.values())

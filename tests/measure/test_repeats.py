@@ -1,4 +1,8 @@
-"""Bits compared: what is the same says nothing, what differs is named with its size, and repeats are counted."""
+"""Whether repeated calls give the same bits (lmsys/measure/repeats.py).
+
+`apart` compares two dictionaries of tensors bit by bit, and gives the name and the largest difference of each tensor
+that is not the same. `repeated` calls a function several times, and compares each result with the first.
+"""
 
 import math
 
@@ -14,6 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """A random tensor that depends on the seed alone."""
     return (4 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
@@ -26,15 +31,15 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 def test_one_bit_is_seen_wherever_it_is(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, data: st.DataObject
 ) -> None:
-    one = {"x": drawn(shape, dtype, seed), "y": drawn(shape, dtype, seed + 1)}
-    other = {name: x.clone().mT.contiguous().mT if x.dim() > 1 else x.clone() for name, x in one.items()}
-    assert apart(one, other) == {}
-    at = data.draw(st.integers(0, other["y"].numel() - 1), label="at")
+    outputs = {"x": drawn(shape, dtype, seed), "y": drawn(shape, dtype, seed + 1)}
+    changed = {name: x.clone().mT.contiguous().mT if x.dim() > 1 else x.clone() for name, x in outputs.items()}
+    assert apart(outputs, changed) == {}
+    at = data.draw(st.integers(0, changed["y"].numel() - 1), label="at")
     bit = data.draw(st.integers(0, 8 * dtype.itemsize - 2), label="bit")
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), shape))
-    other["y"].view(BITS[dtype.itemsize])[place] ^= 1 << bit
-    size = abs(float(one["y"][place]) - float(other["y"][place]))
-    assert apart(one, other) == {"y": pytest.approx(size if math.isfinite(size) else 0.0)}
+    changed["y"].view(BITS[dtype.itemsize])[place] ^= 1 << bit
+    difference = abs(float(outputs["y"][place]) - float(changed["y"][place]))
+    assert apart(outputs, changed) == {"y": pytest.approx(difference if math.isfinite(difference) else 0.0)}
 
 
 def test_bits_are_compared_not_values() -> None:

@@ -1,4 +1,8 @@
-"""Sensors of a GPU by NVML's answers, and of a CPU by Linux's files."""
+"""Sensors (lmsys/measure/sensors.py) of a GPU, from NVML's answers, and of a CPU, from Linux's files.
+
+`FakeNvml(**H200)` answers as NVML does for an H200; without answers, as for a GPU that tells nothing. `write_rapl`
+writes the files in which Linux shows the counters of a CPU's energy.
+"""
 
 import re
 from pathlib import Path
@@ -48,9 +52,13 @@ def test_what_a_gpu_does_not_tell_is_none() -> None:
     assert "no counter of energy" in (gpu.why_no_joules or "")
 
 
-def rapl(root: Path, *packages: tuple[int, int]) -> list[Path]:
+def write_rapl(root: Path, *packages: tuple[int, int]) -> list[Path]:
+    """Write the counters of these CPU packages, each (microjoules used, where the counter begins anew); their folders.
+
+    A package is a CPU in its socket. The counter of a part of the first package is written, too: it must not be added.
+    """
     found = [root / f"sys/class/powercap/intel-rapl:{n}" for n in range(len(packages))]
-    part = root / "sys/class/powercap/intel-rapl:0:0"  # of a package, which counts it already
+    part = root / "sys/class/powercap/intel-rapl:0:0"  # its energy is counted in that of package 0 already
     for folder, (used, limit) in zip([*found, part], [*packages, (10**9, 10**9)], strict=True):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "energy_uj").write_text(f"{used}\n")
@@ -64,7 +72,7 @@ def test_counters_of_packages_add_up_and_begin_anew_at_their_end(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]]
 ) -> None:
     used, limits = [990, 10], [1000, 5000]
-    folders = rapl(root := tmp_path_factory.mktemp("rapl"), *zip(used, limits, strict=True))
+    folders = write_rapl(root := tmp_path_factory.mktemp("rapl"), *zip(used, limits, strict=True))
     cpu = Cpu(root)
     assert cpu.why_no_joules is None and cpu.limit_w == 500 and cpu.watts() is None
     for done, step in enumerate(steps, start=1):
@@ -76,8 +84,8 @@ def test_counters_of_packages_add_up_and_begin_anew_at_their_end(
 
 def test_a_cpu_without_counters_says_why(tmp_path: Path) -> None:
     assert "shows no counters of a CPU's energy" in (Cpu(tmp_path).why_no_joules or "")
-    (folder,) = rapl(tmp_path, (1, 1000))
-    (folder / "energy_uj").unlink()  # as where only root may read it
+    (folder,) = write_rapl(tmp_path, (1, 1000))
+    (folder / "energy_uj").unlink()  # stands for a counter that only root may read
     assert "energy cannot be read: [Errno 2]" in (Cpu(tmp_path).why_no_joules or "")
 
 

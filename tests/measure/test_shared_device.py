@@ -1,4 +1,9 @@
-"""A GPU that other programs use: what the clock saw there is no fault of a row. The GPU is a stub."""
+"""Benchmarks on a GPU that other programs use, too: a disturbed time is an error, and does not make the row wrong.
+
+If the device was busy right before a row's timed calls, the row itself may have left work there, and is "wrong" if the
+device is its own; if strangers use the device, they may be the cause. The GPU is a stub, `StubbedGpuClock`, and
+`FakeDevice.others` are the processes that use it; STRANGER is one that is not of the run.
+"""
 
 import os
 import time
@@ -22,6 +27,8 @@ STRANGER = 2**30
 
 @dataclass
 class Mark:
+    """Takes the place of a recorded CUDA event."""
+
     at_s: float
 
     def elapsed_time(self, other: "Mark") -> float:
@@ -29,7 +36,10 @@ class Mark:
 
 
 class StubbedGpuClock(CudaClock):
-    """Reads as the clock of a GPU does; marks are taken by the host. Before calls the device is busy for `busy_s`."""
+    """`CudaClock` without a GPU: its reading is under test, its events are times of the host's clock.
+
+    They say that before each call the device was busy for `busy_s` seconds.
+    """
 
     warm_s, busy_s = 0.0, 0.01
     wait = drain = expect = forget = nothing
@@ -59,47 +69,49 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Adding(Telling):
+    """The benchmark under test: see `Telling`; its cases differ in their size."""
+
     fields = (Field("size", role="axis"),)
 
 
 def measured(benchmark: Telling, others: list[int] | None, busy_s: float = 0.01) -> dict[str, dict[str, Any]]:
-    """The records of a run on a device that these processes use."""
-    one, device, clock = runner(), FakeDevice(), StubbedGpuClock()
+    """The records by row of a run on a device that these processes use; None if the device does not tell them."""
+    bench_runner, device, clock = runner(), FakeDevice(), StubbedGpuClock()
     device.others, clock.busy_s = others, busy_s
-    vars(one)["sensors"], vars(one)["clocks"] = device, {"device": clock}
-    return {found.record["impl"]: found.record for found in one.run(benchmark, cases_of(benchmark))}
+    vars(bench_runner)["sensors"], vars(bench_runner)["clocks"] = device, {"device": clock}
+    return {result.record["impl"]: result.record for result in bench_runner.run(benchmark, cases_of(benchmark))}
 
 
 @pytest.mark.parametrize("others", [None, [], [os.getpid()]])
 def test_on_a_gpu_of_its_own_a_row_before_whose_calls_the_device_was_busy_is_wrong(others: list[int] | None) -> None:
-    for one in measured(Adding(), others).values():
-        assert one["outcome"] == "wrong" and one["reason"].startswith("the device was busy for 10000 us right before")
-        assert "time_s" not in one
+    for row in measured(Adding(), others).values():
+        assert row["outcome"] == "wrong" and row["reason"].startswith("the device was busy for 10000 us right before")
+        assert "time_s" not in row
 
 
 def test_where_others_use_it_such_a_row_has_no_time_and_is_not_wrong() -> None:
-    for one in measured(Adding(), [os.getpid(), STRANGER]).values():
-        assert one["outcome"] == "error" and "time_s" not in one
-        assert one["reason"].startswith("other programs used the device (processes: 1): the device was busy for 10000")
+    for row in measured(Adding(), [os.getpid(), STRANGER]).values():
+        assert row["outcome"] == "error" and "time_s" not in row
+        assert row["reason"].startswith("other programs used the device (processes: 1): the device was busy for 10000")
 
 
 def test_others_that_have_gone_meanwhile_were_seen() -> None:
     device = FakeDevice()
     device.others = [os.getpid(), STRANGER]
-    one = runner()
-    vars(one)["sensors"], vars(one)["clocks"] = device, {"device": StubbedGpuClock()}
-    one.conditions()
+    bench_runner = runner()
+    vars(bench_runner)["sensors"], vars(bench_runner)["clocks"] = device, {"device": StubbedGpuClock()}
+    bench_runner.conditions()
     device.others = [os.getpid()]
-    assert one.clocks["device"].others() == 1 and one.conditions().strangers() == 0
+    assert bench_runner.clocks["device"].others() == 1 and bench_runner.conditions().strangers() == 0
 
 
 def test_a_row_that_others_did_not_disturb_has_its_time() -> None:
-    for one in measured(Adding(), [os.getpid(), STRANGER], busy_s=0.0).values():
-        assert one["outcome"] == "ok" and one["time_s"] > 0
+    for row in measured(Adding(), [os.getpid(), STRANGER], busy_s=0.0).values():
+        assert row["outcome"] == "ok" and row["time_s"] > 0
 
 
 class WrongInTimedCalls(Adding):
-    """Judges results while it samples."""
+    """Finds a wrong result during the timed calls."""
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
         def keep(*_: Any) -> None:
@@ -113,7 +125,7 @@ class WrongResult(Exception):
 
 
 class WrongWhenJudged(Adding):
-    """Keeps results of timed calls, and judges them behind the clock."""
+    """Keeps results of timed calls, and finds that they are wrong after the timing."""
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
         return Step(super().step(case, candidate, setup).run, keep=lambda result, key: None if key is None else result)
@@ -124,13 +136,13 @@ class WrongWhenJudged(Adding):
 
 @pytest.mark.parametrize("kind", [WrongInTimedCalls, WrongWhenJudged])
 def test_a_result_that_is_judged_stays_wrong_whoever_uses_the_device(kind: type[Telling]) -> None:
-    for busy_s in (0.0, 0.01)[: 1 + (kind is WrongInTimedCalls)]:
-        for one in measured(kind(), [os.getpid(), STRANGER], busy_s).values():
-            assert one["outcome"] == "wrong" and "other programs" not in one["reason"], one
+    for busy_s in (0.0, 0.01)[: 1 + (kind is WrongInTimedCalls)]:  # the second only where the clock still runs
+        for row in measured(kind(), [os.getpid(), STRANGER], busy_s).values():
+            assert row["outcome"] == "wrong" and "other programs" not in row["reason"], row
 
 
 class SharedDevice(FakeDevice):
-    """On it are this rank, the process that `times` takes for that of the run, and strangers."""
+    """A device that is used by strangers, this rank, and its parent, which `times` takes for the process of the run."""
 
     def __init__(self, strangers: int) -> None:
         super().__init__()
@@ -138,7 +150,7 @@ class SharedDevice(FakeDevice):
 
 
 class BusyClock(CpuClock):
-    """A span of its calls took longer by the host's clock: as CudaClock says it."""
+    """Raises the error by which CudaClock says that a span of calls took another time by the host's clock."""
 
     def watch(self) -> Callable[[], None]:
         def done() -> None:
@@ -148,7 +160,7 @@ class BusyClock(CpuClock):
 
 
 def take_calls(strangers: int) -> list[float]:
-    """On a rank: what a benchmark of ranks calls, by a clock that refuses."""
+    """What a benchmark of ranks does on a rank, with a clock that refuses to give a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmsys.bench.ranks.clock_of", lambda kind, ahead: BusyClock())
         patch.setattr("lmsys.bench.ranks.sensors.sensors_of", lambda kind: SharedDevice(strangers))

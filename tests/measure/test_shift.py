@@ -1,4 +1,8 @@
-"""How far two sets of timings are apart: laws of the estimate, and how often its interval and its verdicts err."""
+"""How far two sets of timings are apart (lmsys/bench/changes.py): laws of the estimate, and how often it errs.
+
+`between` compares timings that were taken apart from one another, `paired` the differences of two rows in each round.
+Both return a `Shift`: an estimate with its standard error, from which an interval and verdicts follow.
+"""
 
 import math
 import random
@@ -14,19 +18,19 @@ samples = st.lists(st.floats(-1, 1), min_size=FEWEST, max_size=30)
 
 @given(old=samples, new=samples, by=st.floats(-3, 3))
 def test_what_is_added_to_one_side_is_the_shift(old: list[float], new: list[float], by: float) -> None:
-    one, moved, back = between(old, new), between(old, [value + by for value in new]), between(new, old)
-    assert one and moved and back
-    assert moved.estimate == pytest.approx(one.estimate + by, abs=1e-9)
-    assert back.estimate == pytest.approx(-one.estimate, abs=1e-9)
-    assert back.error == pytest.approx(one.error, abs=1e-9)
+    shift, moved, back = between(old, new), between(old, [value + by for value in new]), between(new, old)
+    assert shift and moved and back
+    assert moved.estimate == pytest.approx(shift.estimate + by, abs=1e-9)
+    assert back.estimate == pytest.approx(-shift.estimate, abs=1e-9)
+    assert back.error == pytest.approx(shift.error, abs=1e-9)
 
 
 @given(differences=samples, by=st.floats(-3, 3))
 def test_what_is_added_to_each_round_is_the_shift_of_two_that_took_turns(differences: list[float], by: float) -> None:
-    one, moved, back = (paired(list(map(f, differences))) for f in (float, lambda x: x + by, lambda x: -x))
-    assert one and moved and back
-    assert moved.estimate == pytest.approx(one.estimate + by, abs=1e-9)
-    assert back.estimate == pytest.approx(-one.estimate, abs=1e-9)
+    shift, moved, back = (paired(list(map(f, differences))) for f in (float, lambda x: x + by, lambda x: -x))
+    assert shift and moved and back
+    assert moved.estimate == pytest.approx(shift.estimate + by, abs=1e-9)
+    assert back.estimate == pytest.approx(-shift.estimate, abs=1e-9)
 
 
 def test_a_few_slow_rounds_do_not_move_it() -> None:
@@ -36,7 +40,7 @@ def test_a_few_slow_rounds_do_not_move_it() -> None:
 
 
 def noise(rng: random.Random, count: int, alike: float) -> list[float]:
-    """Rounds of which each resembles the one before."""
+    """`count` timings of which each resembles the one before; `alike` is their correlation, from 0 to below 1."""
     found = [rng.gauss(0, 1)]
     while len(found) < count:
         found.append(alike * found[-1] + math.sqrt(1 - alike * alike) * rng.gauss(0, 1))
@@ -49,17 +53,17 @@ def test_the_interval_holds_the_true_shift_about_as_often_as_it_says(alike: floa
     held, trials = [0, 0], 300
     for _ in range(trials):
         old, new = noise(rng, 60, alike), [value + 0.02 for value in noise(rng, 60, alike)]
-        for number, found in enumerate((between(old, new), paired([b - a for a, b in zip(old, new, strict=True)]))):
-            assert found
-            held[number] += found.interval[0] <= 0.02 <= found.interval[1]
+        for number, shift in enumerate((between(old, new), paired([b - a for a, b in zip(old, new, strict=True)]))):
+            assert shift
+            held[number] += shift.interval[0] <= 0.02 <= shift.interval[1]
     assert all(count / trials > 0.92 for count in held)
 
 
 def test_few_of_the_changes_that_are_called_so_are_none() -> None:
-    """40 trials with 100 cases each, 20 of which have changed by three times the margin."""
+    """40 trials with 100 cases each: 20 have changed by 0.06, three times the margin, and 80 by just the margin."""
     rng, called, false = random.Random(2), 0, 0
     for _ in range(40):
-        shifts = [0.06 if number < 20 else 0.02 for number in range(100)]  # the others are at the margin itself
+        shifts = [0.06 if number < 20 else 0.02 for number in range(100)]
         found = [Shift(rng.gauss(shift, 0.01), 0.01).p_beyond(0.02) for shift in shifts]
         counted = discoveries(found, 0.05)
         called += sum(counted)

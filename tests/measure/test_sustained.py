@@ -1,4 +1,7 @@
-"""The rate that is kept up: when it has settled, and what is told of it."""
+"""The rate of matmuls that a device sustains (`measure_sustained`, lmsys/measure/machine.py), once it has settled.
+
+`marks` makes what a measurement collects: how many calls were done by when.
+"""
 
 import pytest
 from hypothesis import given
@@ -10,19 +13,19 @@ from tests.support.device import FakeDevice
 
 
 def marks(*rates: float) -> list[tuple[float, int]]:
-    """A second at each of these rates, 20 marks each."""
-    found, done = [(0.0, 0)], 0.0
+    """(second, calls done by then), 20 times a second, of a device that stays at each of these rates for a second."""
+    series, done = [(0.0, 0)], 0.0
     for second, rate in enumerate(rates):
         for part in range(1, 21):
             done += rate / 20
-            found.append((second + part / 20, round(done)))
-    return found
+            series.append((second + part / 20, round(done)))
+    return series
 
 
 @given(st.floats(1e4, 1e6), st.floats(0.5, 1.5))
 def test_a_rate_has_settled_when_the_second_before_had_the_same(rate: float, change: float) -> None:
-    found = machine.has_settled(marks(2 * rate, rate, change * rate))
-    assert found == (abs(change - 1) < machine.STEADY) or abs(abs(change - 1) - machine.STEADY) < 2e-3
+    settled = machine.has_settled(marks(2 * rate, rate, change * rate))
+    assert settled == (abs(change - 1) < machine.STEADY) or abs(abs(change - 1) - machine.STEADY) < 2e-3
     assert not machine.has_settled(marks(rate, rate)) and machine.has_settled(marks(9 * rate, rate, rate, rate))
 
 
@@ -30,13 +33,13 @@ def test_the_last_window_is_told_with_the_state_of_the_device(monkeypatch: pytes
     monkeypatch.setattr(machine, "SIZES", {"cpu": (64,)})
     for name, seconds in (("WINDOW_S", 0.05), ("LEAST_S", 0.1), ("MOST_S", 0.2), ("SAMPLE_S", 0.005)):
         monkeypatch.setattr(machine, name, seconds)
-    found = machine.measure_sustained("cpu", FakeDevice(sm_clock_mhz=1400.0, power_w=700.0, reasons=0x4))
-    assert found["matmul_flops_per_s"].keys() == {"float32"} and found["matmul_flops_per_s"]["float32"] > 1e6
-    assert found["seconds"] >= 0.1 and (found["sm_clock_mhz"], found["power_w"]) == (1400, 700)
-    assert found["clock_reasons"] == "power cap" and "temperature_c" not in found
-    content = {"fields": {}, "layouts": {}, "rows": {}, "records": [], "machine": {"sustained": found}}
-    check_content(content)  # as a reader of the result file does
-    content["machine"] = {"sustained": found | {"power_w": "much"}}
+    record = machine.measure_sustained("cpu", FakeDevice(sm_clock_mhz=1400.0, power_w=700.0, reasons=0x4))
+    assert record["matmul_flops_per_s"].keys() == {"float32"} and record["matmul_flops_per_s"]["float32"] > 1e6
+    assert record["seconds"] >= 0.1 and (record["sm_clock_mhz"], record["power_w"]) == (1400, 700)
+    assert record["clock_reasons"] == "power cap" and "temperature_c" not in record
+    content = {"fields": {}, "layouts": {}, "rows": {}, "records": [], "machine": {"sustained": record}}
+    check_content(content)  # the file that has this part is valid
+    content["machine"] = {"sustained": record | {"power_w": "much"}}
     with pytest.raises(ValueError, match=r"machine\.sustained\.power_w"):
         check_content(content)
 
@@ -44,7 +47,7 @@ def test_the_last_window_is_told_with_the_state_of_the_device(monkeypatch: pytes
 @pytest.mark.gpu
 def test_a_gpu_sustains_no_more_than_it_reaches() -> None:
     reached = machine.measure_ceilings("cuda")["matmul_flops_per_s"]["bfloat16"]
-    found = machine.measure_sustained("cuda", machine.sensors_of("cuda"))
-    print(reached, found)
-    assert 0.3 * reached < found["matmul_flops_per_s"]["bfloat16"] < 1.05 * reached
-    assert found["seconds"] >= machine.LEAST_S and found["power_w"] and found["sm_clock_mhz"]
+    record = machine.measure_sustained("cuda", machine.sensors_of("cuda"))
+    print(reached, record)
+    assert 0.3 * reached < record["matmul_flops_per_s"]["bfloat16"] < 1.05 * reached
+    assert record["seconds"] >= machine.LEAST_S and record["power_w"] and record["sm_clock_mhz"]

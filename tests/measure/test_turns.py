@@ -1,4 +1,8 @@
-"""Two sides of a line: one is at work at a time, each has its part of every round, and a side may leave."""
+"""Two processes that measure in turns (`Turns`, lmsys/measure/turns.py), so that both see the same conditions.
+
+The two are the sides of a line. One is at work at a time, each has a part of every round, either may go first in a
+round, and where one leaves, the other goes on alone. Here the sides are threads: see `results_of`.
+"""
 
 import threading
 from collections.abc import Callable
@@ -16,8 +20,8 @@ from lmsys.measure.turns import ALONE, Turns
 from tests.support.processes import PATIENCE_S
 
 
-def together(*sides: Callable[[Turns], Any]) -> list[Any]:
-    """The results of the two, each in a thread of its own."""
+def results_of(*sides: Callable[[Turns], Any]) -> list[Any]:
+    """Run two functions of `Turns`, each in a thread of its own, and return their two results."""
     found: list[Any] = [None, None]
 
     def run(number: int, turns: Turns) -> None:
@@ -28,17 +32,20 @@ def together(*sides: Callable[[Turns], Any]) -> list[Any]:
         threading.Thread(target=run, args=(number, Turns(line, is_first=number == 0)), daemon=True)
         for number, line in enumerate(lines)
     ]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(PATIENCE_S)
-        assert not one.is_alive(), "the two wait for one another"
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "the two wait for one another"
     return found
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(-5, 0))
 def test_each_round_has_both_parts_by_one_draw_whoever_leads(first: int, second: int, start: int) -> None:
-    """A side with fewer rounds leaves, and the other goes on alone."""
+    """In each of two sessions, both sides log the rounds that they share, with the leader's draw of the round.
+
+    The side with fewer rounds leaves the session then, and the other goes on alone.
+    """
     log: list[tuple[int, int, int]] = []
     at_work = threading.Lock()
 
@@ -58,13 +65,13 @@ def test_each_round_has_both_parts_by_one_draw_whoever_leads(first: int, second:
 
         return run
 
-    together(side(0, first), side(1, second))
+    results_of(side(0, first), side(1, second))
     both = min(first, second)
     for session in range(2):
         own = [(index, draw) for which, index, draw in log if which == session]
         paired = own[: 2 * (both - start)]
         assert [index for index, _ in paired] == [index for index in range(start, both) for _ in range(2)]
-        assert all(one == other for one, other in zip(paired[::2], paired[1::2], strict=True))
+        assert all(leader == follower for leader, follower in zip(paired[::2], paired[1::2], strict=True))
         assert len(own) == first + second - 2 * start
 
 
@@ -91,11 +98,17 @@ def test_a_side_that_fails_leaves_the_other_alone(leaver: int) -> None:
 
     sides = [goes_on, goes_on]
     sides[leaver] = fails
-    assert together(*sides) == ["came again"] * 2
+    assert results_of(*sides) == ["came again"] * 2
 
 
-def sampled(turns: Turns, names: dict[str, int], fails_at: int | None = None) -> tuple[Sampled, dict[str, list[int]]]:
-    """With the draws that each row saw."""
+def interleaved(
+    turns: Turns, names: dict[str, int], fails_at: int | None = None
+) -> tuple[Sampled, dict[str, list[int]]]:
+    """The result of `interleave` on one side, and the draws that each row saw.
+
+    names     the rows, each with a number that its work grows with
+    fails_at  the number of the call, counted over all rows, that raises
+    """
     draws: dict[str, list[int]] = {name: [] for name in names}
     calls = iter(range(10**6))
 
@@ -114,8 +127,8 @@ def sampled(turns: Turns, names: dict[str, int], fails_at: int | None = None) ->
 
 def test_rows_of_both_sides_have_the_same_rounds_and_draws() -> None:
     names = {"short": 10, "long": 3000}
-    (ours, drawn), (theirs, also_drawn) = together(
-        lambda turns: sampled(turns, names | {"new": 10}), lambda turns: sampled(turns, dict.fromkeys(names, 9))
+    (ours, drawn), (theirs, also_drawn) = results_of(
+        lambda turns: interleaved(turns, names | {"new": 10}), lambda turns: interleaved(turns, dict.fromkeys(names, 9))
     )
     assert not ours.failures and not theirs.failures and len(ours.samples["new"]) >= 10
     for name in names:
@@ -126,8 +139,8 @@ def test_rows_of_both_sides_have_the_same_rounds_and_draws() -> None:
 
 def test_a_row_that_fails_on_one_side_costs_its_own_samples() -> None:
     names = {"one": 10, "other": 10}
-    (ours, _), (theirs, _) = together(
-        lambda turns: sampled(turns, names), lambda turns: sampled(turns, names, fails_at=12)
+    (ours, _), (theirs, _) = results_of(
+        lambda turns: interleaved(turns, names), lambda turns: interleaved(turns, names, fails_at=12)
     )
     (failed,) = theirs.failures
     (left,) = names.keys() - {failed}
@@ -144,5 +157,5 @@ def test_rows_that_both_have_come_first_in_one_order(index: int, ours: set[str],
 
 
 def test_alone_nobody_is_waited_for() -> None:
-    found, _ = sampled(ALONE, {"one": 10})
+    found, _ = interleaved(ALONE, {"one": 10})
     assert len(found.samples["one"]) >= 10
