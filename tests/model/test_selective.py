@@ -177,8 +177,8 @@ def test_what_a_block_keeps_is_predicted_to_the_byte(precision: str, config: Mod
     for level in LEVELS:
         # Bytes of two normalised inputs in float32, which only a CPU keeps.
         normalised = 2 * 4 * 2 * config.context_length * config.d_model if level == "none" else 0
-        measured = kept_by_a_block(replace(config, checkpoint_blocks=level), precision, "cpu")
-        assert measured == predicted(config, level, precision) + normalised, level
+        found = kept_by_a_block(replace(config, checkpoint_blocks=level), precision, "cpu")
+        assert found == predicted(config, level, precision) + normalised, level
 
 
 @needs_compiler
