@@ -1,4 +1,8 @@
-"""docs/examples/adapters.py: each adapter holds to a law, by the names and arguments that CS336's tests call it by."""
+"""docs/examples/adapters.py, the file by which CS336's own tests call this library.
+
+ASKED lists the adapters that those tests import: each must exist and take as many arguments. The other tests compare
+the adapters with formulas or with PyTorch, and call them by the names of arguments that the course uses.
+"""
 
 import copy
 import inspect
@@ -37,14 +41,17 @@ ASKED = {  # what the tests of both assignments and both years import, and how m
 
 
 def adapter(name: str) -> Any:
+    """A function of docs/examples/adapters.py."""
     return load_target(f"{PATH}:{name}")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers that depend on shape and seed alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def weights_of_a_block(seed: int) -> dict[str, Tensor]:
+    """The weights of a transformer block, by the names in the course's state dictionary."""
     shapes = {f"attn.{name}_proj.weight": (M, M) for name in ("q", "k", "v", "output")}
     shapes |= {"ln1.weight": (M,), "ln2.weight": (M,)}
     shapes |= {"ffn.w1.weight": (FF, M), "ffn.w2.weight": (M, FF), "ffn.w3.weight": (FF, M)}
@@ -52,10 +59,12 @@ def weights_of_a_block(seed: int) -> dict[str, Tensor]:
 
 
 def projections(weights: dict[str, Tensor]) -> list[Tensor]:
+    """Those of the queries, keys, values and output, in this order."""
     return [weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output")]
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """The formula of attention, where a query sees a key if `visible` is True."""
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
     return scores.softmax(-1) @ v
 
@@ -79,6 +88,8 @@ def test_modules_are_their_formulas() -> None:
 
 
 def test_rope_keeps_lengths_and_knows_distances_alone() -> None:
+    """Rotated vectors keep their norm, and scores depend on distances of positions alone."""
+
     def rope(x: Tensor, positions: Tensor) -> Tensor:
         return adapter("run_rope")(M, theta=100.0, max_seq_len=20, in_query_or_key=x, token_positions=positions)
 
@@ -195,7 +206,7 @@ def test_a_trained_tokenizer_gives_the_text_back() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_functions_are_attention_and_keep_the_log_sum_exp(backend: str, causal: bool, device: str) -> None:
     if backend == "triton" and (device != "cuda" or why_no_compiler("cuda")):
-        pytest.skip("as the course's tests, on a GPU only: tests/attention holds the row in the interpreter")
+        pytest.skip("runs on a GPU only, like the course's tests: tests/attention tests the row in the interpreter")
     q, k, v, do = (drawn(2, 40, 64, seed=i).to(device).requires_grad_(i < 3) for i in range(4))
     o = adapter(f"get_flashattention_autograd_function_{backend}")().apply(q, k, v, causal)
     visible = torch.ones(40, 40, dtype=torch.bool, device=device)
@@ -204,21 +215,26 @@ def test_flash_functions_are_attention_and_keep_the_log_sum_exp(backend: str, ca
     torch.testing.assert_close(o, expected, rtol=1e-2, atol=1e-2)  # the course's own tolerance, for TF32
     lse = (q @ k.mT / 8).masked_fill(~visible, float("-inf")).logsumexp(-1)
     torch.testing.assert_close(saved_lse(o, q), lse, rtol=1e-2, atol=1e-2)
-    gradients = [torch.autograd.grad(one, (q, k, v), do) for one in (o, expected)]
+    gradients = [torch.autograd.grad(output, (q, k, v), do) for output in (o, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-2)
 
 
 def _layers() -> nn.Module:
+    """The module that all ranks train; the same at each call."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 2))
 
 
 def _batches(world_size: int) -> list[list[Tensor]]:
+    """A batch for each rank, in each of three steps."""
     return [[drawn(4, 6, seed=10 * step + rank) for rank in range(world_size)] for step in range(3)]
 
 
 def _trained(kind: str) -> dict[str, Tensor]:
-    """The weights after three steps, of a module that is another one on each rank until it is wrapped."""
+    """What a rank does: wrap a module and train it for three steps; the weights then.
+
+    Before it is wrapped, its weights differ from rank to rank: wrapping must make them those of rank 0.
+    """
     prefix = kind if kind in ("ddp_individual_parameters", "ddp_bucketed", "fsdp") else "ddp"
     module = _layers()
     for p in module.parameters():
@@ -240,13 +256,13 @@ def _trained(kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["ddp", "ddp_individual_parameters", "ddp_bucketed", "fsdp", "sharded"])
 def test_ranks_train_as_one_process_on_all_batches(ranks: WorkerGroup, kind: str) -> None:
-    found = ranks.run(_trained, kind)
+    weights_of_ranks = ranks.run(_trained, kind)
     alone = _layers()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    for batches in _batches(len(found)):
+    for batches in _batches(len(weights_of_ranks)):
         optimizer.zero_grad()
         alone(torch.cat(batches)).square().mean().backward()
         optimizer.step()
-    for one in found:
-        assert one.keys() == alone.state_dict().keys()
-        torch.testing.assert_close(one, dict(alone.state_dict()), rtol=1e-4, atol=1e-5)
+    for weights in weights_of_ranks:
+        assert weights.keys() == alone.state_dict().keys()
+        torch.testing.assert_close(weights, dict(alone.state_dict()), rtol=1e-4, atol=1e-5)

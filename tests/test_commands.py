@@ -1,5 +1,7 @@
-"""The commands of the pages, run: page by page, in their order, small, each in a fresh copy of the repository.
+"""The commands of the documentation's pages are run: those of a page in their order, in a fresh copy of the repository.
 
+Options make them small (SMALL), words that stand for a reader's own are replaced (OWN), and some are not run (NOT_RUN,
+with the reason). A new command on a page is run without further ado; if it takes long, add a pattern to SMALL.
 python -m pytest -n 2 -m on_request tests/test_commands.py      # a quarter of an hour
 """
 
@@ -41,11 +43,12 @@ NOT_RUN = {
     r"(\w+=\S+ )?torchrun --nnodes .*": "needs several machines",
     r"(nsys|ncu) .*": "needs a GPU and NVIDIA's profilers",
 }  # fmt: skip
-# Words of a page that stand for a reader's own.
+# Words of a page that a reader replaces by something of his own, and what replaces them here.
 OWN = {"exp2": "vectorized", "ROW": "naive", "RESULT.json": "out.json", "FILE": "out.json", "DIR": "site"}
 OWN["LMSYS_FUZZ=1000"] = "LMSYS_FUZZ=3"
 OWN["data.valid=TinyStoriesV2-GPT4-valid.txt"] = "data.valid=CONTRIBUTING.md"
-# Options that make commands small, by a pattern of the whole command: every pattern that is found adds its own.
+# Options that make commands small, by a pattern that is searched in the whole command; the options of every pattern
+# that is found are added.
 MODEL = "--size tiny --context 32 --batch 2"
 SMALL = {
     r"pytest (benchmarks|dev|bench_)|lmsys bench ": "--benchmark-max-time 0.005",
@@ -68,21 +71,22 @@ SMALL = {
     " --set model.context_length=32 --set train.steps=4 --set train.warmup_steps=1 --set generate.max_new_tokens=4",
     r"--nproc-per-node": "--nproc-per-node 2",
 }
-# Commands that need no file of a page, and leave none to it: the first page runs them.
+# Commands that neither read nor write files of a page: only the first page that has them runs them.
 ALONE = re.compile(r"\S+ -m (reports|lmsys|lmsys check naive)")
 ON_ANY_PAGE: list[list[str]] = []
 # Files that a reader writes, from the first block of a kind.
 FILES = {"docs/cs336.md": ("leaderboard.json", "json"), "docs/strategy.md": ("train.py", "python")}
-# The result that a page takes from the page before.
+# Makes out.json for a page that reads it and does not make it, as the page before does.
 FIRST = "python -m pytest benchmarks/bench_attention.py --sweep smoke --attention naive --benchmark-json out.json"
 
 
 def why_not_run(words: list[str]) -> str:
+    """The reason of NOT_RUN for a command; "" if it is run."""
     return next((why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, " ".join(words))), "")
 
 
 def made_small(words: list[str]) -> list[str]:
-    """With other values for options that it has; those that it has not come last."""
+    """The command with the options of SMALL: in place of those that it has already, otherwise at its end."""
     line = " ".join(words)
     for options in [options for pattern, options in SMALL.items() if re.search(pattern, line)]:
         pairs = options.split()
@@ -96,7 +100,7 @@ def made_small(words: list[str]) -> list[str]:
 
 
 def as_run(words: list[str], folder: Path) -> Iterator[str]:
-    """By this Python, with this folder's names."""
+    """The words of a command as they are run: small, by this Python, with the names of files in this folder."""
     programs = {"torchrun": "torch.distributed.run", "pytest-benchmark": "pytest_benchmark"}
     for word in made_small([re.sub(r"^\[|\]$", "", word) for word in words]):
         if re.fullmatch(r"(\.nox/\w+/bin/)?lmsys", word) and words[0] == word:
@@ -112,7 +116,7 @@ def as_run(words: list[str], folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The files that git knows, as they are now, and one commit of them."""
+    """A folder with the files that git tracks, as they are now, in a repository of one commit."""
     folder = tmp_path / "lmsys"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.splitlines():
@@ -124,6 +128,10 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(words: list[str], folder: Path, output: str = "") -> None:
+    """Run a command, which may begin with variables such as A=1; it must succeed. Its output goes to a file, if named.
+
+    Where pytest selects no test since all of them need a GPU, that is no failure.
+    """
     environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, value = words[0].partition("=")
@@ -138,7 +146,10 @@ def run(words: list[str], folder: Path, output: str = "") -> None:
 @pytest.mark.on_request
 @pytest.mark.parametrize("page", [page for page in PAGES if not all(map(why_not_run, commands(page)))])
 def test_commands_run(page: str, copy: Path) -> None:
-    """Commands between backticks come last. One of pytest that is on a page twice, once small, is run once."""
+    """Run the commands of one page: first those in its blocks of code, then those between backticks.
+
+    A benchmark that, once made small, is on the page a second time is not run again.
+    """
     if page in FILES:
         name, kind = FILES[page]
         (copy / name).write_text(blocks(page, kind)[0])

@@ -1,4 +1,7 @@
-"""CONTRIBUTING's "Add a kernel: two places", done as it says in a copy of the tree."""
+"""CONTRIBUTING.md's section "Add a kernel: two places" is followed, in a copy of the repository.
+
+The copy gets the file and the table's row that the section shows, and no more: then all tests of rows must pass.
+"""
 
 import os
 import re
@@ -12,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a kernel: two places")[2].partition("\n## ")[0]
-TABLE_WIDE = (  # tests that look at all rows of the table
+TABLE_WIDE = (  # files with tests that look at all rows of the table
     "tests/attention/test_attention_traits.py",
     "tests/attention/test_auto_order.py",
     "tests/reports/test_colors.py",
@@ -23,9 +26,9 @@ TABLE_WIDE = (  # tests that look at all rows of the table
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of the tree with the kernel of CONTRIBUTING: its file, and its row behind the last of ours."""
+    """A copy of the repository with CONTRIBUTING's kernel: its file, and its row after the last row of our own."""
     for name in ("lmsys", "benchmarks", "tests", "dev", "docs"):
-        shutil.copytree(ROOT / name, tmp_path / name)  # with what is compiled
+        shutil.copytree(ROOT / name, tmp_path / name)  # with compiled files, which need not be compiled again
     for file in (x for x in ROOT.iterdir() if not (tmp_path / x.name).exists() and x.name != ".git"):
         (tmp_path / file.name).symlink_to(file)
     file, table = re.findall(r"^\d\. `(lmsys/attention/\w+\.py)`", TEXT, re.MULTILINE)

@@ -1,4 +1,8 @@
-"""The page of CS336's problems: its commands collect, its names import, its code runs, a report makes its files."""
+"""docs/cs336.md, the page of CS336's problems: all that it names exists.
+
+Its commands select tests, its names can be imported, its code runs, its settings are read, and a report of made-up
+results makes the tables and plots that it promises. A problem of the handouts that has no row fails.
+"""
 
 import importlib
 import re
@@ -17,7 +21,7 @@ from tests.support.records import built, of_everything, record, save
 PAGE = (ROOT / "docs" / "cs336.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
 LINES = [module_of(words) for words in commands("docs/cs336.md")]
-COMMANDS = sorted(  # but for a whole suite, the course's own
+COMMANDS = sorted(  # commands of pytest with arguments; without, it is the course's own whole suite
     {shlex.join(without(words, "--benchmark-json")) for module, words in LINES if module == "pytest" and words}
 )
 NAMES = sorted(set(re.findall(r"`(lmsys\.[\w.]+)`", PAGE)))
@@ -35,21 +39,21 @@ PROBLEMS = {  # of both handouts, in their order
 }  # fmt: skip
 
 
-ON_GPUS_ONLY = "benchmarks/bench_steps.py"  # 8 billion parameters: on a CPU no sweep has them
+ON_GPUS_ONLY = "benchmarks/bench_steps.py"  # has models of 8 billion parameters, and on a CPU no cases
 
 
 def test_every_problem_has_a_row() -> None:
     assert len(PROBLEMS) == 30
-    told = {match[1] for row in ROWS if (match := re.match(r"\| `(\w+)`", row))}
-    assert told >= PROBLEMS
+    documented = {match[1] for row in ROWS if (match := re.match(r"\| `(\w+)`", row))}
+    assert documented >= PROBLEMS
 
 
 @pytest.fixture(scope="module")
 def collected() -> dict[str, list[str]]:
-    """The ids of the tests that each command runs."""
+    """The ids of the tests that each command selects, by command."""
     arguments = [shlex.split(command) for command in COMMANDS]
     found = collect(arguments)
-    assert not [one["said"] for one in found if one["code"] not in (0, 5)]
+    assert not [one["said"] for one in found if one["code"] not in (0, 5)]  # 5: no test is left
     return {command: one["ids"] for command, one in zip(COMMANDS, found, strict=True)}
 
 
@@ -76,7 +80,10 @@ def test_names_import(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A report of made-up cases of the sections that the page's commands run, without the machine's name."""
+    """The files of a report, without their suffixes and the machine's name.
+
+    Its results are made up: some cases of each section of a benchmark that the page's commands run.
+    """
     folder = tmp_path_factory.mktemp("cs336")
     attention = {
         "flash": [("bfloat16", "fwd"), ("float32", "bwd"), ("bfloat16", "fwdbwd")],

@@ -1,4 +1,8 @@
-"""Inputs drawn again: the words are Philox's, any part of a draw can be made alone, and the values are distributed."""
+"""`lmsys.draws`, which makes inputs that can be drawn again from a seed and the number of a draw.
+
+Tested are: its 32-bit words are those of Philox4x32-10, against known answers and `on_paper`; any part of a draw can be
+made alone; its values have the right distribution; and a GPU draws the same bits.
+"""
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from lmsys import draws
 from lmsys.draws import STARTS, Draws, part, philox, start, values, whole_numbers
 
 SEEDS = st.integers(0, 2**64 - 1)
-# Counter, key and words of Random123's kat_vectors, "philox4x32 10".
+# (counter, key, words) from the file kat_vectors of Random123, the lines "philox4x32 10".
 KNOWN = (
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -23,7 +27,7 @@ KNOWN = (
 
 
 def on_paper(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """One block of Philox4x32-10, in Python's own numbers."""
+    """One block of Philox4x32-10, computed with Python's integers."""
     (a, b, c, d), (k, l) = counter, key  # noqa: E741
     for _ in range(10):
         first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
@@ -42,13 +46,14 @@ def test_the_block_on_paper_gives_the_known_answers() -> None:
 def test_words_are_those_of_the_block_on_paper(seed: int, first: int, count: int) -> None:
     expected = [
         word
-        for one in range(first, first + count)
-        for word in on_paper((one & 0xFFFFFFFF, one >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
+        for block in range(first, first + count)
+        for word in on_paper((block & 0xFFFFFFFF, block >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
     ]
     assert philox(seed, first, count).tolist() == expected
 
 
 def drawn(device: str = "cpu") -> Draws:
+    """Draws of four tensors that differ in dtype, layout and distribution; `fill` draws into them."""
     tensors = {
         "x": torch.empty(3, 5, device=device),
         "narrow": torch.empty(4, 6, dtype=torch.bfloat16, device=device),
@@ -69,7 +74,7 @@ def test_a_part_of_a_draw_is_made_alone(draw: int, first: int) -> None:
 
 
 def test_what_was_made_for_a_part_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws are windows of one stream; and who writes into a part changes no other."""
+    """The stream of values, of which draws are windows, is made once. Writing into a part does not change it."""
     wanted = 5, 7, "kept", 0, 10, torch.float32
     first = part(*wanted)
     expected = first.clone()
@@ -115,7 +120,7 @@ def within_five_sigma(sample: Tensor, mean: float, std: float) -> bool:
 def test_values_have_mean_0_and_standard_deviation_1_and_are_those_of_float32(seed: int) -> None:
     x = values(seed, 0, STARTS)
     assert within_five_sigma(x, 0, 1) and within_five_sigma(x.double().square(), 1, 2**0.5)
-    assert 3 < x.max() < 3.5 and -3.5 < x.min() < -3  # four bytes end at 3.45
+    assert 3 < x.max() < 3.5 and -3.5 < x.min() < -3  # a value is made of four bytes, and is 3.45 at most
     assert len(x.unique()) > 0.98 * STARTS and not torch.equal(x.bfloat16().float(), x)
 
 
@@ -125,13 +130,13 @@ def test_whole_numbers_are_below_their_bound_and_each_is_as_likely(seed: int, be
     assert x.dtype == torch.int64 and x.min() >= 0 and x.max() < below
     assert within_five_sigma(x, (below - 1) / 2, below / 12**0.5)
     if below <= 7:
-        assert all(within_five_sigma(x == one, 1 / below, below**-0.5) for one in range(below))
+        assert all(within_five_sigma(x == number, 1 / below, below**-0.5) for number in range(below))
 
 
 @pytest.mark.gpu
 def test_a_gpu_draws_the_same_bits() -> None:
     found = [drawn(device) for device in ("cpu", "cuda")]
-    for one in found:
-        one.fill(7)
+    for draws_of_device in found:
+        draws_of_device.fill(7)
     for name, x in found[0].tensors.items():
         assert torch.equal(x, found[1].tensors[name].cpu()), name

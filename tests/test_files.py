@@ -1,4 +1,8 @@
-"""Files are there whole or not at all, and one process writes them."""
+"""`lmsys.files`: files are replaced whole or not at all, one process at a time writes them, and code is trusted.
+
+`replacing` writes a file, `claim` keeps other processes from writing it, `check_private` refuses to run code from a
+place that others can write, and `read_text` also reads what gzip has compressed.
+"""
 
 import gzip
 import os
@@ -14,6 +18,7 @@ from lmsys import files
 from lmsys.files import check_private, claim, read_text, replacing
 from tests.support.processes import ENVIRONMENT
 
+# A program that claims the file that it is given, says so, and stays.
 HOLD = "import sys, time; from lmsys.files import claim; from pathlib import Path\n"
 HOLD += "release = claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
 
@@ -32,10 +37,11 @@ def test_what_is_replaced_stands_until_the_new_is_whole(tmp_path: Path) -> None:
 
 
 def test_who_claims_a_file_removes_what_a_killed_writer_has_left(tmp_path: Path) -> None:
+    """Only files with names such as a writer makes, NAME.xxxxxxxx.tmp, are removed, and only those of this file."""
     left = [tmp_path / name for name in ("out.json.0123abcd.tmp", "out.json.partial.89abcdef.tmp")]
     others = [tmp_path / name for name in ("out.json", "out.json.tmp", "out.json.mine.tmp", "b.json.0123abcd.tmp")]
-    for one in (*left, *others):
-        one.touch()
+    for file in (*left, *others):
+        file.touch()
     claim(tmp_path / "out.json")()
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
@@ -62,26 +68,26 @@ def test_code_is_not_run_from_where_others_can_write(tmp_path: Path) -> None:
     path.touch(mode=0o644)
     tmp_path.chmod(0o755)
     check_private(path)
-    for one in (path, tmp_path):
-        before = one.stat().st_mode
-        one.chmod(before | 0o002)
-        with pytest.raises(ValueError, match=f"^{one}: others can write it"):
+    for place in (path, tmp_path):
+        before = place.stat().st_mode
+        place.chmod(before | 0o002)
+        with pytest.raises(ValueError, match=f"^{place}: others can write it"):
             check_private(path)
-        one.chmod(before)
+        place.chmod(before)
     check_private(path)
 
 
 @pytest.mark.parametrize("owner", ["root", "the user", "another"])
 def test_code_is_not_run_from_what_another_owns(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose numbers are stand-ins: a file's, its folder's and this process's."""
+    """The owners of the file, its folder and this process are made up, as a test cannot change them. 7 is the user."""
     path = tmp_path / "library.so"
-    for one in (path, tmp_path):
-        owners = {path: 7, tmp_path: 7, one: {"root": 0, "the user": 7, "another": 8}[owner]}
+    for place in (path, tmp_path):
+        owners = {path: 7, tmp_path: 7, place: {"root": 0, "the user": 7, "another": 8}[owner]}
         with monkeypatch.context() as patch:
             patch.setattr(os, "getuid", lambda: 7)
             patch.setattr(Path, "stat", lambda path, owners=owners: status(owners[path]))
             if owner == "another":
-                with pytest.raises(ValueError, match=f"^{one}: others can write it"):
+                with pytest.raises(ValueError, match=f"^{place}: others can write it"):
                     check_private(path)
             else:
                 check_private(path)
@@ -89,7 +95,7 @@ def test_code_is_not_run_from_what_another_owns(owner: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("group", [3, 4])
 def test_code_is_not_run_from_what_another_group_can_write(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's own group may: on many machines it has one member."""
+    """The user's own group (3) may write it, as on many machines nobody else is in it."""
     monkeypatch.setattr(os, "getuid", lambda: 7)
     monkeypatch.setattr(os, "getgid", lambda: 3)
     monkeypatch.setattr(Path, "stat", lambda _: status(7, group, 0o664))
@@ -101,6 +107,7 @@ def test_code_is_not_run_from_what_another_group_can_write(group: int, monkeypat
 
 
 def status(owner: int, group: int = 3, mode: int = 0o644) -> os.stat_result:
+    """What `stat` says of a file of this owner, group and mode."""
     return os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, group, 0, 0, 0, 0))
 
 

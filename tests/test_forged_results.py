@@ -1,7 +1,9 @@
 """Forged result files: `lmsys verify` refuses each, or calls its times not proved, with exit code 1.
 
-Each forger seals again whatever he has changed, unless the seal itself is what he changes. Honest files pass: one of
-attention from one H200, and one of the loss, which is measured here. `tests/test_verify.py` has more alterations.
+A seal is a digest that a record or a file has of its content. A forger is a function that changes the content of a
+file; it is sealed again afterwards, unless the seal is what the forger changes. To add one, write a function with
+@forger(the file, what verify must say). Honest files pass: one of attention from one H200, and one of the loss, which
+is measured here. `tests/test_verify.py` has more alterations.
 """
 
 import copy
@@ -23,11 +25,13 @@ from tests.test_verify import Content, entry, records, seal_again, seal_file
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "data" / "attention_h200.json"
 Forger = Callable[[Content], None]
-FORGERS: dict[str, tuple[str, str, Forger]] = {}  # by name: the file that is forged, what is said of it, and how
-UNSEALED: set[str] = set()  # those who do not seal again
+FORGERS: dict[str, tuple[str, str, Forger]] = {}  # by name: ("attention" or "loss", what verify must say, function)
+UNSEALED: set[str] = set()  # names of forgers after which the file is not sealed again
 
 
 def forger(file: str, says: str, seals: bool = True) -> Callable[[Forger], Forger]:
+    """Register a function in FORGERS; it forges `file`, of which verify must say `says`."""
+
     def register(function: Forger) -> Forger:
         FORGERS[function.__name__] = file, says, function
         if not seals:
@@ -38,13 +42,14 @@ def forger(file: str, says: str, seals: bool = True) -> Callable[[Forger], Forge
 
 
 def calls(content: Content, direction: str = "fwd") -> list[Content]:
-    """The checked calls of the first record of attention in this direction."""
-    kept = [one for one in records(content) if one["direction"] == direction]
+    """The checked calls, which may be changed, of the first record of attention in this direction."""
+    kept = [record for record in records(content) if record["direction"] == direction]
     found: list[Content] = kept[0]["proof"]["calls"]
     return found
 
 
 def losses(content: Content) -> list[Content]:
+    """The checked calls, which may be changed, of the first record of the loss."""
     found: list[Content] = records(content)[0]["proof"]["calls"]
     return found
 
@@ -192,8 +197,8 @@ def no_heads(content: Content) -> None:
 
 @forger("attention", "time_s is")
 def samples_that_no_machine_reaches(content: Content) -> None:
-    one = records(content)[0]
-    one["samples_s"] = [sample / 100 for sample in one["samples_s"]]
+    record = records(content)[0]
+    record["samples_s"] = [sample / 100 for sample in record["samples_s"]]
 
 
 @forger("attention", "not proved: it has no seal", seals=False)
@@ -204,17 +209,17 @@ def seal_of_a_record_left_out(content: Content) -> None:
 
 @forger("attention", "time_s is")
 def an_id_that_says_it_was_not_recomputed(content: Content) -> None:
-    one = records(content)[0]
-    one |= {"id": f"{verify.NOT_RECOMPUTED}nothing", "section": verify.NOT_RECOMPUTED}
-    one["samples_s"] = [0.9 * sample for sample in one["samples_s"]]
+    record = records(content)[0]
+    record |= {"id": f"{verify.NOT_RECOMPUTED}nothing", "section": verify.NOT_RECOMPUTED}
+    record["samples_s"] = [0.9 * sample for sample in record["samples_s"]]
     content["benchmarks"] = []
 
 
 @forger("attention", "not proved: it has no seal", seals=False)
 def all_seals_left_out(content: Content) -> None:
-    for one in content["lmsys"]["records"]:
-        one["label"] = "mine"
-        del one["seal"]
+    for record in content["lmsys"]["records"]:
+        record["label"] = "mine"
+        del record["seal"]
     del content["lmsys"]["seal"]
 
 
@@ -296,14 +301,14 @@ def huge_vocabulary(content: Content) -> None:
 
 
 def attention() -> Content:
-    """A forward and a backward of one H200, each with two checked calls."""
+    """A result file with a forward and a backward of attention on one H200, each with two checked calls."""
     content: Content = json.loads(RESULT.read_text())
     timed = records(content)
-    kept = [next(one for one in timed if one["direction"] == direction) for direction in ("fwd", "bwd")]
-    for one in kept:
-        del one["proof"]["calls"][2:]
+    kept = [next(record for record in timed if record["direction"] == direction) for direction in ("fwd", "bwd")]
+    for record in kept:
+        del record["proof"]["calls"][2:]
     content["lmsys"]["records"] = kept
-    content["benchmarks"] = [entry(content, one) for one in kept]
+    content["benchmarks"] = [entry(content, record) for record in kept]
     content["benchmarks"][0]["stats"]["median"] = kept[0]["time_s"]
     content |= {"machine_info": {"processor": "x86_64"}, "commit_info": {"id": "1" * 40}}
     return content
@@ -311,15 +316,20 @@ def attention() -> Content:
 
 @pytest.fixture(scope="module")
 def measured() -> Content:
-    """A loss, measured here, without its share of the ceilings: the machine of the file is another."""
-    kept = [one for one in loss_records(row=("chunked",)).values() if one["outcome"] == "ok"]
-    for one in kept:
-        del one["matmul_ceiling_fraction"]
+    """A result file of the loss, measured here.
+
+    The machine in the file is that of the file of attention; so the loss's share of the ceilings, which are of another
+    machine, is left out.
+    """
+    kept = [record for record in loss_records(row=("chunked",)).values() if record["outcome"] == "ok"]
+    for record in kept:
+        del record["matmul_ceiling_fraction"]
     return {"benchmarks": [], "lmsys": load(RESULT) | {"records": kept}}
 
 
 @pytest.fixture
 def honest(measured: Content, monkeypatch: pytest.MonkeyPatch) -> dict[str, Content]:
+    """The two files, sealed; verify is told to expect as many proofs as they hold."""
     known = verify.benchmarks_in(ROOT / "benchmarks")
     monkeypatch.setattr(type(known["attention"]), "num_proofs", 2)
     monkeypatch.setattr(Loss, "num_proofs", min(Loss.num_proofs, len(losses(measured))))
@@ -339,39 +349,41 @@ def verified(content: Content, folder: Path, capsys: pytest.CaptureFixture[str])
 def test_honest_files_pass_and_it_is_told_how_much_was_judged(
     honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = verified(honest["attention"], tmp_path, capsys)
+    code, output = verified(honest["attention"], tmp_path, capsys)
     elements = sum(
-        one["head_dim"] * len(call["parts"]) for one in records(honest["attention"]) for call in one["proof"]["calls"]
+        record["head_dim"] * len(call["parts"])
+        for record in records(honest["attention"])
+        for call in record["proof"]["calls"]
     )
-    assert code == 0 and f"2 records, 4 timed calls judged again by {elements:,} elements, nothing is wrong\n" in said
-    code, said = verified(honest["loss"], tmp_path, capsys)
-    one = records(honest["loss"])[0]
-    judged = f"{len(one['proof']['calls'])} timed calls judged again"
-    assert code == 0 and judged in said and said.endswith(f"{verify.NO_FILE_PROVES}\n")
+    assert code == 0 and f"2 records, 4 timed calls judged again by {elements:,} elements, nothing is wrong\n" in output
+    code, output = verified(honest["loss"], tmp_path, capsys)
+    record = records(honest["loss"])[0]
+    judged = f"{len(record['proof']['calls'])} timed calls judged again"
+    assert code == 0 and judged in output and output.endswith(f"{verify.NO_FILE_PROVES}\n")
 
 
 @pytest.mark.parametrize("name", FORGERS)
 def test_a_forged_file_is_refused_or_not_proved(
     name: str, honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a sentence, and without taking the memory that its sizes ask for."""
+    """verify says why, and does not allocate memory for the sizes that the file claims."""
     file, says, forge = FORGERS[name]
     content = honest[file]
     forge(content)
     if name not in UNSEALED:
         seal_again(content)
     tracemalloc.start()
-    code, said = verified(content, tmp_path, capsys)
+    code, output = verified(content, tmp_path, capsys)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert code == 1 and says in said and peak < 2**28, said
-    assert "MemoryError" not in said and "can't allocate" not in said
+    assert code == 1 and says in output and peak < 2**28, output
+    assert "MemoryError" not in output and "can't allocate" not in output
 
 
 def test_every_field_of_a_record_is_sealed(honest: dict[str, Content]) -> None:
-    for one in records(honest["attention"]):
-        for name in one.keys() - {"seal"}:
-            assert seal(one | {name: "changed"}) != one["seal"], name
+    for record in records(honest["attention"]):
+        for name in record.keys() - {"seal"}:
+            assert seal(record | {name: "changed"}) != record["seal"], name
 
 
 def test_every_part_of_a_file_is_sealed(honest: dict[str, Content]) -> None:
@@ -386,8 +398,8 @@ def test_a_file_may_be_kept_without_the_entries_of_pytest_benchmark(
     honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest["attention"]["benchmarks"] = []
-    code, said = verified(honest["attention"], tmp_path, capsys)
-    assert code == 0 and "the file is kept without pytest-benchmark's entries" in said
+    code, output = verified(honest["attention"], tmp_path, capsys)
+    assert code == 0 and "the file is kept without pytest-benchmark's entries" in output
 
 
 def test_an_older_seal_passes_and_it_is_told_what_it_leaves_out(
@@ -395,29 +407,29 @@ def test_an_older_seal_passes_and_it_is_told_what_it_leaves_out(
 ) -> None:
     content = honest["attention"]
     content["lmsys"]["seal"] = older_file_seal(content["lmsys"])
-    code, said = verified(content, tmp_path, capsys)
-    assert code == 0 and "does not cover fields, layouts, rows and pytest-benchmark's part" in said
+    code, output = verified(content, tmp_path, capsys)
+    assert code == 0 and "does not cover fields, layouts, rows and pytest-benchmark's part" in output
     del content["lmsys"]["seal"]
-    code, said = verified(content, tmp_path, capsys)
-    assert code == 0 and "the file has no seal" in said
+    code, output = verified(content, tmp_path, capsys)
+    assert code == 0 and "the file has no seal" in output
 
 
 def test_a_row_that_no_table_has_is_told(
     honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = records(honest["attention"])[0]
-    one["id"] = one["id"].replace(one["impl"], "unheard_of")
-    one["impl"] = one["attention"] = "unheard_of"
+    record = records(honest["attention"])[0]
+    record["id"] = record["id"].replace(record["impl"], "unheard_of")
+    record["impl"] = record["attention"] = "unheard_of"
     honest["attention"]["benchmarks"] = []
     seal_again(honest["attention"])
-    code, said = verified(honest["attention"], tmp_path, capsys)
-    assert code == 0 and "a record's row is not known here" in said
+    code, output = verified(honest["attention"], tmp_path, capsys)
+    assert code == 0 and "a record's row is not known here" in output
 
 
 def test_any_number_in_a_record_may_be_huge(
     honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A number drawn from each record and each of its calls is replaced; none ends in a traceback."""
+    """Six numbers of the first record of each file become huge, one at a time; verify never ends in a traceback."""
     chance: Any = random.Random(0)
     for file in ("attention", "loss"):
         names = [name for name, value in records(honest[file])[0].items() if isinstance(value, int)]

@@ -1,4 +1,9 @@
-"""Data flows one way: who may import whom, read off the source."""
+"""Which modules may import which, checked by reading the source, not by importing.
+
+Results flow one way: lmsys does not import benchmarks, measuring knows no kernel, reports know only result files, and
+modules that run without torch import nothing that needs it. A rule is a test that calls `violations` with files and
+modules that they must not import. A new module of lmsys that runs without torch is added to PLAIN.
+"""
 
 import ast
 import subprocess
@@ -14,7 +19,7 @@ from lmsys.attention import ATTENTION
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for room in ("lmsys", "benchmarks", "dev", "reports") for file in (ROOT / room).rglob("*.py"))
-PLAIN = (  # of lmsys: what a machine without torch can import
+PLAIN = (  # modules of lmsys that can be imported without torch
     *"__init__ checkpointing commands config doing files processes registry strict_json traits values".split(),
     "watchdog",
     *"cost/__init__ cost/communication cost/memory cost/operations".split(),
@@ -28,16 +33,18 @@ LATE = (
     "bench/options",
     "bench/plugin",
     "bench/results",
-)  # import what needs torch in functions
+)  # those of PLAIN that import modules which need torch, but only inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data"))
-END_IN_A_PAGE = ("lmsys/course/__main__.py", "lmsys/leaderboard.py")  # commands that nothing imports
-# By which a run tries layouts before it measures, and tells its answers in the report's words.
+END_IN_A_PAGE = ("lmsys/course/__main__.py", "lmsys/leaderboard.py")  # commands that write a page; nothing imports them
+# The parts of lmsys.reports that the plugin of pytest uses: to try layouts before it measures, and to print findings.
 OF_THE_PLUGIN = "lmsys.reports.layout", "lmsys.reports.terminal"
+# What the modules may import that the tokenizer's worker processes load.
 OF_WORKERS = (
     *(f"lmsys.{name}" for name in "config files processes strict_json tokenizer values training.config".split()),
     *("lmsys.training.corpora", "lmsys.training.data"),
 )
+# What reports may import of lmsys.
 OF_REPORTS = (
     *(f"lmsys.{name}" for name in "commands cost.communication files reports strict_json values".split()),
     *(f"lmsys.bench.{name}" for name in "changes fields record validate verdict".split()),
@@ -73,6 +80,7 @@ def among(name: str, modules: tuple[str, ...]) -> bool:
 
 
 def within(*folders: str, but: str = "-") -> list[Path]:
+    """The files whose path begins with one of these, and not with `but`."""
     names = {file: file.relative_to(ROOT).as_posix() for file in FILES}
     return [file for file, name in names.items() if name.startswith(folders) and not name.startswith(but)]
 
@@ -89,7 +97,7 @@ def violations(files: list[Path], *forbidden: str, allowed: tuple[str, ...] = ()
 
 
 def test_no_circle_of_imports() -> None:
-    """The bench has none, also inside of functions and for type checkers."""
+    """lmsys.bench has none, even if imports inside of functions and for type checkers are counted."""
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in within("lmsys/bench/")}
     graph = {
         module: {part for name in imports(file) for part in (name, name.rpartition(".")[0]) if part in modules}
@@ -135,11 +143,11 @@ def test_reports_know_only_what_a_result_is() -> None:
     assert not violations(files, "torch", "benchmarks", "dev", "tests", "pytest", "lmsys", allowed=OF_REPORTS)
 
 
-SHARED = {"anatomy": "model", "steps": "data_parallel"}  # the same cases, other questions
+SHARED = {"anatomy": "model", "steps": "data_parallel"}  # benchmark: the family whose cases it measures, too
 
 
 def family_of(file: Path) -> str:
-    """The family of a file of benchmarks, which is also that of those whose cases it shares."""
+    """The family of a file of benchmarks: the name of its benchmark, or of that whose cases it shares."""
     name = file.relative_to(ROOT / "benchmarks").parts[0].removeprefix("bench_").removesuffix(".py")
     return SHARED.get(name, name)
 
@@ -161,13 +169,13 @@ def test_no_benchmark_needs_the_tools_of_maintainers() -> None:
 
 
 def test_torchs_compiler_comes_with_what_is_compiled() -> None:
-    """Its import takes as long as torch's own."""
+    """Importing a benchmark or a row does not import torch._dynamo, which takes as long as importing torch."""
     pytest.importorskip("triton", reason="pip install triton==3.6.0 for the rows that import it")
-    modules = [f"benchmarks.{one.stem}" for one in (ROOT / "benchmarks").glob("bench_*.py")]
+    modules = [f"benchmarks.{file.stem}" for file in (ROOT / "benchmarks").glob("bench_*.py")]
     modules += [
         "dev.bench_plans",
         "lmsys.training.__main__",
-        *{one.target.partition(":")[0] for one in ATTENTION.values() if not one.peer},
+        *{row.target.partition(":")[0] for row in ATTENTION.values() if not row.peer},
     ]
     line = "import sys; [__import__(one) for one in sys.argv[1:]]; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", line, *modules], cwd=ROOT, check=True)

@@ -1,4 +1,8 @@
-"""docs/examples/slurm.sh: what it starts on a cluster of stand-ins, and that two launchers on one host are refused."""
+"""docs/examples/slurm.sh: which launchers it starts on which nodes, and that two launchers on one node are refused.
+
+There is no cluster: STUBS are shell scripts that take the place of Slurm's commands and of torchrun. HOSTS has a word
+for each task, the node that it runs on; torchrun's stub writes its node and arguments to LOG.
+"""
 
 import os
 import shutil
@@ -21,7 +25,7 @@ STUBS = {
 
 
 def submitted(folder: Path, hosts: str, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """The end of the job, and the launchers that it has started."""
+    """The finished job, and the launchers that it has started, each as "node: arguments"."""
     bash = shutil.which("bash")
     assert bash
     for name, body in STUBS.items():

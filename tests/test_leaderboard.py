@@ -1,4 +1,8 @@
-"""`lmsys leaderboard`: ten files, of which seven are ranked; and files that are forged or lack a part."""
+"""`lmsys leaderboard` ranks result files by the speed of their row over the anchor, a row that every file must have.
+
+The files are altered copies of `content`, a small result file of test_verify.py: files of a faster row are ranked;
+files that are forged, not sealed, or without the anchor or the same cases are refused, with the reason.
+"""
 
 import copy
 import json
@@ -28,12 +32,12 @@ FORGED = ("time_scaled", "sample_dropped", "samples_of_another_row", "error_rati
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch, benchmarks: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:  # noqa: F811
-    """The command on these files, by name: its exit code and the page."""
+    """A function that runs the command on files, given by name, and returns its exit code and the text of its page."""
     monkeypatch.setattr(leaderboard, "benchmarks_in", lambda *_: benchmarks)
 
     def run(files: dict[str, Content], anchor: str = "sdpa_flash") -> tuple[int, str]:
-        for name, of in files.items():
-            (tmp_path / f"{name}.json").write_text(json.dumps(of))
+        for name, file_content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(file_content))
         code = leaderboard.main([str(tmp_path), "-o", str(tmp_path / "site"), "--anchor", anchor])
         return code, (tmp_path / "site" / "index.html").read_text()
 
@@ -42,31 +46,33 @@ def board(monkeypatch: pytest.MonkeyPatch, benchmarks: dict[str, Any], tmp_path:
 
 def faster(content: Content, factor: float, machine: str = "") -> Content:  # noqa: F811
     """A file whose row took `factor` of its time, as another run might have measured it."""
-    made = copy.deepcopy(content)
-    one = records(made)[0]
-    one["samples_s"] = [sample * factor for sample in one["samples_s"]]
-    one |= summarize(one["samples_s"])
+    result = copy.deepcopy(content)
+    record = records(result)[0]
+    record["samples_s"] = [sample * factor for sample in record["samples_s"]]
+    record |= summarize(record["samples_s"])
     for name in ("flops_per_s", "bytes_per_s", "matmul_ceiling_fraction", "copy_ceiling_fraction"):
-        one[name] /= factor
-    made["lmsys"]["machine"]["name"] = machine or made["lmsys"]["machine"]["name"]
-    seal_again(made)
-    return made
+        record[name] /= factor
+    result["lmsys"]["machine"]["name"] = machine or result["lmsys"]["machine"]["name"]
+    seal_again(result)
+    return result
 
 
 def altered(content: Content, name: str) -> Content:  # noqa: F811
-    made = copy.deepcopy(content)
-    ALTERATIONS[name](made)
-    return made
+    """A copy with one of the alterations of test_verify.py, not sealed again."""
+    result = copy.deepcopy(content)
+    ALTERATIONS[name](result)
+    return result
 
 
 def other_workload(content: Content) -> Content:  # noqa: F811
-    made = json.loads(RESULT.read_text())
-    kept = [one for one in records(made) if one["section"] == "flash"]
-    for one in kept:
-        del one["proof"]["calls"][2:]
-    made["lmsys"]["records"], made["benchmarks"] = kept, [entry(made, one) for one in kept]
-    seal_again(made)
-    return made
+    """A sealed file of other cases: those of the section "flash"."""
+    result = json.loads(RESULT.read_text())
+    kept = [record for record in records(result) if record["section"] == "flash"]
+    for record in kept:
+        del record["proof"]["calls"][2:]
+    result["lmsys"]["records"], result["benchmarks"] = kept, [entry(result, record) for record in kept]
+    seal_again(result)
+    return result
 
 
 def test_seven_of_ten_files_are_ranked(
@@ -78,11 +84,11 @@ def test_seven_of_ten_files_are_ranked(
     files |= {"forged": altered(content, "time_scaled"), "unproved": altered(content, "no_proof")}
     seal_again(files["unproved"])
     code, page = board(files | {"other": other_workload(content)})
-    said = capsys.readouterr().out.splitlines()
-    assert code == 0 and len(said) == 10
-    assert [line.rpartition("student")[2][0] for line in said[:7]] == list("6543210")  # by speed over the anchor
-    assert [line.split()[1] for line in said[:7]] == list("1231456")  # on two machines, by time
-    refused = {line.split(": ")[1]: line for line in said[7:]}
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and len(lines) == 10
+    assert [line.rpartition("student")[2][0] for line in lines[:7]] == list("6543210")  # by speed over the anchor
+    assert [line.split()[1] for line in lines[:7]] == list("1231456")  # ranks by time, on each of two machines apart
+    refused = {line.split(": ")[1]: line for line in lines[7:]}
     assert refused.keys() == {"forged.json", "unproved.json", "other.json"}
     assert "not proved" in refused["unproved.json"]
     assert "time_s is" in refused["forged.json"] and "anchor 'sdpa_flash'" in refused["other.json"]
@@ -105,7 +111,7 @@ def test_a_file_without_a_seal_is_refused(
     board: Callable[..., Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """However `lmsys verify` words it, to which it is no fault: older files have none."""
+    """To `lmsys verify` a missing seal is no fault, as older files have none."""
     unsealed = copy.deepcopy(content)
     del unsealed["lmsys"]["seal"]
     code, _ = board({"sealed": content, "unsealed": unsealed})

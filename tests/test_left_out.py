@@ -1,4 +1,8 @@
-"""Tests that a plain run leaves out are counted in its summary, with the command that runs them; -m gets them back."""
+"""The repository's conftest.py: tests that a plain run leaves out are counted in its summary, with their command.
+
+Tests with the marks gpu, long, on_request or browser are left out unless `-m` names the mark; some are skipped, others
+deselected. `collected` calls conftest.py's hooks on made-up tests, in the order of pytest with workers.
+"""
 
 import runpy
 from types import SimpleNamespace
@@ -9,11 +13,14 @@ import torch
 
 from tests.support.processes import ROOT
 
+# The made-up tests: name and marks.
 MARKS = {"plain": [], "gpu": ["gpu"], "long": ["long"], "hours": ["on_request"], "page": ["browser"]}
 MARKS["both"] = ["gpu", "on_request"]
 
 
 class Item:
+    """Takes the place of a pytest.Item; `added` has the marks that a hook adds, such as a skip."""
+
     def __init__(self, name: str):
         self.name, self.added = name, list[Any]()
 
@@ -25,7 +32,10 @@ class Item:
 
 
 def collected(asked: str) -> tuple[dict[str, bool], list[str], list[str]]:
-    """By name of what runs, whether it is skipped; the names that are deselected; lines of a summary, by a worker."""
+    """(name of each test that is selected: whether it is skipped; names of deselected tests; lines of the summary).
+
+    asked  the expression of `-m`, "" for none
+    """
     conftest, deselected, lines = runpy.run_path(str(ROOT / "conftest.py")), list[Any](), list[str]()
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
     worker: Any = SimpleNamespace(option=SimpleNamespace(markexpr=asked), hook=hook, stash=pytest.Stash())
@@ -34,14 +44,14 @@ def collected(asked: str) -> tuple[dict[str, bool], list[str], list[str]]:
     items: list[Any] = [Item(name) for name in MARKS]
     conftest["pytest_collection_modifyitems"](worker, items)
     conftest["pytest_sessionfinish"](SimpleNamespace(config=worker))
-    conftest["pytest_testnodedown"](SimpleNamespace(config=main))  # one that died
+    conftest["pytest_testnodedown"](SimpleNamespace(config=main))  # a worker that died, and reports nothing
     conftest["pytest_testnodedown"](SimpleNamespace(config=main, workeroutput=worker.workeroutput))
     conftest["pytest_terminal_summary"](SimpleNamespace(write_line=lines.append), main)
     return {item.name: bool(item.added) for item in items}, [item.name for item in deselected], lines
 
 
 @pytest.mark.parametrize(
-    ("asked", "has_gpu", "runs", "counts"),
+    ("asked", "has_gpu", "runs", "counts"),  # runs: whether a selected test is skipped; counts: of the four lines
     [
         ("", False, {"plain": False}, (2, 1, 1, 1)),
         ("gpu", False, {"plain": False, "gpu": True, "both": True}, (0, 1, 1, 1)),

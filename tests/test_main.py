@@ -1,4 +1,8 @@
-"""`lmsys`: one door to every command; alone it says what would bring each row that is missing, once for all."""
+"""`lmsys`, the command with all others as subcommands: its help, and what it says where something is missing.
+
+Without arguments (lmsys/here.py) it lists the rows that run on this machine, and for the others a remedy, such as a
+package to install, each remedy once. The last part is about `lmsys bench`, which turns its words into a line of pytest.
+"""
 
 import importlib.metadata
 import json
@@ -21,7 +25,7 @@ from tests.support.processes import ENVIRONMENT, ROOT
 
 
 def supports(case: SimpleNamespace) -> str | None:
-    """As a row's own, for Hopper alone and with a package that is not here."""
+    """Why a row cannot run that is for Hopper alone and needs a package that is not installed."""
     if case.device != "cuda":
         return "runs on CUDA"
     if case.capability != (9, 0):
@@ -30,19 +34,21 @@ def supports(case: SimpleNamespace) -> str | None:
 
 
 def later(case: SimpleNamespace) -> str | None:
+    """Why a row cannot run that is for Hopper and whatever comes later."""
     if case.device != "cuda":
         return "runs on CUDA only"
     return None if case.capability >= (9, 0) else f"needs (9, 0); this GPU has {case.capability}"
 
 
 def anywhere(case: SimpleNamespace) -> str | None:
-    """As a row of which torch decides, that asks the device."""
+    """Why a row cannot run that must ask torch, which raises if there is no device."""
     if case.device != "cuda":
         return "runs on CUDA only"
     raise RuntimeError("no CUDA device is here")
 
 
 PIP = "needs a package that is not here (No module named 'absent'); python -m pip install absent --now brings it"
+# (row's function, its reason on this machine, this machine's device, the remedy that must be found)
 CASES = [
     ("supports", "runs on CUDA", "cpu", f"a GPU of compute capability 9.0; {PIP}"),
     ("supports", "is for 9.0; this GPU has (8, 0)", "cuda", f"a GPU of compute capability 9.0; {PIP}"),
@@ -55,10 +61,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("row", "reason", "device", "told"), CASES)
-def test_a_remedy_is_what_the_row_itself_would_say_elsewhere(row: str, reason: str, device: str, told: str) -> None:
+@pytest.mark.parametrize(("row", "reason", "device", "expected"), CASES)
+def test_a_remedy_is_what_the_row_itself_would_say_elsewhere(row: str, reason: str, device: str, expected: str) -> None:
     entry = Entry("row", "operator:add", supports=f"{__name__}:{row}", install="absent --now")
-    assert remedy(entry, reason, device, SimpleNamespace) == told
+    assert remedy(entry, reason, device, SimpleNamespace) == expected
 
 
 def test_evidence_is_claimed_for_cards_that_were_timed_alone() -> None:
@@ -69,14 +75,14 @@ def test_evidence_is_claimed_for_cards_that_were_timed_alone() -> None:
 
 def test_every_row_is_told_and_each_remedy_once(capsys: pytest.CaptureFixture[str]) -> None:
     here.main()
-    said = capsys.readouterr().out
-    (auto,) = (part for part in said.split("\n\n") if part.startswith('impl="auto"'))
+    output = capsys.readouterr().out
+    (auto,) = (part for part in output.split("\n\n") if part.startswith('impl="auto"'))
     assert [line.rpartition("  ")[0].strip() for line in auto.splitlines()[1:]] == list(USES)
-    table, _, brings = said.partition("\nwhat would bring the others\n")
+    table, _, brings = output.partition("\nwhat would bring the others\n")
     missing = [line.split()[0] for line in table.splitlines() if "  no: " in line or " take bucketed" in line]
     lines = [line.strip().partition(": ") for line in brings.splitlines() if not line.startswith("  for a GPU")]
     assert sorted(missing) == sorted(name for names, _, _ in lines for name in names.split(", "))
-    remedies = [told for _, _, told in lines]
+    remedies = [remedy_text for _, _, remedy_text in lines]
     assert len(set(remedies)) == len(remedies)
     if not torch.cuda.is_available():
         assert "pip install flash-attn --no-build-isolation" in brings and "compute capability 9.0" in brings
@@ -89,7 +95,7 @@ def test_a_reader_that_goes_early_gets_no_traceback() -> None:
 
 
 def lmsys(*words: str, without: str = "", folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """`lmsys` with these words, where a package is not installed."""
+    """`lmsys` with these words in a process of its own, as if the packages `without` were not installed."""
     code = f"import sys; sys.modules.update(dict.fromkeys({without.split()!r}))\n"
     code += "from lmsys.__main__ import main; sys.argv[0] = 'lmsys'; sys.exit(main())"
     line = [sys.executable, "-c", code, *words]
@@ -104,7 +110,7 @@ def test_help_needs_no_torch_and_has_every_command() -> None:
     assert unknown.returncode == 2 and "invalid choice: 'chek'" in unknown.stderr
 
 
-BENCH = ["bench", "attention", "--collect-only", "-q"]  # which pytest does where all is installed
+BENCH = ["bench", "attention", "--collect-only", "-q"]  # with torch installed, pytest would list the tests
 
 
 @pytest.mark.parametrize("words", [[], ["check", "naive"], ["train"], ["report", "a.json"], BENCH])
@@ -129,14 +135,14 @@ for name in sys.argv[1:]:
 
 
 def test_help_is_by_example() -> None:
-    """All in one process: most of them import torch."""
+    """The help of every command is made in one process, to import torch only once."""
     line = [sys.executable, "-W", "ignore", "-c", HELPS, *commands.COMMANDS]
     done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     for text, (name, command) in zip(done.stdout.splitlines(), commands.COMMANDS.items(), strict=True):
-        said = json.loads(text)
-        assert said.startswith(f"usage: lmsys {name} "), said
+        output = json.loads(text)
+        assert output.startswith(f"usage: lmsys {name} "), output
         assert command.examples
-        assert all(example.startswith(f"lmsys {name}") and example in said for example in command.examples), said
+        assert all(example.startswith(f"lmsys {name}") and example in output for example in command.examples), output
 
 
 def test_the_console_command_is_the_door() -> None:
@@ -147,7 +153,7 @@ def test_the_console_command_is_the_door() -> None:
 def test_bench_is_a_line_of_pytest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Printed, then run; from a checkout and, where lmsys is installed from one, from any folder."""
+    """The line is printed, then run. It works in any folder, as long as lmsys is installed from a checkout."""
     mine = ROOT / "docs" / "examples" / "mine.py"
     monkeypatch.chdir(tmp_path)
     words = ["attention", "--row", f"{mine}:my_attention", "--dtype", "bfloat16", "-k", "causal"]
@@ -159,7 +165,8 @@ def test_bench_is_a_line_of_pytest(
     loss = line_of(["loss", "--row", "chunked", "-o", "x.json"])
     assert "--axis=row=eager,compiled,chunked" in loss and "x.json" in loss and "attention.json" not in loss
     for resume in (["--resume", "x.json"], ["--resume=x.json"], ["--lmsys-resume", "x.json"]):
-        assert line_of(["attention", *resume])[-len(resume) - 1 :] == ["--benchmark-only", *resume]  # goes on in it
+        # The resumed file is also the output, so no other output is added.
+        assert line_of(["attention", *resume])[-len(resume) - 1 :] == ["--benchmark-only", *resume]
         other = line_of(["attention", "-o", "y.json", *resume])
         assert other[-len(resume) - 2 :] == ["--benchmark-json", "y.json", *resume]
     (tmp_path / "bench_own.py").touch()
@@ -172,7 +179,7 @@ def test_bench_is_a_line_of_pytest(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["atention"], "did you mean attention?"),
         (["bench_absent.py"], "there is no file 'bench_absent.py' here"),
@@ -180,11 +187,11 @@ def test_bench_is_a_line_of_pytest(
     ],
 )
 def test_what_bench_cannot_find_is_a_sentence(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         line_of(words)
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_outside_of_a_checkout_bench_says_what_is_needed(

@@ -1,4 +1,8 @@
-"""docs/examples/speedrun.ipynb: executed small from top to bottom, and its commands on machines that are not here."""
+"""docs/examples/speedrun.ipynb is executed, small, from top to bottom; and its commands are checked for other machines.
+
+For the latter, `commands_on` runs the cells in this process where torch tells of other GPUs (MACHINES) and no command
+is started, but recorded. To add a machine, add it to MACHINES.
+"""
 
 import ast
 import json
@@ -24,7 +28,7 @@ CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 NEEDS = "pip install nbclient ipykernel to run the notebook"
 SMALL = {"MINUTES": "0.05", "LENGTHS": "32,64", "ROWS": "naive,sdpa", "RANKS": "2"}
-SHOWING = re.compile(r"^import matplotlib|^from IPython", re.MULTILINE)  # cells that draw what the others have made
+SHOWING = re.compile(r"^import matplotlib|^from IPython", re.MULTILINE)  # marks cells that only draw results
 
 T4 = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=15 * 2**30)
 A100 = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 * 2**30)
@@ -62,7 +66,7 @@ def test_its_kernel_is_that_of_the_examples() -> None:
 
 
 class Recorder:
-    """Stands in for subprocess.Popen: keeps the command, and writes the log that a training would."""
+    """Takes the place of subprocess.Popen: keeps the command, and writes the log that a training would have written."""
 
     def __init__(self, commands: list[list[str]]) -> None:
         self.commands = commands
@@ -89,13 +93,13 @@ def run_cells() -> None:
     for place, text in enumerate(CODE):
         if not SHOWING.search(text):
             name = f"<cell {place}>"
-            linecache.cache[name] = (len(text), None, text.splitlines(True), name)  # inspect looks there
+            linecache.cache[name] = (len(text), None, text.splitlines(True), name)  # where inspect finds source text
             exec(compile(text, name, "exec"), names)
 
 
 @pytest.fixture
 def commands_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Gives the words behind `python` of each command that the notebook runs on a machine with such GPUs."""
+    """A function that returns, without `python`, the commands that the notebook runs on a machine with such GPUs."""
 
     def commands(count: int, gpu: Any) -> list[list[str]]:
         recorded: list[list[str]] = []
@@ -136,11 +140,11 @@ def test_its_commands_are_taken_on_every_machine(
 
 
 def check_training(words: list[str], precision: str, world_size: int) -> None:
-    """The launcher's processes divide the batch, and the settings are ones that are taken."""
+    """Checks the command of a training: its settings are accepted, and its processes can divide the batch."""
     launched = words[1] == "torch.distributed.run"
     start = words.index("lmsys.training") + 1 if launched else 3
     asked = training.parser().parse_args(words[start:])
-    if asked.config is not None:  # that which the training has written
+    if asked.config is not None:  # a command that goes on with a training reads the config which that has written
         return
     config = training.read_config(asked)
     assert launched == (world_size == 2) and config.train.precision == precision
@@ -149,7 +153,10 @@ def check_training(words: list[str], precision: str, world_size: int) -> None:
 
 
 def test_it_measures_what_it_says(commands_on: Any) -> None:
-    """Each kind of machine has its rows and lengths; the kernel of the notebook stands for itself in mine.py."""
+    """On each machine the benchmark has two cases for each row and length: forward and backward.
+
+    The row of the notebook's own kernel is taken from docs/examples/mine.py, which has the same kernel.
+    """
     benches = []
     for count, gpu, *_ in MACHINES.values():
         (words,) = (words for words in commands_on(count, gpu) if words[2:3] == ["bench"])
@@ -162,7 +169,7 @@ def test_it_measures_what_it_says(commands_on: Any) -> None:
 
 
 def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, small: two processes train for three seconds."""
+    """Made small (SMALL), on a CPU; two processes train for three seconds."""
     nbformat = pytest.importorskip("nbformat", reason=NEEDS)
     nbclient = pytest.importorskip("nbclient", reason=NEEDS)
     pytest.importorskip("ipykernel", reason=NEEDS)

@@ -1,4 +1,8 @@
-"""Workers: what they return, and every way in which a call can fail, each of which costs that call alone."""
+"""`lmsys.processes`: calls in a worker process, and every way in which a call can fail.
+
+A failure costs that call alone: the worker, or a new one in its place, answers the next call. The functions at the top
+are called in the worker. `futures`, tested last, hands tasks to several workers.
+"""
 
 import itertools
 import os
@@ -17,13 +21,14 @@ from lmsys import processes
 from lmsys.processes import ProcessError, Worker, answered, futures, in_own_process
 from tests.support.processes import PATIENCE_S, Stopwatch
 
-KEPT: list[int] = []
+KEPT: list[int] = []  # a worker has a KEPT of its own
 
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    with Worker() as one:
-        yield one
+    """A worker that the tests share."""
+    with Worker() as shared:
+        yield shared
 
 
 def keep(value: int) -> list[int]:
@@ -31,7 +36,7 @@ def keep(value: int) -> list[int]:
     return KEPT
 
 
-def says(text: str) -> int:
+def prints(text: str) -> int:
     print(f"{text} in Python", end=" ")
     sys.stdout.flush()
     os.write(1, b"and past it")
@@ -39,6 +44,7 @@ def says(text: str) -> int:
 
 
 def double(task: int) -> int:
+    """Twice the task; 13 raises an exception, and 99 ends the process."""
     if task == 13:
         raise ValueError("13 is refused")
     if task == 99:
@@ -48,17 +54,20 @@ def double(task: int) -> int:
 
 
 def hangs_with_a_child(file: Path) -> None:
+    """Start a process that sleeps, write its id to the file, and sleep, too."""
     file.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
     time.sleep(60)
 
 
 class Unpicklable(Exception):
+    """Cannot be sent to another process."""
+
     def __reduce__(self) -> Any:
         raise TypeError("not by pickle")
 
 
 class Unloadable(Exception):
-    """As of many libraries: what pickle calls it with is not what it takes."""
+    """Can be sent, but not received, as exceptions of many libraries: pickle makes it anew with a single argument."""
 
     def __init__(self, one: str, other: str):
         super().__init__(f"{one} and {other}")
@@ -74,14 +83,16 @@ def raises(kind: str) -> None:
 
 
 def lives(pid: int) -> bool:
+    """True for a process that runs; False if there is none, or if it has ended and is a zombie."""
     return Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
-def eventually(found: Callable[[], bool]) -> bool:
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Wait until the condition holds; False if it does not within PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
-    while not found() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found()
+    return condition()
 
 
 def test_a_worker_lives_from_call_to_call(worker: Worker) -> None:
@@ -99,7 +110,7 @@ def test_functions_are_named_by_texts_too(worker: Worker, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "kind", "said"),
+    ("function", "arguments", "kind", "message"),
     [
         (signal.raise_signal, (signal.SIGKILL,), "died", "a worker process died: killed by SIGKILL"),
         (signal.raise_signal, (signal.SIGSEGV,), "died", "a worker process died: killed by SIGSEGV"),
@@ -108,12 +119,12 @@ def test_functions_are_named_by_texts_too(worker: Worker, tmp_path: Path) -> Non
         (time.sleep, (60,), "timeout", "a worker process did not answer within 0.5 s and was killed"),
     ],
 )
-def test_a_death_costs_one_call(worker: Worker, function: Any, arguments: Any, kind: str, said: str) -> None:
-    worker.call(abs, 1)  # has begun
+def test_a_death_costs_one_call(worker: Worker, function: Any, arguments: Any, kind: str, message: str) -> None:
+    worker.call(abs, 1)  # so that there is a process
     before, watch = worker.pid, Stopwatch()
     with pytest.raises(ProcessError) as caught:
         worker.call(function, *arguments, timeout_s=0.5 if function is time.sleep else None)
-    assert (caught.value.kind, str(caught.value)) == (kind, said) and caught.value.failure == ("error", said)
+    assert (caught.value.kind, str(caught.value)) == (kind, message) and caught.value.failure == ("error", message)
     assert watch.keeps(20) and not lives(before)
     assert worker.call(double, 4) == 8 and worker.pid != before
 
@@ -126,12 +137,12 @@ def test_one_that_dies_between_calls_is_replaced(worker: Worker) -> None:
 def test_an_exception_is_raised_here_with_its_traceback(worker: Worker) -> None:
     with pytest.raises(ValueError, match="^13 is refused$") as caught:
         worker.call(double, 13)
-    told = str(caught.value.__cause__)
-    assert told.startswith("ValueError: 13 is refused (in a worker process)\nTraceback") and "in double" in told
+    cause = str(caught.value.__cause__)
+    assert cause.startswith("ValueError: 13 is refused (in a worker process)\nTraceback") and "in double" in cause
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "said"),
+    ("kind", "name", "message"),
     [
         ("unpicklable", "Unpicklable", "Unpicklable: holds a lock"),
         ("unloadable", "Unloadable", "Unloadable: this and that"),
@@ -139,11 +150,11 @@ def test_an_exception_is_raised_here_with_its_traceback(worker: Worker) -> None:
         ("interrupt", "KeyboardInterrupt", "KeyboardInterrupt: there"),
     ],
 )
-def test_an_exception_that_cannot_come_is_told(worker: Worker, kind: str, name: str, said: str) -> None:
+def test_an_exception_that_cannot_come_is_told(worker: Worker, kind: str, name: str, message: str) -> None:
     before = worker.pid
     with pytest.raises(ProcessError) as caught:
         worker.call(raises, kind)
-    assert caught.value.kind == name and said in caught.value.failure[1] and "in raises" in str(caught.value)
+    assert caught.value.kind == name and message in caught.value.failure[1] and "in raises" in str(caught.value)
     assert worker.call(abs, -1) == 1 and worker.pid == before
 
 
@@ -176,8 +187,8 @@ def test_an_interrupt_leaves_no_answer_for_the_next_call(worker: Worker, monkeyp
 
 
 def test_printing_is_not_answering(capfd: pytest.CaptureFixture[str]) -> None:
-    with Worker() as fresh:  # `worker` has the output of the test that it was started in
-        assert fresh.call(says, "four") == 4
+    with Worker() as fresh:  # the process of `worker` has the stdout of the test that has started it
+        assert fresh.call(prints, "four") == 4
     assert capfd.readouterr().out == "four in Python and past it"
 
 
@@ -196,8 +207,8 @@ def test_a_worker_inherits_the_output_and_its_line_alone() -> None:
         os.set_inheritable(file.fileno(), True)
         with Worker() as first, Worker() as second:
             for worker in (first, second):
-                found = set(worker.call(os.listdir, "/proc/self/fd")) - {"0", "1", "2"}
-                assert len(found) == 2  # its line, and the folder that is read
+                open_files = set(worker.call(os.listdir, "/proc/self/fd")) - {"0", "1", "2"}
+                assert len(open_files) == 2  # the line to its caller, and /proc/self/fd itself, which is being read
 
 
 def leaves_a_thread() -> int:
@@ -207,7 +218,7 @@ def leaves_a_thread() -> int:
 
 @pytest.mark.parametrize("function", [os.getpid, leaves_a_thread])
 def test_nothing_is_left_of_a_worker(function: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor of one whose interpreter waits, as it ends, for what a call has left."""
+    """This also holds for a worker whose interpreter, as it ends, waits for a thread that a call has left."""
     monkeypatch.setattr(processes, "GRACE_S", 1.0)
     pid = in_own_process(function)
     assert not Path(f"/proc/{pid}").exists()
@@ -217,6 +228,7 @@ def test_nothing_is_left_of_a_worker(function: Callable[[], int], monkeypatch: p
     assert not Path(f"/proc/{worker.pid}").exists()
 
 
+# A program that starts a worker, which starts a child, writes both ids to a file, and sleeps.
 CALLER = """
 import os, subprocess, sys, time
 from lmsys.processes import Worker

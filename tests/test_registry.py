@@ -1,4 +1,9 @@
-"""Tables: rows by name, by path, from other packages; and reasons for what cannot run."""
+"""`lmsys.registry`: tables of rows, which are found by name or by path, or come from other packages' entry points.
+
+`table` has three rows: one that runs always ("plain"), one with a condition ("choosy"), one whose package is missing
+("absent"). The last part is about traits, facts that a table, a row or a user's class states; `Facts` are those of a
+table made here.
+"""
 
 import importlib.metadata
 import re
@@ -101,7 +106,7 @@ def test_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
 
 
 def test_the_apply_of_a_function_is_the_function(tmp_path: Path) -> None:
-    """As Triton's tutorial exports it."""
+    """As in Triton's tutorial, which exports `attention = Attention.apply`: this is the row `Attention`."""
     (tmp_path / "mine.py").write_text(
         "import torch\nclass Attention(torch.autograd.Function):\n    pass\nattention = Attention.apply\n"
         "def apply(q, k, v):\n    return q\n"
@@ -155,14 +160,14 @@ def test_plain_modules_run_where_torch_is_not_installed(module: str) -> None:
 
 @dataclass(frozen=True)
 class Facts(Traits):
-    """The traits of a table of tests."""
+    """The traits that rows of these tests may state, beside those of `Traits`."""
 
     stage: int | None = None
     sums: bool = True
 
 
 def row_of(folder: Path, text: str, table: Table) -> Entry:
-    """The row of `Kernel` in a file of this text, as a user asks for it."""
+    """The row of `Kernel` in a file with this text, which is asked for by path, as a user does."""
     file = folder / "mine.py"
     file.write_text(text)
     (row,) = table.select([f"{file}:Kernel"])
@@ -173,7 +178,7 @@ def test_traits_are_the_tables_else_the_rows_else_the_defaults(tmp_path: Path) -
     row = row_of(tmp_path, "class Kernel:\n    stage = 2\n", Table("row", [], traits=Facts))
     assert Facts.of(row) == Facts(stage=2)
     assert Facts.of(replace(row, traits={"stage": 3, "color": "#123456"})) == Facts(stage=3, color="#123456")
-    assert Facts.of(replace(row, traits=Facts(sums=False))) == Facts(sums=False)  # all of them: it is not loaded
+    assert Facts.of(replace(row, traits=Facts(sums=False))) == Facts(sums=False)  # complete, so the class is not asked
     assert Facts.of(Entry("absent", "no_such_package:x", traits={"stage": 5})) == Facts(stage=5)
     assert Facts.of(Entry("narrow", "no_such_package:x", traits=Traits(baseline=1))) == Facts(baseline=1)
 

@@ -1,6 +1,9 @@
-"""`lmsys verify` on a result of one H200: what is altered is found, what cannot be found is said.
+"""`lmsys verify` on a result of one H200: alterations of the file are found, and what cannot be judged is said.
 
-The result is eight cases of reports/results/nvidia-h200_20261126_default.json.gz, sealed as a file of their own.
+The result is eight cases of reports/results/nvidia-h200_20261126_default.json.gz, sealed as a file of their own; most
+tests use `content`, two forwards of it. A seal is a digest that a record or the file has of its content: an alteration
+must be found by the seal that it breaks, and, if it is sealed again, by contradicting something else in the file,
+except for those in CANNOT. To add an alteration, write a function with @alteration.
 """
 
 import copy
@@ -26,26 +29,29 @@ SCALED = ("mean_s", "std_s", "p20_s", "p80_s", "min_s", "time_s")
 Content = dict[str, Any]
 Alteration = Callable[[Content], None]
 ALTERATIONS: dict[str, Alteration] = {}
-CANNOT = {"all_figures_scaled_alike", "another_machine"}  # by recomputing; a seal that was left shows them
+CANNOT = {"all_figures_scaled_alike", "another_machine"}  # alterations that are not found once they are sealed again
 
 
 def alteration(function: Alteration) -> Alteration:
+    """Register a function that alters the content of a result file."""
     ALTERATIONS[function.__name__] = function
     return function
 
 
 def records(content: Content) -> list[Content]:
-    """Those with a time, ours first in a forward, then the next."""
-    found: list[Content] = [one for one in content["lmsys"]["records"] if one.get("samples_s")]
+    """The records with a time, which may be changed."""
+    found: list[Content] = [record for record in content["lmsys"]["records"] if record.get("samples_s")]
     return found
 
 
 def entry(content: Content, record: Content) -> Content:
+    """pytest-benchmark's entry of a record."""
     (found,) = [one for one in content["benchmarks"] if one["extra_info"]["id"] == record["id"]]
     return found
 
 
 def first_call(content: Content) -> Content:
+    """The first checked call of the first record."""
     call: Content = records(content)[0]["proof"]["calls"][0]
     return call
 
@@ -73,38 +79,38 @@ def sample_lowered(content: Content) -> None:
 
 @alteration
 def slow_samples_dropped_everywhere(content: Content) -> None:
-    one = records(content)[0]
-    one["samples_s"] = sorted(one["samples_s"])[: len(one["samples_s"]) // 2]
-    one |= summarize(one["samples_s"])
+    record = records(content)[0]
+    record["samples_s"] = sorted(record["samples_s"])[: len(record["samples_s"]) // 2]
+    record |= summarize(record["samples_s"])
 
 
 @alteration
 def samples_and_statistics_scaled(content: Content) -> None:
-    one = records(content)[0]
-    one["samples_s"] = [0.9 * sample for sample in one["samples_s"]]
-    one |= summarize(one["samples_s"])
+    record = records(content)[0]
+    record["samples_s"] = [0.9 * sample for sample in record["samples_s"]]
+    record |= summarize(record["samples_s"])
 
 
 @alteration
 def all_figures_scaled_alike(content: Content) -> None:
-    one = records(content)[0]
+    record = records(content)[0]
     for name in (*SCALED, "flops_per_s", "bytes_per_s", "matmul_ceiling_fraction", "copy_ceiling_fraction"):
-        one[name] = one[name] / 0.96 if name.endswith(("per_s", "fraction")) else one[name] * 0.96
-    one["samples_s"] = [0.96 * sample for sample in one["samples_s"]]
-    entry(content, one)["stats"]["data"] = one["samples_s"]
-    entry(content, one)["extra_info"] |= {name: one[name] for name in entry(content, one)["extra_info"]}
+        record[name] = record[name] / 0.96 if name.endswith(("per_s", "fraction")) else record[name] * 0.96
+    record["samples_s"] = [0.96 * sample for sample in record["samples_s"]]
+    entry(content, record)["stats"]["data"] = record["samples_s"]
+    entry(content, record)["extra_info"] |= {name: record[name] for name in entry(content, record)["extra_info"]}
 
 
 @alteration
 def rows_swapped(content: Content) -> None:
-    one, other = records(content)[:2]
-    one["impl"], other["impl"] = other["impl"], one["impl"]
+    first, second = records(content)[:2]
+    first["impl"], second["impl"] = second["impl"], first["impl"]
 
 
 @alteration
 def samples_of_another_row(content: Content) -> None:
-    one, other = records(content)[:2]
-    one["samples_s"] = other["samples_s"]
+    first, second = records(content)[:2]
+    first["samples_s"] = second["samples_s"]
 
 
 @alteration
@@ -114,9 +120,9 @@ def error_ratio_improved(content: Content) -> None:
 
 @alteration
 def error_ratios_improved_everywhere(content: Content) -> None:
-    one = records(content)[0]
-    one["error_ratio"] = 0.001
-    for call in one["proof"]["calls"]:
+    record = records(content)[0]
+    record["error_ratio"] = 0.001
+    for call in record["proof"]["calls"]:
         call["error_ratios"] = dict.fromkeys(call["error_ratios"], 0.001)
 
 
@@ -266,29 +272,32 @@ def another_machine(content: Content) -> None:
 
 @pytest.fixture(scope="module")
 def benchmarks() -> dict[str, Any]:
+    """The benchmarks of the repository, by name, which verify needs to judge calls again."""
     return verify.benchmarks_in(ROOT / "benchmarks")
 
 
 @pytest.fixture
 def whole() -> Content:
+    """The content of the whole result file."""
     found: Content = json.loads(RESULT.read_text())
     return found
 
 
 @pytest.fixture
 def content(whole: Content, benchmarks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Content:
-    """Two forwards of it, sealed, with two calls each, where the bench keeps two."""
+    """Two forwards of `whole`, sealed, with two checked calls each, and the benchmark is told to expect two."""
     monkeypatch.setattr(type(benchmarks["attention"]), "num_proofs", 2)
     kept = records(whole)[:2]
-    for one in kept:
-        del one["proof"]["calls"][2:]
+    for record in kept:
+        del record["proof"]["calls"][2:]
     whole["lmsys"]["records"] = kept
-    whole["benchmarks"] = [entry(whole, one) for one in kept]
+    whole["benchmarks"] = [entry(whole, record) for record in kept]
     seal_again(whole)
     return whole
 
 
 def wrong_in(content: Content, folder: Path, benchmarks: dict[str, Any]) -> list[str]:
+    """The faults that verify finds in a file of this content."""
     path = folder / "result.json"
     path.write_text(json.dumps(content))
     _, faults = verify.verify(path, benchmarks)
@@ -296,6 +305,7 @@ def wrong_in(content: Content, folder: Path, benchmarks: dict[str, Any]) -> list
 
 
 def seal_again(content: Content) -> None:
+    """Renew all seals, after pytest-benchmark's entries have been made to agree with the records."""
     for one in content["lmsys"]["records"]:
         one["seal"] = seal(one)
     for one in content["benchmarks"]:
@@ -307,21 +317,22 @@ def seal_again(content: Content) -> None:
 
 
 def seal_file(content: Content) -> None:
+    """Renew the seals of the file, not those of its records."""
     content["lmsys"]["others"] = others_seal(content)
     content["lmsys"]["seal"] = seal(content["lmsys"])
 
 
 def test_what_nobody_altered_passes(whole: Content, tmp_path: Path, benchmarks: dict[str, Any]) -> None:
-    """Forwards and backwards."""
+    """The whole file passes, in which are forwards and backwards."""
     assert wrong_in(whole, tmp_path, benchmarks) == []
-    checked = [one for one in records(whole) if one["proof"]["calls"]]
+    checked = [record for record in records(whole) if record["proof"]["calls"]]
     assert len(checked) == len(records(whole)) >= 8
 
 
 def test_a_time_without_all_of_its_proofs_is_not_proved(
     path: Path, content: Content, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Though nothing in the file contradicts itself. What no other machine can judge again is told, and is no fault."""
+    """Nothing in such a file contradicts itself, but the exit code is 1, and the output counts it as not proved."""
     for alter in (no_calls_proved, one_call_less, one_part_left_out):
         altered = copy.deepcopy(content)
         alter(altered)
@@ -355,7 +366,7 @@ def test_what_is_altered_is_found(name: str, content: Content, tmp_path: Path, b
 def test_what_is_sealed_again_contradicts_itself(
     name: str, content: Content, tmp_path: Path, benchmarks: dict[str, Any]
 ) -> None:
-    """But for what can agree with itself."""
+    """This holds for all alterations but those of CANNOT, after which the file still agrees with itself."""
     ALTERATIONS[name](content)
     seal_again(content)
     found = wrong_in(content, tmp_path, benchmarks)
@@ -364,7 +375,7 @@ def test_what_is_sealed_again_contradicts_itself(
 
 @pytest.fixture
 def path(content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A result file that is right, for the command, which is run in the repository."""
+    """The path of a file of `content`; the command is run in the repository's folder."""
     monkeypatch.chdir(ROOT)
     path = tmp_path / "result.json"
     path.write_text(json.dumps(content))
@@ -396,7 +407,7 @@ def test_a_file_that_takes_long_says_how_far_it_is(
 
 
 def test_an_interrupt_ends_it_with_a_sentence(content: Content, tmp_path: Path) -> None:
-    """In the second file, after what was found in the first; and the exit code is that of Ctrl-C."""
+    """The interrupt comes in the second file: what was found in the first is printed, and the exit code is 130."""
     paths = tmp_path / "whole.json", tmp_path / "cut.json"
     paths[0].write_text(json.dumps(content))
     paths[1].write_text(json.dumps(content | {"cut": True}))
@@ -454,7 +465,7 @@ def test_entries_of_other_tests_are_not_looked_at(content: Content, tmp_path: Pa
 
 
 def test_entries_may_be_missing(content: Content, tmp_path: Path, benchmarks: dict[str, Any]) -> None:
-    """An interrupt leaves the last comparison without them, and files that are kept have none: records say it all."""
+    """An interrupt leaves the last comparison without entries, and files that are kept have none: records suffice."""
     for left in content["benchmarks"][1:], []:
         content["benchmarks"] = left
         seal_again(content)
@@ -466,8 +477,8 @@ def test_a_number_beyond_every_float_is_a_difference_told_shortly(
 ) -> None:
     content["benchmarks"][0]["extra_info"]["time_s"] = 10**400
     seal_file(content)
-    (told,) = wrong_in(content, tmp_path, benchmarks)
-    assert "by pytest-benchmark it is 1000" in told and len(told) < 400
+    (fault,) = wrong_in(content, tmp_path, benchmarks)
+    assert "by pytest-benchmark it is 1000" in fault and len(fault) < 400
 
 
 def test_the_journal_of_a_run_that_was_killed_is_verified(content: Content, tmp_path: Path) -> None:
@@ -476,7 +487,7 @@ def test_the_journal_of_a_run_that_was_killed_is_verified(content: Content, tmp_
     (tmp_path / "out.json.partial").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name in ("out.json.partial", "out.json"):
         done, faults = verify.verify(tmp_path / name, {})
-        assert done.records == 2 and any("has no seal" in one for one in done.left_out) and faults == []
+        assert done.records == 2 and any("has no seal" in line for line in done.left_out) and faults == []
 
 
 @pytest.mark.parametrize(
@@ -488,4 +499,4 @@ def test_a_record_that_no_run_has_written_is_wrong(
 ) -> None:
     records(content)[0][name] = value
     seal_again(content)
-    assert any("it cannot be recomputed: " in one for one in wrong_in(content, tmp_path, benchmarks))
+    assert any("it cannot be recomputed: " in fault for fault in wrong_in(content, tmp_path, benchmarks))

@@ -1,4 +1,8 @@
-"""The watchdog beside a rank: which ends it names, whom it ends, and that only time which it has seen itself counts."""
+"""`lmsys.watchdog`, a process beside each rank that says how the rank ended, and ends what a dead rank leaves.
+
+A rank of torchrun is imitated by `rank`: a process with torchrun's variables, whose parent, torchrun's agent, is the
+test. The last tests are about how long a rank counts as stopped, and about `lmsys.doing`, the note of what a rank does.
+"""
 
 import os
 import signal
@@ -58,6 +62,7 @@ def test_the_watchdog_names_how_a_rank_ended_unless_it_ended_orderly(code: str, 
     process.wait()
 
 
+# A program that starts a rank, as torchrun's agent does, and sleeps.
 AGENT = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1]])
