@@ -1,4 +1,4 @@
-"""What pytest sets up for all tests: settings of threads and hypothesis, the order of the files, and common fixtures.
+"""Settings of threads and hypothesis, the order of the test files, and fixtures that all tests share.
 
 Two fixtures apply to every test: `poisoned_empty` fills uninitialised memory with NaN, and `any_tile` lets Triton rows
 choose a tile without timing it. The others start processes that several tests share: groups of ranks, and one smoke
@@ -88,16 +88,16 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def smoke_result(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result file of the smoke sweep, run once for all tests; what it printed is beside it, in smoke.txt."""
-    own = tmp_path_factory.getbasetemp()
-    return smoke_sweep(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+    folder = tmp_path_factory.getbasetemp()
+    return smoke_sweep(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[str, WorkerGroup]]:
     """The groups of processes that tests share, by backend ("gloo", "nccl"): `_ready` adds them, the end closes all."""
-    found: dict[str, WorkerGroup] = {}
-    yield found
-    for group in found.values():
+    by_backend: dict[str, WorkerGroup] = {}
+    yield by_backend
+    for group in by_backend.values():
         group.close()
 
 
@@ -123,9 +123,9 @@ def ready_ranks(groups: dict[str, WorkerGroup]) -> Callable[[], WorkerGroup]:
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two ranks of a benchmark on the CPU; `Ranks` starts new ones where an earlier test has ended them."""
-    found = Ranks()
-    yield found
-    found.close()
+    ranks_of_benchmark = Ranks()
+    yield ranks_of_benchmark
+    ranks_of_benchmark.close()
 
 
 @pytest.fixture(scope="module")

@@ -77,14 +77,14 @@ def test_every_adapter_takes_what_it_is_asked_with(name: str) -> None:
 def test_modules_are_their_formulas() -> None:
     x, w1, w2, w3, gain = drawn(2, S, M), drawn(FF, M), drawn(M, FF, seed=1), drawn(FF, M, seed=2), drawn(M, seed=3)
     ids = torch.tensor([[3, 0], [2, 3]])
-    found = adapter("run_linear")(d_in=M, d_out=FF, weights=w1, in_features=x)
-    torch.testing.assert_close(found, x @ w1.mT)
-    found = adapter("run_embedding")(vocab_size=FF, d_model=M, weights=w1, token_ids=ids)
-    assert torch.equal(found, w1[ids])
-    found = adapter("run_swiglu")(d_model=M, d_ff=FF, w1_weight=w1, w2_weight=w2, w3_weight=w3, in_features=x)
-    torch.testing.assert_close(found, (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT)
-    found = adapter("run_rmsnorm")(d_model=M, eps=1e-5, weights=gain, in_features=x)
-    torch.testing.assert_close(found, x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain)
+    y = adapter("run_linear")(d_in=M, d_out=FF, weights=w1, in_features=x)
+    torch.testing.assert_close(y, x @ w1.mT)
+    y = adapter("run_embedding")(vocab_size=FF, d_model=M, weights=w1, token_ids=ids)
+    assert torch.equal(y, w1[ids])
+    y = adapter("run_swiglu")(d_model=M, d_ff=FF, w1_weight=w1, w2_weight=w2, w3_weight=w3, in_features=x)
+    torch.testing.assert_close(y, (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT)
+    y = adapter("run_rmsnorm")(d_model=M, eps=1e-5, weights=gain, in_features=x)
+    torch.testing.assert_close(y, x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain)
 
 
 def test_rope_keeps_lengths_and_knows_distances_alone() -> None:
@@ -104,10 +104,10 @@ def test_attention_sees_what_the_mask_shows(shape: tuple[int, ...]) -> None:
     q, k, v = drawn(*shape), drawn(*shape[:-2], S + 2, M, seed=1), drawn(*shape[:-2], S + 2, 2 * M, seed=2)
     mask = drawn(*shape[:-1], S + 2, seed=3) > 0
     mask[..., 0] = True
-    found = adapter("run_scaled_dot_product_attention")(Q=q, K=k, V=v, mask=mask)
-    torch.testing.assert_close(found, attended(q, k, v, mask))
-    found = adapter("run_scaled_dot_product_attention")(Q=q, K=k, V=v)
-    torch.testing.assert_close(found, attended(q, k, v, torch.ones_like(mask)))
+    o = adapter("run_scaled_dot_product_attention")(Q=q, K=k, V=v, mask=mask)
+    torch.testing.assert_close(o, attended(q, k, v, mask))
+    o = adapter("run_scaled_dot_product_attention")(Q=q, K=k, V=v)
+    torch.testing.assert_close(o, attended(q, k, v, torch.ones_like(mask)))
 
 
 def test_heads_attend_on_their_own_and_positions_count_by_distance() -> None:
@@ -136,20 +136,20 @@ def test_a_model_is_its_blocks_and_a_block_its_layers() -> None:
     x = weights["token_embeddings.weight"][ids]
     for block in blocks:
         run_block = adapter("run_transformer_block")
-        found = run_block(
+        outputs = run_block(
             d_model=M, num_heads=H, d_ff=FF, max_seq_len=8, theta=100.0, weights=block, in_features=x
         )  # fmt: skip
         x = x + attend(M, H, 8, 100.0, *projections(block), norm(M, 1e-5, block["ln1.weight"], x))
         ffn = [block[f"ffn.w{i}.weight"] for i in (1, 2, 3)]
         x = x + adapter("run_swiglu")(M, FF, *ffn, norm(M, 1e-5, block["ln2.weight"], x))
-        torch.testing.assert_close(found, x)
+        torch.testing.assert_close(outputs, x)
     logits = norm(M, 1e-5, weights["ln_final.weight"], x) @ weights["lm_head.weight"].mT
     sizes = {"vocab_size": V, "context_length": 8, "d_model": M, "num_layers": 2, "num_heads": H, "d_ff": FF}
     run_lm = adapter("run_transformer_lm")
-    found = run_lm(**sizes, rope_theta=100.0, weights=weights, in_indices=ids)
-    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+    outputs = run_lm(**sizes, rope_theta=100.0, weights=weights, in_indices=ids)
+    torch.testing.assert_close(outputs, logits, rtol=1e-4, atol=1e-4)
     prefix = run_lm(**sizes, rope_theta=100.0, weights=weights, in_indices=ids[:, :3])
-    torch.testing.assert_close(prefix, found[:, :3], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(prefix, outputs[:, :3], rtol=1e-4, atol=1e-4)
 
 
 def test_functions_are_those_of_torch() -> None:
@@ -231,7 +231,7 @@ def _batches(world_size: int) -> list[list[Tensor]]:
 
 
 def _trained(kind: str) -> dict[str, Tensor]:
-    """What a rank does: wrap a module and train it for three steps; the weights then.
+    """Wrap a module on a rank, train it for three steps, and return its weights.
 
     Before it is wrapped, its weights differ from rank to rank: wrapping must make them those of rank 0.
     """
@@ -250,8 +250,8 @@ def _trained(kind: str) -> dict[str, Tensor]:
         wrapped(batches[dist.get_rank()]).square().mean().backward()
         adapter(f"{prefix}_on_after_backward")(wrapped, optimizer)
         optimizer.step()
-    found = adapter("fsdp_gather_full_params")(wrapped) if kind == "fsdp" else module.state_dict()
-    return copy.deepcopy({name: x.detach() for name, x in found.items()})
+    weights = adapter("fsdp_gather_full_params")(wrapped) if kind == "fsdp" else module.state_dict()
+    return copy.deepcopy({name: x.detach() for name, x in weights.items()})
 
 
 @pytest.mark.parametrize("kind", ["ddp", "ddp_individual_parameters", "ddp_bucketed", "fsdp", "sharded"])

@@ -52,16 +52,16 @@ def test_every_problem_has_a_row() -> None:
 def collected() -> dict[str, list[str]]:
     """The ids of the tests that each command selects, by command."""
     arguments = [shlex.split(command) for command in COMMANDS]
-    found = collect(arguments)
-    assert not [one["said"] for one in found if one["code"] not in (0, 5)]  # 5: no test is left
-    return {command: one["ids"] for command, one in zip(COMMANDS, found, strict=True)}
+    answers = collect(arguments)
+    assert not [answer["said"] for answer in answers if answer["code"] not in (0, 5)]  # 5: no test is left
+    return {command: answer["ids"] for command, answer in zip(COMMANDS, answers, strict=True)}
 
 
 @pytest.mark.long
 def test_every_command_runs_something(collected: dict[str, list[str]]) -> None:
     nothing = [command for command, ids in collected.items() if not ids]
     assert len(collected) > 15 and all(command.startswith(ON_GPUS_ONLY) for command in nothing)
-    assert not [one for command, ids in collected.items() for one in strays(shlex.split(command), ids)]
+    assert not [test_id for command, ids in collected.items() for test_id in strays(shlex.split(command), ids)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,11 +69,11 @@ def test_names_import(name: str) -> None:
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:length]))
+            value = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for part in parts[length:]:
-            found = getattr(found, part)
+            value = getattr(value, part)
         return
     raise AssertionError(f"nothing of {name} can be imported")
 
@@ -100,11 +100,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     modes = ("forward", "train_forward", "backward", "optimizer", "step")
     records += [record("model", "auto", section="sizes", mode=mode, **way) for mode in modes for way in ways]
     records.append(record("model", "auto", section="warmup", warmup_steps=0))
-    records += [one for one in of_everything() if one["benchmark"] in ("anatomy", "precision")]
+    records += [other for other in of_everything() if other["benchmark"] in ("anatomy", "precision")]
     for name in ("sizes", "buckets", "sharded"):
-        told = {"section": name, "size": "xl"}
-        records += [record("data_parallel", "none", batch=batch, world_size=1, **told) for batch in (2, 4)]
-        records += [record("data_parallel", "bucketed-25MiB", batch=batch, exposed_s=1e-3, **told) for batch in (2, 4)]
+        shared = {"section": name, "size": "xl"}
+        records += [record("data_parallel", "none", batch=batch, world_size=1, **shared) for batch in (2, 4)]
+        records += [
+            record("data_parallel", "bucketed-25MiB", batch=batch, exposed_s=1e-3, **shared) for batch in (2, 4)
+        ]
     large = {"size": "8b", "context": 32768, "num_parameters": 10**10, "losses": [12.0, 11.0]}
     records += [record("steps", f"{name}-Ca", checkpoint="attention", **large) for name in ("fsdp", "torch_fsdp2")]
     sent = [(megabytes, megabytes * 10**6) for megabytes in (1, 10)]
@@ -121,8 +123,8 @@ def test_the_report_makes_the_files_of_each_row(files: list[str], collected: dic
             assert any(fnmatch(name, pattern) for name in files), f"no report has {pattern}"
             checked += 1
             for command in re.findall(r"`python -m pytest ([^`]*)`", row):
-                ids = [one[one.index("[") + 1 :] for one in collected[command] if "[" in one]
-                sections = {one.partition("-")[0] for one in ids}
+                ids = [test_id[test_id.index("[") + 1 :] for test_id in collected[command] if "[" in test_id]
+                sections = {case_id.partition("-")[0] for case_id in ids}
                 if not ids and command.startswith(ON_GPUS_ONLY):
                     continue
                 assert any(section in pattern for section in sections), f"{pattern} is not of {sorted(sections)}"

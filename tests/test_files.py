@@ -107,7 +107,7 @@ def test_code_is_not_run_from_what_another_group_can_write(group: int, monkeypat
 
 
 def status(owner: int, group: int = 3, mode: int = 0o644) -> os.stat_result:
-    """What `stat` says of a file of this owner, group and mode."""
+    """The result of `stat` for a file of this owner, group and mode."""
     return os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, group, 0, 0, 0, 0))
 
 

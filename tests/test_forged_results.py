@@ -44,14 +44,14 @@ def forger(file: str, says: str, seals: bool = True) -> Callable[[Forger], Forge
 def calls(content: Content, direction: str = "fwd") -> list[Content]:
     """The checked calls, which may be changed, of the first record of attention in this direction."""
     kept = [record for record in records(content) if record["direction"] == direction]
-    found: list[Content] = kept[0]["proof"]["calls"]
-    return found
+    checked: list[Content] = kept[0]["proof"]["calls"]
+    return checked
 
 
 def losses(content: Content) -> list[Content]:
     """The checked calls, which may be changed, of the first record of the loss."""
-    found: list[Content] = records(content)[0]["proof"]["calls"]
-    return found
+    checked: list[Content] = records(content)[0]["proof"]["calls"]
+    return checked
 
 
 @forger("attention", "not proved: it holds 1 checked calls")

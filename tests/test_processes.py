@@ -271,19 +271,19 @@ def test_tasks_are_answered_in_order_and_errors_passed_on(processes: int) -> Non
 
 
 def test_a_failure_among_many_tasks_is_that_of_one() -> None:
-    found = []
+    answers = []
     for future in futures(double, (1, 99, 2, 13, 3, 4), 2):
         error = future.exception()
-        found.append(future.result() if error is None else str(error))
-    assert found == [2, "a worker process died with exit code 7", 4, "13 is refused", 6, 8]
+        answers.append(future.result() if error is None else str(error))
+    assert answers == [2, "a worker process died with exit code 7", 4, "13 is refused", 6, 8]
 
 
 def test_no_more_tasks_are_taken_than_are_soon_done() -> None:
     taken: list[int] = []
     endless = (taken.append(task) or task for task in itertools.count())  # type: ignore[func-returns-value]
-    found = futures(double, endless, 2)
-    assert [next(found).result() for _ in range(5)] == [0, 2, 4, 6, 8] and len(taken) <= 5 + 2 * 2
-    found.close()  # type: ignore[attr-defined]
+    answers = futures(double, endless, 2)
+    assert [next(answers).result() for _ in range(5)] == [0, 2, 4, 6, 8] and len(taken) <= 5 + 2 * 2
+    answers.close()  # type: ignore[attr-defined]
 
 
 def test_each_task_has_a_deadline() -> None:

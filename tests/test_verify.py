@@ -40,14 +40,16 @@ def alteration(function: Alteration) -> Alteration:
 
 def records(content: Content) -> list[Content]:
     """The records with a time, which may be changed."""
-    found: list[Content] = [record for record in content["lmsys"]["records"] if record.get("samples_s")]
-    return found
+    timed: list[Content] = [record for record in content["lmsys"]["records"] if record.get("samples_s")]
+    return timed
 
 
 def entry(content: Content, record: Content) -> Content:
     """pytest-benchmark's entry of a record."""
-    (found,) = [one for one in content["benchmarks"] if one["extra_info"]["id"] == record["id"]]
-    return found
+    (entry_of_record,) = [
+        candidate for candidate in content["benchmarks"] if candidate["extra_info"]["id"] == record["id"]
+    ]
+    return entry_of_record
 
 
 def first_call(content: Content) -> Content:
@@ -279,8 +281,8 @@ def benchmarks() -> dict[str, Any]:
 @pytest.fixture
 def whole() -> Content:
     """The content of the whole result file."""
-    found: Content = json.loads(RESULT.read_text())
-    return found
+    file_content: Content = json.loads(RESULT.read_text())
+    return file_content
 
 
 @pytest.fixture
@@ -306,13 +308,13 @@ def wrong_in(content: Content, folder: Path, benchmarks: dict[str, Any]) -> list
 
 def seal_again(content: Content) -> None:
     """Renew all seals, after pytest-benchmark's entries have been made to agree with the records."""
-    for one in content["lmsys"]["records"]:
-        one["seal"] = seal(one)
-    for one in content["benchmarks"]:
+    for record in content["lmsys"]["records"]:
+        record["seal"] = seal(record)
+    for timing in content["benchmarks"]:
         known = {record["id"]: record for record in content["lmsys"]["records"]}
-        if record := known.get(one["extra_info"].get("id")):
-            one["extra_info"] |= {name: record[name] for name in one["extra_info"]}
-            one["stats"]["data"] = record["samples_s"]
+        if record := known.get(timing["extra_info"].get("id")):
+            timing["extra_info"] |= {name: record[name] for name in timing["extra_info"]}
+            timing["stats"]["data"] = record["samples_s"]
     seal_file(content)
 
 
@@ -369,8 +371,8 @@ def test_what_is_sealed_again_contradicts_itself(
     """This holds for all alterations but those of CANNOT, after which the file still agrees with itself."""
     ALTERATIONS[name](content)
     seal_again(content)
-    found = wrong_in(content, tmp_path, benchmarks)
-    assert bool(found) == (name not in CANNOT), found
+    faults = wrong_in(content, tmp_path, benchmarks)
+    assert bool(faults) == (name not in CANNOT), faults
 
 
 @pytest.fixture
@@ -436,8 +438,10 @@ sys.exit(verify.main())
 def test_without_folders_it_finds_the_benchmark_of_every_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     known = verify.benchmarks_in(*verify.FOLDERS)
-    said = {name for path in RESULTS.rglob("*.json*") for name in re.findall(r'"benchmark": ?"(\w+)"', read_text(path))}
-    assert {"attention", "plans", "short_plans"} <= said <= known.keys()
+    named = {
+        name for path in RESULTS.rglob("*.json*") for name in re.findall(r'"benchmark": ?"(\w+)"', read_text(path))
+    }
+    assert {"attention", "plans", "short_plans"} <= named <= known.keys()
 
 
 def test_every_folder_that_is_named_is_looked_in(

@@ -1,4 +1,4 @@
-"""What a user is told while a sweep runs, on a busy machine, too: the load of others, progress, and the time left.
+"""Messages to a user while a sweep runs, on a busy machine, too: the load of others, progress, and the time left.
 
 The time left is `lmsys.bench.results.time_left`, progress comes from `lmsys.bench.isolation`, and the load of other
 programs from `lmsys.measure.host`. Clocks are moved by hand.
@@ -43,12 +43,12 @@ def test_what_others_take_is_told_once_and_threads_then_sleep(monkeypatch: pytes
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         _ease_waiting(lambda text: pytest.fail(text), share)
         assert "OMP_WAIT_POLICY" not in os.environ
-    said: list[str] = []
-    _ease_waiting(said.append, 0.75)
+    lines: list[str] = []
+    _ease_waiting(lines.append, 0.75)
     assert os.environ["OMP_WAIT_POLICY"] == "passive"
-    assert len(said) == 1 and "other programs take 75% of its CPU" in said[0]
+    assert len(lines) == 1 and "other programs take 75% of its CPU" in lines[0]
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    _ease_waiting(said.append, 0.75)
+    _ease_waiting(lines.append, 0.75)
     assert os.environ["OMP_WAIT_POLICY"] == "active"  # the user's own
 
 
@@ -113,14 +113,14 @@ def test_a_group_that_compiled_elsewhere_and_not_here_does_not_tell_the_rest(
 def test_without_an_earlier_run_the_rest_is_what_its_cases_have_cost(cases: list[int], case_s: float) -> None:
     assume(case_s * sum(cases[1:]) >= 2)
     text = time_left({"0": cases[0] * case_s}, {str(at): one for at, one in enumerate(cases)}, {}, " in doubt")
-    text, said, _ = text.partition(" in doubt")
-    assert said and 1 / 1.5 < told_s(text) / (case_s * sum(cases[1:])) < 1.5
+    text, doubt, _ = text.partition(" in doubt")
+    assert doubt and 1 / 1.5 < told_s(text) / (case_s * sum(cases[1:])) < 1.5
 
 
 def test_a_group_that_never_ran_costs_what_cases_have_cost() -> None:
     """Group b is known: here it takes twice its usual 10 s. A group that never ran takes 3 s a case, as group a did."""
-    told = time_left({"a": 6.0}, {"a": 2, "b": 5, "new": 4}, {"a": 3.0, "b": 10.0}, " in doubt")
-    assert told == f", about {2 * 10 + 4 * 3} s left in doubt"
+    rest = time_left({"a": 6.0}, {"a": 2, "b": 5, "new": 4}, {"a": 3.0, "b": 10.0}, " in doubt")
+    assert rest == f", about {2 * 10 + 4 * 3} s left in doubt"
 
 
 def test_before_anything_is_known_nothing_is_told() -> None:
@@ -158,15 +158,15 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
     monkeypatch.setattr("lmsys.bench.results.time", SimpleNamespace(monotonic=clock))
 
     def lines(pace: float, took_s: dict[str, float] | None = None) -> list[str]:
-        said: list[str] = []
-        session = Session(Settings(device="cpu"), Sweep(took_s=took_s or {}), say=said.append)
+        lines: list[str] = []
+        session = Session(Settings(device="cpu"), Sweep(took_s=took_s or {}), say=lines.append)
         session.__dict__["runner"] = Slow(clock, {"a": 1.0 * pace, "b": 100.0 * pace})
         session.benchmarks["attention"] = None  # type: ignore[assignment]
         session._groups |= {("attention", name): [name] * 2 for name in "ab"}
         for name in "ab":
             session._run(("attention", name))
         session.close()
-        return [line.partition(" attention")[0].partition(":")[0] for line in said]
+        return [line.partition(" attention")[0].partition(":")[0] for line in lines]
 
     assert lines(1.0) == ["[1/2] a", "[2/2, about 1 s left if the rest costs as much a case] b"]
     assert lines(3.0) == ["[1/2, about 101 s left] a", "[2/2, about 5 min left] b"]
@@ -186,18 +186,18 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Isolated, Hand, Heartbeat, list[str]]]:
     """(a worker's parent, its clock, the heartbeat of a worker that runs nothing, the lines that the parent prints)"""
-    said: list[str] = []
+    lines: list[str] = []
     clock, file = Hand(), shared_file()
     monkeypatch.setattr("lmsys.bench.isolation.time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    parent = Isolated(Settings(device="cpu"), said.append)
+    parent = Isolated(Settings(device="cpu"), lines.append)
     parent._memory, parent._most_bytes = map_file(file), float("inf")
-    yield parent, clock, Heartbeat(file), said
+    yield parent, clock, Heartbeat(file), lines
     os.close(file)
 
 
 def test_nobody_waits_in_silence_for_thirty_seconds(watched: tuple[Isolated, Hand, Heartbeat, list[str]]) -> None:
     """Each line names who is at work: a row, or the bench itself."""
-    isolated, clock, heartbeat, said = watched
+    isolated, clock, heartbeat, lines = watched
     isolated.rows = [["first-fwd", "first-bwd"], ["second-fwd"]]
     worker: Any = SimpleNamespace(pid=os.getpid())
     lines_at = [clock.now_s]
@@ -209,9 +209,9 @@ def test_nobody_waits_in_silence_for_thirty_seconds(watched: tuple[Isolated, Han
             heartbeat.beat(at // 300, "in its check", 600.0) if at < 600 else heartbeat.rest()
         isolated._look_at(worker)
     assert max(later - earlier for earlier, later in zip(lines_at, lines_at[1:], strict=False)) < 30
-    assert len(said) == int(100 / (QUIET_S + POLL_S))
-    assert said[0] == "  at work: first-fwd, in its check" and "  at work: second-fwd, in its check" in said
-    assert said[-1].startswith("  at work: the bench itself")
+    assert len(lines) == int(100 / (QUIET_S + POLL_S))
+    assert lines[0] == "  at work: first-fwd, in its check" and "  at work: second-fwd, in its check" in lines
+    assert lines[-1].startswith("  at work: the bench itself")
 
 
 @pytest.mark.parametrize(("slower", "rounds"), [(1.0, 100), (1.9, 100), (10.0, 20), (1000.0, 10)])

@@ -83,8 +83,8 @@ def test_a_planted_change_is_found_whatever_the_clock_does(factor: float, verdic
 
 def test_runs_of_one_commit_have_no_changes() -> None:
     for seed in range(10):
-        found = [change.verdict for change in compare(run(seed), run(seed + 100, clock=1 + seed / 20))]
-        assert set(found) <= {SAME, UNCLEAR} and found.count(SAME) >= 0.95 * len(found)
+        verdicts_of_seed = [change.verdict for change in compare(run(seed), run(seed + 100, clock=1 + seed / 20))]
+        assert set(verdicts_of_seed) <= {SAME, UNCLEAR} and verdicts_of_seed.count(SAME) >= 0.95 * len(verdicts_of_seed)
 
 
 def test_a_row_that_ran_alone_has_no_verdict() -> None:
@@ -101,13 +101,13 @@ def test_beside_rows_of_ours_nobody_knows_which_has_changed() -> None:
 
 
 def test_rows_that_ran_one_after_another_are_no_anchors() -> None:
-    old, new = ([one | {"alone": True} for one in side] for side in (run(1), run(2, mine=1.3)))
-    assert {one.verdict for one in compare(old, new)} == {UNCLEAR}
+    old, new = ([record | {"alone": True} for record in side] for side in (run(1), run(2, mine=1.3)))
+    assert {change.verdict for change in compare(old, new)} == {UNCLEAR}
 
 
 def test_without_a_comparison_nothing_took_turns() -> None:
-    old, new = ([one | {"comparison": None} for one in side] for side in (run(1), run(2, mine=1.3)))
-    assert {one.verdict for one in compare(old, new)} == {UNCLEAR}
+    old, new = ([record | {"comparison": None} for record in side] for side in (run(1), run(2, mine=1.3)))
+    assert {change.verdict for change in compare(old, new)} == {UNCLEAR}
 
 
 def test_a_peer_of_too_few_rounds_is_no_anchor() -> None:
@@ -115,8 +115,8 @@ def test_a_peer_of_too_few_rounds_is_no_anchor() -> None:
     old, new = run(1, groups=1), run(2, groups=1, mine=1.3)
     for side in (old, new):
         side[3]["samples_s"] = side[3]["samples_s"][:1]
-    (found,) = (one for one in compare(old, new) if one.new["impl"] == "mine")
-    assert found.beside == "sdpa" and found.verdict == SLOWER
+    (of_mine,) = (change for change in compare(old, new) if change.new["impl"] == "mine")
+    assert of_mine.beside == "sdpa" and of_mine.verdict == SLOWER
 
 
 def test_intervals_hold_what_they_say_where_there_are_many_anchors_and_few_rounds() -> None:
@@ -152,25 +152,25 @@ def test_how_a_case_ended_counts_first(before: str, after: str, verdict: str) ->
         if outcome != "ok":
             side[0]["samples_s"] = None
     changes = compare(old, new)
-    (found,) = (one for one in changes if one.new["id"] == "0-mine")
-    assert found.verdict == verdict and (changes[0] is found) == (verdict == BROKEN)
+    (of_case,) = (change for change in changes if change.new["id"] == "0-mine")
+    assert of_case.verdict == verdict and (changes[0] is of_case) == (verdict == BROKEN)
 
 
 def test_cases_of_one_run_alone_are_not_compared() -> None:
-    old, new = run(1), [one for one in run(2) if one["impl"] != "mine"]
-    assert {one.new["impl"] for one in compare(old, new)} == {"other", "sdpa", "sdpa_math"}
+    old, new = run(1), [record for record in run(2) if record["impl"] != "mine"]
+    assert {change.new["impl"] for change in compare(old, new)} == {"other", "sdpa", "sdpa_math"}
     gone, added = of_one_run(old, new)
-    assert {one["impl"] for one in gone} == {"mine"} and not added and of_one_run(new, old) == ([], gone)
+    assert {record["impl"] for record in gone} == {"mine"} and not added and of_one_run(new, old) == ([], gone)
 
 
 def test_what_was_wrong_in_both_is_no_figure() -> None:
     """A file may have samples of a wrong row. Such a row has no verdict, and as a peer is no anchor."""
     old, new = run(1), run(2, sdpa=1.5)
-    for one in (*old, *new):
-        one["outcome"] = "wrong" if one["impl"] == "sdpa" else "ok"
+    for record in (*old, *new):
+        record["outcome"] = "wrong" if record["impl"] == "sdpa" else "ok"
     changes = compare(old, new)
-    assert {one.verdict for one in changes if one.new["impl"] == "sdpa"} == {UNCLEAR}
-    assert {one.beside for one in changes if one.new["impl"] == "mine"} == {"sdpa_math"}
+    assert {change.verdict for change in changes if change.new["impl"] == "sdpa"} == {UNCLEAR}
+    assert {change.beside for change in changes if change.new["impl"] == "mine"} == {"sdpa_math"}
 
 
 def test_a_peer_beside_our_rows_alone_has_no_verdict() -> None:
@@ -184,12 +184,12 @@ def test_what_a_sweep_has_learnt_from_repeats_counts_too() -> None:
     """Records keep the spread between repeated runs as `between_runs`, and a change within it is none."""
     old, new = run(8), run(9, mine=1.07)
     assert verdicts(compare(old, new))["mine"] == {SLOWER}
-    for one in (*old, *new):
-        one["between_runs"] = 0.02 if one["impl"] == "mine" else None
+    for record in (*old, *new):
+        record["between_runs"] = 0.02 if record["impl"] == "mine" else None
     assert SLOWER not in verdicts(compare(old, new))["mine"]
-    for one in (*old, *new):
-        one["between_runs"] = 5.0 if one["id"] == "0-mine" else 0.001 if one["impl"] == "mine" else None
-    assert [one.verdict for one in compare(old, new) if one.new["impl"] == "mine"].count(SLOWER) == 9
+    for record in (*old, *new):
+        record["between_runs"] = 5.0 if record["id"] == "0-mine" else 0.001 if record["impl"] == "mine" else None
+    assert [change.verdict for change in compare(old, new) if change.new["impl"] == "mine"].count(SLOWER) == 9
 
 
 def test_the_same_runs_give_the_same_verdicts() -> None:
@@ -233,8 +233,8 @@ def test_a_row_that_was_wrong_is_mended_and_one_that_is_now_is_broken() -> None:
     records = in_turns(1)
     records[0] |= {"outcome": "wrong", "samples_s": None, "reason": "q is off"}
     records[3] |= {"outcome": "oom", "samples_s": None, "reason": "no room"}
-    found = {(change.old["impl"], change.verdict) for change in compare_in_turns(records) if change.is_changed}
-    assert found == {("mine@0123456789", MENDED), ("other@0123456789", BROKEN)}
+    changed = {(change.old["impl"], change.verdict) for change in compare_in_turns(records) if change.is_changed}
+    assert changed == {("mine@0123456789", MENDED), ("other@0123456789", BROKEN)}
     printed = list(lines(compare_in_turns(records), 0.02))
     assert printed[0] == "1 broken, 1 mended, 38 same, by a margin of 0.02"
     assert printed[2].endswith("0-other: no room") and printed[3].endswith("0-mine: q is off")
@@ -250,7 +250,7 @@ def test_a_row_that_could_not_be_run_there_was_not_mended() -> None:
 
 def test_cases_of_other_runs_took_no_turns() -> None:
     """After `--resume` a file has cases of two runs. A record's `comparison` names its run."""
-    records = [one | ({"comparison": "another"} if one.get("against") else {}) for one in in_turns(1)]
+    records = [record | ({"comparison": "another"} if record.get("against") else {}) for record in in_turns(1)]
     assert not compare_in_turns(records)
 
 
@@ -260,18 +260,18 @@ def test_what_looks_changed_once_and_not_again_is_no_change() -> None:
     assert look_changed(again) and not look_changed(first)
     assert verdicts(compare_in_turns(again))["mine"] == {SLOWER}
     spreads = spreads_between([first, again])
-    for one in again:
-        one["between_runs"] = spreads.get(one["id"])
+    for record in again:
+        record["between_runs"] = spreads.get(record["id"])
     assert SLOWER not in verdicts(compare_in_turns(again))["mine"]
     first = in_turns(4, mine=1.04)
     spreads = spreads_between([first, lasting])
-    for one in lasting:
-        one["between_runs"] = spreads.get(one["id"])
+    for record in lasting:
+        record["between_runs"] = spreads.get(record["id"])
     assert verdicts(compare_in_turns(lasting))["mine"] == {SLOWER}
 
 
 def test_a_file_with_rows_as_they_were_is_compared_to_others_by_those_of_today() -> None:
     old, new = run(1), in_turns(2, mine=1.5)
-    assert {one.new["id"] for one in compare(old, new)} == {one["id"] for one in old}
-    assert not any(one.new.get("against") for one in compare(old, new)) and not of_one_run(old, new)[1]
-    assert [today(one)["id"] for one in new[::2]] == [one["id"] for one in new[1::2]]
+    assert {change.new["id"] for change in compare(old, new)} == {record["id"] for record in old}
+    assert not any(change.new.get("against") for change in compare(old, new)) and not of_one_run(old, new)[1]
+    assert [today(record)["id"] for record in new[::2]] == [record["id"] for record in new[1::2]]

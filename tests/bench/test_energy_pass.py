@@ -83,13 +83,13 @@ def test_energy_is_a_pass_of_its_own_behind_the_samples(passes: list[Any]) -> No
 
 
 def test_without_the_option_nothing_is_run_for_it(passes: list[Any]) -> None:
-    one = runner()
-    one.__dict__["sensors"] = FakeDevice(temperature_c=50.0, reasons=0x44)
-    for found in one.run(benchmark := WithSize(), cases_of(benchmark)):
-        assert found.record.keys() & MEASURED == set() and found.record["temperature_c"] == 50
-        assert found.record["clock_reasons"] == "power cap, thermal slowdown by hardware"
-        assert "the device was throttled (thermal slowdown by hardware)" in found.record["disturbed"]
-    assert all(isinstance(one, Energy) for one in passes)
+    bench = runner()
+    bench.__dict__["sensors"] = FakeDevice(temperature_c=50.0, reasons=0x44)
+    for result in bench.run(benchmark := WithSize(), cases_of(benchmark)):
+        assert result.record.keys() & MEASURED == set() and result.record["temperature_c"] == 50
+        assert result.record["clock_reasons"] == "power cap, thermal slowdown by hardware"
+        assert "the device was throttled (thermal slowdown by hardware)" in result.record["disturbed"]
+    assert all(isinstance(energy_pass, Energy) for energy_pass in passes)
 
 
 def test_a_machine_without_a_counter_says_why_and_makes_nothing_up(passes: list[Any]) -> None:
@@ -122,16 +122,16 @@ def test_a_row_that_is_faster_than_its_arithmetic_in_the_pass_has_no_energy(pass
 @pytest.mark.gpu
 def test_a_gpu_has_energy_and_conditions_in_its_records() -> None:
     matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
-    benchmark, one = matmul(), runner(device="cuda", energy=True)
+    benchmark, bench = matmul(), runner(device="cuda", energy=True)
     cases = cases_of(benchmark, Settings(device="cuda"), size=(4096,), dtype=("bfloat16",))
     cases = [case for case in cases if case.impl == "matmul"]
-    (found,) = [result.record for result in one.run(benchmark, cases)]
-    assert found["outcome"] == "ok" and found["energy_note"] is None, found
-    assert found["energy_j"] == pytest.approx(found["energy_integral_j"], rel=energy.APART)
-    assert 0.5 * found["time_s"] < found["energy_call_s"] < 2 * found["time_s"]
+    (record,) = [result.record for result in bench.run(benchmark, cases)]
+    assert record["outcome"] == "ok" and record["energy_note"] is None, record
+    assert record["energy_j"] == pytest.approx(record["energy_integral_j"], rel=energy.APART)
+    assert 0.5 * record["time_s"] < record["energy_call_s"] < 2 * record["time_s"]
     for name in ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w", "energy_power_w"):
-        assert found[name] > 0, name
-    assert found["other_processes"] is not None and "others_cpu_share" in found
+        assert record[name] > 0, name
+    assert record["other_processes"] is not None and "others_cpu_share" in record
 
 
 class Slow(Counting):

@@ -1,7 +1,7 @@
 """Records say whether a row repeats its bits (`repeatable`), and has the same bits alone (`batch_invariant`).
 
 Neither makes a row wrong. ROWS has attention rows that repeat, that do not, and that depend on the batch; its module
-is written to a file, and the fixture `found` measures all of them.
+is written to a file, and the fixture `by_case` measures all of them.
 """
 
 from typing import Any
@@ -77,67 +77,67 @@ def lenient(q, k, v, *, causal=False, scale=None):
 WITH_GRADIENTS = ("repeats", "any_order", "dq_by_atomics", "by_batch")
 NAMES = (*WITH_GRADIENTS, "compiled", "never_alone", "untidy", "lenient")
 GRADIENTS = ("dq", "dk", "dv")
-Found = dict[tuple[str, str, int], dict[str, Any]]
+RecordsByCase = dict[tuple[str, str, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def by_case(tmp_path_factory: pytest.TempPathFactory) -> RecordsByCase:
     """{(row, direction, batch): record}. The rows' random numbers begin with a fixed seed."""
     torch.manual_seed(1)
     path = tmp_path_factory.mktemp("rows") / "rows.py"
     path.write_text(ROWS)
     shape = {"length": ((65, 65),), "head_dim": (16,), "heads": ((2, 2),), "causal": (False,), "dtype": ("float32",)}
-    by_case: Found = {}
+    collected: RecordsByCase = {}
     for names, direction, batch in ((NAMES, "fwd", 3), (WITH_GRADIENTS, "bwd", 3), (("by_batch",), "fwd", 1)):
         rows = tuple(f"{path}:{name}" for name in names)
         asked = {"attention": rows, "batch": (batch,), "direction": (direction,)}
         cases = cases_of(Attention(), Settings(device="cpu"), **asked, **shape)
-        found = records(Attention(), cases, min_rounds=2, seconds_per_row=0.0, checks_files=False)
-        by_case |= {(row, direction, batch): record for row, record in found.items()}
-    return by_case
+        by_row = records(Attention(), cases, min_rounds=2, seconds_per_row=0.0, checks_files=False)
+        collected |= {(row, direction, batch): record for row, record in by_row.items()}
+    return collected
 
 
-def test_no_row_is_wrong_for_its_bits(found: Found) -> None:
-    assert len(found) == len(NAMES) + len(WITH_GRADIENTS) + 1
-    for key, record in found.items():
+def test_no_row_is_wrong_for_its_bits(by_case: RecordsByCase) -> None:
+    assert len(by_case) == len(NAMES) + len(WITH_GRADIENTS) + 1
+    for key, record in by_case.items():
         assert record["outcome"] == "ok" and record["time_s"] > 0, (key, record["reason"])
         assert 3 <= record["same_bits"]["calls"] <= 10, key
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_a_row_that_repeats(found: Found, direction: str) -> None:
-    record = found["repeats", direction, 3]
+def test_a_row_that_repeats(by_case: RecordsByCase, direction: str) -> None:
+    record = by_case["repeats", direction, 3]
     assert record["repeatable"] is True and record["batch_invariant"] is True
     expected = {"differ": {}, "elements": [0, 2], "alone": {}, "failure": None}
     assert record["same_bits"] == {"calls": record["same_bits"]["calls"], **expected}
 
 
-def test_a_sum_in_no_fixed_order_shows_in_every_tensor(found: Found) -> None:
+def test_a_sum_in_no_fixed_order_shows_in_every_tensor(by_case: RecordsByCase) -> None:
     for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", *GRADIENTS})):
-        record = found["any_order", direction, 3]
+        record = by_case["any_order", direction, 3]
         assert record["repeatable"] is False and record["same_bits"]["differ"].keys() == tensors
         assert all(0 < size < 1e-4 for size in record["same_bits"]["differ"].values()), record["same_bits"]
         assert record["batch_invariant"] is None, "a row that does not repeat cannot show if it depends on the batch"
 
 
-def test_the_tensor_that_does_not_repeat_is_named(found: Found) -> None:
-    assert found["dq_by_atomics", "fwd", 3]["repeatable"] is True
-    record = found["dq_by_atomics", "bwd", 3]
+def test_the_tensor_that_does_not_repeat_is_named(by_case: RecordsByCase) -> None:
+    assert by_case["dq_by_atomics", "fwd", 3]["repeatable"] is True
+    record = by_case["dq_by_atomics", "bwd", 3]
     assert record["repeatable"] is False and record["same_bits"]["differ"].keys() == {"dq"}
     assert record["same_bits"]["alone"] == {} and record["batch_invariant"] is None
 
 
-def test_bits_that_depend_on_the_batch(found: Found) -> None:
+def test_bits_that_depend_on_the_batch(by_case: RecordsByCase) -> None:
     for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", "dq"})):
-        record = found["by_batch", direction, 3]
+        record = by_case["by_batch", direction, 3]
         assert record["repeatable"] is True and record["batch_invariant"] is False
         assert record["same_bits"]["alone"].keys() >= tensors
-    alone = found["by_batch", "fwd", 1]
+    alone = by_case["by_batch", "fwd", 1]
     assert alone["repeatable"] is True and alone["batch_invariant"] is None, "a batch of 1 is alone already"
 
 
-def test_a_row_that_compiles_for_each_shape_is_not_asked_alone(found: Found) -> None:
-    record = found["compiled", "fwd", 3]
+def test_a_row_that_compiles_for_each_shape_is_not_asked_alone(by_case: RecordsByCase) -> None:
+    record = by_case["compiled", "fwd", 3]
     assert record["repeatable"] is True and record["batch_invariant"] is None and record["same_bits"]["elements"] == []
 
 
@@ -149,8 +149,8 @@ def test_a_row_that_compiles_for_each_shape_is_not_asked_alone(found: Found) -> 
         ("lenient", "it leaves changed: deterministic mode"),
     ],
 )
-def test_what_fails_alone_is_told_and_costs_nothing_else(found: Found, row: str, why: str) -> None:
-    record = found[row, "fwd", 3]
+def test_what_fails_alone_is_told_and_costs_nothing_else(by_case: RecordsByCase, row: str, why: str) -> None:
+    record = by_case[row, "fwd", 3]
     assert record["repeatable"] is True and record["batch_invariant"] is None and why in record["same_bits"]["failure"]
 
 
@@ -184,6 +184,6 @@ def test_what_fails_in_the_repeats_costs_them_only() -> None:
 
 def test_what_was_not_timed_is_not_called_again() -> None:
     benchmark = Asked()
-    found = records(benchmark, cases_of(benchmark), timed=False)
-    assert all("same_bits" not in record and record["repeatable"] is None for record in found.values())
+    by_case = records(benchmark, cases_of(benchmark), timed=False)
+    assert all("same_bits" not in record and record["repeatable"] is None for record in by_case.values())
     assert "outputs right" not in benchmark.told

@@ -91,10 +91,10 @@ def test_a_model_takes_attention_rows_and_what_only_models_take() -> None:
 
 @pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
 def test_every_mode_is_timed_and_accounted_for(precision: str) -> None:
-    found = records(precision=(precision,))
+    by_case = records(precision=(precision,))
     config = config_of("tiny", 8)
-    assert {mode for mode, _, _ in found} == set(MODES)
-    for (mode, _, _), record in found.items():
+    assert {mode for mode, _, _ in by_case} == set(MODES)
+    for (mode, _, _), record in by_case.items():
         assert record["outcome"] == "ok", record["reason"]
         assert 0 <= record["error_ratio"] <= 1 and record["rounds"] >= 10 and record["peak_bytes"] > 0
         assert record["num_parameters"] == model_parameters(config) and record["label"].startswith("auto: ")
@@ -109,16 +109,16 @@ def test_every_mode_is_timed_and_accounted_for(precision: str) -> None:
             continue
         assert record["mfu"] is None and record["flops"] == model_flops(config, tokens=8, context=8, mode=mode)
         assert record["tokens_per_s"] == pytest.approx(8 / record["time_s"])
-    fraction = found["step", "eager", "auto"]["matmul_ceiling_fraction"]
+    fraction = by_case["step", "eager", "auto"]["matmul_ceiling_fraction"]
     assert (fraction is None) == (precision == "fp16")
 
 
 @needs_llama
 @pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
 def test_llama_stands_beside_ours(precision: str) -> None:
-    found = records(precision=(precision,), attention=("auto", "llama"))
+    by_case = records(precision=(precision,), attention=("auto", "llama"))
     for mode in MODES:
-        ours, theirs = (found[mode, "eager", row] for row in ("auto", "llama"))
+        ours, theirs = (by_case[mode, "eager", row] for row in ("auto", "llama"))
         assert theirs["outcome"] == "ok", theirs["reason"]
         assert theirs["peer"] and theirs["label"] == "Hugging Face Llama" and not ours["peer"]
         assert theirs["comparison"] == ours["comparison"] and 0 <= theirs["error_ratio"] <= 1
@@ -132,12 +132,12 @@ def test_llama_stands_beside_ours(precision: str) -> None:
 @needs_llama
 def test_llama_stands_compiled_beside_ours() -> None:
     values = {"context": (128,), "precision": ("bf16",), "compile": ("compiled",)}
-    found = records("cuda", attention=("auto", "llama"), **values)
-    assert set(outcomes(found).values()) == {"ok"}, [record["reason"] for record in found.values()]
+    by_case = records("cuda", attention=("auto", "llama"), **values)
+    assert set(outcomes(by_case).values()) == {"ok"}, [record["reason"] for record in by_case.values()]
     for mode in MODES:
-        ours, theirs = (found[mode, "compiled", row] for row in ("auto", "llama"))
+        ours, theirs = (by_case[mode, "compiled", row] for row in ("auto", "llama"))
         assert theirs["held_bytes"] == pytest.approx(ours["held_bytes"], rel=0.02)
-    assert found["step", "compiled", "llama"]["compile_s"] > 1
+    assert by_case["step", "compiled", "llama"]["compile_s"] > 1
 
 
 def test_a_grid_about_llama_has_no_cases_without_it() -> None:
@@ -156,27 +156,29 @@ def test_a_llama_of_other_weights_is_wrong(mode: str, monkeypatch: pytest.Monkey
 def test_without_transformers_llama_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "benchmarks.model.llama", raising=False)
-    found = records(mode=("step",), attention=("auto", "llama"))
-    assert [record["outcome"] for record in found.values()] == ["ok", "unsupported"]
-    assert "[peers]' brings it" in found["step", "eager", "llama"]["reason"]
+    by_case = records(mode=("step",), attention=("auto", "llama"))
+    assert [record["outcome"] for record in by_case.values()] == ["ok", "unsupported"]
+    assert "[peers]' brings it" in by_case["step", "eager", "llama"]["reason"]
 
 
 @pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 def test_compiled_rows_run_beside_eager_ones() -> None:
-    found = records(compile=("eager", "compiled"), mode=("step",), attention=("sdpa_math",))
-    eager, compiled = (found["step", way, "sdpa_math"] for way in ("eager", "compiled"))
+    by_case = records(compile=("eager", "compiled"), mode=("step",), attention=("sdpa_math",))
+    eager, compiled = (by_case["step", way, "sdpa_math"] for way in ("eager", "compiled"))
     assert eager["outcome"] == compiled["outcome"] == "ok", compiled["reason"]
     assert eager["comparison"] == compiled["comparison"] and compiled["compile_s"] > eager["compile_s"]
 
 
 def test_without_a_gpu_a_graph_and_tf32_are_unsupported() -> None:
     """Fused blocks are checked on a CPU, too, but timed only as a CUDA graph."""
-    found = records(compile=("eager", "graphed", "fused"), mode=("step",), attention=("sdpa_math",))
-    fused = found["step", "fused", "sdpa_math"]
+    by_case = records(compile=("eager", "graphed", "fused"), mode=("step",), attention=("sdpa_math",))
+    fused = by_case["step", "fused", "sdpa_math"]
     assert fused["outcome"] == "unsupported" and "CUDA" in fused["reason"] and fused["error_ratio"] <= 1
-    assert found["step", "eager", "sdpa_math"]["outcome"] == "ok" and not found["step", "eager", "sdpa_math"]["peer"]
-    graphed = found["step", "graphed", "sdpa_math"]
+    assert (
+        by_case["step", "eager", "sdpa_math"]["outcome"] == "ok" and not by_case["step", "eager", "sdpa_math"]["peer"]
+    )
+    graphed = by_case["step", "graphed", "sdpa_math"]
     assert graphed["outcome"] == "unsupported" and ("CUDA" in graphed["reason"] or "compile" in graphed["reason"])
     for record in records(precision=("tf32",), mode=("forward", "step")).values():
         assert record["outcome"] == "unsupported" and "TF32" in record["reason"]
@@ -219,11 +221,11 @@ def test_a_graph_is_measured_beside_what_it_replays(monkeypatch: pytest.MonkeyPa
         return records("cuda", context=(128,), precision=(precision,), compile=("compiled", "graphed", "fused"))
 
     for precision in ("bf16", "fp16"):
-        found = found_in(precision)
-        for (mode, way, _), record in found.items():
+        by_case = found_in(precision)
+        for (mode, way, _), record in by_case.items():
             expected = "ok" if mode == "step" or way == "compiled" else "unsupported"
             assert record["outcome"] == expected, record["reason"]
-        compiled, *replayed = (found["step", way, "auto"]["peak_bytes"] for way in ("compiled", "graphed", "fused"))
+        compiled, *replayed = (by_case["step", way, "auto"]["peak_bytes"] for way in ("compiled", "graphed", "fused"))
         workspaces = 2**26  # bytes that cuBLAS keeps for each stream
         for peak in replayed:
             assert 0.7 * compiled < peak < 1.3 * compiled + workspaces
@@ -305,31 +307,31 @@ def test_levels_that_fit_are_chosen_and_every_level_runs_compiled_and_graphed() 
     levels = ("none", "matmuls", "attention", "whole", "attention*6,matmuls*6", "fit")
     ways = {"checkpoint": levels, "compile": ("eager", "compiled", "graphed"), "mode": ("step",)}
     cases = cases_of(Model(), Settings(device="cuda"), **(TINY | values | ways))
-    found = [result.record for result in results(Model(), cases, device="cuda")]
-    assert {record["outcome"] for record in found} == {"ok"}, [record["reason"] for record in found]
-    assert {record["levels"] for record in found if record["checkpoint"] == "fit"} == {"none*12"}
+    measured = [result.record for result in results(Model(), cases, device="cuda")]
+    assert {record["outcome"] for record in measured} == {"ok"}, [record["reason"] for record in measured]
+    assert {record["levels"] for record in measured if record["checkpoint"] == "fit"} == {"none*12"}
 
 
 def test_wrong_oom_and_broken_rows_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmsys.attention.vectorized.vectorized", slightly_off)
     monkeypatch.setattr("lmsys.attention.peers.sdpa_math", hungry)
     modes = ("forward", "train_forward")
-    found = records(
+    by_case = records(
         mode=modes, attention=("naive", "vectorized", "sdpa_math", "flash_attn_2", f"{__file__}:slightly_off")
     )
     expected = {"naive": "ok", "vectorized": "wrong", "sdpa_math": "oom", "flash_attn_2": "unsupported"}
     expected["slightly_off"] = "unsupported"
-    assert outcomes(found) == {(mode, row): outcome for mode in modes for row, outcome in expected.items()}
-    wrong = found["train_forward", "eager", "vectorized"]
+    assert outcomes(by_case) == {(mode, row): outcome for mode in modes for row, outcome in expected.items()}
+    wrong = by_case["train_forward", "eager", "vectorized"]
     assert wrong["error_ratio"] > 1 and "times the allowed error" in wrong["reason"] and "time_s" not in wrong
-    assert "register it as an entry point" in found["forward", "eager", "slightly_off"]["reason"]
+    assert "register it as an entry point" in by_case["forward", "eager", "slightly_off"]["reason"]
 
 
 def test_memory_is_predicted_for_attention_that_keeps_no_scores() -> None:
-    found = records(mode=("step",), attention=("naive", "sdpa_flash"), timed=False)
-    assert found["step", "eager", "naive"]["predicted_bytes"] is None
+    by_case = records(mode=("step",), attention=("naive", "sdpa_flash"), timed=False)
+    assert by_case["step", "eager", "naive"]["predicted_bytes"] is None
     predicted = training_memory(config_of("tiny", 8), 1, 8, "fp32").peak
-    assert found["step", "eager", "sdpa_flash"]["predicted_bytes"] == predicted
+    assert by_case["step", "eager", "sdpa_flash"]["predicted_bytes"] == predicted
 
 
 @pytest.mark.parametrize(("what", "outcome"), [("bench_model.Rig", "oom"), ("model.cases.Gate.judge", "error")])
@@ -352,9 +354,9 @@ def test_a_reference_without_room_is_of_half_the_batch(monkeypatch: pytest.Monke
         judge(gate, candidates)
 
     monkeypatch.setattr(Gate, "judge", fits_two)
-    found = records(batch=(8,), mode=("step",))
+    by_case = records(batch=(8,), mode=("step",))
     assert batches == [8, 4, 2]
-    assert all(record["outcome"] == "ok" and record["batch"] == 8 for record in found.values())
+    assert all(record["outcome"] == "ok" and record["batch"] == 8 for record in by_case.values())
 
 
 def test_a_loss_that_is_no_longer_finite_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

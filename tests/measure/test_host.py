@@ -1,4 +1,4 @@
-"""What lmsys/measure/host.py reads of memory: what can still be allocated, what a process holds, and who was killed.
+"""Memory as lmsys/measure/host.py reads it: how much can be allocated, how much a process holds, and who was killed.
 
 `write` makes a tree of files as Linux has them in /proc and /sys, below a temporary root.
 """

@@ -1,4 +1,4 @@
-"""What lmsys/measure/memory.py tells of memory: phases, breakdown, timeline, snapshot, and the peak of a command.
+"""Memory of a call (lmsys/measure/memory.py): phases, breakdown, timeline, snapshot, and the peak of a command.
 
 The calls under test allocate tensors of known sizes: `zeros` makes one of 4 * SIZE bytes.
 """

@@ -1,4 +1,4 @@
-"""Whether repeated calls give the same bits (lmsys/measure/repeats.py).
+"""Calls are repeated to see if they give the same bits (lmsys/measure/repeats.py).
 
 `apart` compares two dictionaries of tensors bit by bit, and gives the name and the largest difference of each tensor
 that is not the same. `repeated` calls a function several times, and compares each result with the first.

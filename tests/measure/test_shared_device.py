@@ -160,7 +160,7 @@ class BusyClock(CpuClock):
 
 
 def take_calls(strangers: int) -> list[float]:
-    """What a benchmark of ranks does on a rank, with a clock that refuses to give a time."""
+    """On a rank: times a step, as a benchmark of ranks does, with a clock that refuses to give a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmsys.bench.ranks.clock_of", lambda kind, ahead: BusyClock())
         patch.setattr("lmsys.bench.ranks.sensors.sensors_of", lambda kind: SharedDevice(strangers))

@@ -27,17 +27,20 @@ class Intense(Attention):
     fields = (
         *Attention.fields,
         Field(
-            "intensity", label="Intensity", about="Operations for each byte", of=lambda one: one["flops"] / one["bytes"]
+            "intensity",
+            label="Intensity",
+            about="Operations for each byte",
+            of=lambda record: record["flops"] / record["bytes"],
         ),
     )
 
 
-def reported(folder: Path, benchmark: Benchmark, found: list[dict[str, Any]]) -> dict[str, bytes]:
+def reported(folder: Path, benchmark: Benchmark, records: list[dict[str, Any]]) -> dict[str, bytes]:
     """The report of what a runner has recorded, in a result file as a session writes it."""
-    fields = {benchmark.name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]}
+    fields = {benchmark.name: [field.to_json() for field in declared(COMMON, benchmark.fields).values()]}
     rows = {kind: [row.to_json() for row in table.values()] for kind, table in benchmark.tables.items()}
     layouts = {benchmark.name: benchmark.layout} if benchmark.layout else {}
-    content = {"lmsys": payload({"machine": MACHINE, "fields": fields, "layouts": layouts, "rows": rows}, found)}
+    content = {"lmsys": payload({"machine": MACHINE, "fields": fields, "layouts": layouts, "rows": rows}, records)}
     (folder / "r.json").write_text(json.dumps(content))
     return built(folder / "out", folder / "r.json")
 
@@ -46,13 +49,13 @@ def test_a_metric_declared_in_the_benchmark_is_a_table_of_its_chapter(tmp_path: 
     shapes = {"length": ((16, 16), (32, 32)), "head_dim": (16,), "dtype": ("float32",), "causal": (True,)}
     benchmark = Intense()
     cases = cases_of(benchmark, attention=("naive", "sdpa_math"), direction=("fwd",), **shapes)
-    groups = {case.group: [one for one in cases if one.group == case.group] for case in cases}
-    found = [one.record for group in groups.values() for one in results(benchmark, group)]
-    files = reported(tmp_path, benchmark, found)
+    groups = {case.group: [other for other in cases if other.group == case.group] for case in cases}
+    records = [result.record for group in groups.values() for result in results(benchmark, group)]
+    files = reported(tmp_path, benchmark, records)
     rows = cells(files, "s-float32-causal-fwd-intensity")
     assert [row["S"] for row in rows] == ["16", "32"]
     for row, length in zip(rows, (16, 32), strict=True):
-        (known,) = {one["intensity"] for one in found if one["queries"] == length}
+        (known,) = {record["intensity"] for record in records if record["queries"] == length}
         assert float(row["naive"]) == float(row["sdpa_math"]) == round(known, 3 - len(str(int(known))))
     text = files["tables/synthetic-gpu-s-float32-causal-fwd-intensity.md"].decode()
     assert "### Intensity · Forward, float32, causal" in text and "Operations for each byte." in text
@@ -65,31 +68,33 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
         def outputs(self, candidate: Any, setup: Any, element: int | None = None) -> dict[str, Any]:
             return {"product": candidate.call(*setup.tensors.values())}
 
-    benchmark, found = Repeated(), []
+    benchmark, records = Repeated(), []
     for size in (8, 16, 32):
         cases = cases_of(benchmark, size=(size,), dtype=("float32",))
         rows = results(benchmark, [case for case in cases if case.impl == "matmul"])
-        found += [one.record | {"disturbed": None} for one in rows]  # whether other programs were at work or not
-    files = reported(tmp_path, benchmark, found)
+        records += [
+            result.record | {"disturbed": None} for result in rows
+        ]  # whether other programs were at work or not
+    files = reported(tmp_path, benchmark, records)
     assert cells(files, "matmul-same-bits") == [{"impl": "matmul", "repeated": "yes (3)"}]
     rows = cells(files, "matmul-s-metrics")
     assert [row["size"] for row in rows] == ["8", "16", "32"] and "Rate, TFLOP/s" in rows[0]
     assert "plots/synthetic-gpu-matmul-s-time.svg" in files and b">Matmul</h3>" in files["index.html"]
-    beside = [one | {"impl": "mine", "label": "mine", "id": f"{one['id']}-mine"} for one in found]
-    for one in beside:
-        one["samples_s"] = [2 * sample for sample in one["samples_s"]]
-    files = reported(tmp_path, benchmark, [*found, *beside])
+    beside = [record | {"impl": "mine", "label": "mine", "id": f"{record['id']}-mine"} for record in records]
+    for record in beside:
+        record["samples_s"] = [2 * sample for sample in record["samples_s"]]
+    files = reported(tmp_path, benchmark, [*records, *beside])
     page = files["index.html"].decode()
-    told = page.partition("<body>")[2]
-    assert not [word for word in ("Everyday sizes", "heads", "flash_gluon", "sdpa", "attention") if word in told]
+    body = page.partition("<body>")[2]
+    assert not [word for word in ("Everyday sizes", "heads", "flash_gluon", "sdpa", "attention") if word in body]
     fastest = cells(files, "fastest-matmul")
     assert [row["setting"] for row in fastest] == ["size 8", "size 16", "size 32"]
     assert all(row["fastest row"] == "matmul (of 2 rows)" and row["speed"][:4] == "2.00" for row in fastest)
     assert "plots/synthetic-gpu-fastest-matmul.svg" in files and page.index("Fastest matmul") < page.index("<nav>")
     *rows, mean = cells(files, "matmul-s-speedup")
     # ¹ marks unsteady figures, which real measurements may have.
-    told = [(row["matmul"].rstrip("¹"), row["mine"].rstrip("¹")) for row in rows]
-    assert told == [("1.00", "0.500")] * 3
+    times = [(row["matmul"].rstrip("¹"), row["mine"].rstrip("¹")) for row in rows]
+    assert times == [("1.00", "0.500")] * 3
     assert mean["mine"] == "0.500 (3)" and {"Error ratio", "Rate, TFLOP/s"} == {
         files[f"tables/synthetic-gpu-matmul-s-{name}.md"].decode().splitlines()[0][4:].split(" · ")[0]
         for name in ("error", "tflops")
@@ -99,28 +104,28 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
 def test_a_layout_of_ones_own_travels_with_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The layout is that of docs/report.md: sections with titles, a table, a plot. Mistakes in it are named."""
     matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
-    told = re.search(r"layout = (\{.*?^\})", (ROOT / "docs" / "report.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert told
-    layout = ast.literal_eval(told[1])
+    example = re.search(r"layout = (\{.*?^\})", (ROOT / "docs" / "report.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert example
+    layout = ast.literal_eval(example[1])
     benchmark = type("Shown", (matmul,), {"layout": layout})()
-    found = [
-        one.record | {"section": "large"}
+    records = [
+        result.record | {"section": "large"}
         for size in (8, 16)
-        for one in results(benchmark, cases_of(benchmark, size=(size,), dtype=("float32",))[:1])
+        for result in results(benchmark, cases_of(benchmark, size=(size,), dtype=("float32",))[:1])
     ]
-    found += [one | {"impl": "mine", "label": "mine", "id": f"{one['id']}-mine"} for one in found]
-    files = reported(tmp_path, benchmark, found)
+    records += [record | {"impl": "mine", "label": "mine", "id": f"{record['id']}-mine"} for record in records]
+    files = reported(tmp_path, benchmark, records)
     assert "Matmul: Large matrices</h3>" in files["index.html"].decode()
     assert [row["size"] for row in cells(files, "matmul-float32-speedup")] == ["8", "16", "geometric mean (cells)"]
     assert "plots/synthetic-gpu-matmul-float32-tflops.svg" in files
     layout["chapters"][0]["blocks"][0]["lead"][0][0] = "pivvot"
     (tmp_path / "wrong").mkdir()
     with pytest.raises(AssertionError):
-        reported(tmp_path / "wrong", benchmark, found)
+        reported(tmp_path / "wrong", benchmark, records)
     assert "did you mean pivot" in capsys.readouterr().err
     layout["chapters"][0]["blocks"][0] = {"leads": []}
     with pytest.raises(AssertionError):
-        reported(tmp_path / "wrong", benchmark, found)
+        reported(tmp_path / "wrong", benchmark, records)
     assert "did you mean lead?" in capsys.readouterr().err
 
 
@@ -130,7 +135,9 @@ def test_a_chapter_with_nothing_to_draw_says_so(tmp_path: Path) -> None:
     for number, lead in enumerate(([["lines", ["time_s"], "size", {}]], [])):
         chapter = {"title": "Large matrices", "blocks": [{"of": [["cut", "matmul", ""]], "lead": lead}]}
         benchmark = type("Shown", (matmul,), {"layout": {"chapters": [chapter]}})()
-        found = [one.record for one in results(benchmark, cases_of(benchmark, size=(8,), dtype=("float32",))[:1])]
+        records = [
+            result.record for result in results(benchmark, cases_of(benchmark, size=(8,), dtype=("float32",))[:1])
+        ]
         (folder := tmp_path / str(number)).mkdir()
-        files = reported(folder, benchmark, found)
+        files = reported(folder, benchmark, records)
         assert "there is nothing to draw" in files["index.html"].decode()

@@ -65,40 +65,40 @@ def test_no_question_begins_with_a_disturbed_row_where_another_was_not(drawn: An
 @given(DRAWN)
 def test_an_answer_of_the_page_is_that_of_the_undisturbed_cases_alone(drawn: Any) -> None:
     records = records_of(drawn)
-    calm, found = answers([one for one in records if not one["disturbed"]]), answers(records)
-    for way, answer in found.items():
+    of_calm, of_all = answers([record for record in records if not record["disturbed"]]), answers(records)
+    for way, answer in of_all.items():
         flags = {
-            bool(one["disturbed"])
-            for one in records
-            if one["direction"] == way and can_answer([other for other in records if alike(one, other)])
+            bool(record["disturbed"])
+            for record in records
+            if record["direction"] == way and can_answer([other for other in records if alike(record, other)])
         }
         if flags == {True}:
             assert answer["disturbed"] == "all" and answer["row"]
         else:
-            same = calm.get(way, {"row": None, "speedup": None, "over": None})
+            same = of_calm.get(way, {"row": None, "speedup": None, "over": None})
             assert {name: answer[name] for name in ("row", "speedup", "over")} == {
                 name: same[name] for name in ("row", "speedup", "over")
             }
             assert answer["disturbed"] == ("some" if True in flags else None)
 
 
-def alike(one: Record, other: Record) -> bool:
+def alike(record: Record, other: Record) -> bool:
     """True if two cases were sampled together."""
-    return bool(one["comparison"] == other["comparison"])
+    return bool(record["comparison"] == other["comparison"])
 
 
 def can_answer(cases: list[Record]) -> bool:
-    """True if there are several cases, one of them a peer's."""
-    return len(cases) > 1 and any(one["peer"] for one in cases)
+    """True if there are several cases, record of them a peer's."""
+    return len(cases) > 1 and any(record["peer"] for record in cases)
 
 
 def answers(records: list[Record]) -> dict[str, Record]:
     """The answer of the page for each direction."""
     content = by_name(content_of(records))
-    cases = [("", ("", "{}"), one) for one in records]
+    cases = [("", ("", "{}"), record) for record in records]
     for machine in machines_of(cases, content["fields"], content["rows"], content["layouts"]):
         table = fastest_of(machine, next(questions(machine)))
-        return {str(one["direction"]): dict(one) for one in table.data} if table else {}
+        return {str(answer["direction"]): dict(answer) for answer in table.data} if table else {}
     return {}
 
 
@@ -108,7 +108,7 @@ def test_where_all_were_disturbed_the_line_says_so() -> None:
     assert all(line.endswith("disturbed") for line in table) and len(table) == len(ROWS)
     content = by_name(content_of(records))
     (machine,) = machines_of(
-        [("", ("", "{}"), one) for one in records], content["fields"], content["rows"], content["layouts"]
+        [("", ("", "{}"), record) for record in records], content["fields"], content["rows"], content["layouts"]
     )
     page = fastest_of(machine, next(questions(machine)))
     assert page and page.rows[0][1] == "flash_triton, all of them disturbed"
@@ -161,8 +161,8 @@ def test_the_full_table_has_error_ratios() -> None:
 def test_of_many_sizes_the_largest_that_was_not_disturbed_is_shown() -> None:
     drawn = {("fwd", 2**size, row): (1e-5 * 2**size, size > 12) for size in range(5, 15) for row in ROWS}
     records = records_of(drawn)
-    (table,), largest = tables(told(records)), [one for one in records if one["queries"] == 2**12]
-    assert [line.split()[1] for line in table] == [number(1e3 * one["time_s"]) for one in largest]
+    (table,), largest = tables(told(records)), [record for record in records if record["queries"] == 2**12]
+    assert [line.split()[1] for line in table] == [number(1e3 * record["time_s"]) for record in largest]
     assert not any("disturbed" in line for line in table)
 
 

@@ -372,7 +372,7 @@ class Player:
             self.model.finish_gradient_synchronization()
 
     def update(self) -> None:
-        """What follows the last backward of a step: gradients are synchronized, and the optimizer steps."""
+        """End a step after its last backward: gradients are synchronized, and the optimizer steps."""
         self.finish()
         self.apply()
 

@@ -46,24 +46,24 @@ def test_random_numbers_go_on_from_where_they_were_saved(tmp_path: Path) -> None
     save(tmp_path, 1, STATE, {"rng": rng_state()})
     expected = torch.rand(3)
     torch.rand(7)  # other numbers are drawn in between
-    found = newest(tmp_path)
-    assert found is not None
-    set_rng_state(found.own(0)["rng"])
+    saved = newest(tmp_path)
+    assert saved is not None
+    set_rng_state(saved.own(0)["rng"])
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     manifest = save(tmp_path / "new", 7, STATE, {"own": 1}, facts={"model": {"d": 16}, "seeds": (1, 2)})
-    found = newest(tmp_path / "new")
-    assert found is not None and found.manifest == manifest and (found.step, found.world_size) == (7, 1)
-    assert equal(found.shared(), STATE) and found.own(0) == {"own": 1}
-    found.require(model={"d": 16}, seeds=(1, 2))
+    saved = newest(tmp_path / "new")
+    assert saved is not None and saved.manifest == manifest and (saved.step, saved.world_size) == (7, 1)
+    assert equal(saved.shared(), STATE) and saved.own(0) == {"own": 1}
+    saved.require(model={"d": 16}, seeds=(1, 2))
     with pytest.raises(ValueError, match=r"saved with model.d=16; this run has 32"):
-        found.require(model={"d": 32})
+        saved.require(model={"d": 32})
     with pytest.raises(ValueError, match="saved with tokenizer=None; this run has 'abc'"):
-        found.require(tokenizer="abc")
+        saved.require(tokenizer="abc")
     with pytest.raises(ValueError, match="saved by 1 ranks, has no part of rank=1"):
-        found.own(1)
+        saved.own(1)
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ TEARS = {  # ways to damage a file
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, part: str, tear: str) -> None:
     for step in (1, 2):
         save(tmp_path, step, {**STATE, "step": step}, {"rng": rng_state()})
-    found = newest(tmp_path)
-    assert found is not None and found.step == 2
-    TEARS[tear](found.manifest if part == "manifest" else tmp_path / found.files[part]["file"])
+    saved = newest(tmp_path)
+    assert saved is not None and saved.step == 2
+    TEARS[tear](saved.manifest if part == "manifest" else tmp_path / saved.files[part]["file"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         earlier = newest(tmp_path)
@@ -93,7 +93,7 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, part: str, tear: str) 
         assert len(caught) == 1 and "checkpoint passed over" in str(caught[0].message)
         if part != "manifest":
             with pytest.raises(ValueError):
-                found.shared() if part == "shared" else found.own(0)
+                saved.shared() if part == "shared" else saved.own(0)
 
 
 def sign_anew(manifest: Path, **changes: Any) -> None:
@@ -142,11 +142,11 @@ class Code:
 
 def test_code_is_never_unpickled(tmp_path: Path) -> None:
     save(tmp_path / "saved", 1, {"x": Code(tmp_path / "it ran")})
-    found = newest(tmp_path / "saved")
-    assert found is not None
-    part = found.files["shared"]["file"]
+    saved = newest(tmp_path / "saved")
+    assert saved is not None
+    part = saved.files["shared"]["file"]
     with pytest.raises(ValueError, match=f"{part}: must hold tensors and plain values alone; .* gives UnpicklingError"):
-        found.shared()
+        saved.shared()
     assert not (tmp_path / "it ran").exists()
     torch.load(tmp_path / "saved" / part, weights_only=False)
     assert (tmp_path / "it ran").exists(), "the code does nothing: the test is wrong"
@@ -158,13 +158,13 @@ def test_a_file_that_holds_no_state_is_named(tmp_path: Path, monkeypatch: pytest
         ([1], r"must hold a dictionary; got \[1\]"),
         ({"x": 1}, r"must have 'model'; got \['x'\]"),
     ):
-        found = read(save(tmp_path, 1, content))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"{found.files['shared']['file']}: {message}"):
-            found.shared("model")
+        saved = read(save(tmp_path, 1, content))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"{saved.files['shared']['file']}: {message}"):
+            saved.shared("model")
     monkeypatch.setattr(checkpoint.torch, "save", lambda _, file: file.write(b"no pickle"))
-    found = read(save(tmp_path, 1, STATE))
-    with pytest.raises(ValueError, match=f"{found.files['rank-0']['file']}: must hold tensors and plain values alone"):
-        found.own(0)
+    saved = read(save(tmp_path, 1, STATE))
+    with pytest.raises(ValueError, match=f"{saved.files['rank-0']['file']}: must hold tensors and plain values alone"):
+        saved.own(0)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 4))
@@ -187,8 +187,8 @@ def test_folders_that_are_named_as_checkpoints_are_left_alone(tmp_path: Path) ->
         (tmp_path / name).mkdir()
     for step in (2, 3):
         save(tmp_path, step, STATE, keep=1)
-    found = newest(tmp_path)
-    assert found is not None and found.step == 3 and len([*tmp_path.iterdir()]) == 2 + 3
+    saved = newest(tmp_path)
+    assert saved is not None and saved.step == 3 and len([*tmp_path.iterdir()]) == 2 + 3
 
 
 def test_files_that_no_save_has_written_are_left_alone(tmp_path: Path) -> None:
@@ -204,16 +204,16 @@ def test_files_that_no_save_has_written_are_left_alone(tmp_path: Path) -> None:
     for step in (2, 3, 4):
         save(tmp_path, step, STATE, keep=1)
     assert all((tmp_path / name).read_text() == "mine" for name in names)
-    found = newest(tmp_path)
-    assert found is not None and found.step == 4
+    saved = newest(tmp_path)
+    assert saved is not None and saved.step == 4
     assert len([*tmp_path.iterdir()]) == len(names) + 3
 
 
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     for value in (1, 2):
         save(tmp_path, 5, {"value": value})
-    found = newest(tmp_path)
-    assert found is not None and found.shared() == {"value": 2} and len(list(tmp_path.iterdir())) == 3
+    saved = newest(tmp_path)
+    assert saved is not None and saved.shared() == {"value": 2} and len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "write"])
@@ -235,8 +235,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
             patch.setattr(checkpoint.torch, "save", lambda state, _: true_save(state, file))
         with pytest.raises(SaveError, match="No space left on device; earlier checkpoints stand"):
             save(tmp_path, 2, STATE)
-    found = newest(tmp_path)
-    assert found is not None and found.step == 1 and equal(found.shared(), STATE)
+    saved = newest(tmp_path)
+    assert saved is not None and saved.step == 1 and equal(saved.shared(), STATE)
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tmp")
     assert left == before
     save(tmp_path, 2, STATE)
@@ -273,9 +273,9 @@ def test_every_rank_saves_its_own_part(tmp_path: Path) -> None:
         return save(tmp_path, 3, {"shared": rank}, {"mine": rank}, rank=rank, world_size=3, gather=gather)
 
     assert on_ranks(3, saves) == [tmp_path / "step-00000003.json"] * 3
-    found = newest(tmp_path)
-    assert found is not None and found.world_size == 3 and found.shared() == {"shared": 0}
-    assert [found.own(rank) for rank in range(3)] == [{"mine": rank} for rank in range(3)]
+    saved = newest(tmp_path)
+    assert saved is not None and saved.world_size == 3 and saved.shared() == {"shared": 0}
+    assert [saved.own(rank) for rank in range(3)] == [{"mine": rank} for rank in range(3)]
 
 
 def test_when_one_rank_fails_all_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,11 +325,11 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
     process.stdout.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing looks damaged: a checkpoint that is not complete has no manifest
-        found = newest(tmp_path)
-    assert found is not None and found.step >= int(printed)
-    state = found.shared()
-    assert state["step"] == found.step and bool((state["x"] == found.step).all()) and found.own(0) == {"n": found.step}
-    save(tmp_path, found.step + 1, STATE, keep=1)
+        saved = newest(tmp_path)
+    assert saved is not None and saved.step >= int(printed)
+    state = saved.shared()
+    assert state["step"] == saved.step and bool((state["x"] == saved.step).all()) and saved.own(0) == {"n": saved.step}
+    save(tmp_path, saved.step + 1, STATE, keep=1)
     assert len(list(tmp_path.iterdir())) == 3  # files of the killed save are removed
 
 

@@ -30,7 +30,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "train", None)
 
 
-def told(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> str:
+def error_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> str:
     """The only line that `lmsys train OPTIONS` prints to stderr, with the exit code 2."""
     settings = [f"output={tmp_path / 'run'}", f"data.corpus={corpus(tmp_path)}", *SETTINGS]
     assert main([*(part for setting in settings for part in ("--set", setting)), *options]) == 2
@@ -53,8 +53,8 @@ def test_an_output_that_cannot_be_written_is_named(
     tmp_path: Path, step: str | None, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    said = told(capsys, tmp_path, *([step] if step else []), "--set", f"output={tmp_path / place}")
-    assert f"output: files cannot be written in {tmp_path / place}: " in said
+    line = error_line(capsys, tmp_path, *([step] if step else []), "--set", f"output={tmp_path / place}")
+    assert f"output: files cannot be written in {tmp_path / place}: " in line
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -64,7 +64,7 @@ def test_what_stands_where_a_run_writes_is_named(tmp_path: Path, name: str, caps
     path = tmp_path / "run" / name
     path.parent.mkdir()
     path.mkdir() if name in pipeline.FILES else path.write_text("mine")
-    assert f"{path}: must be a " in told(capsys, tmp_path)
+    assert f"{path}: must be a " in error_line(capsys, tmp_path)
     assert path.is_dir() == (name in pipeline.FILES)
 
 
@@ -73,24 +73,24 @@ def test_a_path_with_a_null_byte_is_named(tmp_path: Path, name: str, capsys: pyt
     section, _, field = name.rpartition(".")
     file = tmp_path / "c.json"
     file.write_text(json.dumps({section: {field: "a\0b"}} if section else {field: "a\0b"}))
-    said = told(capsys, tmp_path, "--config", str(file))
+    line = error_line(capsys, tmp_path, "--config", str(file))
     assert (
-        f"{section or 'the config'}: {field}={chr(39)}a\\x00b{chr(39)} must be a path, which has no null byte" in said
+        f"{section or 'the config'}: {field}={chr(39)}a\\x00b{chr(39)} must be a path, which has no null byte" in line
     )
 
 
 def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.json").write_bytes(b'{"output": "\xe9"}')
-    assert f"{tmp_path / 'c.json'}: not UTF-8: " in told(capsys, tmp_path, "--config", str(tmp_path / "c.json"))
+    assert f"{tmp_path / 'c.json'}: not UTF-8: " in error_line(capsys, tmp_path, "--config", str(tmp_path / "c.json"))
 
 
 def test_a_strategy_that_there_is_not_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is named before any data is made."""
-    said = told(capsys, tmp_path, "--strategy", "buckted")
-    assert "unknown strategy 'buckted'; did you mean bucketed?" in said
+    line = error_line(capsys, tmp_path, "--strategy", "buckted")
+    assert "unknown strategy 'buckted'; did you mean bucketed?" in line
     (tmp_path / "mine.py").write_text("1 / 0")
-    said = told(capsys, tmp_path, "train", "--strategy", f"{tmp_path / 'mine.py'}:Mine")
-    assert f"'{tmp_path / 'mine.py'}' does not load: ZeroDivisionError: division by zero" in said
+    line = error_line(capsys, tmp_path, "train", "--strategy", f"{tmp_path / 'mine.py'}:Mine")
+    assert f"'{tmp_path / 'mine.py'}' does not load: ZeroDivisionError: division by zero" in line
 
 
 REFUSED = {
@@ -119,7 +119,7 @@ def test_a_training_that_cannot_run_here_is_refused_before_any_data_is_made(
     settings: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [part for setting in settings.split() for part in ("--set", setting)]
-    assert REFUSED[settings] in told(capsys, tmp_path, *options)
+    assert REFUSED[settings] in error_line(capsys, tmp_path, *options)
     assert not (tmp_path / "run").exists()
 
 
@@ -133,8 +133,8 @@ def test_a_prompt_that_is_too_long_is_named_before_the_training(
     if has_tokenizer:
         train([corpus(tmp_path)], 300, [END_OF_TEXT]).save(tmp_path / "tokenizer")
         options += "--set", f"data.tokenizer={tmp_path / 'tokenizer'}", "--corpus", "none"
-    said = told(capsys, tmp_path, *options)
-    assert f"generate.prompt='{'?' * 40}' is 40 tokens; model.context_length is 16" in said
+    line = error_line(capsys, tmp_path, *options)
+    assert f"generate.prompt='{'?' * 40}' is 40 tokens; model.context_length is 16" in line
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -177,8 +177,8 @@ def test_a_checkpoint_is_not_taken_for_another_model(
         assert pipeline.run(config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}"), (step,)) == 0
     name, _, value = setting.partition("=")
     for step in ("evaluate", "generate"):
-        said = told(capsys, tmp_path, step, "--set", f"model.{setting}")
-        assert f"saved with model.{name}=" in said and f"this run has {value}" in said
+        line = error_line(capsys, tmp_path, step, "--set", f"model.{setting}")
+        assert f"saved with model.{name}=" in line and f"this run has {value}" in line
 
 
 def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_a_text_that_no_tokenizer_makes_long_enough_is_refused_at_the_start(
         (tmp_path / "valid.txt").write_text("b " * (valid // 2))
         options = ["--set", f"data.valid={tmp_path / 'valid.txt'}"]
     part, size = {None: ("for validation", 14), 16: ("for validation", 16), 400: ("to train on", 16)}[valid]
-    said = told(capsys, tmp_path, "--corpus", str(text), *options)
-    assert f"corpus '{text}': its text {part} has {size} bytes, and a sequence takes 17 tokens: name a longer" in said
+    line = error_line(capsys, tmp_path, "--corpus", str(text), *options)
+    assert f"corpus '{text}': its text {part} has {size} bytes, and a sequence takes 17 tokens: name a longer" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -219,8 +219,8 @@ def test_a_text_whose_tokens_are_too_few_is_refused_before_a_step_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "short.txt").write_text("the same words again " * 40)
-    said = told(capsys, tmp_path, "--corpus", str(tmp_path / "short.txt"))
-    assert "its text for validation has 8 tokens, and a sequence takes 17" in said
+    line = error_line(capsys, tmp_path, "--corpus", str(tmp_path / "short.txt"))
+    assert "its text for validation has 8 tokens, and a sequence takes 17" in line
     assert not (tmp_path / "run" / "tokens").exists()
 
 

@@ -117,10 +117,15 @@ def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
             shutil.copytree(data / name, folder / name)
         settings = [part for setting in (*SETTINGS, *ENDLESS) for part in ("--set", setting)]
         line = [sys.executable, *RUNS[launcher], *settings, "--output", str(folder), *options]
-        own = dict([mark.split("=")], TMPDIR=str(tmp_path / "tmp"), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        said, began_s = (tmp_path / "said.txt").open("w"), time.time()
+        own_variables = dict([mark.split("=")], TMPDIR=str(tmp_path / "tmp"), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        output_file, began_s = (tmp_path / "said.txt").open("w"), time.time()
         process = subprocess.Popen(
-            line, cwd=ROOT, env=os.environ | own | variables, stdout=said, stderr=said, start_new_session=True
+            line,
+            cwd=ROOT,
+            env=os.environ | own_variables | variables,
+            stdout=output_file,
+            stderr=output_file,
+            start_new_session=True,
         )
         begun.append(Run(process, folder, mark, began_s))
         return begun[-1]
@@ -141,11 +146,11 @@ def ends(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
     while run.process.poll() is None or run.pids():
         assert time.monotonic() < until, f"{[command_line(pid) for pid in run.pids()]} live on"
         time.sleep(0.05)
-    ended_s, said = time.monotonic(), (tmp_path / "said.txt").read_text()
-    print(f"ended {ended_s - since(said):.1f} s after the fault")  # shown by -rP
-    assert run.process.returncode != 0 and watch.keeps(LIMIT_S, since(said)), said
+    ended_s, output = time.monotonic(), (tmp_path / "said.txt").read_text()
+    print(f"ended {ended_s - since(output):.1f} s after the fault")  # shown by -rP
+    assert run.process.returncode != 0 and watch.keeps(LIMIT_S, since(output)), output
     assert left_behind(run) == []
-    return said
+    return output
 
 
 def left_behind(run: Run) -> list[str]:
@@ -195,8 +200,8 @@ def test_a_fault_ends_all(
 ) -> None:
     run = start(launcher, **({} if seed else {"LMSYS_STOPPED_S": "2"}))
     since = strike(run, fault, seed, at_start)
-    said = ends(run, tmp_path, lambda _: since)
-    assert re.search(TOLD[fault], said), said
+    output = ends(run, tmp_path, lambda _: since)
+    assert re.search(TOLD[fault], output), output
 
 
 @pytest.mark.gpu
@@ -207,8 +212,8 @@ def test_a_fault_ends_all_on_nccl(launcher: str, fault: str, start: Callable[...
     """A rank that waits for a dead rank on its GPU receives no signal, and no error of a lost connection."""
     run = start(launcher, "--set", "train.device=cuda", LMSYS_STOPPED_S="2")
     since = strike(run, fault, 0, at_start=False)
-    said = ends(run, tmp_path, lambda _: since)
-    assert re.search(TOLD[fault], said), said
+    output = ends(run, tmp_path, lambda _: since)
+    assert re.search(TOLD[fault], output), output
 
 
 @pytest.mark.long
@@ -219,5 +224,5 @@ def test_a_rank_that_raises_ends_all(
     kind, at = ("InForward", "InHook", "InData")[seed % 3], 1 if at_start else 4 + 3 * seed
     options = "--strategy", f"{STRATEGIES}:{kind}", "--set", "train.micro_batch_size=4"
     run = start(launcher, *options, LMSYS_RAISE_AT=str(at))
-    said = ends(run, tmp_path, lambda said: float(re.search(r"Fault: .* at ([\d.]+) s", said)[1]))  # type: ignore[index]
-    assert re.search(TOLD[fault], said), said
+    output = ends(run, tmp_path, lambda output: float(re.search(r"Fault: .* at ([\d.]+) s", output)[1]))  # type: ignore[index]
+    assert re.search(TOLD[fault], output), output
