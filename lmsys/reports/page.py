@@ -1,22 +1,23 @@
 """Writes the page, index.html, and the files of its tables and plots beside it: `write`, for `__main__` and `against`.
 
-`fill` replaces an earlier report in the folder and touches no file that a report did not write: `manifest.json` names
-those that one did. It refuses a file of somebody else's where one is to be written, and links. `html` makes the page
-of machines, blocks and chapters by `templates/page.html`. `lmsys.leaderboard` and `lmsys.course` make pages of
+`fill` replaces an earlier report in the folder and touches no file that a report did not write: `manifest.json` has the
+SHA-256 of those that one did. It refuses a file of somebody else's where one is to be written, and links. `html` makes
+the page of machines, blocks and chapters by `templates/page.html`. `lmsys.leaderboard` and `lmsys.course` make pages of
 their own by `render` and `fill`. The looks are in page.css, what a click does in page.js.
 """
 
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 import jinja2
 
 from lmsys.bench.fields import grouped
-from lmsys.files import write_json
+from lmsys.files import replacing, sha256_of, write_json
 from lmsys.reports import figures, items, load
 from lmsys.strict_json import read_json
 from lmsys.values import hold
@@ -98,47 +99,51 @@ def render(name: str, **values: object) -> str:
 
 
 def fill(out: Path, files: Mapping[str, str]) -> None:
-    """Writes these files, texts by relative name, into the folder `out`, and removes others of an earlier report.
+    """Writes these files, texts by relative name, into the folder `out`, in place of those of an earlier report.
 
-    ValueError, before anything is changed, where that would touch a file of somebody else's; OSError where it fails.
+    A file is a report's while it has the SHA-256 that the manifest says; any other stays, and a line on stderr names it
+    where the manifest does. ValueError, before anything is changed, where that would touch a file of somebody else's;
+    OSError where it fails.
     """
     for name in files:
         hold((re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}"))
     for folder in [out] + list(out.parents):
         hold((folder.is_dir() or not folder.exists(), f"{str(out)!r}: {folder} is a file, and a folder is needed"))
-    before = _written(out)
-    for name in list(files) + list(before) + [MANIFEST]:
+    noted = _noted(out)
+    for name in list(files) + list(noted) + [MANIFEST]:
         path = out / name
         for place in {path, path.parent} - {out}:
             hold((not place.is_symlink(), f"{place} is a link, and this writes through none: {ADVICE}"))
         hold((path.parent.is_dir() or not path.parent.exists(), f"{path.parent} is there, and it is no folder"))
-        is_free = name in before or name == MANIFEST or not path.exists()
-        hold((is_free, f"{path} is there, and this did not write it: {ADVICE}"))
-    out.mkdir(parents=True, exist_ok=True)
-    _note(out, before | files.keys())  # first, so that files which an interrupted run leaves are known as ours
-    for name, text in files.items():
-        (out / name).parent.mkdir(exist_ok=True)
-        (out / name).unlink(missing_ok=True)  # where it is a hard link, what it names stays
-        (out / name).write_text(text, encoding="utf-8")
-    for name in before - files.keys():
-        (out / name).unlink(missing_ok=True)
-    _note(out, files)
+    there = {name for name in list(files) + list(noted) if (out / name).exists()}
+    written = {name for name in there if (out / name).is_file() and sha256_of(out / name) == noted.get(name)}
+    for name in sorted(there - written):
+        hold((name not in files, f"{out / name} is there, and this did not write it as it is: {ADVICE}"))
+    contents = {name: text.encode() for name, text in files.items()}
+    for name in sorted(there - written):
+        print(f"{out / name}: left, since it is not as a report wrote it", file=sys.stderr)
+    for name in written:
+        (out / name).unlink()
+    # First, and then each file whole or not at all, so that an interrupted run leaves only what the next one knows.
+    write_json(out / MANIFEST, {"files": {name: hashlib.sha256(x).hexdigest() for name, x in contents.items()}})
+    for name, content in contents.items():
+        with replacing(out / name) as file:
+            file.write(content)
 
 
-def _note(out: Path, names: Iterable[str]) -> None:
-    """Writes the manifest."""
-    write_json(out / MANIFEST, {"files": sorted(names)})
-
-
-def _written(out: Path) -> set[str]:
-    """The names in the folder's manifest, set() without one; ValueError for a manifest that no report wrote."""
+def _noted(out: Path) -> dict[str, str]:
+    """{name: SHA-256} by the folder's manifest, {} without one; ValueError for a manifest that no report wrote."""
     path = out / MANIFEST
     if not path.exists():
-        return set()
+        return {}
     try:
-        names = read_json(path, files=list)["files"]
-        hold(*((isinstance(x, str) and re.fullmatch(NAME, x), "its files must be names of ours") for x in names))
+        noted = read_json(path, files=dict)["files"]
+        hold(*((re.fullmatch(NAME, name), "its files must be names of ours") for name in noted))
+        hold(*((re.fullmatch("[0-9a-f]{64}", str(x)), "each file must have its SHA-256") for x in noted.values()))
     except ValueError as error:
         cause = str(error).removeprefix(f"{path}: ")
-        raise ValueError(f"{path}: is no list of the files of a report ({cause}); name another folder") from None
-    return set(names)
+        raise ValueError(
+            f"{path}: is no list of the files of a report ({cause}); remove what an earlier version of lmsys has"
+            " written, or name another folder"
+        ) from None
+    return dict(noted)

@@ -5,7 +5,10 @@ A manifest in the folder lists the files that a report has written.
 
 import json
 import re
+from hashlib import sha256
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -111,11 +114,67 @@ def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> Non
 def test_what_was_interrupted_is_written_over(tmp_path: Path) -> None:
     page.fill(tmp_path, REPORT)
     known = json.loads((tmp_path / page.MANIFEST).read_text())["files"]
-    assert known == sorted(REPORT)
+    assert list(known) == list(REPORT)
     (tmp_path / "plots" / "b.svg").unlink()
-    (tmp_path / "index.html").write_text("half of a p")
     page.fill(tmp_path, REPORT)
     assert tree(tmp_path).items() >= REPORT.items()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_run_that_is_interrupted_anywhere_leaves_what_the_next_one_knows(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each file is written whole or not at all: half of one would be taken for somebody else's."""
+    page.fill(tmp_path, REPORT)
+    rename, renamed = Path.replace, count()
+
+    def replace(self: Path, target: Path) -> Path:
+        if next(renamed) == at:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    later = dict.fromkeys([*REPORT, "plots/c.svg"], "later")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            page.fill(tmp_path, later)
+    page.fill(tmp_path, later)
+    assert tree(tmp_path).keys() == {*later, page.MANIFEST} and not capsys.readouterr().err
+
+
+FORGED = "tables/notes.md"
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {"files": [*REPORT, FORGED]},  # as lmsys 0.1 wrote them
+        {"files": dict.fromkeys([*REPORT, FORGED], sha256(b"what the forger had").hexdigest())},
+    ],
+    ids=["names", "digests"],
+)
+def test_a_manifest_made_by_hand_deletes_no_file(manifest: dict[str, Any], tmp_path: Path) -> None:
+    """Such as one that was unpacked with somebody's results, over a folder of notes."""
+    for name in [*REPORT, FORGED]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("precious")
+    (tmp_path / page.MANIFEST).write_text(json.dumps(manifest))
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match="did not write it as it is|each file must|must be an object"):
+        page.fill(tmp_path, REPORT)
+    assert tree(tmp_path) == before
+
+
+def test_a_file_that_was_changed_since_is_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page.fill(tmp_path, REPORT)
+    (tmp_path / "tables" / "a.md").write_text("with my notes")
+    page.fill(tmp_path, {"index.html": "later"})
+    assert capsys.readouterr().err == f"{tmp_path}/tables/a.md: left, since it is not as a report wrote it\n"
+    assert tree(tmp_path).keys() == {"index.html", "tables/a.md", page.MANIFEST}
+    assert (tmp_path / "tables" / "a.md").read_text() == "with my notes"
+    with pytest.raises(ValueError, match=r"a\.md is there, and this did not write it as it is"):
+        page.fill(tmp_path, REPORT)
+    assert (tmp_path / "index.html").read_text() == "later"
 
 
 def test_the_page_runs_no_script_but_its_own_and_loads_nothing() -> None:
