@@ -33,6 +33,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+from lmsys.outputs import Outputs
+
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's message
@@ -336,9 +338,11 @@ def _serve(number: int, callers_main: dict[str, str]) -> None:
     os.set_inheritable(number, False)  # processes that the worker starts must not keep the connection open
     line = Connection(number)
     _lines.append(line)
+    outputs = Outputs()
     while request := _read(line):
         _answer(line, request)
-        with contextlib.suppress(OSError, ValueError):  # a call may have closed sys.stdout
+        outputs.mend()  # a call may have closed sys.stdout
+        with contextlib.suppress(OSError):
             sys.stdout.flush()
     gc.freeze()  # else the interpreter searches all of torch's objects for garbage as it ends, for half a second
 

@@ -59,6 +59,19 @@ def hangs_with_a_child(file: Path) -> None:
     time.sleep(60)
 
 
+HARMS: dict[str, Callable[[], Any]] = {
+    "closed": lambda: sys.stdout.close(),
+    "detached": lambda: sys.stdout.detach(),
+    "away": lambda: setattr(sys, "stdout", None),
+    "closed below": lambda: os.close(1),
+}
+
+
+def harms_stdout(name: str) -> None:
+    print(f"before it was {name}")
+    HARMS[name]()
+
+
 class Unpicklable(Exception):
     """Cannot be sent to another process."""
 
@@ -289,3 +302,14 @@ def test_no_more_tasks_are_taken_than_are_soon_done() -> None:
 def test_each_task_has_a_deadline() -> None:
     late, right = [future.exception() for future in futures(time.sleep, (60.0, 0.0), 2, timeout_s=3)]
     assert isinstance(late, ProcessError) and late.kind == "timeout" and right is None
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_a_call_that_takes_stdout_away_costs_no_later_call_its_output(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Worker() as fresh:  # it prints where this test's output is captured
+        fresh.call(harms_stdout, name)
+        fresh.call(prints, "behind it")
+    printed = capfd.readouterr()
+    assert printed.out == f"before it was {name}\nbehind it in Python and past it" and not printed.err

@@ -29,6 +29,7 @@ from torch.backends import cuda
 
 from lmsys import deterministic
 from lmsys.measure.compare import Lost
+from lmsys.outputs import Outputs
 
 PACKAGES = "lmsys", "benchmarks", "dev"  # all of their functions and classes are remembered
 # Of other owners (modules and classes), only the functions and classes that these hold directly are remembered.
@@ -122,7 +123,6 @@ def _function(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES else None
 
 
-OUTPUTS = {1: "stdout", 2: "stderr"}  # {file number: name in sys}
 PLAIN = bool | int | str | torch.dtype | torch.device  # values that a message can show
 # Variables that compilers and profilers add for themselves begin so.
 OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINETO_")
@@ -241,14 +241,13 @@ PARTS = (
 class State:
     """The process's state when this is made: PARTS, environment variables, and stdout and stderr.
 
-    The owner calls `close`, which closes the copies of the files of stdout and stderr.
+    The owner calls `close`, which closes copies of the files of stdout and stderr.
     """
 
     def __init__(self) -> None:
         self._parts = {part: _read(part) for part in PARTS}
         self._variables, self._raw_variables = dict(os.environ), _raw_variables()
-        self._streams = {number: getattr(sys, name) for number, name in OUTPUTS.items()}
-        self._files = {number: (os.dup(number), file) for number in OUTPUTS if (file := _file(number))}
+        self._outputs = Outputs()
 
     def mend(self) -> str | None:
         """Puts back what has changed. Returns a sentence that names it, or None. It takes some 20 us.
@@ -256,7 +255,7 @@ class State:
         Environment variables that were added are removed, and the sentence does not name them.
         Raises Lost, which ends the worker, if something cannot be put back.
         """
-        changes = [*self._mend_parts(), *self._mend_variables(), *self._mend_outputs()]
+        changes = [*self._mend_parts(), *self._mend_variables(), *self._outputs.mend()]
         return f"it leaves changed: {'; '.join(changes)}" if changes else None
 
     def _mend_parts(self) -> Iterator[str]:
@@ -282,21 +281,8 @@ class State:
                 yield f"environment variable {name}"
         self._raw_variables = _raw_variables()
 
-    def _mend_outputs(self) -> Iterator[str]:
-        for number, (copy, file) in self._files.items():
-            if _file(number) != file:
-                os.dup2(copy, number)
-                yield f"file {number}, which is {OUTPUTS[number]}"
-        for number, stream in self._streams.items():
-            if stream.closed:
-                self._streams[number] = open(number, "w", closefd=False)  # noqa: SIM115
-            if getattr(sys, OUTPUTS[number]) is not self._streams[number]:
-                setattr(sys, OUTPUTS[number], self._streams[number])
-                yield f"sys.{OUTPUTS[number]}"
-
     def close(self) -> None:
-        for copy, _ in self._files.values():
-            os.close(copy)
+        self._outputs.close()
 
 
 def _read(part: Part) -> Any:
@@ -310,12 +296,3 @@ def _read(part: Part) -> Any:
 def _raw_variables() -> dict[Any, Any]:
     """The environment as the interpreter keeps it: decoding all of it takes 0.1 ms."""
     return dict(vars(os.environ)["_data"])
-
-
-def _file(number: int) -> tuple[int, int] | None:
-    """(device, inode) of the file that is open under this number; None if none is."""
-    try:
-        status = os.fstat(number)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from lmsys import signature
 from lmsys.attention import ATTENTION
 from lmsys.check import laptop
 from lmsys.check.question import Fault, Holds, Options, Question, poison
+from lmsys.outputs import Outputs
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table, load_target
 from lmsys.values import hold
@@ -119,20 +120,30 @@ def check_target(target: str, kind: str | None, options: Options, as_json: bool 
     It changes torch and Triton in this process (`laptop.install`), which should be one of its own.
     """
     laptop.install()
-    with laptop.Laptop() if ".py:" in target else nullcontext():
-        kind, entry = find(target, kind)
-    return check(entry, options, kind, as_json)
+    with closing(Outputs()) as outputs:
+        with laptop.Laptop() if ".py:" in target else nullcontext():
+            kind, entry = find(target, kind)
+        return check(entry, options, kind, as_json, outputs.mend)
 
 
-def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool = False) -> int:
+def check(
+    entry: Entry,
+    options: Options,
+    kind: str = "attention",
+    as_json: bool = False,
+    mend_outputs: Callable[[], Any] = lambda: None,
+) -> int:
     """Prints for each question whether the answer is right. Returns RIGHT or WRONG.
 
     Attention is asked all questions, and a table of the answers is printed. Other kinds are asked up to the first wrong
     answer.
+
+    mend_outputs  called before each line: puts back stdout, which the row may have closed
     """
 
     def say(text: str, /, **values: Any) -> None:
         """Prints the text for people, or with `as_json` the values as a JSON object in a line."""
+        mend_outputs()
         if not as_json:
             print(text, end="", flush=True)
         elif values:

@@ -137,6 +137,26 @@ def test_however_a_file_ends_it_is_told_in_a_line(code: str, tmp_path: Path, cap
     assert line in printed_text and "Traceback" not in printed_text
 
 
+NORM = """import os, sys
+{0}
+def norm(x, weight, eps):
+    {0}
+    x32 = x.float()
+    return (x32 * (x32.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
+"""
+
+
+@pytest.mark.parametrize("harm", ["sys.stdout.close()", "sys.stdout = None", "os.close(1)"])
+def test_the_verdict_on_a_row_that_takes_stdout_away_is_seen(
+    harm: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """When its file is imported, and in each of its calls."""
+    (tmp_path / "mine.py").write_text(NORM.format(harm))
+    assert main([f"{tmp_path / 'mine.py'}:norm", "--dtype", "float32", "--forward"]) == RIGHT
+    printed = capfd.readouterr()
+    assert " cases right on this " in printed.out and printed.out.count(": right\n") > 3 and not printed.err
+
+
 def test_the_fault_of_a_row_whose_exception_has_no_message() -> None:
     class Mute(Exception):
         def __str__(self) -> str:

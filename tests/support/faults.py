@@ -218,6 +218,16 @@ def closes_stdout() -> None:
     sys.stdout.close()
 
 
+@fault("sys.stdout")
+def detaches_stdout() -> None:
+    sys.stdout.detach()
+
+
+@fault("sys.stderr")
+def takes_stderr_away() -> None:
+    sys.stderr = None  # type: ignore[assignment]
+
+
 @fault("file 1")
 def closes_file_1() -> None:
     with contextlib.suppress(OSError):
