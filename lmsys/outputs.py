@@ -5,7 +5,6 @@ Workers, the bench and `lmsys check` run code of users, and what they print afte
 
 import os
 import sys
-from typing import Any
 
 OUTPUTS = {1: "stdout", 2: "stderr"}  # {file number: name in sys}
 
@@ -17,7 +16,8 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        self._streams = {number: getattr(sys, name) for number, name in OUTPUTS.items()}
+        streams = {number: getattr(sys, name) for number, name in OUTPUTS.items()}
+        self._streams = {number: stream for number, stream in streams.items() if stream}  # None: begun without
         self._files = {number: (os.dup(number), file) for number in OUTPUTS if (file := _file(number))}
 
     def mend(self) -> list[str]:
@@ -28,7 +28,9 @@ class Outputs:
                 os.dup2(copy, number)
                 changed.append(f"file {number}, which is {OUTPUTS[number]}")
         for number, stream in self._streams.items():
-            if _is_closed(stream):
+            try:
+                stream.writable()
+            except ValueError:  # it is closed, or detached from its buffer
                 self._streams[number] = open(number, "w", closefd=False)  # noqa: SIM115
             if getattr(sys, OUTPUTS[number]) is not self._streams[number]:
                 setattr(sys, OUTPUTS[number], self._streams[number])
@@ -38,13 +40,6 @@ class Outputs:
     def close(self) -> None:
         for copy, _ in self._files.values():
             os.close(copy)
-
-
-def _is_closed(stream: Any) -> bool:
-    try:
-        return bool(getattr(stream, "closed", False))
-    except ValueError:  # it is detached from its buffer
-        return True
 
 
 def _file(number: int) -> tuple[int, int] | None:

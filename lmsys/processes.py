@@ -342,7 +342,7 @@ def _serve(number: int, callers_main: dict[str, str]) -> None:
     while request := _read(line):
         _answer(line, request)
         outputs.mend()  # a call may have closed sys.stdout
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(AttributeError, OSError):  # there may be none, or nobody reads it
             sys.stdout.flush()
     gc.freeze()  # else the interpreter searches all of torch's objects for garbage as it ends, for half a second
 

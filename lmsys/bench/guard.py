@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ OWNERS = (
     time,
     sys,
     random.Random,
+    random.SystemRandom,
     torch,
     torch.Tensor,
     torch.cuda,
@@ -53,6 +54,7 @@ OWNERS = (
     torch.nn.functional,
     torch.profiler,
 )
+SUBCLASSES = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom
 # Names that are not remembered, and may change. torch.compile replaces torch.manual_seed when it is first imported,
 # torch.distributed sets sys.excepthook, and interactive shells set sys.displayhook.
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
@@ -62,7 +64,8 @@ KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | 
 
 
 class Guard:
-    """Remembers, when made, the functions and classes that each owner holds, and the code of our own functions.
+    """Remembers, when made, the functions and classes that each owner holds, and of our own also the functions' code
+    and defaults, and constants.
 
     An *owner* is a module or a class.
     """
@@ -75,7 +78,15 @@ class Guard:
                 cls._patch_step_function(cls.__new__(cls))
         self._known = [(owner, _names(owner)) for owner in (*OWNERS, *_modules(), *_classes(_modules()))]
         functions = {id(f): f for _, names in self._known for f in map(_function, names.values()) if f is not None}
-        self._code = [(f, f.__code__, f.__defaults__) for f in functions.values()]
+        self._code = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions.values()]
+        dicts = [(f"the defaults of {f.__qualname__}", f.__kwdefaults__ or {}) for f in functions.values()]
+        dicts += [
+            (f"{owner.__name__}.{name}", value)
+            for owner, names in self._known
+            for name, value in names.items()
+            if type(value) is dict and not name.startswith("_")  # others are filled by their modules
+        ]
+        self._dicts = [(place, values, dict(values)) for place, values in dicts]
 
     def mend(self) -> list[str]:
         """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced."""
@@ -86,14 +97,20 @@ class Guard:
                 if now.get(name) is not value:
                     changed.append(f"{owner.__name__}.{name}")
                     setattr(owner, name, value)
-            if owner in (torch.cuda.Event, torch.cuda.Stream, torch.Tensor):  # what they inherit may not be hidden
+            if owner in SUBCLASSES:  # what they inherit may not be hidden
                 for name in _names(owner).keys() - names.keys():
                     changed.append(f"{owner.__name__}.{name}")
                     delattr(owner, name)
-        for function, code, defaults in self._code:
-            if function.__code__ is not code or function.__defaults__ is not defaults:
+        for function, code, defaults, by_name in self._code:
+            is_same = function.__code__ is code and function.__defaults__ is defaults
+            if not is_same or function.__kwdefaults__ is not by_name:
                 changed.append(f"the code of {function.__qualname__}")
-                function.__code__, function.__defaults__ = code, defaults
+                function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, by_name
+        for place, values, before in self._dicts:
+            if _identities(values) != _identities(before):
+                changed.append(f"what is in {place}")
+                values.clear()
+                values.update(before)
         return changed
 
 
@@ -109,12 +126,20 @@ def _classes(ours: list[types.ModuleType]) -> list[Any]:
 
 
 def _names(owner: Any) -> dict[str, Any]:
-    """{name: function or class} of a module or class."""
+    """{name: function, class or, of ours, constant} of a module or class."""
+    is_ours = getattr(owner, "__module__", owner.__name__).partition(".")[0] in PACKAGES
     return {
         name: value
         for name, value in vars(owner).items()
-        if name not in IGNORED and not name.startswith(COMPILED) and isinstance(value, KINDS)
+        if name not in IGNORED
+        and not name.startswith(COMPILED)
+        and (isinstance(value, KINDS) or (is_ours and name.isupper()))
     }
+
+
+def _identities(values: Mapping[Any, Any]) -> list[tuple[int, int]]:
+    """Two dicts are compared by these: an equality that a row defines could say anything."""
+    return [(id(name), id(value)) for name, value in values.items()]
 
 
 def _function(value: Any) -> types.FunctionType | None:
@@ -252,11 +277,14 @@ class State:
     def mend(self) -> str | None:
         """Puts back what has changed. Returns a sentence that names it, or None. It takes some 20 us.
 
-        Environment variables that were added are removed, and the sentence does not name them.
+        Environment variables that were added are removed. The sentence names them, too, but there is none for them
+        alone: honest libraries add some when they are imported.
         Raises Lost, which ends the worker, if something cannot be put back.
         """
-        changes = [*self._mend_parts(), *self._mend_variables(), *self._outputs.mend()]
-        return f"it leaves changed: {'; '.join(changes)}" if changes else None
+        parts, (changed, added) = list(self._mend_parts()), self._mend_variables()
+        changes = parts + [f"environment variable {name}" for name in changed] + self._outputs.mend()
+        more = f"; it adds environment variables: {', '.join(added)}" if added else ""
+        return f"it leaves changed: {'; '.join(changes)}{more}" if changes else None
 
     def _mend_parts(self) -> Iterator[str]:
         for part, was in self._parts.items():
@@ -270,16 +298,18 @@ class State:
                 raise Lost(f"it leaves changed: {change}")
             yield change
 
-    def _mend_variables(self) -> Iterator[str]:
+    def _mend_variables(self) -> tuple[list[str], list[str]]:
+        """(names that had other values or were missing, names that were added)"""
         if self._raw_variables == _raw_variables():
-            return
-        for name in [name for name in os.environ if name not in self._variables and not name.startswith(OF_COMPILERS)]:
+            return [], []
+        pairs = self._variables.items() ^ dict(os.environ).items()
+        names = {name for name, _ in pairs if not name.startswith(OF_COMPILERS)}
+        changed, added = sorted(names & self._variables.keys()), sorted(names - self._variables.keys())
+        for name in added:
             del os.environ[name]
-        for name, value in self._variables.items():
-            if os.environ.get(name) != value and not name.startswith(OF_COMPILERS):
-                os.environ[name] = value
-                yield f"environment variable {name}"
+        os.environ.update({name: self._variables[name] for name in changed})
         self._raw_variables = _raw_variables()
+        return changed, added
 
     def close(self) -> None:
         self._outputs.close()

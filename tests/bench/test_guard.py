@@ -8,12 +8,13 @@ import gc
 import math
 import operator
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,6 +55,34 @@ def test_a_function_with_other_code_is_noticed() -> None:
     compare.outcome_of.__code__ = (lambda error: ("ok", "")).__code__
     assert guard.mend() == ["the code of outcome_of"]
     assert compare.outcome_of.__code__ is code
+
+
+def test_defaults_by_name_are_noticed_also_where_they_are_changed_in_place() -> None:
+    guard, function = Guard(), cast(Any, compare.interleave)
+    before = dict(function.__kwdefaults__)
+    function.__kwdefaults__["trials"] = 1
+    assert guard.mend() == ["what is in the defaults of interleave"]
+    assert function.__kwdefaults__ == before and guard.mend() == []
+    function.__kwdefaults__ = None
+    assert guard.mend() == ["the code of interleave"] and function.__kwdefaults__ == before
+
+
+@pytest.mark.parametrize("name", ["randrange", "getrandbits"])
+def test_the_entropy_that_picks_calls_is_guarded(name: str) -> None:
+    """In its class, which inherits one of these, and as the object that sampling holds."""
+    guard, before = Guard(), getattr(random.SystemRandom, name)
+    setattr(random.SystemRandom, name, lambda *_: 7)
+    assert guard.mend() == [f"SystemRandom.{name}"] and getattr(random.SystemRandom, name) is before
+    entropy = compare._ENTROPY
+    compare._ENTROPY = random.Random(0)  # type: ignore[assignment]
+    assert guard.mend() == ["lmsys.measure.compare._ENTROPY"] and compare._ENTROPY is entropy
+
+
+def test_constants_are_guarded() -> None:
+    guard, most, budget = Guard(), compare.MAX_ROUNDS, testing.NORM_BUDGET
+    compare.MAX_ROUNDS, testing.NORM_BUDGET["float32"] = 1, 1e9
+    assert guard.mend() == ["lmsys.measure.compare.MAX_ROUNDS", "what is in lmsys.testing.NORM_BUDGET"]
+    assert most == compare.MAX_ROUNDS and testing.NORM_BUDGET is budget and budget["float32"] < 1 and not guard.mend()
 
 
 def test_what_honest_code_does_is_no_replacement() -> None:
@@ -133,6 +162,23 @@ def test_what_a_row_leaves_changed_in_its_process_is_told_and_put_back(name: str
     LEAKS[name]()
     assert (state.mend() or "").startswith(f"it leaves changed: {name}")
     assert part.get() == before and state.mend() is None
+
+
+def test_variables_that_a_row_adds_are_removed_and_named_beside_what_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By themselves they are no fault: honest libraries add some when they are imported."""
+    state = State()  # made here, as pytest changes a variable of its own between fixtures and a test
+    os.environ["LMSYS_OF_A_ROW"] = "1"
+    assert state.mend() is None and "LMSYS_OF_A_ROW" not in os.environ
+    home = os.environ["HOME"]
+    os.environ |= {"LMSYS_OF_A_ROW": "1", "LMSYS_AND_ANOTHER": "2", "TORCH_OF_A_COMPILER": "3"}
+    del os.environ["HOME"]
+    added = "it adds environment variables: LMSYS_AND_ANOTHER, LMSYS_OF_A_ROW"
+    assert state.mend() == f"it leaves changed: environment variable HOME; {added}"
+    assert os.environ["HOME"] == home and not {"LMSYS_OF_A_ROW", "LMSYS_AND_ANOTHER"} & os.environ.keys()
+    monkeypatch.delenv("TORCH_OF_A_COMPILER")
+    state.close()
 
 
 def test_threads_that_a_row_has_started_may_use_all_cpus_again(state: State) -> None:

@@ -76,7 +76,7 @@ def test_who_is_of_this_run_is_no_stranger_on_the_device() -> None:
 
 
 def test_in_another_count_of_processes_a_surplus_is_strangers() -> None:
-    """In a container, the numbers that the driver gives processes are not ours: only how many there are can be compared."""
+    """In a container, the driver's numbers of processes are not ours: only how many there are can be compared."""
     ours = len(host.family_of(os.getpid(), host.processes_in(Path("/proc"))))
     for surplus in (0, 2):
         device = FakeDevice()
