@@ -108,6 +108,7 @@ def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pat
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, pattern: Pattern | None = None) -> Tensor:
+    """o by `naive`, computed in float32 or wider and returned in q's dtype."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return naive(*(x.to(wide) for x in (q, k, v)), causal=causal, scale=scale, pattern=pattern).to(q.dtype)
 

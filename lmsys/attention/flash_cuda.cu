@@ -26,7 +26,7 @@
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr int HEADS_AT_ONCE = 8;
-constexpr float LAZY = 8;                    // in base 2: how far scores may outgrow what P is relative to
+constexpr float LAZY = 8;                    // in base 2: how far a row's scores may exceed `top`, see `softmax`
 constexpr int SHARED_BYTES = (LMSYS_TURING ? 64 : 99) * 1024; // of a thread block, on any GPU that this is compiled for
 
 struct Tile {
@@ -73,7 +73,7 @@ __host__ __device__ constexpr int num_tiles(int length, int block) { return (len
 
 __device__ inline int first_key(int query, const Problem& p) { return WINDOWED ? max(0, query - p.window + 1) : 0; }
 
-// Under a mask: a query sees the keys up to its own place, of a window the last of them.
+// Under a causal mask a query sees the keys up to its own position, and with a window only the last p.window of them.
 __device__ inline bool sees(int query, int key, const Problem& p) {
     return WINDOWED ? unsigned(query - key) < unsigned(p.window) : key <= query;
 }
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
         for (int chunk = t(); inside && chunk < CHUNKS; chunk += 4)
             sum += dot_chunk(o.at(query, chunk), d_o.at(query, chunk));
         delta[i / 2][i % 2] = row_sum(sum);
-        lse[i / 2][i % 2] = inside ? p.lse[at] * LOG2_E : INF; // of inf: P is zero
+        lse[i / 2][i % 2] = inside ? p.lse[at] * LOG2_E : INF; // INF makes P zero
         if (WINDOWED && lse[i / 2][i % 2] == -INF) lse[i / 2][i % 2] = INF;
         if (t() == 0 && inside) p.stats[at] = {lse[i / 2][i % 2], delta[i / 2][i % 2]}; // for dkdv_kernel
     }

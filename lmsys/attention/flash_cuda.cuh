@@ -1,25 +1,25 @@
 // What flash_cuda.cu is made of: the PTX instructions, tiles in shared memory, and products of tiles by one warp.
 //
-// T is the dtype and D the head dimension, fixed when compiling (-DELEMENT, -DHEAD_DIM), as whether there is a window is
-// (-DWINDOWED). A warp owns BLOCKS blocks of
-// 16 rows. Results live in registers as mma.sync lays them out (PTX ISA, mma.m16n8k16): of a block of 16 x 8, thread
-// 4 g + t holds [0] and [1], row g, columns 2 t and 2 t + 1, and [2] and [3], the same columns of row g + 8. Two such
-// blocks side by side, rounded and packed, are the left operand of the next product: P and dS stay in registers.
+// T is the dtype and D the head dimension. Both are fixed when compiling (-DELEMENT, -DHEAD_DIM), and so is whether there
+// is a window (-DWINDOWED). A warp owns BLOCKS blocks of 16 rows. Results live in registers in the layout of mma.sync
+// (PTX ISA, mma.m16n8k16). In a block of 16 x 8, thread 4 g + t of a warp holds four numbers: [0] and [1] are columns 2 t
+// and 2 t + 1 of row g, [2] and [3] the same columns of row g + 8. Two such blocks side by side, rounded and packed, are
+// the left operand of the next product: P and dS stay in registers.
 
 #ifndef LMSYS_FLASH_CUDA_CUH
 #define LMSYS_FLASH_CUDA_CUH
 
 #include <cstdint>
 
-// Turing (sm_75) has neither cp.async nor mma.m16n8k16, and no bfloat16: there `start_copy` and `mma` are made of what
-// it has. They stand outside of the instructions, which the emulator of the tests brings itself.
+// Turing (sm_75) has neither cp.async nor mma.m16n8k16, and no bfloat16. Its `start_copy` and `mma` are made of other
+// instructions. They stand outside of the block LMSYS_INSTRUCTIONS, which the tests' emulator replaces by its own.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #define LMSYS_TURING 1
 #else
 #define LMSYS_TURING 0
 #endif
 
-#ifndef LMSYS_INSTRUCTIONS // another provider of the same functions may come first
+#ifndef LMSYS_INSTRUCTIONS // defined by the tests' emulator, which has functions of the same names
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -161,7 +161,7 @@ struct Head {
     __device__ T* at(int row, int chunk) const { return data + int64_t(row) * row_stride + chunk * PER_CHUNK; }
 };
 
-// Rows [row, row + ROWS) of `head` on their way to `tile`; zeros from `length` on.
+// Starts the copy of rows [row, row + ROWS) of `head` to `tile`; rows from `length` on become zeros.
 template <int ROWS, int THREADS>
 __device__ inline void load_tile(T* tile, const Head& head, int row, int length) {
     constexpr int AT_ONCE = THREADS / CHUNKS; // rows

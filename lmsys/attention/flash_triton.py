@@ -148,7 +148,7 @@ def _run(
     """Launches a kernel on `tensors` to describe, the first of them q and k, and `others`: pointers, then the scale.
 
     `extent`: see EXTENT; () where there is no pattern. With intervals in it `causal` is False, as they say it all.
-    `clean`: the launch makes again what an earlier one has spoilt.
+    `clean`: the launch computes again those tiles of an earlier launch whose flag in `spoilt` is set.
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
@@ -245,7 +245,7 @@ def _backward(
         if bounds is not None:
             launches = False, True
             # An upper bound: there are never more flags than rows. They are not cleared between the two kernels, so
-            # dkdv makes again also the tiles of flags that only dq has set, which costs a little time.
+            # dkdv also computes tiles again whose flags only dq has set, which costs a little time.
             spoilt = q.new_zeros(max(x.shape[:-1].numel() for x in (q, k)), dtype=torch.bool)
         for clean in launches:
             _run("dq", (q, k, v, o, do, dq), (lse, lse2, delta, spoilt, scale), causal, tile, of_queries, clean)

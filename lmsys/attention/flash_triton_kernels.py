@@ -1,6 +1,6 @@
-"""The kernels of `flash_triton`, which says how they work; `_fwd_kernel` first.
+"""The kernels that `flash_triton.py` launches; its docstring says how they work. Read `_fwd_kernel` first.
 
-`first_ptr` and the arguments behind it describe a `Pattern`; each is None where the pattern lacks that option.
+`first_ptr` and the arguments after it describe a `Pattern`; each is None where the pattern lacks that option.
 - `first_ptr`, `end_ptr`, `bounds_stride`: each query sees an interval of keys, and each key is seen by an interval of
   queries (`lmsys/attention/bounds.py`). The first two hold the intervals of what the program owns. Batch entries are
   `bounds_stride` apart, 0 where all have the same intervals. Where these are None, CAUSAL alone decides who sees what.
@@ -10,14 +10,14 @@
 - `dlse_ptr`: the gradient of the log-sum-exp (B, H, Q), where that was a result.
 
 A hidden key (for keys: a hidden query) has weight zero. But 0 · NaN is NaN: a NaN or infinity in its vectors spoils
-the sums of each tile that visits it. With intervals, sums that are NaN are therefore made again:
+(makes NaN) the sums of each tile that visits it. With intervals, sums that are NaN are therefore computed again:
 1. Vectors that are not finite are loaded as zeros (CLEAN), or their scores are masked after the dot: where hidden,
    they then add nothing.
 2. The weight of such a vector is made NaN where it is seen, so what sees NaN stays NaN.
 3. The new sums replace the old ones.
 The forward does so at once, in its loop over `again`. In the backward this would take registers which the first sums
 need. There the first launch sets flags in `spoilt_ptr`, one for TOGETHER tiles. A second launch, of `_dq_again_kernel`
-or `_dkdv_again_kernel`, has a program for each flag, and makes its tiles again where it is set; it seldom is.
+or `_dkdv_again_kernel`, has a program for each flag, and computes the flag's tiles again if it is set, as is rare.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -91,9 +91,10 @@ def _plain(number):
 
 @triton.jit
 def _addresses(x, batch, head, start, away, D: tl.constexpr):
-    """Those of rows of x, which is `Strided`: `away` times 16 bytes from row `start`.
+    """The addresses of rows of x, a `Strided`: each row lies `away` times 16 bytes after row `start`.
 
-    The first moves; how far the others are from it fits 32 bits and stays: 64 bits for each would spill registers.
+    Only the address of row `start` has 64 bits and changes in a loop. The distances of the other numbers from it fit 32
+    bits and stay the same: 64 bits for each would spill registers.
     """
     unit: tl.constexpr = 128 // x.base.dtype.element_ty.primitive_bitwidth
     far = batch * _plain(x.batch).to(tl.int64) + head * _plain(x.head).to(tl.int64)
@@ -206,13 +207,13 @@ def _keys_seen(
 
 @triton.jit
 def _within(others, first, end):
-    """Where owners, the first dimension, see others."""
+    """(owners, others): True where an owner sees the other."""
     return (others[None, :] >= first[:, None]) & (others[None, :] < end[:, None])
 
 
 @triton.jit
 def _tanh(x):
-    """By exp2, and near zero, where that cancels, by its series."""
+    """tanh(x) by exp2; near zero, where that loses digits by cancellation, by the Taylor series."""
     s = x * x
     near = x * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
     return tl.where(tl.abs(x) < 0.25, near, 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2_E)) + 1.0))
@@ -220,7 +221,7 @@ def _tanh(x):
 
 @triton.jit
 def _factors(scale, softcap):
-    """Those of products before `_tanh`, and of scores: in base 2, as exp2 is one instruction."""
+    """(ratio, factor): of the products q kᵀ before `_tanh`, and of the scores before exp2, which is one instruction."""
     ratio = scale
     if softcap is not None:
         ratio = scale / softcap
@@ -351,8 +352,8 @@ def _dq_kernel(
     """The backward's first pass: owns BLOCK_Q queries of a head, and writes their dq.
 
     It reads q, k, v, o, do and the log-sum-exp. It also writes what `_dkdv_kernel` reads: lse2, the log-sum-exp in
-    base 2, and delta = rowsum(o * do) - dlse, both padded to Q_PADDED rows. `_dq_again_kernel` calls it with CLEAN, and
-    with `ahead`: how many tiles after its program's own the tile lies that it makes again.
+    base 2, and delta = rowsum(o * do) - dlse, both padded to Q_PADDED rows. `_dq_again_kernel` calls it with CLEAN. It
+    then computes the tile that is `ahead` tiles after the program's own.
     """
     head_index, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL, ahead)
     rows = row + tl.arange(0, BLOCK_Q)
