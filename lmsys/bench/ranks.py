@@ -106,20 +106,18 @@ class Ranks:
         self._group = None
 
     def _ready(self, world_size: int, backend: str) -> WorkerGroup | TorchrunGroup:
-        if isinstance(self._group, TorchrunGroup):
-            if self._group.world_size < world_size or self._group.backend != backend:
-                raise Unsupported(
-                    f"torchrun has started {self._group.world_size} ranks with {self._group.backend}: there are no"
-                    f" {world_size} with {backend}"
-                )
+        if self._group is not None and self._group.world_size >= world_size and self._group.backend == backend:
             return self._group
-        if self._group is not None and (self._group.backend != backend or self._group.world_size < world_size):
-            self.close()
-        if self._group is None:
-            try:
-                self._group = WorkerGroup(world_size, backend, self._timeout_s, environment=self._environment)
-            except ValueError as error:
-                raise Unsupported(str(error)) from error
+        if isinstance(self._group, TorchrunGroup):
+            raise Unsupported(
+                f"torchrun has started {self._group.world_size} ranks with {self._group.backend}: there are no"
+                f" {world_size} with {backend}"
+            )
+        self.close()
+        try:
+            self._group = WorkerGroup(world_size, backend, self._timeout_s, environment=self._environment)
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
         return self._group
 
 
