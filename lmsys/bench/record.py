@@ -119,7 +119,6 @@ class Journal:
 
     def __init__(self, result: Path, head: fields.Record, carried: Iterable[fields.Record] = ()):
         self.path = result.with_name(result.name + ".partial")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._telling(), files.replacing(self.path) as file:
             file.writelines(map(_line, [{"schema": SCHEMA, **head}] + list(map(check_record, carried))))
 

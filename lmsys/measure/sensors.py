@@ -131,7 +131,6 @@ class Cpu(Sensors):
         self._root = root
         packages = root / "sys/class/powercap"
         counters = [path for path in sorted(packages.glob("intel-rapl:*")) if path.name.count(":") == 1]
-        self._counters: dict[Path, tuple[int, int]] = {}  # what each counted last, and where it begins anew
         self._used_uj = 0
         self.why_no_joules = (
             None
@@ -139,7 +138,7 @@ class Cpu(Sensors):
             else f"this machine shows no counters of a CPU's energy (RAPL) in {packages}: most virtual machines do not"
         )
         try:
-            self._counters = {
+            self._counters = {  # what each counted last, and where it begins anew
                 counter: (_whole(counter / "energy_uj"), _whole(counter / "max_energy_range_uj"))
                 for counter in counters
             }
