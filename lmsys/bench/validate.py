@@ -119,19 +119,19 @@ MACHINE: dict[
 }
 
 
-def matching(pattern: str, right: str) -> Callable[[str, Any], Any]:
-    """A shape of text that a pattern matches as a whole."""
-
-    def check(where: str, value: Any) -> None:
-        hold((re.fullmatch(pattern, check_text(where, value)), f"{where}: must be {right}; got {value!r}"))
-
-    return check
+def check_matching(pattern: str, right: str, where: str, value: Any) -> None:
+    """ValueError, which says what is `right`, unless the value is text that the pattern matches as a whole."""
+    hold((re.fullmatch(pattern, check_text(where, value)), f"{where}: must be {right}; got {value!r}"))
 
 
 ENTRIES: Shape = [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}]  # pytest-benchmark's
-NAME = matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
+NAME = partial(check_matching, r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
 CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
-    "fields": {"*": [{"name": NAME, "role?": matching("|".join(ROLES), f"one of {', '.join(ROLES)}"), "*": TEXT}]},
+    "fields": {
+        "*": [
+            {"name": NAME, "role?": partial(check_matching, "|".join(ROLES), f"one of {', '.join(ROLES)}"), "*": TEXT}
+        ]
+    },
     "layouts": {
         "*": {
             "place?": NUMBER,
@@ -145,7 +145,7 @@ CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
             {
                 "name": TEXT,
                 "label": TEXT,
-                "color?": matching(r"#[0-9a-fA-F]{6}", "a color such as #2563eb"),
+                "color?": partial(check_matching, r"#[0-9a-fA-F]{6}", "a color such as #2563eb"),
                 "baseline?": NUMBER,
                 "rivals?": [TEXT],
             }
