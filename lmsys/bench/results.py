@@ -128,7 +128,6 @@ class Session:
                 hold((other in keys, f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}"))
                 if key not in self.carried or other not in self.carried:
                     self.carried.pop(key, None)
-            self._keep_entries_of_carried()
         asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
         self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
@@ -289,12 +288,12 @@ class Session:
 
         if self.settings.timed and self.results:
             try:
-                self._rate_again([*self.carried_entries, *output_json["benchmarks"]])
+                self._rate_again([*self.entries_of_carried, *output_json["benchmarks"]])
             except (KeyboardInterrupt, Ended) as error:  # what is measured stands
                 self.moved = [f"ceilings were not measured again: {str(error) or 'interrupted'}"]
                 self.runner.machine["ceilings_moved"] = self.moved
             self.runner.machine["took_s"] = self._took
-        output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
+        output_json["benchmarks"] = [*self.entries_of_carried, *output_json["benchmarks"]]
         content = self.content | {"others": record.others_seal(output_json)}
         output_json["lmsys"] = content | {"seal": record.seal(content)}
 
@@ -388,12 +387,13 @@ class Session:
             (answer["benchmark"], answer["id"]): answer for answer in earlier["records"] if self._stands(answer)
         }
         self.carried_entries += entries
-        self._keep_entries_of_carried()
         self.carried_head = {key: earlier[key] for key in ("machine", "fields", "rows", "layouts")}
 
-    def _keep_entries_of_carried(self) -> None:
-        ids = {key[1] for key in self.carried}
-        self.carried_entries = [entry for entry in self.carried_entries if entry["extra_info"].get("id") in ids]
+    @property
+    def entries_of_carried(self) -> list[Record]:
+        """pytest-benchmark's entries of the records that are carried over, without those of records that are not."""
+        ids = {name for _, name in self.carried}
+        return [entry for entry in self.carried_entries if entry["extra_info"].get("id") in ids]
 
     def _stands(self, answer: Record) -> bool:
         same_question = answer.get("memory_limit_bytes") == self.settings.memory_limit_bytes

@@ -78,7 +78,7 @@ def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None
     session = Session(Settings(device="cpu"))
     for content, entries in read_results(output):
         session.resume(content, entries)
-    assert ([name for _, name in session.carried], session.carried_entries) == (["a", "b"], [entry])
+    assert ([name for _, name in session.carried], session.entries_of_carried) == (["a", "b"], [entry])
 
 
 @pytest.mark.parametrize("moment", range(3))
