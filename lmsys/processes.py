@@ -163,10 +163,9 @@ class Worker:
         if not answer:
             return Failure(DIED, self._how_it_ended()), None
         try:
-            failure, result = pickle.loads(answer)
+            return pickle.loads(answer)
         except Exception as error:
             return Failure.of(error), None
-        return failure, result
 
     def end(self) -> None:
         """Tells the process to end when its calls are done."""

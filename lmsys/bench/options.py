@@ -148,8 +148,9 @@ def texts(config: pytest.Config) -> dict[str, str]:
 
 def seconds_per_row(config: pytest.Config, sweep: fields.Sweep) -> float:
     option, text = "--benchmark-max-time", str(config.getoption("benchmark_max_time"))
-    right = "a finite number of seconds, 0 or more"
-    return number(option, text, right, least=0) if _given(config, option) else sweep.seconds_per_row
+    if not _given(config, option):
+        return sweep.seconds_per_row
+    return number(option, text, "a finite number of seconds, 0 or more", least=0)
 
 
 def min_rounds(config: pytest.Config) -> int:
@@ -211,8 +212,9 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
 
 
 def margin(text: str | None) -> float:
-    right = "a share above 0 and of at most 1, such as 0.02"
-    return results.MARGIN_IN_TURNS if text is None else number("--margin", text, right, above=0, most=1)
+    if text is None:
+        return results.MARGIN_IN_TURNS
+    return number("--margin", text, "a share above 0 and of at most 1, such as 0.02", above=0, most=1)
 
 
 def memory_limit(text: str | None, device: str) -> int | None:

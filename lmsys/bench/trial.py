@@ -178,8 +178,13 @@ class Trial:
             step.redraw_late(self.settings.seed)
             return step
 
-        is_impossible = partial(self.impossible, case, cached=True)
-        return findings.energy_fields(candidate, step, self.runner, is_impossible, self.benchmark.tokens(case))
+        return findings.energy_fields(
+            candidate,
+            step,
+            self.runner,
+            impossible=partial(self.impossible, case, cached=True),
+            tokens=self.benchmark.tokens(case),
+        )
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """How the inputs of a step are drawn: as its benchmark says once, unless it says so itself."""
