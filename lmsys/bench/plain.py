@@ -32,8 +32,12 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
         ),
         error=NotAsPromised,
     )
-    for fact in ("shape", "dtype", "device", "layout"):
-        right, value = _told(getattr(like, fact)), _told(getattr(x, fact))
+    hold(
+        (x.shape == like.shape, f"{name} must have shape {tuple(like.shape)}; got {tuple(x.shape)}"),
+        error=NotAsPromised,
+    )
+    for fact in ("dtype", "device", "layout"):
+        right, value = getattr(like, fact), getattr(x, fact)
         hold((value == right, f"{name} must have {fact} {right}; got {value}"), error=NotAsPromised)
     begin, end = _memory(x)
     hold(
@@ -48,11 +52,6 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
         ),
         error=NotAsPromised,
     )
-
-
-def _told(fact: Any) -> Any:
-    """A fact about a tensor as a message shows it: a shape as a tuple."""
-    return tuple(fact) if isinstance(fact, torch.Size) else fact
 
 
 def _is_dense(x: Tensor) -> bool:
