@@ -74,10 +74,14 @@ def _imported(file: Path) -> Any:
     packages = [folder.name for folder in itertools.takewhile(_is_package, file.parents)]  # the innermost first
     if packages and packages[-1] not in sys.modules:
         return importlib.import_module(".".join([*packages[::-1], file.stem]))
-    spec = importlib.util.spec_from_file_location(f"lmsys_user_{file.stem}_{abs(hash(file))}", file)
+    return module_of(f"lmsys_user_{file.stem}_{abs(hash(file))}", file)
+
+
+def module_of(name: str, file: Path) -> Any:
+    """The module that a file makes, imported by this name."""
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

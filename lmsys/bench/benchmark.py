@@ -16,19 +16,20 @@ class Matmul(Benchmark):
 test_matmul = bench(Matmul)
 """
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, cast
 
 from lmsys.bench.case import Candidate, Case
 from lmsys.bench.fields import Axis, Field, Grid, Record, grouped
 from lmsys.measure.step import Failure, Kept, Step
-from lmsys.registry import Entry, Table
+from lmsys.registry import Entry, Table, module_of
 
 DEFAULT_ROUNDS = 10
 
@@ -258,10 +259,7 @@ def _benchmark(module: str, file: str, name: str) -> Benchmark:
     try:
         home = importlib.import_module(module)
     except ModuleNotFoundError:
-        spec = importlib.util.spec_from_file_location(module, file)
-        assert spec is not None and spec.loader is not None
-        home = sys.modules[module] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(home)
+        home = module_of(module, Path(file))
     return cast(Benchmark, attrgetter(name)(home)())
 
 
