@@ -271,7 +271,7 @@ def claim_writable(output: Path) -> Callable[[], None]:
         ),
         (
             os.access(output, os.W_OK) or not output.exists(),
-            f"cannot write the result to {output}: it is there, and may not be written",
+            f"cannot write the result to {output}: Permission denied",
         ),
     )
     try:

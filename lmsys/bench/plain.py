@@ -6,7 +6,6 @@ Benchmarks call `check_plain` on what a row returns, before its values are judge
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lmsys.values import hold

@@ -10,7 +10,6 @@ import gc
 import itertools
 import os
 import pickle
-import platform
 import re
 import resource
 import shlex
@@ -240,9 +239,8 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
 def _history(call: Callable[[], Any], context: str | None) -> dict[str, Any]:
     """The allocator's snapshot with the history of `call`; frames of C++ too, where torch can read them."""
     record = torch.cuda.memory._record_memory_history
-    cpp = platform.machine() == "x86_64"
     torch.cuda.synchronize()
-    record("all", context=context, stacks="all" if cpp else "python", clear_history=True)
+    record("all", context=context, stacks="all" if os.uname().machine == "x86_64" else "python", clear_history=True)
     try:
         _ = call()  # alive until the end
         torch.cuda.synchronize()
