@@ -73,7 +73,7 @@ def _imported(file: Path) -> Any:
     sys.path += [str(folder) for folder in folders_of(file) if str(folder) not in sys.path]
     packages = [folder.name for folder in itertools.takewhile(_is_package, file.parents)]  # the innermost first
     if packages and packages[-1] not in sys.modules:
-        return importlib.import_module(".".join([*packages[::-1], file.stem]))
+        return importlib.import_module(".".join(packages[::-1] + [file.stem]))
     return module_of(f"lmsys_user_{file.stem}_{abs(hash(file))}", file)
 
 

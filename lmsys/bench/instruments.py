@@ -15,7 +15,7 @@ from lmsys.bench.case import Case
 from lmsys.bench.guard import Guard
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import seal
-from lmsys.measure import machine, memory, turns
+from lmsys.measure import machine, memory, step, turns
 from lmsys.measure.clock import Clock, CpuClock, clock_of
 from lmsys.measure.machine import Limits, limits_of
 from lmsys.measure.sensors import Conditions, Sensors, sensors_of
@@ -35,7 +35,7 @@ class Instruments:
     """
 
     def __init__(
-        self, settings: Settings, say: Callable[[str], None] = lambda _: None, heartbeat: watch.Heartbeat | None = None
+        self, settings: Settings, say: Callable[[str], None] = step.nothing, heartbeat: watch.Heartbeat | None = None
     ):
         self.settings, self.say = settings, say
         self.heartbeat, self.is_watched = heartbeat or watch.Heartbeat(), heartbeat is not None

@@ -28,7 +28,7 @@ from lmsys import doing
 from lmsys.bench import fields, watch
 from lmsys.bench.benchmark import Benchmark, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
-from lmsys.measure import host, turns
+from lmsys.measure import host, step, turns
 from lmsys.processes import DIED, Told, Worker, answered, tell
 
 # (file number of a socket to the worker that this worker takes turns with, True if this worker goes first)
@@ -107,9 +107,7 @@ class Isolated:
     checkout  an earlier state of the code, whose rows the worker runs instead of today's
     """
 
-    def __init__(
-        self, settings: Settings, say: Callable[[str], None] = lambda _: None, checkout: Checkout | None = None
-    ):
+    def __init__(self, settings: Settings, say: Callable[[str], None] = step.nothing, checkout: Checkout | None = None):
         self.settings, self.checkout = settings, checkout
         self._say, self._said_s = say, time.monotonic()
         self.rows = list[list[str]]()  # the case ids of each candidate of the group that is running

@@ -216,7 +216,7 @@ class Session:
                     self.runner.close()
                     why = ": a case looks changed" if self.checkout else f", {len(runs) + 1} of {self.repeats}"
                     self.say(f"  again{why}")
-                runs.append([*self.runner.run(self.benchmarks[group[0]], cases)])
+                runs.append(list(self.runner.run(self.benchmarks[group[0]], cases)))
         finally:  # an interrupt leaves what is complete
             spreads = _changes().spreads_between([[result.record for result in results] for results in runs])
             for results in zip(*runs, strict=True):
@@ -288,12 +288,12 @@ class Session:
 
         if self.settings.timed and self.results:
             try:
-                self._rate_again([*self.entries_of_carried, *output_json["benchmarks"]])
+                self._rate_again(self.entries_of_carried + output_json["benchmarks"])
             except (KeyboardInterrupt, Ended) as error:  # what is measured stands
                 self.moved = [f"ceilings were not measured again: {str(error) or 'interrupted'}"]
                 self.runner.machine["ceilings_moved"] = self.moved
             self.runner.machine["took_s"] = self._took
-        output_json["benchmarks"] = [*self.entries_of_carried, *output_json["benchmarks"]]
+        output_json["benchmarks"] = self.entries_of_carried + output_json["benchmarks"]
         content = self.content | {"others": record.others_seal(output_json)}
         output_json["lmsys"] = content | {"seal": record.seal(content)}
 
@@ -353,7 +353,7 @@ class Session:
             for key, answer in held.items()
             if (case := self._case(key, answer))
         }
-        machine, records = self.runner.ask("rate_again", [*asked.values()])
+        machine, records = self.runner.ask("rate_again", list(asked.values()))
         self.runner.machine.update(machine)
         self.moved = machine["ceilings_moved"]
         rated = {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}

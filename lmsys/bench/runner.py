@@ -17,7 +17,7 @@ from lmsys.bench import fields, instruments, watch
 from lmsys.bench.benchmark import Benchmark, Cases, Collected
 from lmsys.bench.case import Case, facts_of
 from lmsys.bench.trial import Endings, Result, Trial
-from lmsys.measure import clock, compare, host, machine, turns
+from lmsys.measure import clock, compare, host, machine, step, turns
 from lmsys.registry import Traits, message_of, place_of
 
 
@@ -60,7 +60,7 @@ class Runner(instruments.Instruments):
         benchmark: Benchmark,
         cases: Cases,
         ended: Endings | None = None,
-        begun: Callable[[list[list[str]]], None] = lambda _: None,
+        begun: Callable[[list[list[str]]], None] = step.nothing,
     ) -> Iterator[Result]:
         """Yields a result for each case of one group, in their order unless the benchmark streams them.
 
