@@ -7,7 +7,7 @@ torch.
 import difflib
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Real
 from typing import Annotated, Any
@@ -68,6 +68,11 @@ def hold(*laws: tuple[object, str], error: type[ValueError] = ValueError) -> Non
     for is_held, sentence in laws:
         if not is_held:
             raise error(sentence)
+
+
+def sentences_of(*facts: tuple[object, str]) -> Iterator[str]:
+    """Yields the sentence of each (condition, sentence) whose condition is true, and that is not empty."""
+    return (sentence for is_so, sentence in facts if is_so and sentence)
 
 
 def one_of(name: str, value: Any, known: Collection[Any]) -> Any:

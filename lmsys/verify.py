@@ -30,7 +30,7 @@ from lmsys.bench import fields, results
 from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.record import load_file, older_file_seal, others_seal, seal, summarize, today
 from lmsys.measure.machine import Limits
-from lmsys.values import shortly
+from lmsys.values import sentences_of, shortly
 
 FOLDERS = Path("benchmarks"), Path("dev")  # of this repository
 NOT_RECOMPUTED = "not recomputed: "  # begins a sentence on what cannot be recomputed, which is no fault
@@ -154,7 +154,7 @@ def _of_seal(file: fields.Record) -> list[str]:
     """A sentence on what the file's seal does not show, or shows to be changed; [] where all is as it was."""
     content = file["lmsys"]
     sealed, has_others = content.get("seal"), content.get("others") == others_seal(file)
-    sentences = (
+    sentences = sentences_of(
         ("seal" not in content, NO_SEAL),
         (
             sealed == older_file_seal(content),
@@ -171,7 +171,7 @@ def _of_seal(file: fields.Record) -> list[str]:
         ),
         (not has_others, f"{NOT_RECOMPUTED}the file is kept without pytest-benchmark's entries"),
     )
-    return [sentence for is_so, sentence in sentences if is_so][:1]
+    return list(sentences)[:1]
 
 
 def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
@@ -205,16 +205,14 @@ def _of_any_record(
 def _of_record(
     record: fields.Record, benchmark: Benchmark | None, machine: fields.Record, recomputed: Recomputed
 ) -> Iterator[str]:
-    if "seal" not in record:
-        yield f"{NOT_PROVED}it has no seal, so nothing shows what was changed in it"
-    elif record["seal"] != seal(record):
-        yield "its seal is not that of its content"
-    if samples := record.get("samples_s"):
-        yield from _differences(summarize(samples), record, "its samples")
-    elif record.get("time_s") is not None:
-        yield "it has a time and no samples"
-    if (ratio := record.get("error_ratio")) is not None and record["outcome"] == "ok" and ratio > 1:
-        yield f"it is ok, with an error of {ratio:.3g} times what is allowed"
+    samples, ratio = record.get("samples_s"), record.get("error_ratio") or 0.0
+    yield from sentences_of(
+        ("seal" not in record, f"{NOT_PROVED}it has no seal, so nothing shows what was changed in it"),
+        ("seal" in record and record["seal"] != seal(record), "its seal is not that of its content"),
+        (not samples and record.get("time_s") is not None, "it has a time and no samples"),
+        (record["outcome"] == "ok" and ratio > 1, f"it is ok, with an error of {ratio:.3g} times what is allowed"),
+    )
+    yield from _differences(summarize(samples) if samples else {}, record, "its samples")
     record = today(record)
     if benchmark is None:
         yield f"{NOT_RECOMPUTED}there is no benchmark {record['benchmark']!r} here"
@@ -242,10 +240,11 @@ def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.R
     if case is None:
         yield f"{NOT_RECOMPUTED}{benchmark.name}: a record does not say all of its case, so not its work and rates"
         return
-    if benchmark.tables and not case.entry.target:
-        yield f"{NOT_RECOMPUTED}{benchmark.name}: a record's row is not known here, so not its label, nor whose it is"
-    if case.id != record["id"]:
-        yield f"its axes are those of {case.id}"
+    unknown = f"{NOT_RECOMPUTED}{benchmark.name}: a record's row is not known here, so not its label, nor whose it is"
+    yield from sentences_of(
+        (benchmark.tables and not case.entry.target, unknown),
+        (case.id != record["id"], f"its axes are those of {case.id}"),
+    )
     rates = {name: value for name, value in benchmark.metrics(case, record, machine).items() if name in record}
     yield from _differences(rates, record, "its shapes and its time")
     limits, work = machine.get("limits"), benchmark.least_work(case)
@@ -257,12 +256,16 @@ def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.R
 
 def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, recomputed: Recomputed) -> Iterator[str]:
     where, ratios = f"timed call {call['call']}", call["error_ratios"]
-    if not 0 <= call["call"] < record.get("rounds", 0):
-        yield f"{where} is none of its {record.get('rounds', 0)} samples"
-    if not ratios or not all(ratio <= 1 for ratio in ratios.values()):
-        yield f"{where} was wrong: {ratios}"
-    elif max(ratios.values()) > (record.get("error_ratio") or 0.0):
-        yield f"{where} has an error ratio above the record's {record.get('error_ratio')}"
+    rounds, of_record = record.get("rounds", 0), record.get("error_ratio")
+    is_right = ratios and all(ratio <= 1 for ratio in ratios.values())
+    yield from sentences_of(
+        (not 0 <= call["call"] < rounds, f"{where} is none of its {rounds} samples"),
+        (not is_right, f"{where} was wrong: {ratios}"),
+        (
+            is_right and max(ratios.values()) > (of_record or 0.0),
+            f"{where} has an error ratio above the record's {of_record}",
+        ),
+    )
     try:
         for answer in benchmark.repeat(record, call):
             if isinstance(answer, int):

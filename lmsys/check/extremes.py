@@ -15,6 +15,7 @@ from lmsys.attention.contract import DTYPES, AttentionCase
 from lmsys.check import cases, question
 from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
+from lmsys.values import sentences_of
 
 HEADS = 2  # key heads: a batch entry holds so many kinds
 # Queries and keys: no multiple of a tile. On a CPU fewer, since interpreters are slow and their tiles small.
@@ -100,7 +101,7 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
     begin = least - (SMALLEST + DENORMAL) / 2  # the middle, since a GPU may or may not flush denormals to zero
     about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
     has_least, has_most = math.isfinite(least), math.isfinite(most)
-    mistakes = (
+    mistakes = sentences_of(
         (
             has_least and has_most and abs(number) < 2 * RESOLUTION,
             "no maximum is subtracted before the exponential",
@@ -119,7 +120,7 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
         ),
         (math.isfinite(least_masked), "masked keys count in the maximum, which must be that of visible keys"),
     )
-    return next((words for is_made, words in mistakes if is_made), None)
+    return next(mistakes, None)
 
 
 def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> tuple[float, float, bool]:

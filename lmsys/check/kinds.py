@@ -24,7 +24,7 @@ from lmsys.check.question import Fault, Holds, Options, Question, poison
 from lmsys.outputs import Outputs
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table, load_target
-from lmsys.values import hold
+from lmsys.values import hold, sentences_of
 
 LIMIT_S = 600.0  # for the check of one implementation
 
@@ -94,15 +94,15 @@ def kind_of(implementation: Any) -> str:
     names = signature.names_of(own) | signature.names_of(signature.parameters_of(implementation))
     is_class = inspect.isclass(implementation)
     is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
-    looks = (
-        ("sharded_optimizer", not OF_SHARDED_OPTIMIZERS.isdisjoint(own)),
-        ("optimizer", is_class and issubclass(implementation, torch.optim.Optimizer)),
-        *((kind, names & marks and not is_other) for kind, marks in MARKS.items()),
-        ("strategy", hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"]),
+    kinds = sentences_of(
+        (not OF_SHARDED_OPTIMIZERS.isdisjoint(own), "sharded_optimizer"),
+        (is_class and issubclass(implementation, torch.optim.Optimizer), "optimizer"),
+        *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
+        (hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"], "strategy"),
         # q, k, v by any names
-        ("attention", signature.is_function(implementation) or (len(own) >= 3 and not is_class)),
+        (signature.is_function(implementation) or (len(own) >= 3 and not is_class), "attention"),
     )
-    kind = next((kind for kind, is_so in looks if is_so), "")
+    kind = next(kinds, "")
     name = getattr(implementation, "__name__", implementation)
     advice = f"say --kind, one of {', '.join(KINDS)}; attention is a function of q, k, v, not a module"
     hold((kind, f"it cannot be told what {name!r} is: {advice}"))

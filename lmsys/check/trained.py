@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmsys import doing, processes, registry, testing
+from lmsys import doing, processes, registry, testing, values
 from lmsys.check import laptop, question
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
@@ -146,15 +146,15 @@ def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
     traits, takes_sizes, accumulates = StrategyTraits.of(entry), True, trial.micro_batches > 1
     with suppress(TypeError, ValueError):
         takes_sizes = not {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters)
-    refusals = (
-        ("it synchronizes nothing", not traits.synchronizes),
-        ("it takes no size of buckets", trial.small_buckets and not takes_sizes),
-        ("it has no no_sync()", accumulates and not hasattr(loaded, "no_sync")),
-        ("it does not accumulate", accumulates and not traits.accumulates),
-        (traits.why_not_unused, not {"once", "idle", "rare"}.isdisjoint(trial.parts)),
-        (traits.why_not_unequal, "rare" in trial.parts),
+    refusals = values.sentences_of(
+        (not traits.synchronizes, "it synchronizes nothing"),
+        (trial.small_buckets and not takes_sizes, "it takes no size of buckets"),
+        (accumulates and not hasattr(loaded, "no_sync"), "it has no no_sync()"),
+        (accumulates and not traits.accumulates, "it does not accumulate"),
+        (not {"once", "idle", "rare"}.isdisjoint(trial.parts), traits.why_not_unused or ""),
+        ("rare" in trial.parts, traits.why_not_unequal),
     )
-    return next((reason for reason, is_refused in refusals if reason and is_refused), None)
+    return next(refusals, None)
 
 
 @dataclass(frozen=True)

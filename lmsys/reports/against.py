@@ -27,7 +27,7 @@ from lmsys.bench.changes import (
     of_them_disturbed,
 )
 from lmsys.reports import cells, items, load, page, words
-from lmsys.values import hold
+from lmsys.values import hold, sentences_of
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # facts of a run: runs that differ in one are not compared
 FACTS = ("date", "commit", "driver", "command")  # facts of a run that the table of the two runs has
@@ -175,18 +175,25 @@ def _caption(pair: Compared) -> str:
     spreads = [
         case["between_runs"] for side in pair.sides.values() for case in side.records if case.get("between_runs")
     ]
-    sentences = {
-        f"The margin is {100 * pair.margin:.3g} %.": True,
-        "Each row took turns with itself as it was, and is compared by its own ratio, round by round;": pair.in_turns,
-        "Each row is compared by its ratio, round by round, to the row that stands as “beside”;": not pair.in_turns,
-        "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.": True,
-        f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs.": spreads,
-        "Intervals are wider by that.": spreads,
-        "The verdict on a case that was disturbed may come from the disturbance: measure it again.": any(
-            change.disturbed for change in pair.changes
+    sentences = sentences_of(
+        (True, f"The margin is {100 * pair.margin:.3g} %."),
+        (pair.in_turns, "Each row took turns with itself as it was, and is compared by its own ratio, round by round;"),
+        (
+            not pair.in_turns,
+            "Each row is compared by its ratio, round by round, to the row that stands as “beside”;",
         ),
-    }
-    return " ".join(text for text, is_so in sentences.items() if is_so)
+        (True, "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false."),
+        (
+            spreads,
+            f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs."
+            " Intervals are wider by that.",
+        ),
+        (
+            any(change.disturbed for change in pair.changes),
+            "The verdict on a case that was disturbed may come from the disturbance: measure it again.",
+        ),
+    )
+    return " ".join(sentences)
 
 
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:

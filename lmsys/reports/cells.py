@@ -15,6 +15,7 @@ from itertools import chain
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import load, views, words
+from lmsys.values import sentences_of
 
 SPEEDUP = "speedup"
 
@@ -197,16 +198,19 @@ def detail(view: views.View, case: fields.Record | None) -> str:
         return ""
     time, spread = view.fields["time_s"], words.spread_of(case)
     low, high = (words.number(words.scaled(time, case.get(name))) for name in ("p20_s", "p80_s"))
-    facts = {
-        f"{case.get('rounds')} rounds": case.get("rounds"),
-        f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}": spread is not None,
-        f"error {words.number(case.get('error_ratio') or 0)} of what is allowed": case.get("error_ratio") is not None,
-        ", ".join(_conditions(view, case)): True,
-        case.get("energy_note"): True,
-        SAME_BITS[case.get("repeatable")]: True,
-        load.run_told(view.machine.runs[case["run"]]): True,
-    }
-    return DETAILS.join(text for text, is_known in facts.items() if text and is_known)
+    facts = sentences_of(
+        (case.get("rounds"), f"{case.get('rounds')} rounds"),
+        (spread is not None, f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}"),
+        (
+            case.get("error_ratio") is not None,
+            f"error {words.number(case.get('error_ratio') or 0)} of what is allowed",
+        ),
+        (True, ", ".join(_conditions(view, case))),
+        (True, case.get("energy_note") or ""),
+        (True, SAME_BITS[case.get("repeatable")]),
+        (True, load.run_told(view.machine.runs[case["run"]])),
+    )
+    return DETAILS.join(facts)
 
 
 def _conditions(view: views.View, case: fields.Record) -> list[str]:
@@ -214,12 +218,12 @@ def _conditions(view: views.View, case: fields.Record) -> list[str]:
     usual = (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")
     facts = case | {"memory_clock_mhz": None} if case.get("memory_clock_mhz") == usual else case
     reasons, processes, share = map(case.get, ("clock_reasons", "other_processes", "others_cpu_share"))
-    others = {
-        f"clock held by {reasons}": reasons,
-        f"other processes that had the device: {processes}": processes,
-        f"other programs took {share or 0:.0%} of the CPU": (share or 0) >= 0.005,
-    }
-    return state_of(facts) + [text for text, is_known in others.items() if is_known]
+    others = sentences_of(
+        (reasons, f"clock held by {reasons}"),
+        (processes, f"other processes that had the device: {processes}"),
+        ((share or 0) >= 0.005, f"other programs took {share or 0:.0%} of the CPU"),
+    )
+    return state_of(facts) + list(others)
 
 
 def state_of(facts: fields.Record) -> list[str]:
