@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lmsys.registry import message_of, place_of
+from lmsys.values import sentences_of
 
 
 @dataclass(frozen=True)
@@ -143,16 +144,21 @@ def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
 
 
 def _of_axis(name: str, at: Sequence[int], size: int) -> str:
-    first, last = at[0], at[-1]
-    if len(at) == 1:
-        return f"{name} {first} of {size}"
-    names = "batches" if name == "batch" else f"{name}s"
-    if len(at) == last - first + 1:
-        tail = f", the last {len(at)}" if last == size - 1 else f", the first {len(at)}" if first == 0 else ""
-        return f"{names} {first} to {last} of {size}{tail}"
-    if list(at) == list(range(first, last + 1, at[1] - first)):
-        return f"{names} {first}, {at[1]}, ... {last} of {size}"
-    return f"{len(at)} of {size} {names}, from {first} to {last}"
+    """Describes the indices `at` on an axis of this name and size."""
+    first, last, count, names = at[0], at[-1], len(at), "batches" if name == "batch" else f"{name}s"
+    second = at[min(1, count - 1)]
+    together, ends = count == last - first + 1, f"{names} {first} to {last} of {size}"
+    by_steps = list(at) == list(range(first, last + 1, max(1, second - first)))
+    return next(
+        sentences_of(
+            (count == 1, f"{name} {first} of {size}"),
+            (together and last == size - 1, f"{ends}, the last {count}"),
+            (together and first == 0, f"{ends}, the first {count}"),
+            (together, ends),
+            (by_steps, f"{names} {first}, {second}, ... {last} of {size}"),
+            (True, f"{count} of {size} {names}, from {first} to {last}"),
+        )
+    )
 
 
 def times_allowed(ratio: float) -> str:

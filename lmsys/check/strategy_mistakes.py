@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lmsys.check.trained import Before, Result, State, plain, ratio, wrong_parameters
 from lmsys.extremes.strategy import OPTIMIZERS, Trial
+from lmsys.values import sentences_of
 
 Ask = Callable[[Trial], Sequence[Result]]  # trains on the ranks; the results by rank
 # A rule is a mistake in words, where {gradients} and {names} stand for parameters, and the weights after a step with
@@ -305,11 +306,16 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
         rule, of = f"{rule}; the weight has two names and is synchronized once for each", "the tied weight embed.weight"
     sentence = rule.format(gradients="gradients" if whole else f"the gradients of {of}", names=of)
     waits = [call for result in results for call in result.unwaited]
-    if waits and ("never synchronized" in rule or NOT_SHARED in rule):
-        return f"{sentence}; the {waits[0]} is not waited for"
-    if "never synchronized" in rule and not whole and set(names) == set(trained[: len(names)]):
-        return f"{sentence}; these come last in a backward, as if the last bucket were not sent"
-    return sentence if whole or "{" in rule or NOT_SHARED in rule else f"{sentence} ({of})"
+    never, late = "never synchronized" in rule, NOT_SHARED in rule
+    is_end = not whole and set(names) == set(trained[: len(names)])
+    return next(
+        sentences_of(
+            (waits and (never or late), f"{sentence}; the {''.join(waits[:1])} is not waited for"),
+            (never and is_end, f"{sentence}; these come last in a backward, as if the last bucket were not sent"),
+            (whole or "{" in rule or late, sentence),
+            (True, f"{sentence} ({of})"),
+        )
+    )
 
 
 def listed(names: Sequence[str]) -> str:
