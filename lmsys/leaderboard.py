@@ -47,21 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
-        standings, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
-        rows = [line.values() for line in standings]
+        rows, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
         facts = {"heads": HEADS, "rows": rows, "refused": refused, "workload": sorted(workload), "anchor": given.anchor}
         fill(given.output, {"index.html": render("leaderboard.html", **facts)})
     except (OSError, ValueError) as error:
         print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
         return 2
     print("\n".join([*map("  ".join, rows), *(f"refused: {file}: {reason}" for file, reason in refused.items())]))
-    return int(not standings)
+    return int(not rows)
 
 
 def ranked(
     paths: Sequence[Path], benchmarks: Mapping[str, Benchmark], anchor: str
-) -> tuple[list[dict[str, str]], dict[str, str], frozenset[str]]:
-    """(the lines of the table by HEADS, fastest first; by refused file the reason; the cases of the workload)."""
+) -> tuple[list[tuple[str, ...]], dict[str, str], frozenset[str]]:
+    """(the lines of the table, fastest first; by refused file the reason; the cases of the workload)."""
     times, machines, refused = dict[str, Times](), dict[str, Record](), dict[str, str]()
     for path in paths:
         try:
@@ -116,22 +115,23 @@ def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: 
     return totals[anchor] / totals[row], totals[row], row, file
 
 
-def _standings(places: Sequence[Place], machines: Mapping[str, Record]) -> list[dict[str, str]]:
-    """The lines of the table, by HEADS. `places` have the largest speed first."""
-    standings = []
+def _standings(places: Sequence[Place], machines: Mapping[str, Record]) -> list[tuple[str, ...]]:
+    """The lines of the table, with a text for each of HEADS. `places` have the largest speed first."""
+    standings = list[tuple[str, ...]]()
     for rank, (speed, time_s, row, file) in enumerate(places, start=1):
         here = sorted(s for _, s, _, other in places if hardware_of(machines[other]) == hardware_of(machines[file]))
-        texts = (
-            str(rank),
-            str(here.index(time_s) + 1),
-            row,
-            f"{speed:.2f}",
-            words.number(1e3 * time_s),
-            title_of(machines[file]),
-            run_told(machines[file]),
-            file,
+        standings.append(
+            (
+                str(rank),
+                str(here.index(time_s) + 1),
+                row,
+                f"{speed:.2f}",
+                words.number(1e3 * time_s),
+                title_of(machines[file]),
+                run_told(machines[file]),
+                file,
+            )
         )
-        standings.append(dict(zip(HEADS, texts, strict=True)))
     return standings
 
 
