@@ -158,17 +158,17 @@ def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, 
     if ending and not text and case["time_s"] is None and reason:
         return "untimed" + mark(notes, reason)
     remarks = {SPEEDUP: case.get("remark"), "energy_j": case.get("energy_note")}
-    remark = remarks.get(name, above_ceiling(name, case))
-    if remark:
-        text = (text or ("no baseline" if name == SPEEDUP else "not measured")) + mark(notes, remark)
-    if text and words.is_clocked(view.fields[name]):
-        if (words.spread_of(case) or 0.0) > STEADY:
-            text += mark(notes, UNSTEADY)
-        beside = name == SPEEDUP and case.get("beside") or {}
-        disturbed = case.get("disturbed") or beside.get("disturbed")
-        if disturbed:
-            text += mark(notes, f"Disturbed: {disturbed}.")
-    return text
+    remark = remarks.get(name, above_ceiling(name, case)) or ""
+    text = text or ("no baseline" if name == SPEEDUP else "not measured") * bool(remark)
+    is_clocked = text and words.is_clocked(view.fields[name])
+    beside = name == SPEEDUP and case.get("beside") or {}
+    disturbed = case.get("disturbed") or beside.get("disturbed")
+    footnotes = sentences_of(
+        (True, remark),
+        (is_clocked and (words.spread_of(case) or 0.0) > STEADY, UNSTEADY),
+        (is_clocked and disturbed, f"Disturbed: {disturbed}."),
+    )
+    return text + "".join([mark(notes, footnote) for footnote in footnotes])
 
 
 def above_ceiling(name: str, case: fields.Record) -> str:

@@ -155,9 +155,11 @@ def _of_run(run: Record) -> dict[str, str]:
         share = short.get(dtype) and f"{rate / short[dtype]:.0%} of the short one"
         parts = [f"{words.number(rate / 1e12)} TFLOP/s", share] + state + [reasons and f"clock held by {reasons}"]
         facts[f"matmul {dtype}, sustained"] = ", ".join(filter(None, parts))
-    for name, (label, unit) in SETTINGS.items():
-        if settings.get(name) not in (None, ""):
-            facts[label] = f"{words.exact(settings[name])} {unit}".strip()
+    facts |= {
+        label: f"{words.exact(settings[name])} {unit}".strip()
+        for name, (label, unit) in SETTINGS.items()
+        if settings.get(name) not in (None, "")
+    }
     return {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
 
 

@@ -15,8 +15,7 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
-from lmsys.reports import cells, items, load, plots, tables, views, words
-from lmsys.reports.steps import last_of, one_of_each, step
+from lmsys.reports import cells, items, load, plots, steps, tables, views, words
 
 WAYS = ("precision", "compile", "checkpoint", "residual", "impl")
 PLAIN = {"checkpoint": "none", "residual": "wide"}  # which names of files leave out where nothing else was run
@@ -27,7 +26,7 @@ HELD = "#9ca3af"
 COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
 
 
-@step
+@steps.step
 def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
     """Adds the field `name`: the least value of `of` in cases that pass `among` and share this case's value of `by`."""
     groups = view.only(f"{among} and {of}").groups([by])
@@ -35,13 +34,13 @@ def least(view: views.View, name: str, of: str, by: str, among: str) -> views.Vi
     return view.adding(lambda case: {name: known.get(case[by])})
 
 
-@step
+@steps.step
 def greatest(view: views.View, name: str, of: str) -> views.View:
     """Adds the field `name`: the greatest value of the field `of`; 0 where no case has any."""
     return view.with_facts(**{name: max(filter(None, view.column(of)), default=0)})
 
 
-@step
+@steps.step
 def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
     """Puts a case in place of each entry, {row: word}, of the mapping `name` that cases hold, and one for the row
     itself.
@@ -55,13 +54,13 @@ def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
     return view.only(name).expanded(entries)
 
 
-@step
+@steps.step
 def repeated(view: views.View, **facts: Any) -> views.View:
     """The cases twice: first with these fields in place of their own, then as they are."""
     return view.of(list(view.with_facts(**facts).cases) + list(view.cases))
 
 
-@step
+@steps.step
 def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
     """Captions tell the product of each pair of fields that is constant while the first of the two varies."""
     constant = []
@@ -72,7 +71,7 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
     return replace(view, remark=", ".join(constant))
 
 
-@step
+@steps.step
 def peak(view: views.View, dtype: str) -> views.View:
     """Adds `peak`, the rate of these runs' best matmul in the dtype that a field names, TFLOP/s, and `peak_text`."""
     runs = view.machine.runs_of(view.cases)
@@ -83,7 +82,7 @@ def peak(view: views.View, dtype: str) -> views.View:
 # Steps for models
 
 
-@step
+@steps.step
 def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[str]) -> views.View:
     """Adds the field `name`: True where there is one shape alone, run in several of these ways.
 
@@ -92,7 +91,7 @@ def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[
     return view.with_facts(**{name: len(view.distinct(shape)) == 1 and any(map(view.varies, ways))})
 
 
-@step
+@steps.step
 def each_way(view: views.View) -> list[views.View]:
     """Splits the view by all WAYS; headings and file names tell those that the view varies."""
     return [_named(part, part) for part in view.groups(WAYS).values()]
@@ -120,7 +119,7 @@ def _grid(
     return tables.pivot(_named(whole, part), metric, ["context", "batch?"], "size", inside, word)
 
 
-@step
+@steps.step
 def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> items.Items:
     """Tables of each metric by size; of the metrics `drawn` also plots against context, a line for each size."""
     figures: items.Items = []
@@ -133,14 +132,14 @@ def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ())
     return figures
 
 
-@step
+@steps.step
 def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
     """Adds the field `name`: the words for several fields' values, joined by commas."""
     names = view.chosen(names)
     return view.with_fields([Field(name, role="detail", of=lambda case: ", ".join(view.texts(names, case)))])
 
 
-@step
+@steps.step
 def times_by_size(view: views.View) -> items.Items:
     """Tables of times and speedups of every part in which one of WAYS alone varies; then times of all other cases."""
     varied = [(axis, part) for axis in WAYS for part in _varying(view, axis) if part.varies(axis)]
@@ -160,18 +159,18 @@ def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | Non
     return _grid(whole, part, cells.SPEEDUP, axis, f"speedup-over-{base}")
 
 
-@step
+@steps.step
 def best(
     view: views.View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
 ) -> items.Table | None:
     """A table of the case with most of the field `of` for each value of `by`, in the last mode that was timed."""
-    most = one_of_each(last_of(view.only(of), mode), [by], of)
+    most = steps.one_of_each(steps.last_of(view.only(of), mode), [by], of)
     return tables.listing(
         most, view.chosen(keys), view.chosen(metrics), "best", title, about=f"Of all that was timed, by {by}"
     )
 
 
-@step
+@steps.step
 def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     """Our cases, with their speedup over somebody else's model, run in that of `ways` which is fastest for it.
 
@@ -191,7 +190,7 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     return [compared.only("not peer").with_facts(their_about=compared.fields[cells.SPEEDUP].about, **names)]
 
 
-@step
+@steps.step
 def predicted(
     view: views.View, metric: str, expected: str, asks: Sequence[str], title: str, about: str
 ) -> items.Table | None:
@@ -219,7 +218,7 @@ def predicted(
     return tables.listing(part, ("size", "batch"), columns, "predicted", title, about)
 
 
-@step
+@steps.step
 def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     """A plot of the memory in use during a call, a colour for each phase; None where it was not recorded."""
     case, phases = view.first, view.first["timeline"] or ()
@@ -245,7 +244,7 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     return plots.drawn(view, axes, head, "timeline", view.caption(about))
 
 
-@step
+@steps.step
 def overlap(view: views.View, about: str) -> list[items.Plot]:
     """A plot of when a training step computes and when it communicates: two lanes for each row of the first batch."""
     traced = view.only(lambda case: "communication" in map(itemgetter(0), case["timeline"] or ()))
@@ -261,7 +260,7 @@ def overlap(view: views.View, about: str) -> list[items.Plot]:
     return []
 
 
-@step
+@steps.step
 def with_held(view: views.View) -> views.View:
     """Adds the memory held before a call as its first phase; gives cases without a profile phases without peaks."""
 
@@ -273,7 +272,7 @@ def with_held(view: views.View) -> views.View:
     return view.adding(held_and_phases)
 
 
-@step
+@steps.step
 def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
     """One case for each combination of values of these fields, with `latency_s` and `bytes_per_s` fitted to its times.
 
@@ -290,7 +289,7 @@ def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
     return view.of(cases)
 
 
-@step
+@steps.step
 def row_labels(view: views.View, plain: str) -> views.View:
     """Adds the field `called`: a strategy, the size of its buckets, and its checkpointing where that is not `plain`."""
 
@@ -299,8 +298,7 @@ def row_labels(view: views.View, plain: str) -> views.View:
         if case["checkpoint"] != plain:
             extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)
         extra = extra.strip("-").replace("-", ", ").replace("MiB", " MiB")
-        if extra.startswith("auto"):
-            extra = extra.replace("auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", 1)
+        extra = re.sub("^auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", extra)
         return {"called": ", ".join(filter(None, [case["strategy"], extra]))}
 
     return view.adding(called)
