@@ -27,7 +27,9 @@ def baselines_of(view: views.View, fallbacks: Iterable[str] = ()) -> list[str]:
     greatest first, and then the `fallbacks`.
     """
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
-    names = [view.wanted] if view.wanted else sorted(preferred, key=preferred.__getitem__, reverse=True) + [*fallbacks]
+    names = (
+        [view.wanted] if view.wanted else sorted(preferred, key=preferred.__getitem__, reverse=True) + list(fallbacks)
+    )
     timed = view.only("time_s is not None").column("impl")
     return [name for name in dict.fromkeys(names) if name in timed]
 
@@ -42,7 +44,7 @@ def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequenc
 
     That case has the value `base` on `axis`, and the case's own values on the axes `same`, by default on all others.
     """
-    same = same or [name for name in view.axes() if name not in (axis, *views.OF_THE_ROW)]
+    same = same or [name for name in view.axes() if name not in (axis,) + views.OF_THE_ROW]
     bases = view.having(axis, [base]).index(same)
     return view.adding(lambda case: {"beside": bases.get(views.key_of(case, same))})
 

@@ -44,12 +44,12 @@ class Table:
     answer: str = ""
 
     def markdown(self) -> str:
-        lines = [self.columns, (["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)), *self.rows]
+        lines = [self.columns, ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)] + list(self.rows)
         body = "\n".join("| " + " | ".join(map(_plain, line)) + " |" for line in lines)
         made = [
             f"{_plain(run)}, made by: `" + _on_a_line(command).replace("`", "'") + "`" for run, command in self.runs
         ]
-        notes = "".join(f"{note}  \n" for note in [*map(_plain, self.notes), *made])
+        notes = "".join(f"{note}  \n" for note in list(map(_plain, self.notes)) + made)
         head = f"### {_plain(self.title)}\n\n{_plain(f'{self.caption} {self.source}'.strip())}"
         return f"{head}\n\n{body}\n" + f"\n{notes}" * bool(notes)
 

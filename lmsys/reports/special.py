@@ -267,7 +267,7 @@ def with_held(view: views.View) -> views.View:
     def held_and_phases(case: Record) -> Record:
         names = PHASES if case["mode"] == "step" else ("forward",)
         phases = case["phases"] or [{"name": name, "peak_bytes": None} for name in names]
-        return {"phases": [{"name": "held", "peak_bytes": 0 if case["phases"] else None}, *phases]}
+        return {"phases": [{"name": "held", "peak_bytes": 0 if case["phases"] else None}] + phases}
 
     return view.adding(held_and_phases)
 

@@ -22,7 +22,7 @@ from lmsys.values import hold
 OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")
 LIMIT = "memory_limit_bytes"
 OF_THE_ROW = ("label", "peer")  # axes that follow from a case's row: they tell no two cases of a row apart
-NOT_IN_CAPTIONS = ("section", *OF_THE_ROW, "device")
+NOT_IN_CAPTIONS = ("section",) + OF_THE_ROW + ("device",)
 Key = tuple[Any, ...]  # values of some fields, in the order in which the fields were named
 
 
@@ -257,7 +257,7 @@ class View:
         "a~b" a, unless all cases have b of it
         """
         known = {name.strip("-?!+|") for name in names}
-        axes = [name for name in self.axes() if name not in {"section", *OF_THE_ROW} | known]
+        axes = [name for name in self.axes() if name not in known.union(("section",) + OF_THE_ROW)]
         metrics = [name for name in self.metrics() if name not in known]
         several = {"*": metrics, "@": axes, "@?": list(filter(self.varies, axes))}
         tests = {"?": self.varies, "!": self.has, "+": self.has_any, "|": lambda _: not chosen}
