@@ -8,7 +8,6 @@ places that are wrong are described. To add a mistake, add an entry to `mistakes
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -330,11 +329,14 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
 
 def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
     """The output `name` of an online softmax with each of its mistakes, by the mistake in words."""
-    tried = {"o is not divided by the sum of the exponentials": partial(online, right(case), case.keys, divided=False)}
-    for tile, words in itertools.product([tile for tile in ONLINE_TILES if tile < case.keys], OF_ONLINE):
-        forward = partial(online, right(case), tile, **OF_ONLINE[words])
-        tried[f"{words} (tiles of {tile} keys)"] = forward
-    return {words: outputs_of(forward, inputs)[name] for words, forward in tried.items()}
+    whole = {"o is not divided by the sum of the exponentials": partial(online, right(case), case.keys, divided=False)}
+    tiled = {
+        f"{words} (tiles of {tile} keys)": partial(online, right(case), tile, **options)
+        for tile in ONLINE_TILES
+        if tile < case.keys
+        for words, options in OF_ONLINE.items()
+    }
+    return {words: outputs_of(forward, inputs)[name] for words, forward in (whole | tiled).items()}
 
 
 def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
