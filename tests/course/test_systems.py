@@ -69,7 +69,7 @@ def test_attention_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handout asks for the log-sum-exp, which its tests read, and for no mask."""
 
     def verdicts(function: Any) -> list[dict[str, Any]]:
-        functions = SimpleNamespace(**{parts.PYTORCH: lambda: function})
+        functions = SimpleNamespace(**{systems.CLASSES["flash_pytorch"]: lambda: function})
         monkeypatch.setitem(sys.modules, "tests.adapters", functions)
         return [judged(PARTS[f"FlashAttention in PyTorch, {name}"], 0.0) for name in ("forward", "backward")]
 
@@ -81,7 +81,9 @@ def test_attention_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_that_launches_no_kernel_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setitem(sys.modules, "tests.adapters", SimpleNamespace(**{parts.TRITON: lambda: FlashTorch}))
+    monkeypatch.setitem(
+        sys.modules, "tests.adapters", SimpleNamespace(**{systems.CLASSES["flash_triton"]: lambda: FlashTorch})
+    )
     answer = judged(PARTS["FlashAttention in Triton, forward"], 0.0)
     assert answer["verdict"] == parts.NOT_WRITTEN and "no Triton kernel" in answer["text"]
 
