@@ -100,24 +100,17 @@ class AttentionTest(Case):
             **contract.options_of(self.pattern),
         )
 
-    @property
-    def pairs(self) -> float | None:
-        """Pairs of a query and a key that it sees, of a head; None where `causal` says it all."""
-        return self._visible[0] if self.options else None
-
     def flops(self, direction: str) -> float:
         """Operations of the matmuls in this direction."""
         shape = {name: size for name, size in self.shape.items() if name != "kv_heads"}
-        return operations.attention_flops(**shape, causal=self.causal, direction=direction, pairs=self.pairs)
+        return operations.attention_flops(**shape, causal=self.causal, direction=direction, pairs=self.visible[0])
 
     @property
-    def keys_seen(self) -> float:
-        """Keys of a head that some query sees."""
-        causally = min(self.queries, self.keys) if self.causal else self.keys
-        return self._visible[1] if self.options else causally
-
-    @property
-    def _visible(self) -> tuple[float, float]:
+    def visible(self) -> tuple[float | None, float]:
+        """(pairs of a query and a key that it sees, None where `causal` says it all; keys that some query sees): of a
+        head."""
+        if not self.options:
+            return None, min(self.queries, self.keys) if self.causal else self.keys
         return patterns.visible(self.batch, self.queries, self.keys, causal=self.causal, **self.options)
 
 
@@ -280,7 +273,7 @@ class Attention(Benchmark):
     def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
         """A forward's two products; of a backward's five one may be kept from the forward. Inputs are read once."""
         products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of two
-        rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.keys_seen
+        rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.visible[1]
         return (
             products * case.flops("fwd"),
             case.dtype,
@@ -306,12 +299,13 @@ class Attention(Benchmark):
 
     def metrics(self, case: AttentionTest, record: Record, machine: Record) -> Record:
         """Work, ideal traffic, and with a time the rates and their share of what this machine reaches."""
-        read = case.shape | ({"keys": case.keys_seen} if case.options and case.direction == "fwd" else {})
+        pairs, keys_seen = case.visible
+        read = case.shape | ({"keys": keys_seen} if case.options and case.direction == "fwd" else {})
         moved = operations.attention_bytes(**read, dtype=case.dtype, direction=case.direction)
         flops = case.flops(case.direction)
         work: Record = {"flops": flops, "bytes": round(moved)}
-        if case.pairs is not None:
-            work["visible_share"] = case.pairs / (case.queries * case.keys)
+        if pairs is not None:
+            work["visible_share"] = pairs / (case.queries * case.keys)
         if time_s := record.get("time_s"):
             work |= {
                 "bytes_per_s": moved / time_s,
