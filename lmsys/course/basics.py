@@ -124,12 +124,20 @@ def rope() -> Questions:
             "token_positions are not used": rotate(x, torch.arange(S)),
             "x is not rotated": x,
         }
-        run = partial(adapter("run_rope"), M, THETA, LONGEST, x, positions)
-        yield asked(f"positions {about}", run, rotate(x, positions), mistakes)
+        yield asked(
+            f"positions {about}",
+            partial(adapter("run_rope"), M, THETA, LONGEST, x, positions),
+            rotate(x, positions),
+            mistakes,
+        )
     batched = torch.stack([torch.arange(S) + i for i in range(B)])
     expected = torch.stack([rotate(x[i], batched[i]) for i in range(B)])
-    call = partial(adapter("run_rope"), M, THETA, LONGEST, x, batched)
-    yield asked("positions of each sequence", call, expected, beyond=True)
+    yield asked(
+        "positions of each sequence",
+        partial(adapter("run_rope"), M, THETA, LONGEST, x, batched),
+        expected,
+        beyond=True,
+    )
 
 
 attended = F.scaled_dot_product_attention  # its mask is True where a query sees a key

@@ -38,8 +38,12 @@ def clipping() -> basics.Questions:
         "gradients are not changed": gradients / 1e-2,
     }
     yield basics.asked("a norm above the largest", partial(clipped, 1e-2), whole, mistakes)
-    up = {"gradients of a smaller norm are scaled up": whole}
-    yield basics.asked("a norm below the largest", partial(clipped, 100.0), gradients / 100, up)
+    yield basics.asked(
+        "a norm below the largest",
+        partial(clipped, 100.0),
+        gradients / 100,
+        {"gradients of a smaller norm are scaled up": whole},
+    )
     yield basics.asked("parameters in an iterator", partial(clipped, 1e-2, iter), whole, beyond=True)
 
 

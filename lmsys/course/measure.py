@@ -71,7 +71,6 @@ def measure(root: Path, right: Collection[str], folder: Path) -> list[list[str]]
     commands = []
     for benchmark, (rows, options, small) in WORKLOADS.items():
         names = [f"--row={folder / 'rows.py'}:{name}" for part, name in rows.items() if part in right]
-        smaller = [] if torch.cuda.is_available() else shlex.split(small)
         commands += [
             [
                 "-m",
@@ -81,7 +80,7 @@ def measure(root: Path, right: Collection[str], folder: Path) -> list[list[str]]
                 "-o",
                 str(folder / f"{benchmark}.json"),
                 *shlex.split(options),
-                *smaller,
+                *([] if torch.cuda.is_available() else shlex.split(small)),
             ]
         ] * bool(names)
     results = [command[command.index("-o") + 1] for command in commands]
