@@ -144,7 +144,6 @@ def _rounded_backward(module: nn.Module, data: Batch, world_size: int, kind: str
         p.grad = (grad / world_size).to(p.dtype)
 
 
-Ask = Callable[..., Sequence[Any]]  # of `lmsys.bench.ranks.Ranks`
 _NUMBERS = count(2**31)  # numbers of trainings, larger than those that `lmsys check` uses
 _ASKED: set[Any] = set()  # keys of right rows that have run the trials: (target, options, world size, backend)
 
@@ -155,7 +154,7 @@ def small_training(case: ParallelCase, trial: Trial, number: int) -> trained.Res
     return trained.train(case.entry, trial, number, _options(case), ranks.subgroup(case.world_size))
 
 
-def judge_by_trials(candidate: Candidate, ask_ranks: Ask, seed: int) -> None:
+def judge_by_trials(candidate: Candidate, ask_ranks: Callable[..., Sequence[Any]], seed: int) -> None:
     """Runs the extreme trainings with a row that is right so far, once, and all trainings with one that is wrong.
 
     Changes the candidate: a wrong training makes it "wrong", and the name of a mistake goes into its reason. Under
@@ -185,7 +184,7 @@ def judge_by_trials(candidate: Candidate, ask_ranks: Ask, seed: int) -> None:
         return
 
 
-def _ask(case: ParallelCase, ask_ranks: Ask, trial: Trial) -> Sequence[trained.Result]:
+def _ask(case: ParallelCase, ask_ranks: Callable[..., Sequence[Any]], trial: Trial) -> Sequence[trained.Result]:
     """The results by rank; if ranks ended without a result, one result that says that they died."""
     try:
         return ask_ranks(case, small_training, trial, next(_NUMBERS))

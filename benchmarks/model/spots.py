@@ -36,7 +36,6 @@ from lmsys.testing import BLOCK_SCORES, SPOT_TIMES
 from lmsys.training.prepare import AUTOCAST, autocast
 
 EMBEDDINGS, HEAD = "token_embeddings.weight", "lm_head.weight"
-Meant = Callable[[str, Tensor], Tensor]
 
 
 class Reference:
@@ -47,7 +46,14 @@ class Reference:
     narrow the residual stream is, unless exact, rounded to the dtype that matmuls read
     """
 
-    def __init__(self, base: TransformerLM, precision: str, exact: bool, meant: Meant, narrow: bool = False):
+    def __init__(
+        self,
+        base: TransformerLM,
+        precision: str,
+        exact: bool,
+        meant: Callable[[str, Tensor], Tensor],
+        narrow: bool = False,
+    ):
         self.base, self.meant, self.exact = base, meant, exact
         self.stream = AUTOCAST[precision] if narrow and not exact else None
         self.device, self.parameters = base.lm_head.weight.device.type, dict(base.named_parameters())
@@ -211,7 +217,7 @@ class Spots:
             gradients[name] = p.grad[rows] / scale
         return gradients
 
-    def judge(self, case: ModelTest, kept: Kept, meant: Meant) -> Mapping[str, float]:
+    def judge(self, case: ModelTest, kept: Kept, meant: Callable[[str, Tensor], Tensor]) -> Mapping[str, float]:
         """The error over its budget of each part; `meant` as `Reference` has it."""
         parts, spot = dict(kept.result), self.spot(kept.key)
         update = parts.pop(UPDATE, None)
