@@ -77,10 +77,11 @@ class Exchange:
     ):
         self.flats, self._mean, self._copy, self._cuda = list(flats), mean, copy, cuda
         self.rank, self._signal = inboxes.rank, partial(inboxes.barrier, timeout_ms=timeout_ms)
-        self._buckets: list[_Bucket] = []
-        for layout, flat, handle in zip(layouts, flats, handles or [None] * len(flats), strict=True):
-            offset = len(self._buckets) % HALVES * (inbox.numel() // HALVES)
-            self._buckets.append(_bucket(layout, flat, inbox, inboxes, offset, handle))
+        parts = zip(layouts, flats, handles or [None] * len(flats), strict=True)
+        self._buckets = [
+            _bucket(layout, flat, inbox, inboxes, number % HALVES * (inbox.numel() // HALVES), handle)
+            for number, (layout, flat, handle) in enumerate(parts)
+        ]
         # High-priority streams: their kernels are short, and what follows waits for them.
         self._inward, self._outward = cuda.Stream(priority=-1), cuda.Stream(priority=-1)
         self._begin()
@@ -187,8 +188,9 @@ def segments_of(length: int, world_size: int) -> list[slice]:
 
 def inbox_bytes(layouts: Sequence[buckets.Layout], itemsizes: Sequence[int], world_size: int) -> int:
     """The size of an inbox in bytes: each half holds what every peer sends of the largest bucket."""
-    pairs = zip(layouts, itemsizes, strict=True)
-    longest = max(segments_of(layout.length, world_size)[0].stop * size for layout, size in pairs)
+    longest = max(
+        segments_of(layout.length, world_size)[0].stop * size for layout, size in zip(layouts, itemsizes, strict=True)
+    )
     return HALVES * (world_size - 1) * max(longest, buckets.ALIGNMENT)
 
 
