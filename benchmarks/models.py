@@ -193,8 +193,9 @@ def attention_row(entry: Entry, case: AttentionCase) -> Entry:
 def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:
     """None, or why a model with this row cannot run."""
     no_row = 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
-    reason = why_no_arithmetic(precision, case.device, compiles=compile in COMPILED)
-    return reason or (entry.why_not(case) if entry in MODEL_ROWS.values() else no_row)
+    return why_no_arithmetic(precision, case.device, compiles=compile in COMPILED) or (
+        entry.why_not(case) if entry in MODEL_ROWS.values() else no_row
+    )
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,13 @@ class TrainingCase(TrainedCase):
 
     @property
     def axes(self) -> Record:
-        left_out = "names_bucket", "micro", "checkpoint", "residual"  # the last two are always the defaults
-        return {name: value for name, value in super().axes.items() if name not in left_out} | {
+        return {
+            # Checkpoint and residual are always the defaults.
+            **{
+                name: value
+                for name, value in super().axes.items()
+                if name not in ("names_bucket", "micro", "checkpoint", "residual")
+            },
             "attention": self.attention.name,
             "row": self.row,
             "attention_label": self.attention.label or self.attention.name,

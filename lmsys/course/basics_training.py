@@ -174,7 +174,7 @@ def bpe_encoding() -> basics.Questions:
     merges = naive.learn_merges(counts, VOCABULARY - 256)
     tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
     vocab, sentence = (
-        dict(enumerate([*tokens, END.encode(), twice.encode()])),
+        dict(enumerate(tokens + [END.encode(), twice.encode()])),
         "né lo, quing 12 ster\n\n  Héllò 🙃" + END + " wing?" + END + "\n",
     )
     cases = {
@@ -193,7 +193,7 @@ def bpe_encoding() -> basics.Questions:
             at = next(
                 i for i, pair in enumerate(zip([*ids, None], expected + [None], strict=False)) if len(set(pair)) > 1
             )
-            pieces = [[vocab.get(i) for i in of[at : at + 3]] for of in (expected, ids)]
+            pieces = [list(map(vocab.get, of[at : at + 3])) for of in (expected, ids)]
             split = special and END not in [vocab.get(i, b"").decode(errors="replace") for i in ids] and END in given
             return Fault(
                 f"  from token {at} on: expected {pieces[0]}, got {pieces[1]}",

@@ -33,7 +33,7 @@ def root_of(path: Path) -> Path:
 def path_of(root: Path) -> list[str]:
     """The folders that the course's tests import from: the root, the packages in it, and those beside it."""
     beside = sorted({file.parent for file in root.parent.glob("*/pyproject.toml")} - {root})
-    folders = [root, *folders_of(root / ADAPTERS), *beside]
+    folders = [root] + folders_of(root / ADAPTERS) + beside
     return [str(folder) for folder in dict.fromkeys(folders) if folder != (root / ADAPTERS).parent]
 
 

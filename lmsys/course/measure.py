@@ -86,6 +86,6 @@ def measure(root: Path, right: Collection[str], folder: Path) -> list[list[str]]
     results = [command[command.index("-o") + 1] for command in commands]
     commands += [["-m", "lmsys.reports", *results, "-o", str(folder / "site")]] * bool(results)
     for command in commands:
-        print(shlex.join(["python", *command]), flush=True)
-        subprocess.run([sys.executable, *command], check=False)
+        print(shlex.join(["python"] + command), flush=True)
+        subprocess.run([sys.executable] + command, check=False)
     return commands
