@@ -71,8 +71,8 @@ class Pass:
 
 
 _ENDS: dict[tuple[str, Pass], Slices] = {}  # {(case id, pass): slices after the case's steps}
-# {world size: (last pass, {settings of plain or exact steps: (slices before, slices after)})}
-_RIGHT: dict[int, tuple[Pass, dict[object, tuple[Slices, Slices]]]] = {}
+# {(pass, world size, settings of plain or exact steps): (slices before, slices after)} of the last pass
+_RIGHT: dict[tuple[Pass, int, object], tuple[Slices, Slices]] = {}
 
 
 class Batches:
@@ -189,19 +189,18 @@ def _plain(
     narrow     ("compute_dtype", dtype): forward and backward use parameters rounded to it. ("comm_dtype", dtype): the
                all-reduce sends gradients rounded to it. None: neither
     """
-    known = _RIGHT.get(case.world_size)
-    if known is None or known[0] != asked:
-        known = _RIGHT[case.world_size] = asked, {}
-    what = dtype, precision, narrow, case.config, case.batch, case.residual, case.optimizer
-    if what not in known[1]:
+    what = asked, case.world_size, (dtype, precision, narrow, case.config, case.batch, case.residual, case.optimizer)
+    if what not in _RIGHT:
         start, end = _take_steps(case, asked, dtype, precision, narrow)
         if bad := [name for name, x in end.items() if not x.isfinite().all()]:
             raise RuntimeError(
                 f"the bench failed, not the row: plain steps in {precision} on weights in {dtype} lead to NaN or inf in"
                 f" {len(bad)} of {len(end)} parameters, as in {bad[0]}"
             )
-        known[1][what] = start, end
-    return known[1][what]
+        if any(known[0] != asked for known in _RIGHT):
+            _RIGHT.clear()
+        _RIGHT[what] = start, end
+    return _RIGHT[what]
 
 
 def _have_room(case: ParallelCase) -> bool:
