@@ -47,14 +47,14 @@ class Pretokenizer:
     """
 
     def __init__(self, special_tokens: Iterable[str] = ()):
-        specials = sorted({token.encode() for token in special_tokens}, key=lambda token: (-len(token), token))
-        if b"" in specials:
+        self._specials = sorted({token.encode() for token in special_tokens}, key=lambda token: (-len(token), token))
+        if b"" in self._specials:
             raise ValueError("a special token must have at least one character; got ''")
-        self._specials = specials
-        self._pattern = re.compile(b"|".join(map(re.escape, specials))) if specials else None
-        apart = 0 < len(specials) <= _FEW and not any(starmap(_may_overlap, product(specials, repeat=2)))
-        self.context = max(map(len, specials), default=1)
-        self._cut = re.compile(b"|".join([_CUT.pattern, *map(re.escape, specials)])) if apart else _CUT
+        escaped = list(map(re.escape, self._specials))
+        self._pattern = re.compile(b"|".join(escaped)) if escaped else None
+        apart = 0 < len(escaped) <= _FEW and not any(starmap(_may_overlap, product(self._specials, repeat=2)))
+        self.context = max(map(len, self._specials), default=1)
+        self._cut = re.compile(b"|".join([_CUT.pattern] + escaped)) if apart else _CUT
 
     def starts(self, padded: bytes) -> np.ndarray:
         """Where each pre-token of a text begins, then its length: (P + 1) int64. padded: the text and PAD zeros."""
