@@ -66,8 +66,8 @@ class AttentionTest(Case):
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}kv{self.kv_heads}"
         mask = "causal" if self.causal else "full"
         shape = f"B{self.batch}{heads}Q{self.queries}K{self.keys}D{self.head_dim}"
-        named = patterns.name_of(self.options), "deterministic" if self.deterministic else ""
-        return "-".join(filter(None, [self.section, shape, self.dtype, mask, *named]))
+        mode = "deterministic" if self.deterministic else ""
+        return "-".join(filter(None, (self.section, shape, self.dtype, mask, patterns.name_of(self.options), mode)))
 
     @property
     def comparison(self) -> str:

@@ -5,10 +5,10 @@ the checks of timed calls. `bench_anatomy.py` profiles the same cases.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -26,13 +26,12 @@ from lmsys.measure.compare import attempt
 class Setup:
     """The gate, until it has judged; from the first step on the whole models, which need its room."""
 
-    case: ModelTest
-    seed: int
     gate: Gate | None
+    make_rig: Callable[[], Rig]
 
     @cached_property
     def rig(self) -> Rig:
-        return Rig(self.case, self.seed)
+        return self.make_rig()
 
 
 class ModelBenchmark(Benchmark):
@@ -85,7 +84,7 @@ class ModelBenchmark(Benchmark):
         return models.arithmetic(cases[0].precision)
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> Setup:
-        return Setup(cases[0], settings.seed, Gate(cases[0], settings.seed))
+        return Setup(Gate(cases[0], settings.seed), partial(Rig, cases[0], settings.seed))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         assert setup.gate is not None

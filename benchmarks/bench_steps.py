@@ -308,9 +308,10 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         if reason:
             candidate.failed("wrong", reason)
             return
-        levels = answers[0].levels if case.checkpoint == checkpointing.FIT else None
         measurement.samples = ranks.slowest(rank.samples for rank in answers)
-        measurement.record = findings_of(answers) | {"levels": levels}
+        measurement.record = findings_of(answers) | {
+            "levels": answers[0].levels if case.checkpoint == checkpointing.FIT else None
+        }
 
     def _figures(self, case: StepsCase, candidate: Candidate, trial: Any) -> str:
         """How the case has ended, in a line."""

@@ -114,7 +114,7 @@ class Inputs:
 
     def check(self, call: Callable[..., Tensor]) -> dict[str, float]:
         """The error over its budget of each output of an implementation; `exact` and `plain` are made before."""
-        answer = [x.cpu() for x in self.run(call)]
+        answer = list(map(Tensor.cpu, self.run(call)))
         # The loss is a mean over the tokens, which are the rows of the first gradient, too: so it has their groups.
         return ratios(answer, self.exact, self.plain, self.groups[:1] + self.groups, self.precision, self.device)
 

@@ -257,8 +257,11 @@ class ModelCase(Case):
         if self.residual == "narrow" and self.precision not in AUTOCAST:
             return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
         fits = replace(self.config, **self.runtime).checkpoint_blocks == checkpointing.FIT  # may refuse the levels
-        on_cpu = "what fits is chosen for a GPU: the memory of a CPU is others' too"
-        return on_cpu if fits and self.device != "cuda" else None
+        return (
+            "what fits is chosen for a GPU: the memory of a CPU is others' too"
+            if fits and self.device != "cuda"
+            else None
+        )
 
 
 @dataclass(frozen=True)

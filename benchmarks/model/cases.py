@@ -82,9 +82,11 @@ class ModelTest(models.ModelCase):
 
     @property
     def axes(self) -> Record:
-        names = "size", "context", "batch", "precision", "mode", "compile", "checkpoint", "residual"
         return {
-            **{name: getattr(self, name) for name in names},
+            **{
+                name: getattr(self, name)
+                for name in ("size", "context", "batch", "precision", "mode", "compile", "checkpoint", "residual")
+            },
             **({} if self.warmup is None else {"warmup_steps": self.warmup}),
             **{name: getattr(self.config, name) for name in SHAPE},
             "num_parameters": operations.model_parameters(self.config),

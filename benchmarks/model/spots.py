@@ -169,8 +169,9 @@ class Spots:
     def __init__(self, base: TransformerLM, data: Batch, precision: str):
         self.base, self.data, self.precision = base, data, precision
         self.parameters = dict(base.named_parameters())
-        work = data.tokens.numel() * sum(p.numel() for p in base.parameters())
-        self.whole = work <= MOST_WORK[data.tokens.device.type]
+        self.whole = (
+            data.tokens.numel() * sum(map(Tensor.numel, base.parameters())) <= MOST_WORK[data.tokens.device.type]
+        )
 
     def spot(self, key: int) -> Spot:
         chance, (batch, length) = random.Random(key), self.data.tokens.shape

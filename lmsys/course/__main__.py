@@ -66,8 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
     if given.html is not None:
         given.html.write_text(_page(given.folder, answers), encoding="utf-8")
     if given.measure is not None:
-        right = {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT}
-        measure.measure(checkout.root_of(given.folder), right, given.measure.resolve())
+        measure.measure(
+            checkout.root_of(given.folder),
+            {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT},
+            given.measure.resolve(),
+        )
     verdicts = {answer["verdict"] for answer in answers}
     return 1 if verdicts & {parts.WRONG, parts.REFUSED} else UNJUDGED * (parts.NOT_JUDGED in verdicts)
 

@@ -285,8 +285,9 @@ class CopyEngines(overlapped.Collectives):
 
     def _exchange_of(self, buckets: Sequence[overlapped.Bucket]) -> Exchange:
         layouts = [bucket.layout for bucket in buckets]
-        itemsizes = [bucket.dtype.itemsize for bucket in buckets]
-        inbox = self._empty(inbox_bytes(layouts, itemsizes, self.group.size()), torch.uint8)
+        inbox = self._empty(
+            inbox_bytes(layouts, [bucket.dtype.itemsize for bucket in buckets], self.group.size()), torch.uint8
+        )
         inboxes = self._handle(inbox)
         if buckets[0].whole:
             flats = [self._empty(bucket.layout.length, bucket.dtype) for bucket in buckets]
