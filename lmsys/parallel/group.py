@@ -23,7 +23,6 @@ from lmsys import doing, processes, values, watchdog
 from lmsys.parallel.collectives import gather_objects
 
 BACKENDS = ("gloo", "nccl")
-OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 STOPPED = "stopped"  # the kind of failure of a rank that SIGSTOP has stopped, beside "died" and "timeout"
 ERRORS_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
 LOCALHOST = "127.0.0.1"
@@ -44,7 +43,7 @@ class WorkerError(RuntimeError):
         """(outcome, "oom" or "error"; the reason in a line: which rank, and the line that names the exception)."""
         first, *trace = str(self).strip().splitlines()
         named = [line for line in trace if self.kind in line] or trace  # the last line may be torch's advice
-        no_memory = self.kind in OUT_OF_MEMORY or processes.NO_CPU_MEMORY in str(self)
+        no_memory = self.kind in ("OutOfMemoryError", "MemoryError") or processes.NO_CPU_MEMORY in str(self)
         return "oom" if no_memory else "error", " ".join([first, *named[-1:]])
 
 
