@@ -36,7 +36,7 @@ from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
 from lmsys.parallel import structure
 from lmsys.parallel.group import device
-from lmsys.training import muon, prepare, reproducible
+from lmsys.training import prepare, reproducible
 
 # Settings of AdamW in plain steps and in `rank.py`. With eps far above a gradient's size AdamW moves in proportion to
 # the gradient: a gradient that is halved shows, and where one is near zero no rounding turns the step around. At this
@@ -246,6 +246,8 @@ def _optimizers(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype)
     """The optimizers of plain steps, or of exact ones where `dtype` is float64."""
     if case.optimizer == "adamw":
         return [torch.optim.AdamW(module.parameters(), **ADAMW)]
+    from lmsys.training import muon  # here, as an earlier state of the code under --against may not have it
+
     if dtype == torch.float64:
         groups = structure.grouped(module, muon.matrix_groups(module))
         return [muon.Muon(groups, ns_dtype=dtype, **ADAMW | MUON)]

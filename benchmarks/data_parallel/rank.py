@@ -21,7 +21,7 @@ from lmsys.config import ModelConfig
 from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
 from lmsys.parallel import group, overlapped
-from lmsys.training import gradients, muon, optimizer, prepare
+from lmsys.training import gradients, optimizer, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
@@ -95,6 +95,8 @@ class Rig:
         cls: type[torch.optim.Optimizer] = optimizer.AdamW
         more: dict[str, Any] = {}
         if case.optimizer == "muon":
+            from lmsys.training import muon  # here, as an earlier state of the code under --against may not have it
+
             cls, more = muon.Muon, passes.MUON | {"groups": muon.matrix_groups(model)}
         elif case.traits.fused_adamw:
             cls, more = torch.optim.AdamW, {"fused": on != "cpu"}

@@ -52,8 +52,8 @@ class Muon(AdamW):
                       and a weight decay that were chosen for AdamW go on to be right
     ns_coefficients   a, b and c of the polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, applied `ns_steps` times
     ns_dtype          dtype of the iteration
-    batched           False: each matrix by itself. Libraries choose another kernel for another number of matrices, so
-                      only then are a matrix's bits the same whichever others are stepped beside it
+    batched           False: each matrix by itself. Libraries may choose another kernel for another number of matrices,
+                      so only then are a matrix's bits the same whichever others are stepped beside it
     betas, eps        AdamW's
     flats             of `Fsdp.make_optimizer`: by parameter the `FlatShard` of several that the parameter is a part of
 
@@ -224,8 +224,10 @@ def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS) -> Tensor:
-    """x (N, R, C), of singular values at most 1 -> (N, R, C): U V' for x = U S V', roughly: singular values come to lie
-    between about 0.7 and 1.2, but for very small ones."""
+    """x (N, R, C), of singular values at most 1 -> (N, R, C), about the orthogonal U Vᵀ of x = U S Vᵀ.
+
+    By five steps singular values come to lie between about 0.7 and 1.2, but for very small ones.
+    """
     a, b, c = coefficients
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x

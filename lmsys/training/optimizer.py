@@ -49,12 +49,8 @@ class AdamW(Optimizer):
 
     grad_factor: Tensor | None = None
     rounded: Any = None
-    other_algorithms: dict[str, Any] = {  # options of a param group in a state dict that is not AdamW's
-        "amsgrad": True,
-        "maximize": True,
-        "decoupled_weight_decay": False,
-        "use_muon": True,
-    }
+    # Options of a param group in a state dict that is not AdamW's.
+    other_algorithms = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False, "use_muon": True}
 
     def __init__(
         self,
