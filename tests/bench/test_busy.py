@@ -158,15 +158,15 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
     monkeypatch.setattr("lmsys.bench.results.time", SimpleNamespace(monotonic=clock))
 
     def lines(pace: float, took_s: dict[str, float] | None = None) -> list[str]:
-        lines: list[str] = []
-        session = Session(Settings(device="cpu"), Sweep(took_s=took_s or {}), say=lines.append)
+        messages: list[str] = []
+        session = Session(Settings(device="cpu"), Sweep(took_s=took_s or {}), say=messages.append)
         session.__dict__["runner"] = Slow(clock, {"a": 1.0 * pace, "b": 100.0 * pace})
         session.benchmarks["attention"] = None  # type: ignore[assignment]
         session._groups |= {("attention", name): [name] * 2 for name in "ab"}
         for name in "ab":
             session._run(("attention", name))
         session.close()
-        return [line.partition(" attention")[0].partition(":")[0] for line in lines]
+        return [line.partition(" attention")[0].partition(":")[0] for line in messages]
 
     assert lines(1.0) == ["[1/2] a", "[2/2, about 1 s left if the rest costs as much a case] b"]
     assert lines(3.0) == ["[1/2, about 101 s left] a", "[2/2, about 5 min left] b"]

@@ -202,7 +202,7 @@ def test_a_case_and_the_same_as_it_was_are_measured_both_or_not_at_all() -> None
     session.carried = dict.fromkeys(keys[:3], {"outcome": "ok"})
     session.carried_entries = [{"extra_info": {"id": name}} for name in ids[:3]]
     session.select(keys)
-    assert [one["extra_info"]["id"] for one in session.entries_of_carried] == ids[:2]
+    assert [timing["extra_info"]["id"] for timing in session.entries_of_carried] == ids[:2]
     assert [*session.carried] == keys[:2] and [case.id for group in session._groups.values() for case in group] == [
         ids[2]
     ]

@@ -28,7 +28,7 @@ def test_any_order_of_dimensions_in_memory_is_plain(order: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("value", "reason"),
     [
         (torch.zeros(2, 3, 4).as_subclass(Subclass), "plain torch.Tensor"),
         (None, "plain torch.Tensor"),
@@ -45,7 +45,7 @@ def test_any_order_of_dimensions_in_memory_is_plain(order: list[int]) -> None:
     ],
     ids=range(12),
 )
-def test_anything_else_is_refused(found: Any, reason: str) -> None:
+def test_anything_else_is_refused(value: Any, reason: str) -> None:
     with pytest.raises(NotAsPromised, match=reason) as refused:
-        check_plain("o", found, LIKE, [LIKE])
+        check_plain("o", value, LIKE, [LIKE])
     assert refused.value.failure[0] == "wrong"

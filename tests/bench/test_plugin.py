@@ -171,9 +171,9 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
     while process.poll() is None and (not partial.is_file() or partial.read_text().count("\n") < 6):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    printed, said = process.communicate(timeout=PATIENCE_S)
+    printed, errors = process.communicate(timeout=PATIENCE_S)
     # pytest itself sometimes fails to show the place: in Python 3.11 an interrupt may fall between two lines.
-    assert process.returncode == 2 or "self._rawentry.tb_lineno - 1" in said, printed + said
+    assert process.returncode == 2 or "self._rawentry.tb_lineno - 1" in errors, printed + errors
     assert "was not used at all" not in printed
     before = {case["id"]: case for case in record.load(folder / "out.json")["records"]}
     assert 5 <= len(before) < 32 * 2 * 2
@@ -377,6 +377,6 @@ def test_bad_options_end_the_run_with_one_line(answers: dict[str, tuple[str, dic
 def test_every_option_is_shown_in_the_help(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
     from benchmarks.axes import NAMED
 
-    own = ("--sweep", "--axis", "--memory-limit", "--resume", "--fail-on")
+    options = ("--sweep", "--axis", "--memory-limit", "--resume", "--fail-on")
     _, answer = answers["--help"]
-    assert all(option in answer["said"] for option in (*own, *(axis.option for axis in NAMED)))
+    assert all(option in answer["said"] for option in (*options, *(axis.option for axis in NAMED)))

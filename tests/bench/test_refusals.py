@@ -57,7 +57,9 @@ def existing(folder: Path, records: list[dict[str, Any]], **changes: object) -> 
 def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
     """Each option that is refused stands beside --benchmark-json, and beside --resume, with an existing result."""
     cases = []
-    for number, options in enumerate(one for one in BAD if not one.startswith(("--benchmark-json", "--resume"))):
+    for number, options in enumerate(
+        refused for refused in BAD if not refused.startswith(("--benchmark-json", "--resume"))
+    ):
         for option in ("--benchmark-json", "--resume"):
             output = existing(tmp_path / f"{number}{option}", [ATTENTION])
             cases.append((output, ["benchmarks/bench_attention.py", *options.split(" "), option, output]))

@@ -38,14 +38,14 @@ TINY: dict[str, Any] = {
 def opened(device: str, timed: bool = True, **values: Any) -> dict[tuple[str, str], Any]:
     """{(mode, row): record} of the cases of TINY, but for these values of axes."""
     cases = cases_of(Anatomy(), Settings(device=device), **(TINY | values))
-    found = [result.record for result in results(Anatomy(), cases, device=device, timed=timed)]
-    return {(record["mode"], record["impl"]): record for record in found}
+    measured = [result.record for result in results(Anatomy(), cases, device=device, timed=timed)]
+    return {(record["mode"], record["impl"]): record for record in measured}
 
 
 def test_records_tell_time_and_memory(device: str, tmp_path: Path) -> None:
-    found = opened(device, traces=tmp_path)
-    assert len(found) == 4
-    for (mode, row), record in found.items():
+    measured = opened(device, traces=tmp_path)
+    assert len(measured) == 4
+    for (mode, row), record in measured.items():
         assert record["outcome"] == "ok", record["reason"]
         assert json.loads(json.dumps(record, allow_nan=False))["benchmark"] == "anatomy"
         assert record["time_s"] > 0 and record["rounds"] >= 10
@@ -65,7 +65,7 @@ def test_records_tell_time_and_memory(device: str, tmp_path: Path) -> None:
         )
         assert json.loads((tmp_path / f"{record['id']}.json").read_text())["traceEvents"]
         assert (tmp_path / f"{record['id']}.pickle").exists() == (device == "cuda")
-    step, inference = found["step", "naive"], found["forward", "naive"]
+    step, inference = measured["step", "naive"], measured["forward", "naive"]
     predicted = training_memory(config_of("tiny", 16), 1, 16, "fp32")
     for name in ("parameters", "gradients", "optimizer"):
         assert step[f"{name}_bytes"] == pytest.approx(getattr(predicted, name), rel=0.01)

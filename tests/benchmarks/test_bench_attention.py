@@ -173,9 +173,9 @@ def swept_rows(
 @pytest.fixture(scope="module")
 def swept(kernels: Path) -> Records:
     names = ("right", "Explicit", "wrong_dk", *CACHED, "changing", "hungry", "broken", "undefined")
-    own = [f"{kernels}:{name}" for name in (*names, "only_bfloat16_and_off")]
+    users_rows = [f"{kernels}:{name}" for name in (*names, "only_bfloat16_and_off")]
     # Without the quick check of files, so that each row reaches the check at its case's shape.
-    return swept_rows(["naive", *own, "flash_attn_2"], checks_files=False)
+    return swept_rows(["naive", *users_rows, "flash_attn_2"], checks_files=False)
 
 
 def test_every_row_ends_as_a_cell(swept: Records) -> None:

@@ -57,16 +57,16 @@ def test_every_sweep_has_cases_of_its_own() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_are_timed_and_accounted_for(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmsys.model.loss.CHUNK_LOGITS", 8 * 50)
-    found = records(precision=(precision,))
-    for record in found.values():
+    by_row = records(precision=(precision,))
+    for record in by_row.values():
         assert record["outcome"] == "ok", record["reason"]
         assert 0 <= record["error_ratio"] <= 1 and record["rounds"] >= 10 and record["compile_s"] > 0
         assert record["flops"] == 6 * 40 * 16 * 50
         assert record["repeatable"] is True and record["batch_invariant"] is None, record["same_bits"]
         assert record["tokens_per_s"] == pytest.approx(40 / record["time_s"])
         assert (record["matmul_ceiling_fraction"] is None) == (precision == "fp16")
-    assert found["chunked"]["comparison"] == found["eager"]["comparison"]
-    assert 0 < found["chunked"]["peak_bytes"] < found["eager"]["peak_bytes"]
+    assert by_row["chunked"]["comparison"] == by_row["eager"]["comparison"]
+    assert 0 < by_row["chunked"]["peak_bytes"] < by_row["eager"]["peak_bytes"]
 
 
 @pytest.mark.long
@@ -93,8 +93,8 @@ def test_without_torchs_loss_in_chunks_its_row_says_which_torch_has_it(monkeypat
 
 def test_without_a_compiler_the_compiled_row_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.models.compiled.why_no_compiler", lambda device: "there is no compiler")
-    found = records(row=("eager", "compiled"), timed=False)
-    assert [record["outcome"] for record in found.values()] == ["ok", "unsupported"]
+    by_row = records(row=("eager", "compiled"), timed=False)
+    assert [record["outcome"] for record in by_row.values()] == ["ok", "unsupported"]
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -222,9 +222,9 @@ def test_a_graph_is_measured_beside_what_it_replays(monkeypatch: pytest.MonkeyPa
 
     for precision in ("bf16", "fp16"):
         by_case = found_in(precision)
-        for (mode, way, _), record in by_case.items():
+        for (mode, way, _), cell in by_case.items():
             expected = "ok" if mode == "step" or way == "compiled" else "unsupported"
-            assert record["outcome"] == expected, record["reason"]
+            assert cell["outcome"] == expected, cell["reason"]
         compiled, *replayed = (by_case["step", way, "auto"]["peak_bytes"] for way in ("compiled", "graphed", "fused"))
         workspaces = 2**26  # bytes that cuBLAS keeps for each stream
         for peak in replayed:

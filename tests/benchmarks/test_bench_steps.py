@@ -163,16 +163,16 @@ def test_steps_by_muon_train(strategy: str) -> None:
 
 
 class Answers(Ranks):
-    """Ranks that run nothing, and return made-up accounts: `found` is {row: account of each rank}."""
+    """Ranks that run nothing, and return made-up accounts: `accounts` is {row: account of each rank}."""
 
-    def __init__(self, found: dict[str, list[Alone]]) -> None:
-        self.found = found
+    def __init__(self, accounts: dict[str, list[Alone]]) -> None:
+        self.accounts = accounts
 
     def run(self, world_size: int, backend: str, function: Any, case: StepsCase, *_: Any) -> list[Any]:
         if function is gate:
             return [{"weight": 2.0 if case.impl == "zero1" else 0.5}] * world_size
         assert function is train_alone and case.impl != "zero1"
-        return self.found[case.impl]
+        return self.accounts[case.impl]
 
 
 def test_a_row_that_does_not_train_is_wrong_and_has_no_time() -> None:

@@ -197,8 +197,10 @@ def test_merges_are_held_to_the_definition_at_any_place(tmp_path: Path, monkeypa
     apart = next(place for place, pair in enumerate(right) if others[place] != pair)
     assert all(texts.drawn.difference_of_merges(right, 93, key) is None for key in range(5))
     mixed = [*right[: max(5, apart)], *others[max(5, apart) :]]
-    said = [texts.drawn.difference_of_merges(mixed, 93, key) for key in range(20)]
-    assert sum(text is not None for text in said) > 5 and all(text is None or "by definition" in text for text in said)
+    differences = [texts.drawn.difference_of_merges(mixed, 93, key) for key in range(20)]
+    assert sum(text is not None for text in differences) > 5 and all(
+        text is None or "by definition" in text for text in differences
+    )
     assert "merge 60 is None, by definition" in str(texts.drawn.difference_of_merges(right[:60], 93, 0))
     assert "merge 0 is" in str(texts.drawn.difference_of_merges(right[1:], 93, 0))
 

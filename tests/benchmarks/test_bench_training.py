@@ -199,9 +199,9 @@ def test_a_curve_is_right_within_its_budget(steps: list[tuple[float, float]], no
 
 
 def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     one_run = runner(two_ranks)
-    one_run.say = said.append
+    one_run.say = lines.append
     strategies = ("none", "zero1", "torch_ddp_tuned", "torch_fsdp2")
     by_row = records(one_run, attention=("sdpa_flash",), strategy=strategies)
     assert "torch_fsdp2" in by_row["sdpa_flash-torch_fsdp2"]["reason"]
@@ -218,8 +218,8 @@ def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
     held_out = [row["valid_loss"] for row in by_row.values()]
     assert max(held_out) - min(held_out) < 1e-3
     assert by_row["sdpa_flash-none"]["curve_losses"][-1] < by_row["sdpa_flash-none"]["curve_losses"][0]
-    assert any("[2/4] sdpa_flash-zero1" in line and "tokens/s" in line for line in said)
-    assert sum("the reference: naive attention" in line for line in said) == 1
+    assert any("[2/4] sdpa_flash-zero1" in line and "tokens/s" in line for line in lines)
+    assert sum("the reference: naive attention" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,10 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(
 ) -> None:
     monkeypatch.setattr(Runner, "ready", lambda self: None)  # no ceilings
     facts = machine.describe("cpu", command="", seed=0, sweep="smoke")
-    said: list[str] = []
+    lines: list[str] = []
 
     def interrupted(line: str) -> None:
-        said.append(line)
+        lines.append(line)
         if "[2/3]" in line:
             raise KeyboardInterrupt
 
@@ -262,10 +262,10 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(
     output = tmp_path / "out.json"
 
     def session(say: Any) -> tuple[Session, list[tuple[str, str]]]:
-        found = Session(Settings(device="cpu", seconds_per_row=0.0), sweep, output)
-        found.__dict__["runner"] = runner(two_ranks)
-        found.runner.__dict__["machine"], found.runner.say = facts, say
-        return found, [("training", name) for name in found.add(Training)]
+        opened = Session(Settings(device="cpu", seconds_per_row=0.0), sweep, output)
+        opened.__dict__["runner"] = runner(two_ranks)
+        opened.runner.__dict__["machine"], opened.runner.say = facts, say
+        return opened, [("training", name) for name in opened.add(Training)]
 
     first, keys = session(interrupted)
     first.select(keys)
@@ -273,20 +273,20 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(
         first.result(keys[0])
     (kept,) = record.load(output)["records"]
     assert kept["id"] == keys[0][1] and kept["time_s"] > 0
-    said.clear()
-    second, _ = session(said.append)
-    for found, entries in read_results(output):
-        second.resume(found, entries)
+    lines.clear()
+    second, _ = session(lines.append)
+    for content, entries in read_results(output):
+        second.resume(content, entries)
     second.select(keys)
     assert second.result(keys[2]).record["outcome"] == "ok"
-    assert second.carried[keys[0]] == kept and not any("naive-none" in line for line in said)
-    assert [one["id"] for one in record.load(output)["records"]] == [name for _, name in keys]
+    assert second.carried[keys[0]] == kept and not any("naive-none" in line for line in lines)
+    assert [saved["id"] for saved in record.load(output)["records"]] == [name for _, name in keys]
 
 
 def test_what_is_wrong_or_fails_is_a_case(two_ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STRATEGIES)
-    own = tuple(f"{tmp_path}/own.py:{name}" for name in ("one_percent_off", "late", "apart", "broken"))
-    by_row = records(runner(two_ranks), strategy=own)
+    users_rows = tuple(f"{tmp_path}/own.py:{name}" for name in ("one_percent_off", "late", "apart", "broken"))
+    by_row = records(runner(two_ranks), strategy=users_rows)
     outcomes = {name.removeprefix("naive-"): row["outcome"] for name, row in by_row.items()}
     wrong = dict.fromkeys(("one_percent_off", "late", "apart"), "wrong")
     assert outcomes == wrong | {"broken": "error"}, [row["reason"] for row in by_row.values()]

@@ -180,13 +180,13 @@ def _drawn(case: ParallelCase, timed_pass: Pass) -> list[list[list[int]]]:
 def test_batches_come_one_after_another_in_one_memory(two_ranks: Ranks) -> None:
     """Each batch comes once before any comes again. Another draw, seed or rank has other batches."""
 
-    def drawn(one: Pass) -> list[Any]:
-        return two_ranks.run(2, "gloo", _drawn, case_of("naive", batch=(1,)), one)
+    def drawn(batches: Pass) -> list[Any]:
+        return two_ranks.run(2, "gloo", _drawn, case_of("naive", batch=(1,)), batches)
 
-    first, again, *others = (drawn(one) for one in (ONE, ONE, replace(ONE, draw=9), replace(ONE, seed=9)))
+    first, again, *others = (drawn(batches) for batches in (ONE, ONE, replace(ONE, draw=9), replace(ONE, seed=9)))
     assert first == again and first[0] != first[1] and all(other[0] != first[0] for other in others)
     assert all(tokens[1:] == targets[:-1] for tokens, targets in first[0])
-    assert len({str(one) for one in first[0]}) == len(first[0]) - 1 and first[0][-1] == first[0][0]
+    assert len({str(batches) for batches in first[0]}) == len(first[0]) - 1 and first[0][-1] == first[0][0]
 
 
 def _judged_beside_lucky_steps(

@@ -23,7 +23,7 @@ def content(smoke_result: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def said(smoke_result: Path) -> str:
+def printed(smoke_result: Path) -> str:
     """The output of that run."""
     return smoke_result.with_name("smoke.txt").read_text()
 
@@ -33,7 +33,7 @@ def by(name: str, benchmark: str, content: dict[str, Any]) -> dict[str, dict[str
     return {row[name]: row for row in content["lmsys"]["records"] if row["benchmark"] == benchmark}
 
 
-def test_every_case_has_a_record_and_none_failed(smoke_result: Path, said: str) -> None:
+def test_every_case_has_a_record_and_none_failed(smoke_result: Path, printed: str) -> None:
     records = record.load(smoke_result)["records"]
     assert len({(row["benchmark"], row["id"]) for row in records}) == len(records)
     bad = [f"{row['id']}: {row['reason']}" for row in records if row["outcome"] in ("wrong", "error")]
@@ -41,7 +41,7 @@ def test_every_case_has_a_record_and_none_failed(smoke_result: Path, said: str) 
     kinds = Counter(row["benchmark"] for row in records if row["outcome"] == "ok")
     names = "attention model loss anatomy precision collectives data_parallel tokenizer training steps".split()
     assert set(kinds) == set(names)
-    assert "cases" in said and "lost" not in said  # ranks end with the run, without an error message
+    assert "cases" in printed and "lost" not in printed  # ranks end with the run, without an error message
 
 
 def test_the_result_is_pytest_benchmarks_and_ours(content: dict[str, Any]) -> None:
@@ -82,14 +82,14 @@ def test_collectives_are_checked_and_timed(content: dict[str, Any]) -> None:
     assert by_row["all_gather"]["bus_bytes_per_s"] == by_row["all_gather"]["algorithm_bytes_per_s"] / 2
 
 
-def test_strategies_and_trainings_have_a_record_each(content: dict[str, Any], said: str) -> None:
+def test_strategies_and_trainings_have_a_record_each(content: dict[str, Any], printed: str) -> None:
     kinds = [name for name in TIMED_STRATEGIES if name not in ALIKE]
     assert list(by("strategy", "data_parallel", content)) == kinds
     names = [f"{attention}-{strategy}" for attention in ("naive", "sdpa_flash") for strategy in ("none", "bucketed")]
     trained = by("impl", "training", content)
-    assert list(trained) == names and {one["outcome"] for one in trained.values()} == {"ok"}
-    assert "-W2-torch_fsdp2: ok, " in said
-    assert "[2/4] naive-bucketed" in said and "smoke-tiny-S64B2-fp32-W2-T512x2" in said
+    assert list(trained) == names and {row["outcome"] for row in trained.values()} == {"ok"}
+    assert "-W2-torch_fsdp2: ok, " in printed
+    assert "[2/4] naive-bucketed" in printed and "smoke-tiny-S64B2-fp32-W2-T512x2" in printed
 
 
 def test_steps_train_ours_beside_torchs_and_say_where_the_time_goes(content: dict[str, Any]) -> None:

@@ -92,8 +92,8 @@ def of_first_head(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
 
 
 def without_gradient(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: Any, return_lse: bool = False) -> Any:
-    found = naive(q, k, v, scale=scale, pattern=Pattern(causal, return_lse=return_lse))
-    return (found[0], found[1].detach() + 0 * q.sum()) if return_lse else found
+    outputs = naive(q, k, v, scale=scale, pattern=Pattern(causal, return_lse=return_lse))
+    return (outputs[0], outputs[1].detach() + 0 * q.sum()) if return_lse else outputs
 
 
 @pytest.mark.parametrize("name", ["with_options", "off_by_one", "of_first_head", "without_gradient"])
@@ -188,18 +188,21 @@ def test_every_row_of_a_table_has_a_verdict(
     lines = printed.out.splitlines()
     assert "it is right" not in printed.err
     if as_json:
-        found = {record["name"]: (record["verdict"], record["reason"]) for record in map(json.loads, lines)}
+        verdict_of = {record["name"]: (record["verdict"], record["reason"]) for record in map(json.loads, lines)}
     else:
         assert lines[-1] == "2 refused, 2 right, 2 wrong"
         parts = [line.partition(": ") for line in lines if " of 6, " in line]
-        found = {place.split()[-1]: tuple(rest.split(", ", 1)) for place, _, rest in parts}
+        verdict_of = {place.split()[-1]: tuple(rest.split(", ", 1)) for place, _, rest in parts}
     verdicts = {"reads_on": "wrong", "refused": "refused", "absent": "refused", "RMSNorm": "right"}
-    assert {name: verdict for name, (verdict, _) in found.items()} == verdicts | (
+    assert {name: verdict for name, (verdict, _) in verdict_of.items()} == verdicts | (
         {} if as_json else {"warns": "right", "dies": "wrong"}
     )
-    assert as_json or "killed by SIGABRT" in found["dies"][1]
-    assert "read as zeros" in found["reads_on"][1]
-    assert found["refused"][1] == "runs nowhere" and "pip install no-such-package brings it" in found["absent"][1]
+    assert as_json or "killed by SIGABRT" in verdict_of["dies"][1]
+    assert "read as zeros" in verdict_of["reads_on"][1]
+    assert (
+        verdict_of["refused"][1] == "runs nowhere"
+        and "pip install no-such-package brings it" in verdict_of["absent"][1]
+    )
     assert main([*options, "--kind", "norm"]) == RIGHT
     assert main(["--all", "right"]) == main([]) == 2
 
@@ -226,6 +229,6 @@ def test_where_it_is_wrong() -> None:
     assert places.where(wrong) == "every row and column (100 % of the elements)"
     wrong[:, :, 1::2] = False
     assert places.where(wrong) == "rows 0, 2, ... 6 of 8 (50 % of the elements)"
-    found, expected = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2, dtype=torch.float64)
-    found[0, 0, 1, 0] = torch.nan
-    assert places.worst(found, expected) == (0, 0, 1, 0)
+    outputs, expected = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2, dtype=torch.float64)
+    outputs[0, 0, 1, 0] = torch.nan
+    assert places.worst(outputs, expected) == (0, 0, 1, 0)

@@ -168,8 +168,8 @@ def test_the_peak_with_checkpointing_is_predicted(level: str, residual: str, pre
 
     forward_backward()
     model.zero_grad(set_to_none=True)
-    found = training_memory(config, 16, 128, precision)
-    predicted = max(found.gradients, found.activations + found.recomputed)
+    memory = training_memory(config, 16, 128, precision)
+    predicted = max(memory.gradients, memory.activations + memory.recomputed)
     assert predicted == pytest.approx(peak_bytes(forward_backward, device), rel=0.15)
 
 

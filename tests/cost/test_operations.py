@@ -86,9 +86,9 @@ def test_parameters_are_those_of_the_network(config: ModelConfig) -> None:
 
 def test_parameters_of_the_named_sizes() -> None:
     millions = {name: round(model_parameters(model_config(name)) / 1e6) for name in SIZES}
-    told = {"tiny": 3, "small": 129, "medium": 423, "large": 969, "xl": 1998, "2.7b": 3407, "10b": 12833}
-    told |= {"1b": 1033, "3b": 2998, "8b": 8126}  # of a vocabulary of 151,936
-    assert millions == told
+    published = {"tiny": 3, "small": 129, "medium": 423, "large": 969, "xl": 1998, "2.7b": 3407, "10b": 12833}
+    published |= {"1b": 1033, "3b": 2998, "8b": 8126}  # of a vocabulary of 151,936
+    assert millions == published
 
 
 @given(configs, st.integers(1, 64), st.integers(1, 4))
@@ -151,9 +151,9 @@ def test_times_without_a_bandwidth_are_refused(sizes: list[float], times: list[f
 
 
 def test_zero_divides_one_thing_after_another() -> None:
-    found = [zero_memory(10, 4, stage) for stage in range(4)]
-    assert [sum(one.values()) for one in found] == [160, 100, 70, 40]
-    assert found[1] == {"parameters": 40, "gradients": 40, "optimizer": 20}
+    by_stage = [zero_memory(10, 4, stage) for stage in range(4)]
+    assert [sum(memory.values()) for memory in by_stage] == [160, 100, 70, 40]
+    assert by_stage[1] == {"parameters": 40, "gradients": 40, "optimizer": 20}
     with pytest.raises(ValueError, match="stage=4"):
         zero_memory(10, 4, 4)
 

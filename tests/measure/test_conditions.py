@@ -92,10 +92,10 @@ def write_proc(root: Path, busy: int, **ticks: tuple[int, int, int]) -> None:
     core = min(os.sched_getaffinity(0))
     (root / "proc").mkdir(exist_ok=True)
     (root / "proc/stat").write_text(f"cpu 9 9 9 9 9 9 9 9 0 0\ncpu{core} {busy - 6} 1 2 900 800 1 1 1 70 0\n")
-    for name, (parent, own, ended) in ticks.items():
+    for name, (parent, own_ticks, ended_ticks) in ticks.items():
         folder = root / "proc" / name.removeprefix("p")
         folder.mkdir(exist_ok=True)
-        (folder / "stat").write_text(f"7 (a (b) c) S {parent} 1 1 1 1 1 1 1 1 1 {own} 1 {ended} 2 20 0\n")
+        (folder / "stat").write_text(f"7 (a (b) c) S {parent} 1 1 1 1 1 1 1 1 1 {own_ticks} 1 {ended_ticks} 2 20 0\n")
 
 
 ticks = st.integers(0, 100)

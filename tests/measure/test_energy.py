@@ -72,9 +72,9 @@ def test_two_ways_that_are_further_apart_than_allowed_are_told(watts: float, gap
 
 def test_a_counter_alone_says_so() -> None:
     samples = [Sample(at, 100 * at, None) for at in times([0.005])]
-    found = energy_of(samples, marks(0.1), 0.5, None)
-    assert found.joules == pytest.approx(10) and found.integral_j is None
-    assert "no sensor of power" in (found.doubt() or "")
+    measured = energy_of(samples, marks(0.1), 0.5, None)
+    assert measured.joules == pytest.approx(10) and measured.integral_j is None
+    assert "no sensor of power" in (measured.doubt() or "")
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_calls_follow_one_another_until_the_counter_has_moved_for_long_enough() 
         called.append(time.perf_counter())
         time.sleep(0.002)
 
-    found = of_call(call, device, lambda: None, seconds=0.2, warm_s=0.05)
-    assert found.calls * found.call_s >= 0.2 and len(called) > found.calls
-    assert found.joules == pytest.approx(400 * found.call_s, rel=0.25)  # a sample may come late on a busy machine
-    assert found.integral_j == pytest.approx(400 * found.call_s, rel=0.25)
+    measured = of_call(call, device, lambda: None, seconds=0.2, warm_s=0.05)
+    assert measured.calls * measured.call_s >= 0.2 and len(called) > measured.calls
+    assert measured.joules == pytest.approx(400 * measured.call_s, rel=0.25)  # a sample may come late on a busy machine
+    assert measured.integral_j == pytest.approx(400 * measured.call_s, rel=0.25)
 
 
 def test_a_sensor_that_fails_is_told() -> None:
@@ -132,9 +132,13 @@ def test_what_is_prepared_untimed_is_taken_off(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(energy, "of_call", of_call)
     step = Step(lambda prepared: prepared and "whole", prepare=lambda: "part")
-    found = of_step(step, FakeDevice(), lambda: None)
-    assert found.joules == 3.0 and found.integral_j == pytest.approx(3.03) and found.call_s == pytest.approx(3 / 400)
-    record = found.record(tokens=6)
+    measured = of_step(step, FakeDevice(), lambda: None)
+    assert (
+        measured.joules == 3.0
+        and measured.integral_j == pytest.approx(3.03)
+        and measured.call_s == pytest.approx(3 / 400)
+    )
+    record = measured.record(tokens=6)
     assert record["energy_per_token_j"] == 0.5 and record["energy_power_w"] == pytest.approx(400)
     assert of_step(Step(lambda _: "whole"), FakeDevice(), lambda: None).joules == 5.0
     joules["part"] = 5.0
@@ -142,12 +146,13 @@ def test_what_is_prepared_untimed_is_taken_off(monkeypatch: pytest.MonkeyPatch) 
         of_step(step, FakeDevice(), lambda: None)
 
 
-def agreement(name: str, found: Energy) -> float:
+def agreement(name: str, measured: Energy) -> float:
     """How far counter and integral are apart, as a share of the integral; also prints it as a line of a table."""
-    assert found.integral_j is not None
-    apart = found.joules / found.integral_j - 1
-    watts = found.joules / found.call_s
-    print(f"| {name} | {found.joules:.4g} | {found.integral_j:.4g} | {apart:+.2%} | {watts:.0f} | {found.call_s:.3e} |")
+    assert measured.integral_j is not None
+    apart = measured.joules / measured.integral_j - 1
+    watts = measured.joules / measured.call_s
+    figures = f"{measured.joules:.4g} | {measured.integral_j:.4g} | {apart:+.2%} | {watts:.0f}"
+    print(f"| {name} | {figures} | {measured.call_s:.3e} |")
     return abs(apart)
 
 
@@ -155,9 +160,9 @@ def agreement(name: str, found: Energy) -> float:
 @pytest.mark.parametrize("size", [2048, 8192])
 def test_the_energy_of_a_matmul_is_the_integral_of_its_power(size: int) -> None:
     a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    found = of_call(partial(torch.matmul, a, a), sensors_of("cuda"), partial(synchronize, "cuda"), energy.PASS_S)
-    assert agreement(f"matmul {size}", found) <= APART
-    assert found.calls * found.call_s >= 1.0
+    measured = of_call(partial(torch.matmul, a, a), sensors_of("cuda"), partial(synchronize, "cuda"), energy.PASS_S)
+    assert agreement(f"matmul {size}", measured) <= APART
+    assert measured.calls * measured.call_s >= 1.0
 
 
 @pytest.mark.gpu
@@ -181,10 +186,10 @@ def test_the_energy_of_attention_is_the_integral_of_its_power(
     step = Step(lambda o: torch.autograd.grad(o, (q, k, v), do), prepare=forward) if grad else Step(lambda _: forward())
 
     def of_call_with_table(*arguments: Any) -> Energy:
-        found = of_call(*arguments)
-        agreement(f"{name} {direction}, a pass", found)
-        return found
+        measured = of_call(*arguments)
+        agreement(f"{name} {direction}, a pass", measured)
+        return measured
 
     monkeypatch.setattr(energy, "of_call", of_call_with_table)
-    found = of_step(step, sensors_of("cuda"), partial(synchronize, "cuda"))
-    assert agreement(f"{name} {direction}", found) <= APART
+    measured = of_step(step, sensors_of("cuda"), partial(synchronize, "cuda"))
+    assert agreement(f"{name} {direction}", measured) <= APART

@@ -22,13 +22,13 @@ def write(root: Path, **files: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "found"), [("max", 9 * GIB), (8 * GIB, 8 * GIB - 3 * GIB + GIB), (64 * GIB, 9 * GIB)]
+    ("limit", "expected"), [("max", 9 * GIB), (8 * GIB, 8 * GIB - 3 * GIB + GIB), (64 * GIB, 9 * GIB)]
 )
-def test_the_least_of_the_machine_and_of_its_container_counts(limit: object, found: int, tmp_path: Path) -> None:
+def test_the_least_of_the_machine_and_of_its_container_counts(limit: object, expected: int, tmp_path: Path) -> None:
     write(tmp_path, proc__meminfo=f"MemTotal: {16 * 2**20} kB\nMemAvailable: {9 * 2**20} kB")
     folder = tmp_path / "sys/fs/cgroup"
     write(folder, memory_DOT_max=limit, memory_DOT_current=3 * GIB, memory_DOT_stat=f"anon 5\ninactive_file {GIB}")
-    assert available_bytes(tmp_path) == found
+    assert available_bytes(tmp_path) == expected
 
 
 def test_nothing_is_known_elsewhere(tmp_path: Path) -> None:

@@ -39,11 +39,11 @@ def is_jit(decorator: ast.expr) -> bool:
 @cache
 def jitted() -> dict[str, list[ast.FunctionDef]]:
     """The functions that Triton or Gluon compiles, by file, relative to lmsys/."""
-    found = {}
+    by_file = {}
     for file in sorted(LIBRARY.rglob("*.py")):
         functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-        found[file.relative_to(LIBRARY).as_posix()] = [f for f in functions if any(map(is_jit, f.decorator_list))]
-    return {file: functions for file, functions in found.items() if functions}
+        by_file[file.relative_to(LIBRARY).as_posix()] = [f for f in functions if any(map(is_jit, f.decorator_list))]
+    return {file: functions for file, functions in by_file.items() if functions}
 
 
 def launched() -> Iterator[tuple[str, str]]:

@@ -19,10 +19,10 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_h200_is_what_its_data_sheet_says(h200: None) -> None:
     """989 TFLOP/s, at the clock of 1,830 MHz that the sheet counts with, and 4.8 TB/s, rounded."""
-    found = limits_of("cuda", 1830.0)
-    assert found is not None
-    assert found.flops_per_s["bfloat16"] == pytest.approx(989.4e12, rel=1e-3)
-    assert found.bytes_per_s == pytest.approx(4.8e12, rel=0.03)
+    limits = limits_of("cuda", 1830.0)
+    assert limits is not None
+    assert limits.flops_per_s["bfloat16"] == pytest.approx(989.4e12, rel=1e-3)
+    assert limits.bytes_per_s == pytest.approx(4.8e12, rel=0.03)
 
 
 def test_there_are_none_where_they_are_not_known(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:

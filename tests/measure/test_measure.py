@@ -70,7 +70,7 @@ def test_a_prepare_is_held_against_its_like_in_the_same_place(own_s: float, refu
 
 def test_of_rows_with_a_single_round_that_is_kept() -> None:
     """The result of the only timed round is kept, although rounds are kept at random."""
-    step = Step(lambda _: "result", keep=lambda found, key: None if key is None else found)
+    step = Step(lambda _: "result", keep=lambda result, key: None if key is None else result)
     (kept,) = interleave({"a": step}, CpuClock(), seconds=0, min_rounds=1).kept["a"]
     assert (kept.index, kept.result) == (0, "result")
 
@@ -110,9 +110,9 @@ def test_rows_that_all_fail_end_at_once_also_on_a_clock_that_warms() -> None:
 def test_looks_are_between_rounds_and_not_too_many(rounds: int) -> None:
     numbers = itertools.count()
     step = Step(lambda _: None)
-    found = interleave({"a": step}, CpuClock(), seconds=0, min_rounds=rounds, look=lambda: next(numbers))
-    assert min(rounds, MOST_LOOKS) / 2 <= len(found.looks) <= MOST_LOOKS
-    assert found.looks == [*range(1, next(numbers))]  # number 0 was called before, to measure what a look costs
+    sampled = interleave({"a": step}, CpuClock(), seconds=0, min_rounds=rounds, look=lambda: next(numbers))
+    assert min(rounds, MOST_LOOKS) / 2 <= len(sampled.looks) <= MOST_LOOKS
+    assert sampled.looks == [*range(1, next(numbers))]  # number 0 was called before, to measure what a look costs
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_running_out_of_memory_is_an_outcome_of_its_own(error: Exception, outcom
     def fail() -> None:
         raise error
 
-    result, (found, reason) = attempt(fail)
-    assert result is None and found == outcome
+    result, (kind, reason) = attempt(fail)
+    assert result is None and kind == outcome
     assert reason and "\n" not in reason
 
 

@@ -32,14 +32,14 @@ def test_time_of_communication_and_its_overlap_are_those_of_the_trace(device: st
         events.append({"cat": category, "name": "aten::mm", "ts": start, "dur": 600.0})
         events.append({"cat": sends[0], "name": sends[1], "ts": start + 450, "dur": 200.0})
         events.append({"cat": sends[0], "name": sends[1], "ts": start + 550, "dur": 200.0})
-    found = read_overlap(events, device, steps=3)
-    assert found.time_s == pytest.approx(300e-6) and found.overlap_fraction == pytest.approx(0.5)
-    assert {what for what, _, _ in found.timeline} == {"communication", "computation"}
-    longest = max(end for _, _, end in found.timeline)
+    overlap = read_overlap(events, device, steps=3)
+    assert overlap.time_s == pytest.approx(300e-6) and overlap.overlap_fraction == pytest.approx(0.5)
+    assert {what for what, _, _ in overlap.timeline} == {"communication", "computation"}
+    longest = max(end for _, _, end in overlap.timeline)
     assert 0 < longest <= STEP_US / 1e6
 
 
 def test_a_step_that_sends_nothing_has_no_overlap() -> None:
-    found = read_overlap([{"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 5.0}], "cpu", steps=1)
-    assert (found.time_s, found.overlap_fraction) == (0.0, None)
+    overlap = read_overlap([{"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 5.0}], "cpu", steps=1)
+    assert (overlap.time_s, overlap.overlap_fraction) == (0.0, None)
     assert read_overlap([], "cpu", steps=1).timeline == []

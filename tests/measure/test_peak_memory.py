@@ -37,8 +37,8 @@ def test_phases_tell_peak_and_what_stays(device: str) -> None:
         kept.extend([zeros(device), zeros(device)])
         zeros(device).neg_()
 
-    found = memory.phases({"grow": grow, "shrink": kept.pop, "same": lambda: zeros(device)}, device)
-    assert found == {
+    phases = memory.phases({"grow": grow, "shrink": kept.pop, "same": lambda: zeros(device)}, device)
+    assert phases == {
         "grow": {"peak_bytes": 12 * SIZE, "live_bytes": 8 * SIZE},
         "shrink": {"peak_bytes": 8 * SIZE, "live_bytes": 4 * SIZE},
         "same": {"peak_bytes": 8 * SIZE, "live_bytes": 4 * SIZE},
@@ -62,11 +62,11 @@ def test_phases_of_a_step(device: str) -> None:
 
     warm_up()
     steps = {"forward": lambda: y.append(layers(x)), "backward": lambda: y.pop().sum().backward()}
-    found = memory.phases({**steps, "optimizer": optimizer.step}, device)
-    live = [phase["live_bytes"] for phase in found.values()]
+    phases = memory.phases({**steps, "optimizer": optimizer.step}, device)
+    live = [phase["live_bytes"] for phase in phases.values()]
     assert live == pytest.approx([2 * 2**21, weights, 2 * weights], rel=0.01)
-    assert found["forward"]["peak_bytes"] == pytest.approx(2 * 2**21, rel=0.01)
-    assert found["backward"]["peak_bytes"] > found["backward"]["live_bytes"]
+    assert phases["forward"]["peak_bytes"] == pytest.approx(2 * 2**21, rel=0.01)
+    assert phases["backward"]["peak_bytes"] > phases["backward"]["live_bytes"]
 
 
 def test_a_breakdown_counts_each_storage_once(device: str) -> None:
@@ -105,8 +105,8 @@ def test_the_timeline_follows_each_event(device: str) -> None:
         del x
         return y.mul(2)
 
-    found = memory.timeline({"one": call, "two": lambda: zeros(device)}, device)
-    (times, live), (later, last) = (zip(*points, strict=True) for points in found.values())
+    timeline = memory.timeline({"one": call, "two": lambda: zeros(device)}, device)
+    (times, live), (later, last) = (zip(*points, strict=True) for points in timeline.values())
     levels = [size // SIZE for size in live]  # rounded down, as operators also allocate scalars
     assert [level for level, _ in itertools.groupby(levels)][:4] == [4, 8, 4, 8]
     assert times[0] == 0 and [*times, *later] == sorted([*times, *later])

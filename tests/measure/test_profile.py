@@ -120,18 +120,18 @@ def test_a_profile_tells_kernels_and_parts(tmp_path: Path, device: str) -> None:
             loss.backward()
 
     path = tmp_path / "new" / "trace.json"
-    found = profile_call(call, device, steps=2, trace=path)
+    profiled = profile_call(call, device, steps=2, trace=path)
     assert len(calls) == 1 + 1 + 2
-    assert json.loads(json.dumps(dataclasses.asdict(found))) == dataclasses.asdict(found)
-    assert 0 < found.kernel_s <= found.profiled_s
-    assert found.shares.keys() == set(KINDS) and sum(found.shares.values()) == pytest.approx(1)
-    assert found.shares["matmul"] > 0 and found.shares["reduction"] > 0 and found.shares["communication"] == 0
-    assert sum(k.total_s for k in found.kernels) == pytest.approx(found.kernel_s)
-    assert [k.total_s for k in found.kernels] == sorted((k.total_s for k in found.kernels), reverse=True)
-    assert sum(k.count for k in found.kernels if k.kind == "matmul") >= 2  # one forward, one backward
-    parts = {p.name: p for p in found.parts}
+    assert json.loads(json.dumps(dataclasses.asdict(profiled))) == dataclasses.asdict(profiled)
+    assert 0 < profiled.kernel_s <= profiled.profiled_s
+    assert profiled.shares.keys() == set(KINDS) and sum(profiled.shares.values()) == pytest.approx(1)
+    assert profiled.shares["matmul"] > 0 and profiled.shares["reduction"] > 0 and profiled.shares["communication"] == 0
+    assert sum(k.total_s for k in profiled.kernels) == pytest.approx(profiled.kernel_s)
+    assert [k.total_s for k in profiled.kernels] == sorted((k.total_s for k in profiled.kernels), reverse=True)
+    assert sum(k.count for k in profiled.kernels if k.kind == "matmul") >= 2  # one forward, one backward
+    parts = {p.name: p for p in profiled.parts}
     assert parts.keys() == {"forward", "backward", "layer", "scores", "softmax"}
-    assert {p.count for p in found.parts} == {1}
+    assert {p.count for p in profiled.parts} == {1}
     assert max(parts["scores"].kinds, key=parts["scores"].kinds.__getitem__) == "matmul"
     assert "matmul" not in parts["softmax"].kinds and parts["softmax"].backward_s > 0
     inner = parts["scores"], parts["softmax"]
@@ -139,15 +139,15 @@ def test_a_profile_tells_kernels_and_parts(tmp_path: Path, device: str) -> None:
     assert parts["layer"].backward_s == pytest.approx(sum(p.backward_s for p in inner))
     assert parts["layer"].backward_s <= parts["forward"].backward_s <= parts["backward"].total_s
     assert sum(parts["forward"].kinds.values()) == pytest.approx(parts["forward"].total_s)
-    assert parts["forward"].total_s + parts["backward"].total_s <= found.kernel_s * 1.0001
+    assert parts["forward"].total_s + parts["backward"].total_s <= profiled.kernel_s * 1.0001
     assert {"traceEvents", "displayTimeUnit"} <= json.loads(path.read_text()).keys()
 
 
 def test_calls_that_warm_up_do_not_count() -> None:
     slow = iter([0.1, 0.1, 0.01, 0.01, 0.01])
-    found = profile_call(lambda: time.sleep(next(slow)), "cpu")
-    assert found.profiled_s >= 0.01 and next(slow, None) is None
-    assert found.kernels == [] and found.kernel_s == 0
+    profiled = profile_call(lambda: time.sleep(next(slow)), "cpu")
+    assert profiled.profiled_s >= 0.01 and next(slow, None) is None
+    assert profiled.kernels == [] and profiled.kernel_s == 0
 
 
 def test_bad_numbers_are_named() -> None:
@@ -214,8 +214,8 @@ def test_operators_count_their_own_time_only() -> None:
         operator("aten::t", 1, 7, 1),  # begins as its neighbour ends
         operator("aten::mul", 2, 3, 5),
     ]
-    own = {k.name: round(k.total_s * 1e6, 6) for k in read_trace(events, "cpu", 1)[0]}
-    assert own == {"aten::linear": 3, "aten::addmm": 4, "aten::copy_": 2, "aten::t": 1, "aten::mul": 5}
+    own_times = {k.name: round(k.total_s * 1e6, 6) for k in read_trace(events, "cpu", 1)[0]}
+    assert own_times == {"aten::linear": 3, "aten::addmm": 4, "aten::copy_": 2, "aten::t": 1, "aten::mul": 5}
 
 
 def test_parts_are_off_until_asked_for() -> None:
@@ -238,8 +238,8 @@ def test_a_part_may_mark_a_function_that_calls_itself() -> None:
         return 1 + deep(depth - 1) if depth else 0
 
     assert deep(3) == 3
-    (found,) = profile_call(lambda: deep(3), "cpu").parts
-    assert (found.name, found.count) == ("deep", 4)
+    (only_part,) = profile_call(lambda: deep(3), "cpu").parts
+    assert (only_part.name, only_part.count) == ("deep", 4)
 
 
 def test_parts_end_where_a_part_fails() -> None:
@@ -271,18 +271,18 @@ def allocate(device: str) -> Tensor:
 
 def test_the_largest_allocations_name_their_lines(device: str) -> None:
     first = allocate.__code__.co_firstlineno
-    found = largest_allocations(lambda: [allocate(device), torch.ones(2**19, device=device)], device, top=4)
-    lines = {int(allocation.where.rpartition(":")[2]): allocation for allocation in found}
-    assert [allocation.bytes for allocation in found] == [2**22] * 3 + [2**21]
+    allocations = largest_allocations(lambda: [allocate(device), torch.ones(2**19, device=device)], device, top=4)
+    lines = {int(allocation.where.rpartition(":")[2]): allocation for allocation in allocations}
+    assert [allocation.bytes for allocation in allocations] == [2**22] * 3 + [2**21]
     assert lines.keys() >= {first + 1, first + 2, first + 4}
     assert [lines[first + 1].at_peak, lines[first + 2].at_peak, lines[first + 4].at_peak] == [0, 1, 1]
-    assert {allocation.function for allocation in found} == {"allocate", found[-1].function}
-    assert all(a.where.startswith("tests/measure/test_profile.py:") and a.count == 1 for a in found), found
+    assert {allocation.function for allocation in allocations} == {"allocate", allocations[-1].function}
+    assert all(a.where.startswith("tests/measure/test_profile.py:") and a.count == 1 for a in allocations), allocations
 
 
 def test_allocations_of_one_line_are_counted_together(device: str) -> None:
-    found = largest_allocations(lambda: [torch.zeros(2**18, device=device) for _ in range(3)], device)
-    assert [(allocation.bytes, allocation.count, allocation.at_peak) for allocation in found] == [(2**20, 3, 3)]
+    allocations = largest_allocations(lambda: [torch.zeros(2**18, device=device) for _ in range(3)], device)
+    assert [(allocation.bytes, allocation.count, allocation.at_peak) for allocation in allocations] == [(2**20, 3, 3)]
 
 
 def test_allocations_are_found_around_compiled_code() -> None:
@@ -294,14 +294,16 @@ def test_allocations_are_found_around_compiled_code() -> None:
 
 def test_allocations_of_a_backward_name_its_node(device: str) -> None:
     x = torch.randn(2**18, device=device, requires_grad=True)
-    found = largest_allocations(lambda: x.sin().sum().backward(), device, top=5)
-    assert any("SinBackward" in allocation.function and allocation.bytes == 2**20 for allocation in found), found
+    allocations = largest_allocations(lambda: x.sin().sum().backward(), device, top=5)
+    assert any("SinBackward" in allocation.function and allocation.bytes == 2**20 for allocation in allocations), (
+        allocations
+    )
 
 
 @pytest.mark.gpu
 def test_cuda_kernels_are_profiled() -> None:
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    found = profile_call(lambda: model(x, x), "cuda", steps=3)
-    assert found.shares["matmul"] > found.shares["reduction"] > 0 == found.shares["other"]
-    assert all(kernel.count == 1 for kernel in found.kernels), found.kernels
-    assert 0 < found.kernel_s < found.profiled_s
+    profiled = profile_call(lambda: model(x, x), "cuda", steps=3)
+    assert profiled.shares["matmul"] > profiled.shares["reduction"] > 0 == profiled.shares["other"]
+    assert all(kernel.count == 1 for kernel in profiled.kernels), profiled.kernels
+    assert 0 < profiled.kernel_s < profiled.profiled_s

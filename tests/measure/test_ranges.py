@@ -33,10 +33,10 @@ class Ranges:
 
 @pytest.fixture
 def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
-    found = Ranges()
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", found.range_push)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", found.range_pop)
-    return found
+    recorder = Ranges()
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", recorder.range_push)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", recorder.range_pop)
+    return recorder
 
 
 def test_a_range_holds_the_call_and_nothing_else(ranges: Ranges) -> None:
@@ -47,12 +47,12 @@ def test_a_range_holds_the_call_and_nothing_else(ranges: Ranges) -> None:
         before=lambda: log("before"),
         redraw=lambda draw: log(f"redraw {draw}"),
         redraw_late=lambda draw: log(f"late {draw}"),
-        keep=lambda found, key: log(f"keep {key}"),
+        keep=lambda result, key: log(f"keep {key}"),
     )
     call_in_ranges("one-{case}", step, "cpu")
-    own = ["push one-{case}", "run 7", "pop", "keep None"]
+    of_the_range = ["push one-{case}", "run 7", "pop", "keep None"]
     assert ranges.happened == [
-        event for i in range(NUM_CALLS) for event in ("before", f"redraw {i}", "prepare", f"late {i}", *own)
+        event for i in range(NUM_CALLS) for event in ("before", f"redraw {i}", "prepare", f"late {i}", *of_the_range)
     ]
 
 
@@ -64,15 +64,15 @@ def test_a_range_ends_where_the_call_fails(ranges: Ranges) -> None:
 
 def test_every_case_is_called_in_ranges_of_its_id_and_none_is_timed(ranges: Ranges) -> None:
     cases = cases_of(Adding())
-    found = records(Adding(), cases, nvtx=True, timed=False)
+    by_row = records(Adding(), cases, nvtx=True, timed=False)
     assert ranges.happened == [
         event for case in cases for _ in range(NUM_CALLS) for event in (f"push {case.id}", "pop")
     ]
-    for record in found.values():
+    for record in by_row.values():
         assert record["outcome"] == "ok" and record["reason"] == "called in NVTX ranges, not timed (--nvtx)"
         assert "time_s" not in record
 
 
 def test_without_the_option_nothing_is_pushed(ranges: Ranges) -> None:
-    found = records(Adding(), cases_of(Adding()))
-    assert not ranges.happened and all(record["time_s"] for record in found.values())
+    by_row = records(Adding(), cases_of(Adding()))
+    assert not ranges.happened and all(record["time_s"] for record in by_row.values())

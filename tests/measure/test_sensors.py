@@ -57,14 +57,14 @@ def write_rapl(root: Path, *packages: tuple[int, int]) -> list[Path]:
 
     A package is a CPU in its socket. The counter of a part of the first package is written, too: it must not be added.
     """
-    found = [root / f"sys/class/powercap/intel-rapl:{n}" for n in range(len(packages))]
+    folders = [root / f"sys/class/powercap/intel-rapl:{n}" for n in range(len(packages))]
     part = root / "sys/class/powercap/intel-rapl:0:0"  # its energy is counted in that of package 0 already
-    for folder, (used, limit) in zip([*found, part], [*packages, (10**9, 10**9)], strict=True):
+    for folder, (used, limit) in zip([*folders, part], [*packages, (10**9, 10**9)], strict=True):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "energy_uj").write_text(f"{used}\n")
         (folder / "max_energy_range_uj").write_text(f"{limit}\n")
         (folder / "constraint_0_power_limit_uw").write_text("250000000\n")
-    return found
+    return folders
 
 
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 4999)), max_size=8))
@@ -102,8 +102,8 @@ def test_a_cpu_tells_its_clock_and_its_governor(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_this_gpu_tells_its_state() -> None:
     gpu = sensors_of("cuda")
-    found, known = gpu.read(), gpu.settings()
-    assert found.sm_clock_mhz and found.memory_clock_mhz and found.temperature_c and found.power_w
-    assert 0 < found.sm_clock_mhz <= known["max_sm_mhz"] and 0 < found.power_w < 2 * known["power_limit_w"]
-    assert known["ecc"] in ("on", "off") and gpu.why_no_joules is None and gpu.joules() > 0
+    reading, settings = gpu.read(), gpu.settings()
+    assert reading.sm_clock_mhz and reading.memory_clock_mhz and reading.temperature_c and reading.power_w
+    assert 0 < reading.sm_clock_mhz <= settings["max_sm_mhz"] and 0 < reading.power_w < 2 * settings["power_limit_w"]
+    assert settings["ecc"] in ("on", "off") and gpu.why_no_joules is None and gpu.joules() > 0
     assert gpu.processes() is not None

@@ -169,9 +169,9 @@ def take_calls(strangers: int) -> list[float]:
 
 @pytest.fixture
 def one_rank() -> Iterator[Ranks]:
-    found = Ranks()
-    yield found
-    found.close()
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.mark.parametrize("strangers", [0, 2])

@@ -35,16 +35,16 @@ def test_what_is_added_to_each_round_is_the_shift_of_two_that_took_turns(differe
 
 def test_a_few_slow_rounds_do_not_move_it() -> None:
     steady = [0.001 * (number % 7) for number in range(100)]
-    for found in (between(steady, [*steady[:90], *[5.0] * 10]), paired([*[0.0] * 90, *[5.0] * 10])):
-        assert found and abs(found.estimate) < 0.002
+    for shift in (between(steady, [*steady[:90], *[5.0] * 10]), paired([*[0.0] * 90, *[5.0] * 10])):
+        assert shift and abs(shift.estimate) < 0.002
 
 
 def noise(rng: random.Random, count: int, alike: float) -> list[float]:
     """`count` timings of which each resembles the one before; `alike` is their correlation, from 0 to below 1."""
-    found = [rng.gauss(0, 1)]
-    while len(found) < count:
-        found.append(alike * found[-1] + math.sqrt(1 - alike * alike) * rng.gauss(0, 1))
-    return [0.01 * value for value in found]
+    timings = [rng.gauss(0, 1)]
+    while len(timings) < count:
+        timings.append(alike * timings[-1] + math.sqrt(1 - alike * alike) * rng.gauss(0, 1))
+    return [0.01 * value for value in timings]
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.6])
@@ -64,8 +64,8 @@ def test_few_of_the_changes_that_are_called_so_are_none() -> None:
     rng, called, false = random.Random(2), 0, 0
     for _ in range(40):
         shifts = [0.06 if number < 20 else 0.02 for number in range(100)]
-        found = [Shift(rng.gauss(shift, 0.01), 0.01).p_beyond(0.02) for shift in shifts]
-        counted = discoveries(found, 0.05)
+        chances = [Shift(rng.gauss(shift, 0.01), 0.01).p_beyond(0.02) for shift in shifts]
+        counted = discoveries(chances, 0.05)
         called += sum(counted)
         false += sum(counted[20:])
     assert called > 0.9 * 800 and false / called < 0.06

@@ -22,10 +22,10 @@ from tests.support.processes import PATIENCE_S
 
 def results_of(*sides: Callable[[Turns], Any]) -> list[Any]:
     """Run two functions of `Turns`, each in a thread of its own, and return their two results."""
-    found: list[Any] = [None, None]
+    results: list[Any] = [None, None]
 
     def run(number: int, turns: Turns) -> None:
-        found[number] = sides[number](turns)
+        results[number] = sides[number](turns)
 
     lines = Pipe()
     threads = [
@@ -37,7 +37,7 @@ def results_of(*sides: Callable[[Turns], Any]) -> list[Any]:
     for thread in threads:
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), "the two wait for one another"
-    return found
+    return results
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(-5, 0))
@@ -76,10 +76,10 @@ def test_each_round_has_both_parts_by_one_draw_whoever_leads(first: int, second:
 
 
 def test_whoever_leads_differs_from_round_to_round() -> None:
-    one, other = (Turns(line, is_first) for line, is_first in zip(Pipe(), (True, False), strict=True))
-    leads = [one.leads(index) for index in range(200)]
+    first, second = (Turns(line, is_first) for line, is_first in zip(Pipe(), (True, False), strict=True))
+    leads = [first.leads(index) for index in range(200)]
     assert 70 < sum(leads) < 130
-    assert leads == [not other.leads(index) for index in range(200)]
+    assert leads == [not second.leads(index) for index in range(200)]
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -121,8 +121,8 @@ def interleaved(
         return Step(run, redraw=draws[name].append)
 
     with turns.session():
-        found = interleave({name: step(name) for name in names}, CpuClock(), seconds=0.002, min_rounds=10, turns=turns)
-    return found, draws
+        result = interleave({name: step(name) for name in names}, CpuClock(), seconds=0.002, min_rounds=10, turns=turns)
+    return result, draws
 
 
 def test_rows_of_both_sides_have_the_same_rounds_and_draws() -> None:
@@ -157,5 +157,5 @@ def test_rows_that_both_have_come_first_in_one_order(index: int, ours: set[str],
 
 
 def test_alone_nobody_is_waited_for() -> None:
-    found, _ = interleaved(ALONE, {"one": 10})
-    assert len(found.samples["one"]) >= 10
+    result, _ = interleaved(ALONE, {"one": 10})
+    assert len(result.samples["one"]) >= 10
