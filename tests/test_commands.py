@@ -110,8 +110,8 @@ def as_run(words: list[str], folder: Path) -> Iterator[str]:
         elif re.fullmatch(r"(\.nox/\w+/bin/)?python3?", word):
             yield sys.executable
         elif word != "...":
-            own = ",".join(OWN.get(part, part) for part in word.split(","))
-            yield from sorted(glob(own, root_dir=folder)) or [own]
+            replaced = ",".join(OWN.get(part, part) for part in word.split(","))
+            yield from sorted(glob(replaced, root_dir=folder)) or [replaced]
 
 
 @pytest.fixture

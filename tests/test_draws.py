@@ -98,18 +98,18 @@ def test_how_much_is_made_at_once_does_not_matter(seed: int, first: int, at_once
 
 
 def test_a_draw_changes_values_and_nothing_else() -> None:
-    found, others = drawn(), drawn()
-    found.fill(1)
-    before = {name: (x.data_ptr(), x.stride(), x._version, x.clone()) for name, x in found.tensors.items()}
-    found.fill(2)
-    others.fill(2)
-    for name, x in found.tensors.items():
+    inputs, other_inputs = drawn(), drawn()
+    inputs.fill(1)
+    before = {name: (x.data_ptr(), x.stride(), x._version, x.clone()) for name, x in inputs.tensors.items()}
+    inputs.fill(2)
+    other_inputs.fill(2)
+    for name, x in inputs.tensors.items():
         pointer, stride, version, values_then = before[name]
         assert (x.data_ptr(), x.stride(), x._version) == (pointer, stride, version)
-        assert not torch.equal(x, values_then) and torch.equal(x, others.tensors[name])
-    found.fill(3, ["tokens"])
-    assert torch.equal(found.tensors["x"], others.tensors["x"])
-    assert not torch.equal(found.tensors["tokens"], others.tensors["tokens"])
+        assert not torch.equal(x, values_then) and torch.equal(x, other_inputs.tensors[name])
+    inputs.fill(3, ["tokens"])
+    assert torch.equal(inputs.tensors["x"], other_inputs.tensors["x"])
+    assert not torch.equal(inputs.tensors["tokens"], other_inputs.tensors["tokens"])
 
 
 def within_five_sigma(sample: Tensor, mean: float, std: float) -> bool:
@@ -135,8 +135,8 @@ def test_whole_numbers_are_below_their_bound_and_each_is_as_likely(seed: int, be
 
 @pytest.mark.gpu
 def test_a_gpu_draws_the_same_bits() -> None:
-    found = [drawn(device) for device in ("cpu", "cuda")]
-    for draws_of_device in found:
+    by_device = [drawn(device) for device in ("cpu", "cuda")]
+    for draws_of_device in by_device:
         draws_of_device.fill(7)
-    for name, x in found[0].tensors.items():
-        assert torch.equal(x, found[1].tensors[name].cpu()), name
+    for name, x in by_device[0].tensors.items():
+        assert torch.equal(x, by_device[1].tensors[name].cpu()), name

@@ -66,8 +66,8 @@ def test_what_does_not_run_is_counted(
     asked: str, has_gpu: bool, runs: dict[str, bool], counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    found, deselected, lines = collected(asked)
-    assert found == runs and {*found, *deselected} == {*MARKS} and len(found) + len(deselected) == len(MARKS)
+    selected, deselected, lines = collected(asked)
+    assert selected == runs and {*selected, *deselected} == {*MARKS} and len(selected) + len(deselected) == len(MARKS)
     expected = [
         f"tests left out, which need a GPU: {counts[0]} (python -m pytest -m gpu, where there is one)",
         f"tests left out, which compile, or start many processes: {counts[1]} (python3 -m nox -s long, as CI does)",

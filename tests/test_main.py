@@ -217,8 +217,8 @@ def test_an_extra_is_installed_from_where_lmsys_came(
 ) -> None:
     assert commands.with_extra("report") == f"python -m pip install -e '{ROOT}[report]'"
     monkeypatch.setattr(commands, "FOLDER", tmp_path)
-    found = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [found])
+    distribution = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [distribution])
     assert commands.with_extra("report") == f"python -m pip install {named}"
 
 

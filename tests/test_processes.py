@@ -82,8 +82,8 @@ class Unpicklable(Exception):
 class Unloadable(Exception):
     """Can be sent, but not received, as exceptions of many libraries: pickle makes it anew with a single argument."""
 
-    def __init__(self, one: str, other: str):
-        super().__init__(f"{one} and {other}")
+    def __init__(self, first: str, second: str):
+        super().__init__(f"{first} and {second}")
 
 
 def raises(kind: str) -> None:

@@ -74,10 +74,10 @@ def test_auto_gives_every_reason_when_none_can() -> None:
 
 
 def test_entry_points_join_the_table_and_cannot_redefine_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [SimpleNamespace(name="theirs", value="math:cos")]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == "g" else [])
+    points = [SimpleNamespace(name="theirs", value="math:cos")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == "g" else [])
     assert Table("number", TABLE_ROWS, group="g")["theirs"].load()(0.0) == 1.0
-    found.append(SimpleNamespace(name="plain", value="math:cos"))
+    points.append(SimpleNamespace(name="plain", value="math:cos"))
     with pytest.raises(ValueError, match=r"entry points in 'g' redefine the rows \['plain'\]"):
         list(Table("number", TABLE_ROWS, group="g"))
 

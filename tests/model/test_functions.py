@@ -43,8 +43,8 @@ def test_cross_entropy_is_the_mean_of_minus_log_softmax(shape: tuple[int, ...], 
 
 
 def test_low_precision_is_summed_in_float32() -> None:
-    found = cross_entropy(torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64))
-    torch.testing.assert_close(found, torch.tensor(4.0).log())
+    loss = cross_entropy(torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64))
+    torch.testing.assert_close(loss, torch.tensor(4.0).log())
 
 
 def test_targets_that_do_not_fit_are_named() -> None:

@@ -35,15 +35,13 @@ def right(
     dtypes  those that the results must have
     """
     of = [torch.Generator().manual_seed(7) for _ in range(3)]
-    found, exact, rounded = (
-        _with_gradients(one, [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs], generator)
-        for one, dtype, generator in zip(
-            (function, plain, plain), (None, torch.float64, torch.float32), of, strict=True
-        )
+    tested, exact, rounded = (
+        _with_gradients(y, [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs], generator)
+        for y, dtype, generator in zip((function, plain, plain), (None, torch.float64, torch.float32), of, strict=True)
     )
-    for one, other, ordinary, dtype in zip(found, exact, rounded, [*dtypes, *(x.dtype for x in inputs)], strict=True):
-        assert one.dtype == dtype
-        assert error_ratio(one, other, ordinary.to(dtype)) <= 1
+    for y, exact_y, plain_y, dtype in zip(tested, exact, rounded, [*dtypes, *(x.dtype for x in inputs)], strict=True):
+        assert y.dtype == dtype
+        assert error_ratio(y, exact_y, plain_y.to(dtype)) <= 1
 
 
 def _with_gradients(function: Callable[..., Any], inputs: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -140,12 +138,12 @@ def test_a_fused_model_errs_no_more_than_an_eager_one(
     plain, other, tokens = models(device, residual, attention)
     ordinary = gradients(plain, tokens, dtype)
     monkeypatch.setattr(fused, "is_plain", lambda x: False)
-    found = gradients(other, tokens, dtype)
+    of_fused = gradients(other, tokens, dtype)
     monkeypatch.undo()
     plain.config = replace(plain.config, attention="naive")
     exact = gradients(plain.double(), tokens)
-    for one, usual, right in zip(found, ordinary, exact, strict=True):
-        assert error_ratio(one, right, usual.to(dtype or torch.float32)) <= 1
+    for x, usual, right in zip(of_fused, ordinary, exact, strict=True):
+        assert error_ratio(x, right, usual.to(dtype or torch.float32)) <= 1
 
 
 def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,9 @@ cases = st.builds(
 )
 
 
-def assert_right(case: Case, found: list[Tensor], autocast: torch.dtype) -> None:
+def assert_right(case: Case, tested: list[Tensor], autocast: torch.dtype) -> None:
     reference, plain = case.run(plain_linear, torch.float64, None), case.run(plain_linear, torch.float32, autocast)
-    for x, ref, low in zip(found, reference, plain, strict=True):
+    for x, ref, low in zip(tested, reference, plain, strict=True):
         assert x.dtype == low.dtype and x.shape == low.shape
         assert error_ratio(x, ref, low.to(autocast)) <= 1  # the budget is that of the operands' dtype
 
@@ -117,8 +117,8 @@ NEEDS = (True, True, True, True), (False, True, False, True), (True, False, Fals
 def test_compiled_equals_eager(needs: tuple[bool, bool, bool, bool], autocast: torch.dtype | None) -> None:
     case = Case((2, 3), 8, (6, 4, 4), needs, gaps=False, seed=0)
     compiled = torch.compile(linear, fullgraph=True, dynamic=False)
-    for one, other in zip(*(case.run(f, torch.float32, autocast) for f in (compiled, linear)), strict=True):
-        assert one.dtype == other.dtype and error_ratio(one, other.double(), other) <= 1
+    for x, expected in zip(*(case.run(f, torch.float32, autocast) for f in (compiled, linear)), strict=True):
+        assert x.dtype == expected.dtype and error_ratio(x, expected.double(), expected) <= 1
 
 
 def test_gradients_that_are_rows_of_one_tensor_can_be_used_as_any() -> None:
@@ -164,7 +164,7 @@ def test_on_a_gpu_weight_gradients_are_not_rounded(autocast: torch.dtype, compil
     with torch.autocast("cuda", autocast):
         y = function(x, *weights)
     grad = torch.randn(y.shape, device="cuda").to(autocast)
-    found = torch.cat(torch.autograd.grad(y, weights, grad))
+    gradients = torch.cat(torch.autograd.grad(y, weights, grad))
     exact = grad.double().mT @ x.to(autocast).double()
     rounded = exact.to(autocast).double()
-    assert (found.double() - exact).norm() < 0.01 * (rounded - exact).norm()
+    assert (gradients.double() - exact).norm() < 0.01 * (rounded - exact).norm()

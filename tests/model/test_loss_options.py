@@ -107,15 +107,15 @@ def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
         assert not z.requires_grad and value.shape == z.shape
         return [value.detach(), z, *torch.autograd.grad(value, leaves, upstream.to(value.dtype))]
 
-    found = results(dtype, path, chunk=case["chunk"], return_z_loss=True)
+    tested = results(dtype, path, chunk=case["chunk"], return_z_loss=True)
     exact, plain = results(torch.float64, formula), results(dtype, formula)
     if options["reduction"] == "mean" and not bool((targets != options["ignore_index"]).any()):
-        assert found[0].isnan() and not any(x.count_nonzero() for x in found[2:])
+        assert tested[0].isnan() and not any(x.count_nonzero() for x in tested[2:])
         return
     judged = torch.float32 if dtype == torch.float64 else dtype
     # The gradient of a token's weight in a mean is a difference of losses over a sum, which may cancel to nothing.
     sizes = [1.0, 1.0, 1.0, 1.0, 10 * max(1.0, exact[0].abs().max().item())]
-    for x, reference, low, size in zip(found, exact, plain, sizes[: len(found)], strict=True):
+    for x, reference, low, size in zip(tested, exact, plain, sizes[: len(tested)], strict=True):
         assert error_ratio(x / size, reference / size, (low / size).to(judged)) <= 1
 
 
@@ -194,11 +194,11 @@ def test_small_factors_lose_nothing_in_float16(reduction: str) -> None:
     upstream = torch.rand(6) * 1e-7 if reduction == "none" else torch.ones(())
     value = linear_cross_entropy(*leaves, targets, reduction=reduction, token_weights=token_weights)
     scale = 1.0 if reduction == "mean" else 2.0**20
-    found = torch.autograd.grad(scale * value, leaves, upstream)
+    gradients = torch.autograd.grad(scale * value, leaves, upstream)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     reference, _ = formula(*wide, targets, reduction=reduction, token_weights=token_weights)
     exact = torch.autograd.grad(scale * reference, wide, upstream.double())
-    for x, right in zip(found, exact, strict=True):
+    for x, right in zip(gradients, exact, strict=True):
         assert error_ratio(x, right, right.half()) <= 1
 
 

@@ -65,8 +65,8 @@ def test_loss_and_gradient_equal_those_of_torch(device: str) -> None:
 def test_a_label_that_is_no_class_makes_its_row_nan(device: str) -> None:
     logits, labels = torch.ones(4, 40, device=device), torch.tensor([40, -1, IGNORED, 39], device=device)
     losses, _ = loss_triton.replace_by_gradient(logits, labels, ones(labels), LossOptions())
-    for found in (losses, logits.sum(1)):
-        assert found.isnan().tolist() == [True, True, False, False]
+    for by_row in (losses, logits.sum(1)):
+        assert by_row.isnan().tolist() == [True, True, False, False]
 
 
 @pytest.mark.gpu
@@ -96,14 +96,14 @@ def test_the_loss_in_chunks_with_it_and_without(
     targets[::5] = IGNORED
 
     def results(compute: torch.dtype, chunk: int | None) -> list[Tensor]:
-        own = [x.to(compute).requires_grad_() for x in leaves]
+        typed = [x.to(compute).requires_grad_() for x in leaves]
         if chunk:
-            value = linear_cross_entropy(*own, targets, chunk)
+            value = linear_cross_entropy(*typed, targets, chunk)
         else:
-            value = F.cross_entropy(F.linear(*own), targets, ignore_index=IGNORED)
-        return [value.detach(), *torch.autograd.grad(value, own)]
+            value = F.cross_entropy(F.linear(*typed), targets, ignore_index=IGNORED)
+        return [value.detach(), *torch.autograd.grad(value, typed)]
 
     exact, plain = results(torch.float64, None), results(dtype, None)
     for chunk in (100, 700):
-        for one, ref, low in zip(results(dtype, chunk), exact, plain, strict=True):
-            assert error_ratio(one, ref, low) <= 1
+        for x, ref, low in zip(results(dtype, chunk), exact, plain, strict=True):
+            assert error_ratio(x, ref, low) <= 1

@@ -131,9 +131,9 @@ def test_blocks_compiled_together_equal_eager_ones(together: int, checkpointed: 
     shape = {"num_layers": 3 if backend == "inductor" else 4, "checkpoint_blocks": checkpointed}
     how = {"options": {"size_asserts": True}} if backend == "inductor" else {"backend": backend}
     eager, compiled = tiny(3, **shape), tiny(3, **shape).compile_blocks(together, **how)
-    expected, found = (outcome(model, ids(3), ids(4)) for model in (eager, compiled))
+    expected, of_compiled = (outcome(model, ids(3), ids(4)) for model in (eager, compiled))
     for name, x in expected.items():
-        torch.testing.assert_close(found[name], x, msg=name)
+        torch.testing.assert_close(of_compiled[name], x, msg=name)
 
 
 @needs_compiler
@@ -204,10 +204,10 @@ def test_a_loss_scale_saves_small_gradients_from_float16() -> None:
     torch.manual_seed(0)
     leaves = [torch.randn(n, 8).half().requires_grad_() for n in (4096, 500)]
     targets = torch.randint(500, (4096,))
-    found = torch.autograd.grad(2**16 * linear_cross_entropy(*leaves, targets, chunk=512), leaves)
+    gradients = torch.autograd.grad(2**16 * linear_cross_entropy(*leaves, targets, chunk=512), leaves)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     reference = torch.autograd.grad(2**16 * F.cross_entropy(wide[0] @ wide[1].mT, targets), wide)
-    for x, ref in zip(found, reference, strict=True):
+    for x, ref in zip(gradients, reference, strict=True):
         assert torch.count_nonzero(x) > 0.95 * x.numel() and error_ratio(x, ref, ref.half()) <= 1
 
 
@@ -231,9 +231,9 @@ def test_the_loss_in_chunks_under_autocast(dtype: torch.dtype) -> None:
     reference = results(torch.float64, False, whole)
     plain = [x.to(dtype) for x in results(torch.float32, True, whole)]  # autocast rounds to this dtype on the way
     for chunk in (None, 64, 100):
-        found = results(torch.float32, True, lambda h, w, chunk=chunk: linear_cross_entropy(h, w, targets, chunk))
-        assert all(x.dtype == torch.float32 for x in found)
-        for x, ref, low in zip(found, reference, plain, strict=True):
+        tested = results(torch.float32, True, lambda h, w, chunk=chunk: linear_cross_entropy(h, w, targets, chunk))
+        assert all(x.dtype == torch.float32 for x in tested)
+        for x, ref, low in zip(tested, reference, plain, strict=True):
             assert error_ratio(x, ref.detach(), low) <= 1
 
 

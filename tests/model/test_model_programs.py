@@ -37,8 +37,8 @@ def outcome(module: nn.Module, value: Any) -> list[Tensor]:
     return [value.detach(), *torch.autograd.grad(value, list(module.parameters()))]
 
 
-def assert_equal_up_to_rounding(found: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> None:
-    for x, usual, right in zip(found, eager, exact, strict=True):
+def assert_equal_up_to_rounding(tested: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> None:
+    for x, usual, right in zip(tested, eager, exact, strict=True):
         assert error_ratio(x, right, usual) <= 1
 
 
@@ -56,9 +56,9 @@ def test_a_whole_model_compiles_once_without_a_break(row: str, packed: bool) -> 
     for length in (11, 13, 10):
         tokens, targets = ids(length), ids(length, 1)
         documents = Documents([[3, length - 3], [5, length - 5]]) if packed else None
-        found = outcome(tested, tested.loss_of(compiled(tokens, documents), targets))
+        of_compiled = outcome(tested, tested.loss_of(compiled(tokens, documents), targets))
         eager, right = (outcome(each, each.loss(tokens, targets, documents)) for each in (tested, exact))
-        assert_equal_up_to_rounding(found, eager, right)
+        assert_equal_up_to_rounding(of_compiled, eager, right)
         counted.append(counter.frame_count)
     assert counted[0] == counted[-1]
 
@@ -71,8 +71,8 @@ def test_compiled_blocks_know_documents_of_any_lengths() -> None:
     tested.compile_blocks(backend=counter)
     for first in range(1, 11):
         documents = Documents([[first, 12 - first], [12 - first, first]])
-        found, usual, right = (outcome(x, x.loss(ids(), ids(12, 1), documents)) for x in (tested, eager, exact))
-        assert_equal_up_to_rounding(found, usual, right)
+        of_compiled, usual, right = (outcome(x, x.loss(ids(), ids(12, 1), documents)) for x in (tested, eager, exact))
+        assert_equal_up_to_rounding(of_compiled, usual, right)
     assert counter.frame_count == 1
 
 

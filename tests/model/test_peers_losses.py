@@ -72,11 +72,11 @@ def agree(results: Sequence[Tensor], exact: Sequence[Tensor], low: Sequence[Tens
 def held_to_torch(
     loss: Loss, inputs: Sequence[Tensor], dtype: torch.dtype, reference: Loss = plain, **more: Any
 ) -> None:
-    found, exact, low = (
+    tested, exact, low = (
         results(call, precision, inputs, **more)
         for call, precision in ((loss, dtype), (reference, torch.float64), (reference, dtype))
     )
-    agree(found, exact, low, dtype)
+    agree(tested, exact, low, dtype)
 
 
 # Values and gradients, one option after another and some together ---------------------------------------------------
@@ -232,10 +232,10 @@ def test_a_forward_alone_gives_the_same_and_no_gradient(loss: Loss, device: str,
     hidden, weight, targets = drawn(device, *SHAPES[device][1], torch.float32)
     expected = loss(hidden.requires_grad_(), weight.requires_grad_(), targets, **options)
     with torch.no_grad():
-        found = loss(hidden, weight, targets, **options)
-    assert all(map(torch.equal, found, expected)) and not found[0].requires_grad
+        outputs = loss(hidden, weight, targets, **options)
+    assert all(map(torch.equal, outputs, expected)) and not outputs[0].requires_grad
     with pytest.raises(RuntimeError, match="does not require grad"):
-        found[0].sum().backward()
+        outputs[0].sum().backward()
 
 
 @everywhere
@@ -298,12 +298,12 @@ def test_under_autocast_from_float32_parameters(loss: Loss, device: str, dtype: 
             return call(*tensors, **options)
 
     inputs, options = (hidden, weight, targets), {"label_smoothing": 0.1, "z_loss": 1e-3}
-    found = results(cast, torch.float32, inputs, call=loss, **options)
+    tested = results(cast, torch.float32, inputs, call=loss, **options)
     low = results(cast, torch.float32, inputs, call=lambda *x, **o: with_z(*x, **o)[0], **options)
     exact = results(lambda *x, **o: with_z(*x, **o)[0], torch.float64, inputs, **options)
-    assert all(x.dtype == torch.float32 for x in found)
+    assert all(x.dtype == torch.float32 for x in tested)
     logits = F.linear(hidden.to(dtype), weight.to(dtype)).double()  # only the rounding of logits may be lost
     value = cross_entropy(logits, targets, **options)
     if device == "cpu":  # on a CPU both matmuls round alike
-        assert error_ratio(found[0], value, value.float()) <= 1
-    agree(found, exact, low, dtype)
+        assert error_ratio(tested[0], value, value.float()) <= 1
+    agree(tested, exact, low, dtype)

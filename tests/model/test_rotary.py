@@ -50,7 +50,7 @@ def test_one_tensor_is_rotated_as_queries_are(size: tuple[int, ...], seed: int, 
 
 
 @pytest.mark.parametrize(
-    ("shape", "positions", "said"),
+    ("shape", "positions", "message"),
     [
         ((2, 5, 6), None, r"x must be \(..., S, 8\) with S <= 16; got shape \(2, 5, 6\)"),
         ((17, 8), None, r"S <= 16; got shape \(17, 8\)"),
@@ -60,8 +60,8 @@ def test_one_tensor_is_rotated_as_queries_are(size: tuple[int, ...], seed: int, 
         ((2, 5, 8), [0, 1, 2, 3, 4], "must be a tensor of positions in the context"),
     ],
 )
-def test_what_cannot_be_rotated_is_named(shape: tuple[int, ...], positions: Tensor | None, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_rotated_is_named(shape: tuple[int, ...], positions: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RotaryEmbedding(8, 16, 10_000.0).rotate(torch.zeros(shape), positions)
 
 
@@ -149,11 +149,11 @@ def test_angles_are_read_as_what_they_are(device: str) -> None:
 def test_on_a_gpu_the_kernel_is_differentiated_and_compiled(dtype: torch.dtype, compiled: bool, in_place: bool) -> None:
     rope, x = draw((2, 16, 25, 5, 40), 0, dtype, "cuda")
     function = torch.compile(rope, fullgraph=True, dynamic=False) if compiled else rope
-    found, expected = function(x * 1, 25, None, in_place), [y.cuda() for y in rope.cpu()(x.cpu(), 25, None)]
-    grads = [torch.randn_like(part).transpose(1, 2).contiguous().transpose(1, 2) for part in found]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-    gradients = (torch.autograd.grad(parts, x, grads)[0] for parts in (found, expected))
+    rotated, expected = function(x * 1, 25, None, in_place), [y.cuda() for y in rope.cpu()(x.cpu(), 25, None)]
+    grads = [torch.randn_like(part).transpose(1, 2).contiguous().transpose(1, 2) for part in rotated]
+    for x_rotated, x_expected in zip(rotated, expected, strict=True):
+        torch.testing.assert_close(x_rotated, x_expected)
+    gradients = (torch.autograd.grad(parts, x, grads)[0] for parts in (rotated, expected))
     torch.testing.assert_close(*gradients)
 
 
@@ -162,5 +162,5 @@ def test_on_a_gpu_the_kernel_is_differentiated_and_compiled(dtype: torch.dtype, 
 def test_compiled_equals_eager() -> None:
     rope, x = draw((2, 5, 4, 2, 4), 0, torch.float32)
     compiled = torch.compile(lambda x: rope(x, 4, None), fullgraph=True, dynamic=False)
-    for one, other in zip(compiled(x), rope(x, 4, None), strict=True):
-        torch.testing.assert_close(one, other)
+    for rotated, expected in zip(compiled(x), rope(x, 4, None), strict=True):
+        torch.testing.assert_close(rotated, expected)

@@ -62,8 +62,8 @@ def step(model: TransformerLM, precision: str, seed: int = 0) -> dict[str, Tenso
     return {"loss": loss.detach(), **gradients}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert [name for name, x in expected.items() if not torch.equal(x, found[name])] == []
+def assert_equal(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name, x in expected.items() if not torch.equal(x, tested[name])] == []
 
 
 def assert_same_bits(config: ModelConfig, checkpoint_blocks: int | str, precision: str, seed: int) -> None:

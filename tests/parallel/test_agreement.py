@@ -53,8 +53,8 @@ def _follow(group: Any, by_rank: tuple[Orders, Orders]) -> tuple[str, list[int],
             agreement.end()
 
     with use((dist, "all_reduce", counting)):
-        told = error_of(train)
-    return told, met, len(begun) - len(met)
+        error = error_of(train)
+    return error, met, len(begun) - len(met)
 
 
 @settings(max_examples=30)

@@ -210,14 +210,14 @@ def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> 
 
 def seeds_that_tell(**fault: Any) -> int:
     """How many of twenty seeds show the fault. In each, one stream on each rank is slow."""
-    told = 0
+    count = 0
     for seed in range(20):
         slow = [[0.001 if seed // 3**rank % 3 == stream else 1.0 for stream in range(3)] for rank in range(2)]
         try:
-            told += wrong_elements([[70, 58], [256], [64, 1, 127], [64]], [[0, 1, 2]] * 2, slow, seed, **fault) > 0
+            count += wrong_elements([[70, 58], [256], [64, 1, 127], [64]], [[0, 1, 2]] * 2, slow, seed, **fault) > 0
         except AssertionError:
-            told += 1
-    return told
+            count += 1
+    return count
 
 
 @pytest.mark.parametrize(

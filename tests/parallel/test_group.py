@@ -110,7 +110,7 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "said"),
+    ("function", "kind", "message"),
     some(
         [
             (_is_killed, "died", "rank 1 died: killed by SIGKILL, in _is_killed"),
@@ -123,16 +123,16 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
     ),
 )
 def test_a_rank_that_fails_ends_the_others_within_seconds(  # type: ignore[no-untyped-def]
-    function, kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+    function, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMSYS_STOPPED_S", "2")
-    _fails_within_seconds("gloo", function, kind, said)
+    _fails_within_seconds("gloo", function, kind, message)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize(
-    ("function", "kind", "said"),
+    ("function", "kind", "message"),
     [
         (_fails, "KeyError", "rank 1 failed in _fails:\nTraceback.*KeyError: 'no such layer'"),
         (_is_killed, "died", "rank 1 died: killed by SIGKILL, in _is_killed"),
@@ -140,16 +140,16 @@ def test_a_rank_that_fails_ends_the_others_within_seconds(  # type: ignore[no-un
     ],
 )
 def test_a_rank_that_fails_ends_the_others_on_nccl(  # type: ignore[no-untyped-def]
-    function, kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+    function, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMSYS_STOPPED_S", "2")
-    _fails_within_seconds("nccl", function, kind, said)
+    _fails_within_seconds("nccl", function, kind, message)
 
 
-def _fails_within_seconds(backend: str, function, kind: str, said: str) -> None:  # type: ignore[no-untyped-def]
+def _fails_within_seconds(backend: str, function, kind: str, message: str) -> None:  # type: ignore[no-untyped-def]
     group = WorkerGroup(2, backend, timeout_s=PATIENCE_S)
     processes, watch = pids(group), Stopwatch()
-    with pytest.raises(WorkerError, match=f"(?s){said}") as caught:
+    with pytest.raises(WorkerError, match=f"(?s){message}") as caught:
         group.run(function, 1, timeout_s=3 if function is _sleeps else None)
     assert (caught.value.rank, caught.value.kind) == (1, kind)
     assert watch.keeps(15) and ended(processes)

@@ -398,9 +398,9 @@ LANGUAGE_MODELS = pytest.mark.parametrize(
 def test_the_language_model_also_checkpointed_or_compiled(
     ranks: WorkerGroup, strategy: str, checkpoint_blocks: int | str, compiled: bool
 ) -> None:
-    found, expected = ranks.run(_language_model, strategy, checkpoint_blocks, compiled)[0]
+    sharded, expected = ranks.run(_language_model, strategy, checkpoint_blocks, compiled)[0]
     for name, x in expected.items():
-        torch.testing.assert_close(found[name], x)
+        torch.testing.assert_close(sharded[name], x)
 
 
 def _step(wrapper: nn.Module) -> None:
@@ -438,9 +438,9 @@ def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> 
 
 
 def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGroup) -> None:
-    found, expected = ranks.run(_language_model, "zero1", 0, False, True)[0]
+    sharded, expected = ranks.run(_language_model, "zero1", 0, False, True)[0]
     for name, x in expected.items():
-        torch.testing.assert_close(found[name], x)
+        torch.testing.assert_close(sharded[name], x)
 
 
 @on_first(2)

@@ -171,8 +171,8 @@ def test_speed_and_order_are_of_the_same_rounds(
         record("attention", name, sorted(samples)[2], samples_s=samples, comparison="a", queries=1024, keys=1024)
         for name, samples in {"flash_triton": triton, "sdpa_flash": flash}.items()
     ]
-    (found,) = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
-    assert (found["fastest row"], found["speed"]) == fastest
+    (answer,) = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
+    assert (answer["fastest row"], answer["speed"]) == fastest
 
 
 KINDS: dict[str, Record] = {
@@ -222,12 +222,12 @@ def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
 def test_of_the_ways_in_which_a_row_was_run_the_fastest_is_the_answer(tmp_path: Path) -> None:
     """It is compared with the peer's fastest way. "wide" is named only if there are narrow residual streams, too."""
     times = {("auto", "eager"): 4e-3, ("auto", "fused"): 1e-3, ("llama", "eager"): 3e-3, ("llama", "graphed"): 2e-3}
-    found = [
+    wide = [
         record("model", name, s, mode="step", compile=way, comparison="one", peer=name == "llama")
         for (name, way), s in times.items()
     ]
     narrow = [record("model", "auto", 1e-4, mode="step", residual="narrow", comparison="one")]
-    for records, setting in ((found, "small"), (found + narrow, "small, wide")):
+    for records, setting in ((wide, "small"), (wide + narrow, "small, wide")):
         (fastest,) = cells(built(tmp_path / "out", save(tmp_path / "1.json", records)), "fastest-step")
         assert (fastest["fastest row"], fastest["speed"]) == ("auto, fused (of 2 rows)", "2.00 × llama, graphed")
         assert fastest["setting"] == setting

@@ -247,6 +247,6 @@ def test_a_figure_says_what_stands_behind_it(page: Any) -> None:
     go_to(page, RATES)
     figure = page.locator(f"#{RATES} td[title]").first
     figure.click()
-    said = page.locator("#said").inner_text()
-    assert figure.get_attribute("title") in said and re.search(r"\d+ rounds; p20 to p80 .* run of \d{4}-", said)
-    assert len(re.findall("; made by: python -m pytest ", said)) == 1
+    sentence = page.locator("#said").inner_text()
+    assert figure.get_attribute("title") in sentence and re.search(r"\d+ rounds; p20 to p80 .* run of \d{4}-", sentence)
+    assert len(re.findall("; made by: python -m pytest ", sentence)) == 1

@@ -556,9 +556,9 @@ def test_strategies_stand_beside_torchs_own(tmp_path: Path) -> None:
     assert {"bucketed, 25 MiB", "bucketed, auto (25 MiB)"} <= labels
     assert "±" in step[0]["step, mean ± std, ms"] and step[-1]["step, mean ± std, ms"] == "OOM¹"
     assert [row["batch"] for row in cells(files, f"{stem}-by-batch")] == ["2", "4", "8"]
-    for suffix, said in (("", False), ("-graphed", True), ("-compiled", False)):
+    for suffix, has_note in (("", False), ("-graphed", True), ("-compiled", False)):
         memory = files[f"tables/synthetic-gpu-{stem}{suffix}-memory.md"].decode()
-        assert ("before one is recorded" in memory) is said and "Optimizer state, GiB" in memory
+        assert ("before one is recorded" in memory) is has_note and "Optimizer state, GiB" in memory
     plots = [f"plots/synthetic-gpu-{stem}-{name}.svg" for name in ("rate", "exposed", "memory", "scaling", "timeline")]
     assert set(plots) <= files.keys()
 

@@ -58,17 +58,17 @@ def test_rows_are_told_apart(table: str, kind: str) -> None:
     rows = {"attention": ATTENTION, "strategies": STRATEGIES}.get(table, {})
     colors = stated(rows) or {color: color for color in PALETTE}
     seen = {name: lab(color, kind) for name, color in colors.items()}
-    for (one, a), (other, b) in combinations(seen.items(), 2):
-        assert np.linalg.norm(a - b) >= LEAST, f"{one} and {other}: {colors[one]}, {colors[other]}"
-    assert all(DARKEST <= found[0] <= LIGHTEST for found in seen.values())
+    for (row, a), (other, b) in combinations(seen.items(), 2):
+        assert np.linalg.norm(a - b) >= LEAST, f"{row} and {other}: {colors[row]}, {colors[other]}"
+    assert all(DARKEST <= color_in_lab[0] <= LIGHTEST for color_in_lab in seen.values())
 
 
 @pytest.mark.parametrize("kind", SEEN)
 def test_rows_are_told_apart_on_dark_paper_too(kind: str) -> None:
     for rows in (ATTENTION, STRATEGIES):
         seen = {name: lab(on_dark(color), kind) for name, color in stated(rows).items()}
-        assert all(np.linalg.norm(seen[one] - seen[other]) >= LEAST_ON_DARK for one, other in combinations(seen, 2))
-        assert all(found[0] >= lab(DARK["#ffffff"], kind)[0] + LEAST for found in seen.values())
+        assert all(np.linalg.norm(seen[row] - seen[other]) >= LEAST_ON_DARK for row, other in combinations(seen, 2))
+        assert all(color_in_lab[0] >= lab(DARK["#ffffff"], kind)[0] + LEAST for color_in_lab in seen.values())
     assert lab(DARK[INK], kind)[0] > 80
 
 

@@ -127,15 +127,15 @@ def test_later_declarations_stand_for_earlier_ones(tmp_path: Path) -> None:
     assert list(machine.fields["attention"]) == [*fields_of("attention"), "gone"]
 
 
-def refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """AssertionError unless the command ends with 2 and prints a single line, which contains `said`."""
+def refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """AssertionError unless the command ends with 2 and prints a single line, which contains `message`."""
     capsys.readouterr()
     assert main(arguments) == 2
     out, err = capsys.readouterr()
-    assert out == "" and said in err and err.count("\n") == 1
+    assert out == "" and message in err and err.count("\n") == 1
 
 
-FIELDS = {"attention": [one.to_json() for one in fields_of("attention").values()]}
+FIELDS = {"attention": [field.to_json() for field in fields_of("attention").values()]}
 RESULT = {"schema": 2, "machine": {}, "fields": FIELDS, "rows": {}, "records": []}
 
 WRONG_FIELDS = [
@@ -165,7 +165,7 @@ WRONG_FACTS = [
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("not json", "not JSON"),
         ("{}", "not a result of this bench"),
@@ -185,7 +185,7 @@ WRONG_FACTS = [
         (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "rows.attention[0]={'label': 'x'} has no 'name'"),
         (RESULT, "nothing to report"),
         (RESULT | {"fields": {}, "records": [naive(1)]}, "'attention', and nothing declares their fields"),
-        *((RESULT | {"records": [naive(1) | {name: value}]}, said) for name, value, said in WRONG_FIELDS),
+        *((RESULT | {"records": [naive(1) | {name: value}]}, message) for name, value, message in WRONG_FIELDS),
         *(
             (RESULT | {"machine": {name: value}, "records": [naive(1)]}, f"machine.{name}")
             for name, value in WRONG_FACTS
@@ -199,11 +199,11 @@ WRONG_FACTS = [
     ],
 )
 def test_unusable_results_are_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, message: str
 ) -> None:
     path = tmp_path / "result.json"
     path.write_text(content if isinstance(content, str) else json.dumps({"lmsys": content}))
-    refused([str(path), "-o", str(tmp_path / "out")], said, capsys)
+    refused([str(path), "-o", str(tmp_path / "out")], message, capsys)
 
 
 @pytest.mark.parametrize(

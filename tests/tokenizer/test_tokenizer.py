@@ -50,13 +50,13 @@ word_counts = st.dictionaries(
 
 def test_no_special_tokens_may_be_none_and_paths_may_be_text(tmp_path: Path) -> None:
     path, folder = str(Path(__file__)), str(tmp_path / "tokenizer")
-    found = train(path, 300, None)
-    assert found.special_tokens == [] and found.fingerprint == train([Path(__file__)], 300).fingerprint
-    assert found.fingerprint == Tokenizer(found.vocab, found.merges, None).fingerprint
-    found.save(folder)
+    trained = train(path, 300, None)
+    assert trained.special_tokens == [] and trained.fingerprint == train([Path(__file__)], 300).fingerprint
+    assert trained.fingerprint == Tokenizer(trained.vocab, trained.merges, None).fingerprint
+    trained.save(folder)
     files = f"{folder}/vocab.json", f"{folder}/merges.txt"
     for loaded in (Tokenizer.load(folder, None), Tokenizer.from_files(*files, None)):
-        assert loaded.fingerprint == found.fingerprint
+        assert loaded.fingerprint == trained.fingerprint
 
 
 @given(word_counts, st.integers(0, 30))
@@ -132,9 +132,13 @@ def test_any_number_of_processes_learns_the_same(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("lmsys.tokenizer.chunks.SMALLEST", 1000)
     file = tmp_path / "text"
     file.write_text(small_texts())
-    one = train([file], 500, [END], 1)
-    two = train([file], 500, [END], 2)
-    assert one.vocab == two.vocab and one.merges == two.merges and one.vocab_size == 500
+    by_one_process = train([file], 500, [END], 1)
+    by_two_processes = train([file], 500, [END], 2)
+    assert (
+        by_one_process.vocab == by_two_processes.vocab
+        and by_one_process.merges == by_two_processes.merges
+        and by_one_process.vocab_size == 500
+    )
 
 
 @settings(max_examples=200)
@@ -225,9 +229,9 @@ def test_special_tokens_that_overlap(text: str) -> None:
 
 def test_saved_is_loaded(tmp_path: Path) -> None:
     small().save(tmp_path / "new")
-    found = Tokenizer.load(tmp_path / "new")
-    assert found.vocab == small().vocab and found.merges == small().merges
-    assert found.special_tokens == [END, "<|end|>"] and found.fingerprint == small().fingerprint
+    loaded = Tokenizer.load(tmp_path / "new")
+    assert loaded.vocab == small().vocab and loaded.merges == small().merges
+    assert loaded.special_tokens == [END, "<|end|>"] and loaded.fingerprint == small().fingerprint
     assert Tokenizer.load(tmp_path / "new", ["<|pad|>"]).encode("<|pad|>") == [700]
 
 
@@ -251,8 +255,8 @@ def test_files_named_as_gpt2s_are_loaded(tmp_path: Path) -> None:
     Tokenizer({shift[n]: token for n, token in small().vocab.items()}, small().merges, [END, "<|end|>"]).save(tmp_path)
     (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
     (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
-    found = Tokenizer.load(tmp_path)
-    assert found.encode(small_texts()) == [shift[number] for number in small().encode(small_texts())]
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.encode(small_texts()) == [shift[number] for number in small().encode(small_texts())]
 
 
 def as_gpt2s(merges: Path) -> str:

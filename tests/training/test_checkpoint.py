@@ -30,15 +30,15 @@ CONFIG = ModelConfig(16, 32, 2, 2, vocab_size=40, context_length=8, attention="n
 STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5, True)]}}
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(first: Any, second: Any) -> bool:
     """True if two nested values are equal, tensors bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second)
 
 
 def test_random_numbers_go_on_from_where_they_were_saved(tmp_path: Path) -> None:

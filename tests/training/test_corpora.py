@@ -183,8 +183,8 @@ def test_a_folder_for_corpora_that_cannot_be_is_named(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     assert start(tmp_path, f"data.corpus={corpus}", f"data.folder={tmp_path / place}") == 2
-    said = capsys.readouterr().err
-    assert f"data.folder: files cannot be written in {tmp_path / place}: " in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert f"data.folder: files cannot be written in {tmp_path / place}: " in message and message.count("\n") == 1
 
 
 def stories(server: Server, **settings: object) -> DataConfig:
@@ -228,7 +228,7 @@ def test_what_a_killed_download_has_left_is_removed(server: Server, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ('{"url": "ftp://host/a.txt"}', "data: url='ftp://host/a.txt' must begin with http:// or https://"),
         ('{"valid_url": "https://host/"}', "data: valid_url='https://host/' must .* end in a file's name"),
@@ -241,8 +241,8 @@ def test_what_a_killed_download_has_left_is_removed(server: Server, tmp_path: Pa
         ('{"urls": "http://a/x"}', "data.urls: unknown key; did you mean data.url"),
     ],
 )
-def test_settings_of_a_download_that_are_wrong_are_named(setting: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_of_a_download_that_are_wrong_are_named(setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RunConfig.from_json(f'{{"data": {setting}}}')
 
 
@@ -264,14 +264,14 @@ def test_a_run_downloads_what_its_settings_say(
     assert f"its SHA-256 is {SHA256}, and must be 0" in capsys.readouterr().err
     server.cuts = [2_000_000]
     assert start(tmp_path, *where, f"data.sha256={SHA256}") == 2  # CONTENT is no text
-    said = capsys.readouterr()
-    assert "downloading file-train: 5.1 of 5.1 MB" in said.out
-    assert "file-train is not UTF-8 text: invalid start byte at byte 128" in said.err
+    message = capsys.readouterr()
+    assert "downloading file-train: 5.1 of 5.1 MB" in message.out
+    assert "file-train is not UTF-8 text: invalid start byte at byte 128" in message.err
     assert server.asked == 4  # a file with a wrong checksum, half a file, the training text, the validation text
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "must be stdlib, tinystories or the path of a text file"),
         (b"", "there is no text in"),
@@ -281,12 +281,12 @@ def test_a_run_downloads_what_its_settings_say(
     ids=["missing", "empty", "one word", "not UTF-8"],
 )
 def test_a_run_says_what_is_wrong_with_its_text(
-    content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
         (tmp_path / "text").write_bytes(content)
     assert start(tmp_path, f"data.corpus={tmp_path / 'text'}") == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_standard_library_is_divided_into_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

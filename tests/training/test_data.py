@@ -225,7 +225,7 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"context_length": 0}, "context_length=0 must be at least 1"),
         ({"batch_size": -1}, "batch_size=-1 must be at least 1"),
@@ -234,21 +234,21 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
         ({"context_length": 10}, "10 tokens are too few: one window of context_length=10 needs 11"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_batches_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Batches(**{"source": Row(10), "context_length": 4, "batch_size": 1, **changes})
 
 
 @pytest.mark.parametrize(
-    ("step", "micro", "said"),
+    ("step", "micro", "message"),
     [
         (-1, 0, "step=-1 must be at least 0"),
         (0, 2, "micro=2 must be at least 0 and at most 1"),
         ("0", 0, "step='0' must be a whole number"),
     ],
 )
-def test_a_batch_that_is_none_is_refused(step: Any, micro: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_batch_that_is_none_is_refused(step: Any, micro: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Batches(Row(10), 4, 1, accumulation=2).batch(step, micro)
 
 

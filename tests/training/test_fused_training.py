@@ -61,7 +61,7 @@ def test_copies_follow_what_other_ranks_have_stepped(ranks: WorkerGroup, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("device", "strategy", "triton", "said"),
+    ("device", "strategy", "triton", "message"),
     [
         ("cpu", "none", True, "strategy 'none': fused blocks are kernels for a CUDA device, and this is cpu"),
         ("cuda", "none", False, "fused blocks are kernels in Triton: pip install triton"),
@@ -69,12 +69,12 @@ def test_copies_follow_what_other_ranks_have_stepped(ranks: WorkerGroup, tmp_pat
     ],
 )
 def test_what_it_needs_is_named(
-    device: str, strategy: str, triton: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, strategy: str, triton: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "HAS_TRITON", triton)
     why_not = fused.why_not
     monkeypatch.setattr(fused, "why_not", lambda _: why_not(SimpleNamespace(type=device)))
-    with pytest.raises(ValueError, match=f"train.fused=true with .*{said}"):
+    with pytest.raises(ValueError, match=f"train.fused=true with .*{message}"):
         trainer(config(tmp_path, f"train.strategy={strategy}", "train.fused=true"))
 
 

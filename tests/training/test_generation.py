@@ -198,7 +198,7 @@ def test_the_ends_of_the_interval_draw_what_is_possible(uniform: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
         ({"temperature": math.inf}, "temperature: must be a finite number; got Infinity"),
@@ -207,14 +207,14 @@ def test_the_ends_of_the_interval_draw_what_is_possible(uniform: float) -> None:
         ({"top_p": 1.1}, "top_p=1.1 must be more than 0 and at most 1"),
     ],
 )
-def test_ways_of_sampling_that_are_none_are_refused(changes: dict[str, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_ways_of_sampling_that_are_none_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Sampling(**changes)  # type: ignore[arg-type]
 
 
 def test_prompts_that_cannot_be_continued_are_refused() -> None:
     model = make_model()
-    for prompts, new, stop, said in (
+    for prompts, new, stop, message in (
         ([], 1, None, "at least one prompt"),
         ([[1], []], 1, None, "a token in each"),
         ([[1] * 30], 3, None, "are 33 tokens, more than context_length=32"),
@@ -225,7 +225,7 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         ([[1.5]], 1, None, "a prompt's id=1.5 must be a whole number"),
         ([[1]], 1, "x", "stop='x' must be a whole number"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             generate(model, prompts, new, stop=stop)
     for vocab_size in (0, 51):
         with pytest.raises(ValueError, match=f"vocab_size={vocab_size} must be"):

@@ -93,8 +93,8 @@ def test_loss_and_gradients_are_those_of_the_documents_apart(
     one = model(row, context)
     packed, expected = one.loss(*model_inputs(*windows, CPU)), apart(one, windows)
     torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-12)
-    for found, reference in zip(gradients(packed, one), gradients(expected, one), strict=True):
-        torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-12)
+    for x, reference in zip(gradients(packed, one), gradients(expected, one), strict=True):
+        torch.testing.assert_close(x, reference, rtol=1e-9, atol=1e-12)
     assert evaluate(one, windows, 2).tokens == np.count_nonzero(windows[0] != END)
     assert np.isclose(evaluate(one, windows, 2).loss, expected.item(), rtol=1e-9)
 
@@ -126,9 +126,11 @@ def test_weights_make_every_target_count_alike(lengths: list[int], shared: tuple
         for rank in range(world_size)
     ]
     whole = np.count_nonzero(Batches(source, 5, 4, 3, end_of_text=END).batch(2)[1] != IGNORED)
-    found = [(part.weight(2, i), part.batch(2, i)[1] != IGNORED) for part in parts for i in range(accumulation)]
-    for weight, counted in found:
-        assert np.isclose(weight * whole, np.count_nonzero(counted) * len(found))
+    targets_of_parts = [
+        (part.weight(2, i), part.batch(2, i)[1] != IGNORED) for part in parts for i in range(accumulation)
+    ]
+    for weight, counted in targets_of_parts:
+        assert np.isclose(weight * whole, np.count_nonzero(counted) * len(targets_of_parts))
     assert Batches(source, 5, 4).weight(2) == 1
 
 

@@ -40,7 +40,7 @@ def test_a_generator_decides_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((row(8, np.int64), 1, 8), "8 ids are too few: context_length=8 needs 9"),
         ((row(8, np.int64), 0, 4), "batch_size=0 must be at least 1"),
@@ -51,6 +51,6 @@ def test_a_generator_decides_the_batch() -> None:
         (([1, 2, 3], 2, 2), "got list"),
     ],
 )
-def test_bad_arguments_are_named(arguments: tuple, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_bad_arguments_are_named(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         get_batch(*arguments)
