@@ -330,7 +330,7 @@ def test_ranks_that_end_cost_the_case_that_they_were_busy_with(monkeypatch: pyte
 
 
 @pytest.fixture(scope="module")
-def by_row(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records:
+def measured(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records:
     """{row: record} of one run with some of our rows and all of the user's."""
     file = tmp_path_factory.mktemp("strategies") / "own.py"
     file.write_text(OWN)
@@ -343,21 +343,21 @@ def by_row(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Record
 
 
 @pytest.mark.long
-def test_a_run_measures_ours_and_a_strategy_of_the_users(by_row: Records) -> None:
-    assert {name for name, record in by_row.items() if record["outcome"] == "ok"} == {
+def test_a_run_measures_ours_and_a_strategy_of_the_users(measured: Records) -> None:
+    assert {name for name, record in measured.items() if record["outcome"] == "ok"} == {
         *("none", "naive", "bucketed-1MiB", "zero1", "Container", "divided-1MiB", "divided-25MiB")
-    }, [record["reason"] for record in by_row.values()]
-    assert by_row["slightly_off"]["outcome"] == "wrong" and by_row["slightly_off"]["error_ratio"] > 1
-    assert by_row["summed"]["outcome"] == "wrong"
-    assert by_row["summed"]["reason"].endswith(": gradients are summed over ranks, not averaged")
-    assert by_row["forgets_unused"]["outcome"] == "wrong"
-    assert by_row["forgets_unused"]["reason"].startswith(
+    }, [record["reason"] for record in measured.values()]
+    assert measured["slightly_off"]["outcome"] == "wrong" and measured["slightly_off"]["error_ratio"] > 1
+    assert measured["summed"]["outcome"] == "wrong"
+    assert measured["summed"]["reason"].endswith(": gradients are summed over ranks, not averaged")
+    assert measured["forgets_unused"]["outcome"] == "wrong"
+    assert measured["forgets_unused"]["reason"].startswith(
         "parameters that one rank does not use: the gradients of rare."
     )
-    assert by_row["broken"]["outcome"] == "error" and "rank 1 failed" in by_row["broken"]["reason"]
-    assert "TypeError: no such layer" in by_row["broken"]["reason"]
+    assert measured["broken"]["outcome"] == "error" and "rank 1 failed" in measured["broken"]["reason"]
+    assert "TypeError: no such layer" in measured["broken"]["reason"]
     for name in ("naive", "bucketed-1MiB", "zero1", "Container"):
-        record = by_row[name]
+        record = measured[name]
         assert record["error_ratio"] <= 1 and record["rounds"] >= 10 and record["world_size"] == 2
         assert record["tokens_per_s"] == pytest.approx(2 * 2 * 32 / record["time_s"])
         assert record["exposed_s"] == pytest.approx(record["time_s"] - record["unsynchronized_s"])
@@ -366,27 +366,29 @@ def test_a_run_measures_ours_and_a_strategy_of_the_users(by_row: Records) -> Non
         )
         assert record["peak_bytes"] >= record["parameters_bytes"] and record["activations_bytes"] > 0
     for name in ("init_bytes", "init_peak_bytes", "before_step_bytes", "peak_bytes"):
-        assert by_row["Container"][name] > 2**40 > by_row["naive"][name]
-    assert by_row["naive"]["improvement"] == 0 and by_row["bucketed-1MiB"]["num_buckets"] > 3
-    assert by_row["naive"]["unsynchronized_by"] == "no_sync" and by_row["zero1"]["unsynchronized_by"] == "none"
-    assert by_row["zero1"]["optimizer_fraction"] == pytest.approx(0.5, abs=0.02)
-    assert by_row["zero1"]["held_by"] == {"naive": "bits", "bucketed-1MiB": "bits"} | {
-        row: by_row[row]["held_by"]["zero1"] for row in ("Container", "divided-1MiB", "divided-25MiB")
+        assert measured["Container"][name] > 2**40 > measured["naive"][name]
+    assert measured["naive"]["improvement"] == 0 and measured["bucketed-1MiB"]["num_buckets"] > 3
+    assert measured["naive"]["unsynchronized_by"] == "no_sync" and measured["zero1"]["unsynchronized_by"] == "none"
+    assert measured["zero1"]["optimizer_fraction"] == pytest.approx(0.5, abs=0.02)
+    assert measured["zero1"]["held_by"] == {"naive": "bits", "bucketed-1MiB": "bits"} | {
+        row: measured[row]["held_by"]["zero1"] for row in ("Container", "divided-1MiB", "divided-25MiB")
     }
-    assert by_row["naive"]["optimizer_bytes"] == pytest.approx(by_row["naive"]["predicted_optimizer_bytes"], rel=0.01)
+    assert measured["naive"]["optimizer_bytes"] == pytest.approx(
+        measured["naive"]["predicted_optimizer_bytes"], rel=0.01
+    )
 
 
 @pytest.mark.long
-def test_what_a_users_class_says_of_itself_is_in_its_records(by_row: Records, tmp_path: Path) -> None:
+def test_what_a_users_class_says_of_itself_is_in_its_records(measured: Records, tmp_path: Path) -> None:
     """Its ZeRO stage has a prediction of memory, and its bucket sizes are variants, without an edit of another file."""
     for size in (1, 25):
-        record = by_row[f"divided-{size}MiB"]
+        record = measured[f"divided-{size}MiB"]
         whole = 4 * record["num_parameters"]
         assert (record["label"], record["asked_bucket_mb"], record["bucket_mb"]) == ("divided", size, size)
         predicted = [record[f"predicted_{kind}_bytes"] for kind in ("parameters", "gradients", "optimizer")]
         assert predicted == [whole, whole / 2, whole]
         assert record["unsynchronized_by"] == "none"  # it has no no_sync()
-    assert "predicted_gradients_bytes" not in by_row["Container"]  # it states no ZeRO stage
+    assert "predicted_gradients_bytes" not in measured["Container"]  # it states no ZeRO stage
     (tmp_path / "own.py").write_text(OWN)
     (case,) = cases_of(strategy=(f"{tmp_path}/own.py:divided",), compile=("graphed",))
     if not why_no_compiler("cuda"):
