@@ -1,4 +1,8 @@
-"""When devices wait for communication: closed forms against rings that are walked and meshes that are tried."""
+"""Closed forms of dev/paper_formulas.py: seconds of a ring, and how many devices a layer keeps busy.
+
+They are compared with sums over the steps of a ring (`walked`), with costs that are added up matmul by matmul and
+tensor by tensor (`shards`), and with other meshes of devices.
+"""
 
 import math
 from itertools import product
@@ -14,7 +18,7 @@ layers = st.builds(Layer, sizes, sizes, sizes, st.floats(1e12, 1e16), st.floats(
 
 
 def walked(world_size: int, steps: int, chunk_bytes: float, bytes_per_s: float) -> float:
-    """Seconds of a ring in which every rank sends one chunk to the next in each step."""
+    """Seconds of a ring in which every rank sends one chunk to its neighbour in each step, added up step by step."""
     return sum(chunk_bytes / bytes_per_s for _ in range(steps))
 
 
@@ -29,7 +33,10 @@ def test_a_ring_takes_its_steps(world_size: int, total: float, bandwidth: float)
 
 
 def shards(layer: Layer, kind: str, direction: str, n: int) -> tuple[float, float]:
-    """(operations, bytes sent) of one device of n, matmul by matmul and tensor by tensor."""
+    """(FLOP, bytes sent) of one of n devices, added up matmul by matmul and tensor by tensor.
+
+    kind  how the layer is divided: "data", "fsdp" or "tensor"
+    """
     tokens = layer.tokens / n if kind != "tensor" else layer.tokens
     width = layer.d_ff / n if kind == "tensor" else layer.d_ff
     matmuls = 3 if direction == "forward" else 6  # x W1, x W2, z W3; backward: each towards its input and its weight
@@ -57,6 +64,7 @@ def test_seconds_are_those_of_one_device(layer: Layer, n: int) -> None:
 
 @given(layers)
 def test_up_to_the_most_devices_nobody_waits(layer: Layer) -> None:
+    """With more devices than `most_devices`, communication takes longer than computation."""
     ratio = layer.bytes_per_s / layer.flops_per_s
     closed = {
         ("data", "forward"): math.inf,
@@ -80,11 +88,12 @@ def test_no_other_mesh_keeps_more_devices_busy(layer: Layer, overlapped: bool, w
     busy = layer.compute_seconds("forward", best[0] * best[1])
     times = layer.mesh_seconds(*best)
     assert min(best) >= 1 - 1e-9 and (max(times) if overlapped else sum(times)) <= busy * (1 + 1e-6)
-    if overlapped:  # more along one axis, and that one waits
+    if overlapped:  # with more devices along one axis, communication along it takes longer than the computation
         for mesh in ((best[0] * 1.01, best[1]), (best[0], best[1] * 1.01)):
             assert max(layer.mesh_seconds(*mesh)) > layer.compute_seconds("forward", mesh[0] * mesh[1])
         return
-    fsdp = 1 + where * (layer.most_devices("fsdp", "forward") - 1)  # another one on the border of what is busy
+    # Another mesh that is only just busy: `where` draws its FSDP axis, and a bisection finds its tensor axis.
+    fsdp = 1 + where * (layer.most_devices("fsdp", "forward") - 1)
     low, high = 1.0, layer.most_devices("tensor", "forward")
     for _ in range(100):
         tensor = (low + high) / 2

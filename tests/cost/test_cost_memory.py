@@ -1,4 +1,8 @@
-"""Predicted memory against what a model, its gradients and its optimizer hold."""
+"""Predicted memory (lmsys/cost/memory.py) against the bytes that a model, its gradients and its optimizer hold.
+
+Parameters, gradients and the optimizer's state are predicted to the byte; activations and peaks, in which libraries
+have a part, within a few percent. `fit` chooses what blocks keep, so that a training fits into a device.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +56,7 @@ def test_parameters_gradients_and_optimizer_are_exact(config: ModelConfig) -> No
 
 
 def kept(config: ModelConfig, batch: int, context: int, precision: str, device: str) -> int:
-    """Bytes that a forward saves for its backward, without parameters: `saved_bytes` less those that are saved."""
+    """Bytes that a forward saves for its backward, without the parameters among them."""
     model = TransformerLM(config, device=device)
     tokens = torch.zeros(batch, context, dtype=torch.int64, device=device)
     parameters = {x.data_ptr(): x.nbytes for x in model.parameters()}
@@ -85,9 +89,9 @@ def test_activations_are_predicted(precision: str, device: str) -> None:
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("precision", some(["fp32", "bf16"], 2))
 def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str) -> None:
-    """Few activations beside many gradients, and the other way round."""
+    """A batch of 1 has few activations beside many gradients, and a batch of 16 the other way round."""
     if (device, precision) == ("cpu", "bf16"):
-        batch = min(batch, 4)  # twice the gradients; with more, a CPU without instructions for it takes a minute
+        batch = min(batch, 4)  # a CPU without instructions for bfloat16 would take a minute for more
     attention = "sdpa_efficient" if (device, precision) == ("cuda", "fp32") else "sdpa_flash"
     config = ModelConfig(256, 1024, 4, 4, vocab_size=1024, context_length=128, attention=attention)
     model = TransformerLM(config, device=device)
@@ -126,7 +130,7 @@ def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str
 def test_fit_computes_the_least_again_that_fits(
     config: ModelConfig, batch: int, precision: str, stage: int, stays: bool, share: float
 ) -> None:
-    """With one block more at the level above it would not fit; a device that is too small is refused."""
+    """If one more block kept as much as the next higher level, it would not fit; too small a device is refused."""
 
     def peak(levels: Sequence[str]) -> int:
         with_levels = replace(config, checkpoint_blocks=setting_of(levels))
@@ -152,7 +156,7 @@ def test_fit_computes_the_least_again_that_fits(
 @pytest.mark.parametrize("precision", some(["fp32", "bf16"], 2))
 @pytest.mark.parametrize(("level", "residual"), [("attention", "wide"), ("attention", "narrow"), ("whole", "wide")])
 def test_the_peak_with_checkpointing_is_predicted(level: str, residual: str, precision: str, device: str) -> None:
-    """Above the weights, of forward and backward: activations count most."""
+    """The peak of forward and backward, without the weights; in this model it is mostly activations."""
     config = ModelConfig(64, 256, 8, 4, vocab_size=64, context_length=128, attention="sdpa_flash")
     config = replace(config, checkpoint_blocks=level, residual=residual)
     if (device, precision) == ("cuda", "fp32"):

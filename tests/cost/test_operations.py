@@ -1,4 +1,7 @@
-"""Work, traffic and parameters against what can be counted one by one."""
+"""Predicted FLOP, bytes and parameters (lmsys/cost, dev/paper_formulas.py).
+
+They are compared with sums over single elements, with published figures, and with a model's own parameters.
+"""
 
 import math
 
@@ -111,11 +114,11 @@ def test_a_mode_without_operations_is_named() -> None:
         model_flops(model_config("tiny"), tokens=1, context=1, mode="optimizer")
 
 
-BLOCKS = {"num_blocks": 126, "d_model": 16384, "d_ff": 53248}  # of the source document, with two matrices in each
+BLOCKS = {"num_blocks": 126, "d_model": 16384, "d_ff": 53248}  # of CS336's problem; each block has two matrices
 
 
 def test_the_document_s_own_numbers() -> None:
-    """CS336, assignment 2, "communication_accounting", as one published solution works it out."""
+    """Figures of CS336's problem "communication_accounting" (assignment 2), from a published solution."""
     gib, tokens = 2**30, 2**20
     assert stack_state_bytes(**BLOCKS) == 3276 * gib
     assert stack_activation_bytes(**BLOCKS, tokens=1) == 2 * 1071 * 2**13

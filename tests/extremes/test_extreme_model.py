@@ -1,4 +1,7 @@
-"""Extreme rows of a model: those that are written are those that are judged apart."""
+"""Extreme rows of a model's weights (lmsys/extremes/model.py), which benchmarks write before they test an update.
+
+`write_model` writes them, and `group_of` numbers them: each group is judged apart from ordinary rows, which are 0.
+"""
 
 import torch
 
@@ -15,12 +18,12 @@ def test_rows_that_are_written_are_told_apart() -> None:
     for name, x in after.items():
         changed = (x != before[name]).any(dim=-1)
         expected = group_of(name, len(x)) > 0
-        if name.endswith("ffn.w1.weight"):  # whose gradients are ordinary
+        if name.endswith("ffn.w1.weight"):  # written in the rows of w3's group, and judged with ordinary rows
             expected = group_of(name.replace("w1", "w3"), len(x)) > 0
         assert torch.equal(changed, expected) if x.dim() > 1 else not changed, name
     group = group_of(EMBEDDINGS, 1000)
     rows = [after[EMBEDDINGS][group == number] for number in (1, 2, 3)]
-    assert group[FIRST_ID] == 0 and all(len(one) >= 5 for one in rows)
+    assert group[FIRST_ID] == 0 and all(len(group_rows) >= 5 for group_rows in rows)
     assert not rows[0].any() and torch.equal(rows[1], before[EMBEDDINGS][group == 2] * HUGE_ROW)
     assert bool(((rows[2].abs() == HUGE_ROW).sum(dim=1) == 1).all())
 

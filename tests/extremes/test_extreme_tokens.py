@@ -1,4 +1,8 @@
-"""Extreme tokens of a head and loss: any part of a draw is that of the whole, and rounding changes no probability."""
+"""Extreme tokens of a language model's head and loss (lmsys/extremes/loss.py).
+
+A few tokens of each draw get logits of +-SCALE, which are exact in every dtype. Any part of a draw can be written by
+itself, and is the same as in the whole.
+"""
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ WIDTH = 64
 
 
 def drawn(draw: int, tokens: int, classes: int) -> tuple[ExtremeTokens, Tensor, Tensor, Tensor]:
-    """The extreme tokens, hidden, weight and targets."""
+    """(extreme tokens, hidden states, weight, targets): ordinary ones, but the weight has its extreme rows already."""
     torch.manual_seed(draw)
     hidden, weight = torch.randn(tokens, WIDTH), torch.randn(classes, WIDTH) * WIDTH**-0.5
     targets, extreme = torch.randint(classes, (tokens,)), ExtremeTokens.of(draw, tokens, classes)
@@ -45,7 +49,7 @@ def test_their_logits_are_extreme_and_exact(dtype: torch.dtype) -> None:
     assert bool((logits.gather(1, targets[marks, None]) == -SCALE).all())
     assert bool((logits.argmax(dim=1) == extreme.top).all()) and bool((logits.amax(dim=1) == SCALE).all())
     assert F.cross_entropy(logits, targets[marks]).item() == 2 * SCALE
-    assert not logits.exp().sum(dim=1).isfinite().any()  # what an overflow is made of
+    assert not logits.exp().sum(dim=1).isfinite().any()  # so a loss that subtracts no maximum overflows
 
 
 def test_a_vocabulary_of_one_class_is_refused() -> None:
