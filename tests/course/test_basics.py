@@ -1,4 +1,9 @@
-"""Questions to the adapters of assignment 1: ours are right, and planted mistakes are named. In this process."""
+"""`lmsys course` on the adapters of assignment 1 (lmsys/course/basics.py): ours are right, mistakes are named.
+
+A part is one problem of the assignment, with the adapter by which it is called; `judged` gives its verdict. The fixture
+`adapters` puts functions in the place of a student's. To add a mistake, add (part, functions, what is named) to
+MISTAKES. All is judged in this process; test_course.py runs the command.
+"""
 
 import math
 import sys
@@ -26,7 +31,7 @@ Adapters = Callable[..., None]
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> Adapters:
-    """Puts functions in the place of a checkout's adapters, by their names."""
+    """A function that puts functions, given by name, in the place of a checkout's adapters."""
 
     def put(**functions: Any) -> None:
         monkeypatch.setitem(sys.modules, "tests.adapters", SimpleNamespace(**functions))
@@ -42,6 +47,7 @@ def test_ours_are_right(part: str, adapters: Adapters) -> None:
     assert answer["cases"] > 0 and set(answer["beyond"].values()) <= {parts.RIGHT}
 
 
+# The parts of MISTAKES: functions with one mistake each, or that make such functions.
 def attention_of(mask: Callable[[Tensor], Tensor | None], scale: float | None = None) -> Callable[..., Tensor]:
     return lambda q, k, v, given: attended(q, k, v, mask(given), scale=scale)
 
@@ -79,7 +85,7 @@ def train_by(rank: Callable[[int, naive.Pair], object], special: bool = True) ->
 
 
 class WithoutSpecials:
-    """A tokenizer that splits special tokens as it does text."""
+    """A tokenizer that splits special tokens like any other text."""
 
     def __init__(self, vocab: Any, merges: Any, specials: Any):
         self.encode = EXAMPLE["get_tokenizer"](vocab, merges).encode
@@ -167,7 +173,7 @@ def test_a_loss_that_overflows_is_wrong(adapters: Adapters) -> None:
 
 
 def test_what_the_handout_does_not_ask_is_never_wrong(adapters: Adapters) -> None:
-    """A norm of three dimensions in float32 alone; positions of one dimension; parameters in a list."""
+    """A norm that takes only float32 of three dimensions, and a RoPE that takes only positions of one dimension."""
 
     def norm(d: int, eps: float, w: Tensor, x: Tensor) -> Tensor:
         assert x.ndim == 3 and x.dtype == torch.float32

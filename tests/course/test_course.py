@@ -1,4 +1,8 @@
-"""`lmsys course`: a small checkout whose adapters are right, wrong, missing and unusual, written here."""
+"""`lmsys course` (lmsys/course) on a student's checkout of CS336, which the fixture `checkout` writes.
+
+Its adapters (ADAPTERS, ATTENTION, CONTAINERS, MODEL) are right, wrong, not written, or need a package that is missing;
+VERDICTS says which verdict each part must get. The last tests are about `--measure`, which times the right parts.
+"""
 
 import html
 import json
@@ -189,6 +193,7 @@ class RMSNorm(nn.RMSNorm):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of the checkout, whose package and modules lie in folders that the command must find."""
     root = tmp_path_factory.mktemp("classes") / "assignment"
     files = {
         "tests/__init__.py": "",
@@ -243,11 +248,11 @@ def test_a_part_is_right_wrong_refused_not_written_or_not_judged(
     monkeypatch.setattr(parts, "PARTS", {part: PARTS[part] for part in QUICK})
     page = checkout.parent / "right.html"
     assert main([str(checkout), "--html", str(page)]) == 1
-    said = capfd.readouterr().out
-    assert [line[:36].rstrip() for line in said.splitlines()[: len(QUICK)]] == QUICK
-    assert all(re.search(rf"^{part} +{VERDICTS[part]}\b", said, re.MULTILINE) for part in QUICK)
-    assert "it is the sigmoid alone" in said and "python -m pip install package_of_nobody" in said
-    assert "what a checkout prints" not in said and "killed by SIGABRT" in said
+    report = capfd.readouterr().out
+    assert [line[:36].rstrip() for line in report.splitlines()[: len(QUICK)]] == QUICK
+    assert all(re.search(rf"^{part} +{VERDICTS[part]}\b", report, re.MULTILINE) for part in QUICK)
+    assert "it is the sigmoid alone" in report and "python -m pip install package_of_nobody" in report
+    assert "what a checkout prints" not in report and "killed by SIGABRT" in report
     assert all(PARTS[part].asks in html.unescape(page.read_text()) for part in QUICK)
 
 
@@ -272,8 +277,9 @@ def test_each_part_has_its_verdict(
 def test_ours_are_right_in_a_checkout(
     checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference adapters, as a checkout of either assignment and either year has them."""
-    monkeypatch.setattr(parts, "BEYOND_S", 0.0)  # test_basics.py asks them to the end, as lmsys check does the others
+    """The adapters of docs/examples are right in a checkout with the tests of either assignment and either year."""
+    # No time for questions beyond the handout: test_basics.py and the tests of lmsys check ask ours all of them.
+    monkeypatch.setattr(parts, "BEYOND_S", 0.0)
     root = tmp_path / "reference"
     (root / "tests").mkdir(parents=True)
     (root / "tests" / "__init__.py").touch()
@@ -294,11 +300,11 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixt
         root_of(tmp_path)
     assert root_of(tmp_path / "a") == tmp_path / "a"
     assert main([str(tmp_path / "a")]) == 2
-    said = capsys.readouterr().err
+    report = capsys.readouterr().err
     assert (
-        "does not load: ZeroDivisionError" in said
-        and "line 2: 1 / 0); here it is Python 3." in said
-        and "and torch 2." in said
+        "does not load: ZeroDivisionError" in report
+        and "line 2: 1 / 0); here it is Python 3." in report
+        and "and torch 2." in report
     )
 
 
@@ -320,7 +326,7 @@ def test_parts_are_asked_by_the_adapters_of_the_course() -> None:
 
 
 def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By commands of the bench, whose rows a file names that loads the checkout; then a report of them."""
+    """`measure` runs the bench on rows of a file that loads the checkout, and then makes a report."""
     ran: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command[1:]))
     right = {"FlashAttention in Triton, backward", "DDP, bucketed", "linear layer"}
@@ -361,8 +367,8 @@ def test_a_part_that_is_not_written_hinders_no_other(tmp_path: Path) -> None:
     )
     measure.measure(tmp_path, {"linear layer"}, tmp_path / "out")
     command = [sys.executable, "-c", ROWS, str(tmp_path / "out" / "rows.py")]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert said.stdout.split("\n")[:3] == ["Flash", "not written", "Ddp"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:3] == ["Flash", "not written", "Ddp"]
 
 
 def test_the_page_says_what_the_handout_asks() -> None:

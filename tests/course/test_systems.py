@@ -1,4 +1,7 @@
-"""Questions to the adapters of assignment 2, as far as one process can tell; test_course.py has ranks."""
+"""`lmsys course` on the adapters of assignment 2 (lmsys/course/systems.py), as far as one process can judge them.
+
+Ranks are replaced by `Ranks`, which runs nothing in parallel; test_course.py starts real ones.
+"""
 
 import math
 import sys
@@ -17,7 +20,7 @@ from tests.course.test_course import MODEL
 
 
 class Halves:
-    """Steps the parameters of even index, by torch's optimizer; or all of them."""
+    """A sharded optimizer that steps every second parameter with torch's optimizer, or, with `whole`, all of them."""
 
     def __init__(self, params: Any, optimizer_cls: Any, whole: bool = False, **kwargs: Any):
         self.inner = optimizer_cls(list(params)[:: 1 if whole else 2], **kwargs)
@@ -27,7 +30,7 @@ class Halves:
 
 
 class WithoutState(Halves, torch.optim.Optimizer):
-    """Its constructor is not torch's, so that it has no state of its own."""
+    """Is a torch Optimizer, but does not call its constructor, so that it has no `state`."""
 
 
 @pytest.mark.parametrize("kind", [Halves, WithoutState])
@@ -39,17 +42,17 @@ def test_an_optimizer_that_keeps_all_state_shards_nothing(kind: Any, monkeypatch
     systems.sharded_optimizer(params, torch.optim.AdamW).step()
     assert [bool((p < 1).all()) for p in params] == [True, False, True, False]
     optimizer = systems.sharded_optimizer(params, torch.optim.AdamW)
-    optimizer.zero_grad()  # the course's tests pass where it reaches the rank's own alone
+    optimizer.zero_grad()  # must reach all parameters, although the course's tests would pass with the rank's own alone
     assert all(p.grad is None for p in params)
     for p in params:
         p.grad = torch.ones(4)
     with pytest.raises(RuntimeError, match="nothing is sharded"):
         systems.sharded_optimizer(params, torch.optim.AdamW, whole=True).step()
-    systems.sharded_optimizer(params[:1], torch.optim.AdamW).step()  # of one parameter a rank may have all
+    systems.sharded_optimizer(params[:1], torch.optim.AdamW).step()  # with a single parameter, a rank may own all
 
 
 class WithoutLse(torch.autograd.Function):
-    """It saves its probabilities in place of their log-sum-exp."""
+    """Saves probabilities in place of the log-sum-exp, and doubles dk."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -89,7 +92,7 @@ def test_a_function_that_launches_no_kernel_is_not_written(monkeypatch: pytest.M
 
 
 class Ranks:
-    """Two ranks, each of which ends with what `train` gives."""
+    """Takes the place of WorkerGroup: two ranks that return the result of `train`, called in this process."""
 
     def __init__(self, train: Callable[[], systems.State]):
         self.train = train

@@ -1,4 +1,7 @@
-"""Files that are nearly right: bytes that are changed, cut, doubled, and JSON in which a value is another."""
+"""Mutations of a file's content: bytes are changed, cut or doubled, or a value in JSON is replaced.
+
+`mutated` draws them from a seed. WORDS are bytes that are inserted, VALUES what replaces a value in JSON.
+"""
 
 import json
 import random
@@ -15,7 +18,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def mutated(content: bytes, seed: int) -> bytes:
-    """The content with one to three changes; of JSON half of the time with other values."""
+    """The content with one to three changes of bytes; for half of the seeds, if it is JSON, with another value."""
     rng = random.Random(seed)
     if rng.random() < 0.5:
         try:
@@ -45,7 +48,7 @@ def _with_other_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def _with_another_value(content: Any, rng: random.Random) -> Any:
-    """A value anywhere in it is another, is gone, or stands under another's key."""
+    """The content with one value, at any depth, replaced, removed, or put under another value's key."""
     if isinstance(content, dict) and content and rng.random() < 0.9:
         key = rng.choice([*content])
         if rng.random() < 0.1:
