@@ -32,7 +32,8 @@ from lmsys.bench.record import load_file, older_file_seal, others_seal, seal, su
 from lmsys.measure.machine import Limits
 from lmsys.values import sentences_of, shortly
 
-FOLDERS = Path("benchmarks"), Path("dev")  # of this repository
+_ROOT = Path() if any(Path("benchmarks").glob("bench_*.py")) else commands.FOLDER
+FOLDERS = _ROOT / "benchmarks", _ROOT / "dev"  # here, or in the checkout that lmsys is of
 NOT_RECOMPUTED = "not recomputed: "  # begins a sentence on what cannot be recomputed, which is no fault
 NO_SEAL = f"{NOT_RECOMPUTED}the file has no seal, so nothing shows a changed machine or a record left out"
 NOT_PROVED = "not proved: "  # begins, perhaps behind the call that is meant, a fault for want of proof
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         type=Path,
         metavar="FOLDER",
-        help="where they are; may be given several times (default: benchmarks and dev)",
+        help="where they are; may be given several times (default: benchmarks and dev, here or in lmsys's checkout)",
     )
     options = parser.parse_args(arguments)
     try:

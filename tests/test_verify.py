@@ -444,6 +444,14 @@ def test_without_folders_it_finds_the_benchmark_of_every_committed_run(monkeypat
     assert {"attention", "plans", "short_plans"} <= named <= known.keys()
 
 
+def test_in_a_folder_without_benchmarks_those_of_the_checkout_judge(tmp_path: Path, content: Content) -> None:
+    (tmp_path / "out.json").write_text(json.dumps(content))
+    (tmp_path / "benchmarks").mkdir()
+    command = [sys.executable, "-m", "lmsys", "verify", "out.json"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert "there is no benchmark 'attention' here" not in said and "0 timed calls judged again" not in said
+
+
 def test_every_folder_that_is_named_is_looked_in(
     tmp_path: Path, content: Content, capsys: pytest.CaptureFixture[str]
 ) -> None:
