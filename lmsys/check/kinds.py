@@ -84,7 +84,9 @@ def find(target: str, kind: str | None) -> tuple[str, Entry]:
     if kind is None and ".py" not in target:
         kind = next((name for name, known in KINDS.items() if target in list(known.table)), "attention")
     if kind is not None:
-        return kind, KINDS[kind].table.select([target])[0]
+        # Code from a file may have a name of the table, such as AdamW: nothing is compared by name here.
+        table = KINDS[kind].table
+        return kind, (Table(kind, [], traits=table.traits) if ".py" in target else table).select([target])[0]
     return find(target, kind_of(Table("implementation", []).select([target])[0].load()))
 
 

@@ -204,3 +204,13 @@ def test_what_is_taken_by_place_stays_in_its_place() -> None:
     assert called(gap, roles)(values) == (3, False, 7, 1, 2)
     assert called(gap, roles)({"x": 3, "bias": 2}) == (3, False, 0, 1, 2)
     assert called(mixed, roles)(values) == (3, 5, 7)
+
+
+def test_code_from_a_file_may_have_the_name_of_a_row(tmp_path: Path) -> None:
+    """As a student's class RMSNorm has."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n\n\nclass RMSNorm(torch.nn.RMSNorm):\n"
+        "    def __init__(self, width, eps=1e-6):\n        super().__init__(width, eps)\n"
+    )
+    assert main([f"{file}:RMSNorm", "--kind", "norm", "--dtype", "float32"]) == 0
