@@ -218,7 +218,8 @@ class EvaluateConfig(strict_json.Checked):
 class CheckpointConfig(strict_json.Checked):
     """How often the state is saved, so that an interrupted run can go on.
 
-    interval  steps between checkpoints; the end always has one; <= 0: only the end has
+    interval  steps between checkpoints; the end always has one; <= 0: only the end has. A step that was left
+              out, as its loss or gradient is not finite, has none
     keep      how many of the latest checkpoints stay; None: all
     """
 

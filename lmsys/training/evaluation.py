@@ -29,8 +29,8 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss; inf where no float holds it."""
-        return math.exp(self.loss) if self.loss < 709 else math.inf
+        """e to the loss; inf where no float holds it, NaN where the loss is."""
+        return math.inf if self.loss >= 709 else math.exp(self.loss)
 
 
 def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) -> tuple[object, ...]:

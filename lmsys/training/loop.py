@@ -243,7 +243,8 @@ class Trainer:
                 last = self.step == train.steps or stop > 0
                 if last or _due(self.step, self.config.evaluate.interval):
                     valid = self._validate(write, say)
-                if last or _due(self.step, self.config.checkpoint.interval):
+                # While steps are left out, weights may be NaN already: such saves would replace the good ones.
+                if last or (taken.taken and _due(self.step, self.config.checkpoint.interval)):
                     doing.now(f"in the save after step {self.step:,}")
                     self.save(folder)
                 if stop and self.step < train.steps:

@@ -53,6 +53,7 @@ def test_autocast_is_used() -> None:
 
 def test_a_huge_loss_has_infinite_perplexity() -> None:
     assert Evaluation(1e4, 1).perplexity == math.inf
+    assert math.isnan(Evaluation(math.nan, 1).perplexity)
 
 
 def test_a_unigram_model_knows_how_often_each_token_stands(monkeypatch: pytest.MonkeyPatch) -> None:

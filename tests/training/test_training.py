@@ -203,10 +203,30 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pyte
         assert not training.train_step()[0].taken and training.skipped == training.in_a_row == skipped
     assert all(torch.equal(before[name], x) for name, x in training.model.state_dict().items())
     assert training.train_step()[0].taken and (training.skipped, training.in_a_row) == (2, 0)
+    training.save(tmp_path / "checkpoints")
     bad |= set(range(5, 99))
     with pytest.raises(NonFiniteError, match=r"3 steps in a row were not finite, up to step 8"):
         training.fit(tmp_path / "checkpoints")
     assert all(x.isfinite().all() for x in weights(tmp_path).values()), "the last good checkpoint is there"
+
+
+def test_weights_that_are_not_finite_replace_no_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose loss and gradient are finite may spoil them; those after it are left out, one of them at a save."""
+    one = trainer(config(tmp_path, "train.max_nonfinite=3", "checkpoint.interval=2", "checkpoint.keep=1"))
+    step = one.optimizer.step
+
+    def spoiling() -> None:
+        step()
+        if one.step == 2:  # the third
+            with torch.no_grad():
+                next(one.model.parameters()).fill_(torch.nan)
+
+    monkeypatch.setattr(one.optimizer, "step", spoiling)
+    with pytest.raises(NonFiniteError, match="up to step 7"):
+        one.fit(tmp_path / "checkpoints")
+    assert all(x.isfinite().all() for x in weights(tmp_path).values())
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
