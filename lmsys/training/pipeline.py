@@ -41,7 +41,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     """
     doing.now(doing.AT_FIRST)
     world_size, rank = collectives.size_and_rank(None)
-    context = RunContext(config, rank, world_size)
+    context = RunContext(config, rank, world_size, skip_data)
     _agree(config, steps, skip_data)
     config.train.accumulation(world_size)  # a ValueError comes here, not after the data has been made
     STRATEGIES.select([config.train.strategy])
@@ -147,6 +147,8 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     context.wait()
     corpus, tokenizer, folder = context.corpus(), context.tokenizer(), context.config.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
+    made |= _names(context.config)
+    (made, *_) = collectives.gather_objects(made, None)  # ranks on other machines may have copies of the text
     if not anew:
         before = _read(folder / "made.json") or {}
         if before | made == before:
@@ -272,6 +274,15 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
     folder, config = context.config.folder / "tokens", context.config
     made = _read(folder / "made.json") or {}
     values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
+    for name, text in {} if context.skip_data else _names(config).items():
+        was = made.get(name, text)  # files of earlier versions have no names
+        values.hold(
+            (
+                was == text,
+                f"{folder}: has the tokens of {name}={was!r}, not of {text!r}: make them anew by the step `tokenize`,"
+                " or take them as they are by --skip-data",
+            )
+        )
     source = data.TokenFiles(data.shards(folder / "train.npy", made["shards"]), tokenizer)
     valid = data.TokenFiles(data.shards(folder / "valid.npy", made["shards"]), tokenizer)
     return source, data.fixed_windows(
@@ -281,8 +292,13 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
 
 
 def _facts(text: tuple[chunks.Chunk, ...]) -> list[Any]:
-    """The entry of a text in made.json: [path, start, stop] of each part."""
-    return [[str(chunk.path), chunk.start, chunk.stop] for chunk in text]
+    """The entry of a text in made.json: [path, start, stop, when the file was last changed] of each part."""
+    return [[str(chunk.path), chunk.start, chunk.stop, chunk.path.stat().st_mtime_ns] for chunk in text]
+
+
+def _names(config: RunConfig) -> dict[str, str | None]:
+    """The settings, by name, that say which text becomes tokens; in made.json too."""
+    return {"data.corpus": config.data.corpus, "data.valid": config.data.valid}
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main, parser, read_config
 from lmsys.training.corpora import END_OF_TEXT
+from lmsys.training.data import TokenFiles
 from lmsys.training.run_context import RunContext
 from tests.support.training_runs import SETTINGS, config, corpus
 
@@ -251,3 +252,32 @@ def test_a_step_that_ended_in_the_middle_is_done_again(
             Tokenizer.load(run.folder / "tokenizer")
     assert pipeline.run(run, pipeline.DATA_STEPS) == 0
     assert sorted((path.name, path.read_bytes()) for path in run.folder.rglob("*") if path.is_file()) == made
+
+
+def test_a_text_that_was_changed_is_read_again(tmp_path: Path) -> None:
+    """Also where it has as many bytes as before."""
+    text = corpus(tmp_path)
+    run = config(tmp_path / "run", f"data.corpus={text}")
+    for words in (text.read_text(), text.read_text().replace("cat", "dog")):
+        text.write_text(words)
+        assert pipeline.run(run, pipeline.DATA_STEPS) == 0
+        tokenizer = Tokenizer.load(run.folder / "tokenizer")
+        ids = TokenFiles([run.folder / "tokens" / "train.npy"], tokenizer)
+        assert words.startswith(tokenizer.decode(ids.read(0, len(ids)).tolist()))
+
+
+@pytest.mark.parametrize("setting", ["data.corpus", "data.valid"])
+def test_tokens_are_not_taken_for_another_text(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loss would be printed as that of the text that is asked for."""
+    text = corpus(tmp_path)
+    assert pipeline.run(config(tmp_path / "run", f"data.corpus={text}"), ("tokenizer", "tokenize", "train")) == 0
+    other = tmp_path / "other.txt"
+    other.write_text("other words of another text " * 50)
+    before = repr(str(text)) if setting == "data.corpus" else "None"
+    for step in ("train", "evaluate"):
+        said = told(capsys, tmp_path, step, "--set", f"{setting}={other}")
+        assert f"has the tokens of {setting}={before}, not of {str(other)!r}: make them anew by the step" in said
+    options = [part for one in [f"output={tmp_path / 'run'}", *SETTINGS] for part in ("--set", one)]
+    assert main(["evaluate", *options, "--set", f"{setting}={other}", "--skip-data"]) == 0
