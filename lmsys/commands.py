@@ -82,6 +82,11 @@ COMMANDS = {
             "lmsys leaderboard results -o site --anchor sdpa": "or over another row that every file has",
         },
     ),
+    "pick": Command(
+        "lmsys.pick",
+        "A Python module for a model of yours: by shape, the attention row that was fastest in a result.",
+        {"lmsys pick attention.json -o rows.py": "then attention(..., impl=rows.row_for(q, k, ...))"},
+    ),
     "train": Command(
         "lmsys.training",
         "From text to a trained model.",

@@ -277,7 +277,7 @@ def test_tokens_are_not_taken_for_another_text(
     other.write_text("other words of another text " * 50)
     before = repr(str(text)) if setting == "data.corpus" else "None"
     for step in ("train", "evaluate"):
-        said = told(capsys, tmp_path, step, "--set", f"{setting}={other}")
-        assert f"has the tokens of {setting}={before}, not of {str(other)!r}: make them anew by the step" in said
+        line = error_line(capsys, tmp_path, step, "--set", f"{setting}={other}")
+        assert f"has the tokens of {setting}={before}, not of {str(other)!r}: make them anew by the step" in line
     options = [part for one in [f"output={tmp_path / 'run'}", *SETTINGS] for part in ("--set", one)]
     assert main(["evaluate", *options, "--set", f"{setting}={other}", "--skip-data"]) == 0

@@ -1,0 +1,95 @@
+"""`lmsys pick RESULT.json -o rows.py`: a module for a model of yours, of the attention rows that were fastest there.
+
+Of each shape, dtype and mask it names the row of the least median time, for inference (the forward) and for training
+(the forward and the backward). Rows that were not right are left out, as are earlier states of rows, and cases under a
+window, documents or another option. Exit codes: 0 the module is written, 2 the file has no such case, or bad usage.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmsys import commands, files, values
+from lmsys.bench.fields import Record, grouped
+from lmsys.bench.record import load
+
+SHAPE = "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
+OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"
+USES = {False: (("fwd",),), True: (("fwdbwd",), ("fwd", "bwd"))}  # by training: directions whose times are added up
+MODULE = '''"""The attention rows that were fastest in a run of lmsys bench; `lmsys pick` has written this file.
+
+    from lmsys.attention import attention
+    o = attention(q, k, v, causal=True, impl=row_for(q, k, causal=True, training=True))
+"""
+
+MEASURED = {measured!r}
+# By training, dtype, causal, batch, query heads, key heads, queries, keys and head dimension.
+FASTEST = {{
+{lines}
+}}
+
+
+def row_for(q, k, *, causal, training):
+    """The row for q (B, H, Q, D) and k (B, Hkv, K, D). ValueError for a case that was not measured."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    case = training, dtype, causal, *q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3]
+    if case not in FASTEST:
+        raise ValueError(f"no row was measured for {{case}}: measure it, or take impl='auto'")
+    return FASTEST[case]
+'''
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = commands.parser("pick")
+    parser.add_argument("result", type=Path, metavar="RESULT.json", help="of lmsys bench attention")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="ROWS.py", help="the module to write")
+    given = parser.parse_args(arguments)
+    try:
+        content = load(given.result)
+        fastest = fastest_rows(content["records"])
+        values.hold((fastest, f"{given.result}: no row of attention was right there in a case without options"))
+        machine = content["machine"]
+        measured = {name: machine.get(name) for name in ("gpu", "name", "torch", "triton", "commit", "date")}
+        lines = "\n".join(f"    {case!r}: {row!r}," for case, row in fastest.items())
+        with files.replacing(given.output) as file:
+            file.write(MODULE.format(measured=measured, lines=lines).encode())
+    except ValueError as error:
+        print(f"lmsys pick: error: {error}", file=sys.stderr)
+        return commands.USAGE
+    print(f"{given.output}: {len(fastest)} cases, {len(set(fastest.values()))} rows")
+    return 0
+
+
+def fastest_rows(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
+    """The fastest row by training, dtype, causal and shape; a case measured twice counts where it was last."""
+    cases = []
+    for x in records:
+        is_plain = x["benchmark"] == "attention" and not any(x.get(name) for name in OPTIONS)
+        if is_plain and "@" not in x["impl"]:
+            cases.append(((x["dtype"], x["causal"], *(x[name] for name in SHAPE)), x))
+    fastest = {}
+    for case, measured in grouped(cases).items():
+        for training, ways in USES.items():
+            for directions in ways:
+                if times := _times(measured, directions):
+                    fastest[training, *case] = min(times, key=times.__getitem__)
+    return fastest
+
+
+def _times(records: list[Record], directions: tuple[str, ...]) -> dict[str, float]:
+    """Seconds by row, of those that were right in each direction, where they took turns last."""
+    times: dict[str, float] = {}
+    for number, direction in enumerate(directions):
+        asked = [x for x in records if x["direction"] == direction]
+        right = {x["impl"]: x["time_s"] for x in asked if x["outcome"] == "ok" and _took_turns(x, asked[-1])}
+        times = {row: s + times.get(row, 0.0) for row, s in right.items() if row in times or not number}
+    return times
+
+
+def _took_turns(record: Record, other: Record) -> bool:
+    return bool(record.get("comparison") == other.get("comparison"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Laws of `lmsys pick`: of each case the row of the least time among those that were right, where they took turns."""
+
+import gzip
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.bench import record
+from lmsys.pick import SHAPE, fastest_rows, main
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "reports" / "results" / "nvidia-h200_20261126_attention-bf16.json.gz"
+ROWS = "naive", "flash_triton", "mine.py:f", "naive@abc"
+
+
+@st.composite
+def records(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Of two lengths, three directions and two comparisons, some under a window."""
+    drawn = st.fixed_dictionaries(
+        {
+            "impl": st.sampled_from(ROWS),
+            "direction": st.sampled_from(["fwd", "bwd", "fwdbwd"]),
+            "outcome": st.sampled_from(["ok", "ok", "ok", "wrong", "oom"]),
+            "queries": st.sampled_from([64, 128]),
+            "window": st.sampled_from([None, None, None, 16]),
+            "comparison": st.sampled_from(["first", "second"]),
+            "time_s": st.integers(1, 100).map(float),
+        }
+    )
+    fixed = {"benchmark": "attention", "dtype": "float32", "causal": True} | dict.fromkeys(SHAPE, 1)
+    return [fixed | x for x in draw(st.lists(drawn, max_size=30))]
+
+
+@given(records())
+def test_the_fastest_of_those_that_were_right_is_picked(drawn: list[dict[str, Any]]) -> None:
+    plain = [x for x in drawn if x["window"] is None and x["impl"] != "naive@abc"]
+    expected = {}
+    for length in (64, 128):
+        asked = [x for x in plain if x["queries"] == length]
+        right = {}
+        for direction in ("fwd", "bwd", "fwdbwd"):
+            of_it = [x for x in asked if x["direction"] == direction]
+            last = of_it[-1]["comparison"] if of_it else None
+            right[direction] = {
+                x["impl"]: x["time_s"] for x in of_it if x["outcome"] == "ok" and x["comparison"] == last
+            }
+        both = {row: right["fwd"][row] + right["bwd"][row] for row in right["fwd"] if row in right["bwd"]}
+        expected[False, length] = right["fwd"]
+        expected[True, length] = both or right["fwdbwd"]
+    picked = fastest_rows(drawn)
+    by_case = {(training, queries): row for (training, _, _, _, _, _, queries, _, _), row in picked.items()}
+    assert by_case.keys() == {case for case, times in expected.items() if times}
+    for case, row in by_case.items():
+        assert expected[case][row] == min(expected[case].values())
+
+
+def test_the_module_names_rows_for_tensors_and_refuses_what_was_not_measured(tmp_path: Path) -> None:
+    assert main([str(RESULT), "-o", str(tmp_path / "rows.py")]) == 0
+    rows = runpy.run_path(str(tmp_path / "rows.py"))
+    measured = record.load(RESULT)["records"]
+    q = SimpleNamespace(shape=(16, 32, 1024, 64), dtype="torch.bfloat16")
+    row = rows["row_for"](q, q, causal=True, training=False)
+    beside = [x for x in measured if x["id"].startswith("tokens16k-B16H32Q1024K1024D64-bfloat16-causal-fwd-")]
+    assert row == min((x for x in beside if x["outcome"] == "ok"), key=lambda x: x["time_s"])["impl"]
+    q.shape = (1, 32, 1024, 64)
+    with pytest.raises(ValueError, match="no row was measured for"):
+        rows["row_for"](q, q, causal=True, training=False)
+
+
+def test_what_stands_in_a_result_is_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(gzip.decompress(RESULT.read_bytes()))
+    name = "x'\n}\nraise SystemExit('run')\n{'"
+    for x in content["lmsys"]["records"]:
+        x["impl"] = name
+    content["lmsys"]["machine"]["torch"] = '"""\nraise SystemExit'
+    content["lmsys"].pop("seal")
+    (tmp_path / "forged.json").write_text(json.dumps(content))
+    if main([str(tmp_path / "forged.json"), "-o", str(tmp_path / "rows.py")]) == 0:
+        assert set(runpy.run_path(str(tmp_path / "rows.py"))["FASTEST"].values()) == {name}
+    else:
+        assert "forged.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no JSON"])
+def test_a_file_without_attention_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert main([str(tmp_path / "x.json"), "-o", str(tmp_path / "rows.py")]) == 2
+    assert "lmsys pick: error: " in capsys.readouterr().err and not (tmp_path / "rows.py").exists()
