@@ -146,8 +146,11 @@ def make_tokens(context: RunContext, anew: bool) -> None:
         context.corpus()  # one rank makes or downloads it
     context.wait()
     corpus, tokenizer, folder = context.corpus(), context.tokenizer(), context.config.folder / "tokens"
-    made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
-    made |= _names(context.config)
+    made = {
+        "tokenizer": tokenizer.fingerprint,
+        "text": [_facts(corpus.train), _facts(corpus.valid)],
+        **_names(context.config),
+    }
     (made, *_) = collectives.gather_objects(made, None)  # ranks on other machines may have copies of the text
     if not anew:
         before = _read(folder / "made.json") or {}
