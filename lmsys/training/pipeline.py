@@ -41,7 +41,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     """
     doing.now(doing.AT_FIRST)
     world_size, rank = collectives.size_and_rank(None)
-    context = RunContext(config, rank, world_size, skip_data)
+    context = RunContext(config, rank, world_size)
     _agree(config, steps, skip_data)
     config.train.accumulation(world_size)  # a ValueError comes here, not after the data has been made
     STRATEGIES.select([config.train.strategy])
@@ -277,15 +277,12 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
     folder, config = context.config.folder / "tokens", context.config
     made = _read(folder / "made.json") or {}
     values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
-    for name, text in {} if context.skip_data else _names(config).items():
+    for name, text in _names(config).items():
         was = made.get(name, text)  # files of earlier versions have no names
-        values.hold(
-            (
-                was == text,
-                f"{folder}: has the tokens of {name}={was!r}, not of {text!r}: make them anew by the step `tokenize`,"
-                " or take them as they are by --skip-data",
+        if was != text:
+            context.say(
+                f"{folder}: has the tokens of {name}={was!r}, not of {text!r}; the step `tokenize` makes them anew"
             )
-        )
     source = data.TokenFiles(data.shards(folder / "train.npy", made["shards"]), tokenizer)
     valid = data.TokenFiles(data.shards(folder / "valid.npy", made["shards"]), tokenizer)
     return source, data.fixed_windows(

@@ -25,15 +25,11 @@ DOWNLOAD_LINES_S = 5.0  # seconds between two lines on the progress of a downloa
 
 @dataclass(frozen=True)
 class RunContext:
-    """The settings of a run and this process's rank among `world_size`, with what steps derive from them.
-
-    skip_data  tokenizer and tokens are taken as they are, also those of another text
-    """
+    """The settings of a run and this process's rank among `world_size`, with what steps derive from them."""
 
     config: RunConfig
     rank: int
     world_size: int
-    skip_data: bool = False
 
     @property
     def checkpoints(self) -> Path:
