@@ -168,11 +168,12 @@ class Isolated:
     def _start(self) -> Worker:
         self._shared, self._trace = doing.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
         self._memory = doing.map_file(self._shared)
-        watch.Heartbeat(self._shared).rest()
+        watch.Heartbeat(self._shared)  # writes a first beat
         files = [self._shared, self._trace.fileno()] + ([self.line[0]] if self.line else [])
-        worker = Worker(None, files, path=self._path(), folder=self.checkout.working_folder if self.checkout else None)
+        worker = self._worker = Worker(
+            None, files, path=self._path(), folder=self.checkout.working_folder if self.checkout else None
+        )
         self._most_bytes, self._oom_kills = MOST_HELD * host.available_bytes(), host.oom_kills()
-        self._worker = worker
         for _ in self._answers(
             worker, begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line
         ):
