@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lmsys.bench.__main__ import line_of
-from lmsys.course import measure, parts
+from lmsys.course import measure, systems
 from lmsys.course.__main__ import main
 from lmsys.course.checkout import root_of
 from lmsys.course.parts import PARTS, verdict_of
@@ -362,8 +362,8 @@ def test_a_part_that_is_not_written_hinders_no_other(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     (tmp_path / "tests" / "adapters.py").write_text(
-        f"class Flash:\n    pass\n\n\ndef {parts.PYTORCH}():\n    return Flash\n\n\n"
-        f"def {parts.TRITON}():\n    raise NotImplementedError\n"
+        f"class Flash:\n    pass\n\n\ndef {systems.CLASSES['flash_pytorch']}():\n    return Flash\n\n\n"
+        f"def {systems.CLASSES['flash_triton']}():\n    raise NotImplementedError\n"
     )
     measure.measure(tmp_path, {"linear layer"}, tmp_path / "out")
     command = [sys.executable, "-c", ROWS, str(tmp_path / "out" / "rows.py")]
