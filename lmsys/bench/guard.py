@@ -13,12 +13,13 @@ import math
 import operator
 import os
 import random
+import re
 import signal
 import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +55,7 @@ OWNERS = (
     torch.nn.functional,
     torch.profiler,
 )
-SUBCLASSES = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom
+WHOLE = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom  # what they inherit may not be hidden
 # Names that are not remembered, and may change. torch.compile replaces torch.manual_seed when it is first imported,
 # torch.distributed sets sys.excepthook, and interactive shells set sys.displayhook.
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
@@ -76,41 +77,46 @@ class Guard:
         for cls in _classes(_modules()):
             if issubclass(cls, torch.optim.Optimizer):
                 cls._patch_step_function(cls.__new__(cls))
-        self._known = [(owner, _names(owner)) for owner in (*OWNERS, *_modules(), *_classes(_modules()))]
-        functions = {id(f): f for _, names in self._known for f in map(_function, names.values()) if f is not None}
+        owners = {owner: _names(owner) for owner in (*OWNERS, *_modules(), *_classes(_modules()))}
+        functions = {id(f): f for names in owners.values() for f in map(_function, names.values()) if f is not None}
         self._code = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions.values()]
-        dicts = [(f"the defaults of {f.__qualname__}", f.__kwdefaults__ or {}) for f in functions.values()]
-        dicts += [
-            (f"{owner.__name__}.{name}", value)
-            for owner, names in self._known
+        dicts = {f"the defaults of {f.__qualname__}": f.__kwdefaults__ for f in functions.values() if f.__kwdefaults__}
+        dicts |= {
+            f"{owner.__name__}.{name}": value
+            for owner, names in owners.items()
             for name, value in names.items()
             if type(value) is dict and not name.startswith("_")  # others are filled by their modules
+        }
+        self._held = [(owner.__name__, vars(owner), partial(setattr, owner), names) for owner, names in owners.items()]
+        self._held += [
+            (place, values, partial(operator.setitem, values), {**values}) for place, values in dicts.items()
         ]
-        self._dicts = [(place, values, dict(values)) for place, values in dicts]
+        self._whole = [(cls, set(vars(cls))) for cls in WHOLE]
+        self._kernels = _python_kernels()
 
     def mend(self) -> list[str]:
-        """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced."""
+        """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced.
+
+        Raises Lost, which ends the worker, where a kernel of torch was replaced: that cannot be put back.
+        """
+        if kernels := _python_kernels() - self._kernels:
+            raise Lost(f"it replaces {', '.join(sorted(kernels))}, by which it is judged,")
         changed = []
-        for owner, names in self._known:
-            now = vars(owner)
+        for place, now, put, names in self._held:
             for name, value in names.items():
                 if now.get(name) is not value:
-                    changed.append(f"{owner.__name__}.{name}")
-                    setattr(owner, name, value)
-            if owner in SUBCLASSES:  # what they inherit may not be hidden
-                for name in _names(owner).keys() - names.keys():
-                    changed.append(f"{owner.__name__}.{name}")
-                    delattr(owner, name)
+                    changed.append(f"{place}.{name}")
+                    put(name, value)
+        for cls, known in self._whole:
+            added = [name for name, value in vars(cls).items() if name not in known and isinstance(value, KINDS)]
+            for name in [name for name in added if name not in IGNORED]:
+                changed.append(f"{cls.__name__}.{name}")
+                delattr(cls, name)
         for function, code, defaults, by_name in self._code:
             is_same = function.__code__ is code and function.__defaults__ is defaults
             if not is_same or function.__kwdefaults__ is not by_name:
                 changed.append(f"the code of {function.__qualname__}")
                 function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, by_name
-        for place, values, before in self._dicts:
-            if _identities(values) != _identities(before):
-                changed.append(f"what is in {place}")
-                values.clear()
-                values.update(before)
         return changed
 
 
@@ -137,9 +143,9 @@ def _names(owner: Any) -> dict[str, Any]:
     }
 
 
-def _identities(values: Mapping[Any, Any]) -> list[tuple[int, int]]:
-    """Two dicts are compared by these: an equality that a row defines could say anything."""
-    return [(id(name), id(value)) for name, value in values.items()]
+def _python_kernels() -> set[str]:
+    """Such as "aten/sub.Tensor/CPU": what somebody's Python does in place of torch's public operators."""
+    return set(filter(re.compile("aten/[^_].*/(CPU|CUDA)").fullmatch, torch.library._impls))
 
 
 def _function(value: Any) -> types.FunctionType | None:
@@ -196,6 +202,11 @@ def _shorten(length: Callable[[], int], pop: Callable[[], Any], right: int) -> N
 # such a mode: in the other order it would be reported as one.
 PARTS = (
     Part("the CPUs that it may use", partial(os.sched_getaffinity, 0), _set_cpus),
+    Part(
+        "its scheduling policy",
+        partial(os.sched_getscheduler, 0),
+        lambda policy: os.sched_setscheduler(0, policy, os.sched_param(0)),
+    ),
     Part("its niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0)),
     Part("whether gradients are recorded", torch.is_grad_enabled, torch._C._set_grad_enabled),
     # It cannot be put back: a row that leaves it on ends the worker.
@@ -283,8 +294,8 @@ class State:
         """
         parts, (changed, added) = list(self._mend_parts()), self._mend_variables()
         changes = parts + [f"environment variable {name}" for name in changed] + self._outputs.mend()
-        more = f"; it adds environment variables: {', '.join(added)}" if added else ""
-        return f"it leaves changed: {'; '.join(changes)}{more}" if changes else None
+        changes += [f"environment variables that it adds: {', '.join(added)}"] * bool(changes and added)
+        return f"it leaves changed: {'; '.join(changes)}" if changes else None
 
     def _mend_parts(self) -> Iterator[str]:
         for part, was in self._parts.items():

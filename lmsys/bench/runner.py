@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lmsys.bench import fields, instruments, watch
+from lmsys.bench import fields, guard, instruments, watch
 from lmsys.bench.benchmark import Benchmark, Cases, Collected
 from lmsys.bench.case import Case, facts_of
 from lmsys.bench.trial import Endings, Result, Trial
@@ -69,7 +69,8 @@ class Runner(instruments.Instruments):
         ended  endings of cases that are not run, because they ended an earlier process
         begun  called with the case ids of each row, in the order of the heartbeat's rows
         """
-        _ = self.guard  # before a row runs
+        self.guard.mend()
+        self.guard = guard.Guard()  # before a row runs: a benchmark may have been imported since
         gc.freeze()  # what lives between groups is code, which the many collections of this one need not visit
         held = self._held()
         with benchmark.context(cases):

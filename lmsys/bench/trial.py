@@ -154,7 +154,9 @@ class Trial:
         for case in turn:
             candidate, measurement = self.candidate(case), self.measurements[case.id]
             if measurement.samples and not measurement.failure:
-                measurement.failure = self.impossible(case, statistics.median(measurement.samples))
+                measurement.failure = self._unproved(case) or self.impossible(
+                    case, statistics.median(measurement.samples)
+                )
             if self.is_able(case) and measurement.samples is not None:
                 fields, _ = candidate.watched(self.benchmark.inspect, case, candidate, self.setup)
                 measurement.record |= fields or {}
@@ -277,6 +279,13 @@ class Trial:
                 reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
                 measurement.failure = failure[0], reason
         measurement.kept = []
+
+    def _unproved(self, case: Case) -> Failure | None:
+        """A failure where fewer timed calls were checked than the benchmark keeps: the others were taken away."""
+        measurement = self.measurements[case.id]
+        proved, least = len(measurement.proof), min(self.benchmark.num_proofs, len(measurement.samples or ()))
+        is_short = proved < least and self.is_able(case)
+        return ("wrong", f"{proved} of its timed calls were checked, where {least} are kept") if is_short else None
 
     def check_again(self) -> None:
         """Checks rows once more, on new inputs, if none of their timed calls was checked."""

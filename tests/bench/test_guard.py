@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -21,10 +22,11 @@ import torch
 
 from lmsys import testing
 from lmsys.attention.naive import naive
-from lmsys.bench import trial
+from lmsys.bench import Field, trial
 from lmsys.bench.guard import PARTS, Guard, State
 from lmsys.measure import clock, compare
 from lmsys.training import optimizer
+from tests.support import harness
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_defaults_by_name_are_noticed_also_where_they_are_changed_in_place() -> 
     guard, function = Guard(), cast(Any, compare.interleave)
     before = dict(function.__kwdefaults__)
     function.__kwdefaults__["trials"] = 1
-    assert guard.mend() == ["what is in the defaults of interleave"]
+    assert guard.mend() == ["the defaults of interleave.trials"]
     assert function.__kwdefaults__ == before and guard.mend() == []
     function.__kwdefaults__ = None
     assert guard.mend() == ["the code of interleave"] and function.__kwdefaults__ == before
@@ -78,10 +80,25 @@ def test_the_entropy_that_picks_calls_is_guarded(name: str) -> None:
     assert guard.mend() == ["lmsys.measure.compare._ENTROPY"] and compare._ENTROPY is entropy
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_a_kernel_of_torch_that_a_row_replaces_ends_the_process() -> None:
+    """The judge subtracts by it, and it cannot be put back. An operator of the row's own is none of the judge's."""
+    guard = Guard()
+    with torch.library._scoped_library("lmsys_of_a_row", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CPU")
+        assert guard.mend() == []
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("sub.Tensor", lambda x, other, alpha=1: torch.zeros_like(x), "CPU")
+        with pytest.raises(compare.Lost, match="it replaces aten/sub.Tensor/CPU, by which it is judged"):
+            guard.mend()
+    assert guard.mend() == [] and (torch.ones(1) - 3).item() == -2
+
+
 def test_constants_are_guarded() -> None:
     guard, most, budget = Guard(), compare.MAX_ROUNDS, testing.NORM_BUDGET
     compare.MAX_ROUNDS, testing.NORM_BUDGET["float32"] = 1, 1e9
-    assert guard.mend() == ["lmsys.measure.compare.MAX_ROUNDS", "what is in lmsys.testing.NORM_BUDGET"]
+    assert guard.mend() == ["lmsys.measure.compare.MAX_ROUNDS", "lmsys.testing.NORM_BUDGET.float32"]
     assert most == compare.MAX_ROUNDS and testing.NORM_BUDGET is budget and budget["float32"] < 1 and not guard.mend()
 
 
@@ -174,7 +191,7 @@ def test_variables_that_a_row_adds_are_removed_and_named_beside_what_it_changes(
     home = os.environ["HOME"]
     os.environ |= {"LMSYS_OF_A_ROW": "1", "LMSYS_AND_ANOTHER": "2", "TORCH_OF_A_COMPILER": "3"}
     del os.environ["HOME"]
-    added = "it adds environment variables: LMSYS_AND_ANOTHER, LMSYS_OF_A_ROW"
+    added = "environment variables that it adds: LMSYS_AND_ANOTHER, LMSYS_OF_A_ROW"
     assert state.mend() == f"it leaves changed: environment variable HOME; {added}"
     assert os.environ["HOME"] == home and not {"LMSYS_OF_A_ROW", "LMSYS_AND_ANOTHER"} & os.environ.keys()
     monkeypatch.delenv("TORCH_OF_A_COMPILER")
@@ -209,3 +226,24 @@ def test_what_cannot_be_put_back_ends_the_process(state: State, monkeypatch: pyt
     with pytest.raises(compare.Lost, match=r"it leaves changed: its niceness \(-?\d+, now -?\d+\)"):
         state.mend()
     state._parts = {}
+
+
+def test_what_a_worker_imported_after_its_first_answer_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker measures the machine, with a guard, before it is sent the first benchmark and imports its module."""
+    runner = harness.runner()
+    assert runner.guard.mend() == []
+    late = types.ModuleType("benchmarks.late")
+    late.judge = len  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+
+    class Replacing(harness.Telling):
+        fields = (Field("size", role="axis"),)
+
+        def open(self, candidate: Any, setup: Any) -> None:
+            late.judge = max  # type: ignore[attr-defined]
+
+    benchmark = Replacing()
+    for result in runner.run(benchmark, harness.cases_of(benchmark)[:1]):
+        assert result.record["outcome"] == "wrong"
+        assert result.record["reason"] == "a row replaced benchmarks.late.judge, by which it is judged"
+    assert late.judge is len  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lmsys.bench.__main__ import line_of
-from lmsys.course import measure, systems
+from lmsys.course import measure, parts, systems
 from lmsys.course.__main__ import main
 from lmsys.course.checkout import root_of
 from lmsys.course.parts import PARTS, verdict_of

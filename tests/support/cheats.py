@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random, SystemRandom
 from typing import Any
 
 import torch
@@ -69,6 +70,16 @@ def seen(*names: str) -> bool:
 def timed() -> bool:
     """True while the harness times the call."""
     return seen(CLOCK)
+
+
+def within(file: str, function: str) -> dict[str, Any]:
+    """The variables of the innermost call of this function of this file that is on the stack; {} without one."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(file) and frame.f_code.co_name == function:
+            return dict(frame.f_locals)
+        frame = frame.f_back
+    return {}
 
 
 def trains(q: Tensor) -> bool:
@@ -205,6 +216,13 @@ def right_when_a_frame_says_that_it_is_kept(q: Tensor, k: Tensor, v: Tensor, **o
             return honest(q, k, v, **options)
         frame = frame.f_back
     return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
+
+
+@cheat("stack inspection", "fwd")
+def right_while_every_call_is_kept(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Reads the number of the call, of which the first eight are kept, until a later one takes the place."""
+    is_later = timed() and within(SAMPLING, "_sample").get("index", 0) >= 8
+    return torch.zeros_like(q) if is_later else honest(q, k, v, **options)
 
 
 @cheat("timing inspection", "fwd")
@@ -375,7 +393,30 @@ def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> T
     return o
 
 
-def replaces(owner: Callable[[], Any], name: str, other: Callable[..., Any]) -> Row:
+@cheat("what is kept of calls", "fwd")
+def takes_the_kept_calls_away(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if taken := within(SAMPLING, "interleave").get("taken"):
+        taken.result.kept = {name: [] for name in taken.result.kept}
+    return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
+
+
+@cheat("what is kept of calls", "fwd")
+def keeps_nothing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Replaces the hook of its own step that copies results."""
+    if step := within(SAMPLING, "_sample").get("step"):
+        step.keep = lambda result, key: None
+    return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
+
+
+@cheat("what is kept of calls", "fwd")
+def checks_nothing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Hides a method of the trial by an attribute of the object, which no class shows."""
+    if trial := within("bench/trial.py", "interleave").get("self"):
+        trial._check_timed = lambda case: None
+    return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
+
+
+def replaces(owner: Callable[[], Any], name: str, other: Any) -> Row:
     """A row that replaces the attribute `name` of owner(), a part of the harness or of torch, when it is called."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -396,6 +437,9 @@ PATCHES = {
     "quick_events": replaces(lambda: torch.cuda.Event, "elapsed_time", lambda self, end: 1e-3),
     "easy_oracle": replaces(lambda: sys.modules["lmsys.testing"].Oracle, "judge", lambda self, found, rms: {"o": 0.0}),
     "kind_verdict": replaces(module("lmsys.bench.trial"), "verdict", lambda ratios: (0.0, None)),
+    "keeps_no_calls": replaces(module("benchmarks.attention.check"), "NUM_KEPT", 0),
+    "own_entropy": replaces(module("lmsys.measure.compare"), "_ENTROPY", Random(0)),
+    "known_entropy": replaces(lambda: SystemRandom, "randrange", lambda self, stop: stop - 1),
     "kind_maximum": replaces(module("torch"), "zeros_like", lambda x, **_: x),
 }
 for _name, _row in PATCHES.items():
