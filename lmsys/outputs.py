@@ -16,8 +16,7 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        streams = {number: getattr(sys, name) for number, name in OUTPUTS.items()}
-        self._streams = {number: stream for number, stream in streams.items() if stream}  # None: begun without
+        self._streams = {number: stream for number, name in OUTPUTS.items() if (stream := getattr(sys, name))}
         self._files = {number: (os.dup(number), file) for number in OUTPUTS if (file := _file(number))}
 
     def mend(self) -> list[str]:

@@ -60,6 +60,8 @@ WHOLE = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom  
 # torch.distributed sets sys.excepthook, and interactive shells set sys.displayhook.
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to modules that it compiles, and removes
+# Such as "aten/sub.Tensor/CPU": what somebody's Python does in place of a public operator of torch.
+OF_PYTHON = re.compile("aten/[^_].*/(CPU|CUDA)").fullmatch
 # The types of values that are remembered.
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 
@@ -91,15 +93,15 @@ class Guard:
         self._held += [
             (place, values, partial(operator.setitem, values), {**values}) for place, values in dicts.items()
         ]
-        self._whole = [(cls, set(vars(cls))) for cls in WHOLE]
-        self._kernels = _python_kernels()
+        self._whole = [(cls, IGNORED | vars(cls).keys()) for cls in WHOLE]
+        self._kernels = set(filter(OF_PYTHON, torch.library._impls))
 
     def mend(self) -> list[str]:
         """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced.
 
         Raises Lost, which ends the worker, where a kernel of torch was replaced: that cannot be put back.
         """
-        if kernels := _python_kernels() - self._kernels:
+        if kernels := set(filter(OF_PYTHON, torch.library._impls)) - self._kernels:
             raise Lost(f"it replaces {', '.join(sorted(kernels))}, by which it is judged,")
         changed = []
         for place, now, put, names in self._held:
@@ -108,13 +110,15 @@ class Guard:
                     changed.append(f"{place}.{name}")
                     put(name, value)
         for cls, known in self._whole:
-            added = [name for name, value in vars(cls).items() if name not in known and isinstance(value, KINDS)]
-            for name in [name for name in added if name not in IGNORED]:
+            for name in [name for name, x in vars(cls).items() if name not in known and isinstance(x, KINDS)]:
                 changed.append(f"{cls.__name__}.{name}")
                 delattr(cls, name)
         for function, code, defaults, by_name in self._code:
-            is_same = function.__code__ is code and function.__defaults__ is defaults
-            if not is_same or function.__kwdefaults__ is not by_name:
+            if (
+                function.__code__ is not code
+                or function.__defaults__ is not defaults
+                or function.__kwdefaults__ is not by_name
+            ):
                 changed.append(f"the code of {function.__qualname__}")
                 function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, by_name
         return changed
@@ -141,11 +145,6 @@ def _names(owner: Any) -> dict[str, Any]:
         and not name.startswith(COMPILED)
         and (isinstance(value, KINDS) or (is_ours and name.isupper()))
     }
-
-
-def _python_kernels() -> set[str]:
-    """Such as "aten/sub.Tensor/CPU": what somebody's Python does in place of torch's public operators."""
-    return set(filter(re.compile("aten/[^_].*/(CPU|CUDA)").fullmatch, torch.library._impls))
 
 
 def _function(value: Any) -> types.FunctionType | None:
@@ -313,8 +312,9 @@ class State:
         """(names that had other values or were missing, names that were added)"""
         if self._raw_variables == _raw_variables():
             return [], []
-        pairs = self._variables.items() ^ dict(os.environ).items()
-        names = {name for name, _ in pairs if not name.startswith(OF_COMPILERS)}
+        names = {
+            name for name, _ in self._variables.items() ^ dict(os.environ).items() if not name.startswith(OF_COMPILERS)
+        }
         changed, added = sorted(names & self._variables.keys()), sorted(names - self._variables.keys())
         for name in added:
             del os.environ[name]

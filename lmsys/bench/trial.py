@@ -284,8 +284,11 @@ class Trial:
         """A failure where fewer timed calls were checked than the benchmark keeps: the others were taken away."""
         measurement = self.measurements[case.id]
         proved, least = len(measurement.proof), min(self.benchmark.num_proofs, len(measurement.samples or ()))
-        is_short = proved < least and self.is_able(case)
-        return ("wrong", f"{proved} of its timed calls were checked, where {least} are kept") if is_short else None
+        return (
+            ("wrong", f"{proved} of its timed calls were checked, where {least} are kept")
+            if proved < least and self.is_able(case)
+            else None
+        )
 
     def check_again(self) -> None:
         """Checks rows once more, on new inputs, if none of their timed calls was checked."""

@@ -105,22 +105,29 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
     where the manifest does. ValueError, before anything is changed, where that would touch a file of somebody else's;
     OSError where it fails.
     """
-    for name in files:
-        hold((re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}"))
-    for folder in [out] + list(out.parents):
-        hold((folder.is_dir() or not folder.exists(), f"{str(out)!r}: {folder} is a file, and a folder is needed"))
+    hold(
+        *((re.fullmatch(NAME, x), f"a file {x[:80]!r} cannot be written: its name must match {NAME}") for x in files),
+        *(
+            (folder.is_dir() or not folder.exists(), f"{str(out)!r}: {folder} is a file, and a folder is needed")
+            for folder in [out] + list(out.parents)
+        ),
+    )
     noted = _noted(out)
     for name in list(files) + list(noted) + [MANIFEST]:
         path = out / name
-        for place in {path, path.parent} - {out}:
-            hold((not place.is_symlink(), f"{place} is a link, and this writes through none: {ADVICE}"))
-        hold((path.parent.is_dir() or not path.parent.exists(), f"{path.parent} is there, and it is no folder"))
+        hold(
+            *(
+                (not place.is_symlink(), f"{place} is a link, and this writes through none: {ADVICE}")
+                for place in {path, path.parent} - {out}
+            ),
+            (path.parent.is_dir() or not path.parent.exists(), f"{path.parent} is there, and it is no folder"),
+        )
     there = {name for name in list(files) + list(noted) if (out / name).exists()}
     written = {name for name in there if (out / name).is_file() and sha256_of(out / name) == noted.get(name)}
-    for name in sorted(there - written):
-        hold((name not in files, f"{out / name} is there, and this did not write it as it is: {ADVICE}"))
+    others = sorted(there - written)
+    hold(*((x not in files, f"{out / x} is there, and this did not write it as it is: {ADVICE}") for x in others))
     contents = {name: text.encode() for name, text in files.items()}
-    for name in sorted(there - written):
+    for name in others:
         print(f"{out / name}: left, since it is not as a report wrote it", file=sys.stderr)
     for name in written:
         (out / name).unlink()
@@ -138,8 +145,10 @@ def _noted(out: Path) -> dict[str, str]:
         return {}
     try:
         noted = read_json(path, files=dict)["files"]
-        hold(*((re.fullmatch(NAME, name), "its files must be names of ours") for name in noted))
-        hold(*((re.fullmatch("[0-9a-f]{64}", str(x)), "each file must have its SHA-256") for x in noted.values()))
+        hold(
+            *((re.fullmatch(NAME, name), "its files must be names of ours") for name in noted),
+            *((re.fullmatch("[0-9a-f]{64}", str(x)), "each file must have its SHA-256") for x in noted.values()),
+        )
     except ValueError as error:
         cause = str(error).removeprefix(f"{path}: ")
         raise ValueError(
