@@ -28,7 +28,7 @@ from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Grid, Settings, Sweep
 from lmsys.bench.fields import given_axes
-from lmsys.bench.ranks import Ranks, Unsupported
+from lmsys.bench.ranks import Ranks, Unsupported, entropy
 from lmsys.bench.results import Session
 from lmsys.cost.operations import block_matrices, model_parameters
 from lmsys.measure.profile import Communication
@@ -270,7 +270,10 @@ class Answers(Ranks):
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def run(self, world_size: int, backend: str, function: Any, case: ParallelCase, *_: Any) -> list[Any]:
+    def run(self, world_size: int, backend: str, function: Any, *args: Any) -> list[Any]:
+        if function is entropy:
+            return [1] * world_size
+        case: ParallelCase = args[0]
         if function is gate:
             return [{"weight": 0.5}] * world_size
         if function is inspect:
@@ -287,9 +290,6 @@ class Answers(Ranks):
         assert function is take_pass
         self.asked.append(case.impl)
         return [Taken([rank + number / 10 for number in range(10)], [], "model", 0.0) for rank in range(world_size)]
-
-    def entropy(self, world_size: int, backend: str) -> int:
-        return 1
 
 
 def test_passes_are_taken_in_turns_and_a_row_that_fails_costs_no_other() -> None:
@@ -309,12 +309,12 @@ def test_passes_are_taken_in_turns_and_a_row_that_fails_costs_no_other() -> None
 class Ended(Answers):
     """Ranks that end when the steps of "naive" are judged. What they kept of other rows' steps is lost with them."""
 
-    def run(self, world_size: int, backend: str, function: Any, case: ParallelCase, *args: Any) -> list[Any]:
+    def run(self, world_size: int, backend: str, function: Any, *args: Any) -> list[Any]:
         if function is holds:
-            return [case.impl == "naive"] * world_size
-        if function is judge_pass and case.impl == "naive":
+            return [args[0].impl == "naive"] * world_size
+        if function is judge_pass and args[0].impl == "naive":
             raise WorkerError(1, "error", "rank 1 failed in judge_pass: no such judge")
-        return super().run(world_size, backend, function, case, *args)
+        return super().run(world_size, backend, function, *args)
 
 
 def test_ranks_that_end_cost_the_case_that_they_were_busy_with(monkeypatch: pytest.MonkeyPatch) -> None:

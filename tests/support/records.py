@@ -58,9 +58,12 @@ ASKED: dict[str, Record] = {  # {benchmark: the axes of a case, unless a test gi
     "collectives": {"megabytes": 1, "world_size": 2, "backend": "nccl"},
     "data_parallel": {
         **MODEL, "world_size": 2, "asked_bucket_mb": None, "comm_dtype": "float32", "sharded_optimizer": False,
-        "backend": "nccl", "num_nodes": 1, "bucket_mb": None, **KEPT,
+        "backend": "nccl", "num_nodes": 1, "bucket_mb": None, "optimizer": "adamw", **KEPT,
     },
-    "steps": {**MODEL, **KEPT, "world_size": 2, "backend": "nccl", "num_nodes": 1, "steps": 20, "section": "8b"},
+    "steps": {
+        **MODEL, **KEPT, "world_size": 2, "backend": "nccl", "num_nodes": 1, "steps": 20, "section": "8b",
+        "optimizer": "adamw",
+    },
     "tokenizer": {"task": "encode", "vocab_size": 10_000, "text_bytes": 30_000_000, "processes": 2},
     "training": {
         **MODEL, "attention": "naive", "num_ranks": 2, "world_size": 2, "backend": "nccl", "num_nodes": 1,
@@ -70,7 +73,7 @@ ASKED: dict[str, Record] = {  # {benchmark: the axes of a case, unless a test gi
 OF_ROWS = {  # fields in which the rows of one comparison may differ
     "impl", "label", "peer", "compile", "strategy", "row", "attention", "attention_label", "attention_peer",
     "strategy_peer", "asked_bucket_mb", "bucket_mb", "comm_dtype", "sharded_optimizer", "world_size", "megabytes",
-    "processes", "device", "memory_limit_bytes", "checkpoint", "residual", "model",
+    "processes", "device", "memory_limit_bytes", "checkpoint", "residual", "model", "optimizer",
 }  # fmt: skip
 KIND_OF = {  # {benchmark: the kind of its rows, if it is not the benchmark's name}
     "model": "attention", "anatomy": "attention", "training": "strategy", "data_parallel": "strategy",
