@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.models import BUDGET_RTOL, ERROR_RTOL, LOSS_SCALE, ROUNDING, mean_ratio, ratio_by_group
+from benchmarks.models import BUDGET_RTOL, ERROR_RTOL, LOSS_SCALE, ROUNDING, mean_ratio, ratio_by_group, widened
 from lmsys import draws, testing
 from lmsys.bench import Kept, Record
 from lmsys.bench.plain import check_plain
 from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
-from lmsys.model import functions, linear
+from lmsys.model import linear
 from lmsys.training.prepare import autocast
 
 LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
@@ -46,7 +46,7 @@ cross_entropy: Formula = partial(F.cross_entropy, reduction="none")
 
 def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The head and the loss as they are usually written: the logits of all tokens, in float32 or wider."""
-    return F.cross_entropy(functions.widened(F.linear(hidden, weight)), targets)
+    return F.cross_entropy(widened(F.linear(hidden, weight)), targets)
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Inputs:
         for hidden_block, targets in self.blocks():
             hidden = hidden_block.to(dtype).requires_grad_()
             with autocast(precision, self.device):
-                loss = formula(functions.widened(F.linear(hidden, weight)), targets)
+                loss = formula(widened(F.linear(hidden, weight)), targets)
             gradients = torch.autograd.grad(loss.sum() * share, (hidden, weight))
             losses.append(loss.detach())
             d_hidden.append(gradients[0])
@@ -289,13 +289,13 @@ def sampled_answer(
         hidden = hidden_block.to(dtype)
         with autocast(precision, inputs.device):
             # The logits of these classes are made of `rows`, a leaf: no gradient of the whole weight is made.
-            logits = functions.widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
+            logits = widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
             loss = formula(logits, targets)
         d_rows += torch.autograd.grad(loss.sum() * share, rows)[0]
         losses.append(loss.detach())
     leaf = inputs.hidden.detach()[tokens].to(dtype).requires_grad_()
     with autocast(precision, inputs.device):
-        loss = formula(functions.widened(F.linear(leaf, weight)), inputs.targets[tokens])
+        loss = formula(widened(F.linear(leaf, weight)), inputs.targets[tokens])
     (d_hidden,) = torch.autograd.grad(loss.sum() * share, leaf)
     return torch.cat(losses), d_hidden, d_rows
 

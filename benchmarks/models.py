@@ -64,6 +64,14 @@ def matmuls(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def widened(logits: Tensor) -> Tensor:
+    """The logits in float32, in which losses are computed, or in float64 if they have it.
+
+    It stands here, as lmsys.model is of an earlier state under --against, which may have no such function.
+    """
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def ratio_by_group(
     x: Tensor,
     reference: Tensor,
@@ -192,9 +200,10 @@ def attention_row(entry: Entry, case: AttentionCase) -> Entry:
 
 def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:
     """None, or why a model with this row cannot run."""
-    no_row = 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
     return why_no_arithmetic(precision, case.device, compiles=compile in COMPILED) or (
-        entry.why_not(case) if entry in MODEL_ROWS.values() else no_row
+        entry.why_not(case)
+        if entry in MODEL_ROWS.values()
+        else 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
     )
 
 
@@ -256,10 +265,10 @@ class ModelCase(Case):
         """None, or why the model cannot be computed so here. ValueError for levels of another number of blocks."""
         if self.residual == "narrow" and self.precision not in AUTOCAST:
             return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
-        fits = replace(self.config, **self.runtime).checkpoint_blocks == checkpointing.FIT  # may refuse the levels
         return (
             "what fits is chosen for a GPU: the memory of a CPU is others' too"
-            if fits and self.device != "cuda"
+            # A config may refuse the levels, on any device.
+            if replace(self.config, **self.runtime).checkpoint_blocks == checkpointing.FIT and self.device != "cuda"
             else None
         )
 

@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.model.cases import ModelTest
-from benchmarks.models import LOSS_SCALE, ROUNDING, Batch, matmuls, mean_ratio, ratio_by_group
+from benchmarks.models import LOSS_SCALE, ROUNDING, Batch, matmuls, mean_ratio, ratio_by_group, widened
 from lmsys.attention.naive import naive
 from lmsys.bench.plain import check_plain
 from lmsys.extremes.model import group_of
 from lmsys.measure.step import Kept
-from lmsys.model import TransformerLM, functions, linear
+from lmsys.model import TransformerLM, linear
 from lmsys.testing import BLOCK_SCORES, SPOT_TIMES
 from lmsys.training.prepare import AUTOCAST, autocast
 
@@ -75,7 +75,7 @@ class Reference:
             logits = (self._logits(states.to(self.dtype) if self.exact else states) for states in hidden)
             return torch.cat(
                 [
-                    torch.nn.functional.cross_entropy(functions.widened(x), y, reduction="none")
+                    torch.nn.functional.cross_entropy(widened(x), y, reduction="none")
                     for x, y in zip(logits, targets, strict=True)
                 ]
             )
@@ -88,7 +88,7 @@ class Reference:
         for tokens, targets in ((data.tokens[sequence], data.targets[sequence]) for sequence in sequences):
             x = self._embedded(tokens).requires_grad_()
             with self._arithmetic():
-                logits = functions.widened(self._logits(self._hidden(x)))
+                logits = widened(self._logits(self._hidden(x)))
                 loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / data.targets.numel()
                 gradients = torch.autograd.grad(loss * scale, (x, *self.leaves.values()))
             total[EMBEDDINGS].index_add_(0, tokens, gradients[0])

@@ -159,6 +159,7 @@ def test_earlier_rows_read_traits_by_name_and_have_any() -> None:
 STEP = """
 import torch
 from benchmarks.data_parallel import check, rank
+from benchmarks.loss import unchunked
 from benchmarks.model import rig
 from benchmarks.training import rank as of_training
 from lmsys.config import model_config
@@ -176,6 +177,8 @@ loss.backward()
 strategy.finish()
 optimizer.step()
 assert not before.equal(model.lm_head.weight)
+loss = unchunked(torch.zeros(2, 4), torch.ones(8, 4), torch.tensor([0, 7]))
+assert loss.item() == torch.tensor(8.0).log().item()
 print(loop.__file__)
 """
 
