@@ -28,19 +28,20 @@ class Structure:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self._held: list[tuple[Any, list[str], list[Any]]] = []
-        for child in module.modules():
-            for entries in (child._parameters, child._modules):
-                self._held.append((entries, list(entries), list(entries.values())))
+        self._held: list[Any] = [held for child in module.modules() for held in (child._parameters, child._modules)]
+        self._before = list(map(len, self._held)), list(chain(*self._held)), list(chain(*map(dict.values, self._held)))
         self._parameters = _parameters(module)
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
 
     def is_as_it_was(self) -> bool:
-        """True where nothing has changed. It compares identities only, as it runs in every forward: 25 µs for 200."""
-        for entries, names, before in self._held:
-            if list(entries) != names or not all(map(operator.is_, entries.values(), before)):
-                return False
-        return all(p.requires_grad is trained for p, trained in self._trained)
+        """True where nothing has changed. As it runs in every forward, no line of Python runs for each module."""
+        lengths, names, entries = self._before
+        return (
+            list(map(len, self._held)) == lengths
+            and list(chain.from_iterable(self._held)) == names
+            and all(map(operator.is_, chain.from_iterable(map(dict.values, self._held)), entries))
+            and all(p.requires_grad is trained for p, trained in self._trained)
+        )
 
     def change(self) -> str:
         """The first change in words, such as "the parameter w was frozen"; empty where there is none."""

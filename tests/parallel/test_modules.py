@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmsys.parallel import structure
 from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.sharded_optimizer import flat_share, whole_state
 from lmsys.testing import error_ratio
@@ -154,3 +155,11 @@ def test_a_flat_state_is_a_whole_one_divided(recipe: Recipe, world_sizes: tuple[
         restored = state["state"][number]
         assert restored.keys() == expected.keys()
         assert all(torch.equal(restored[name], x) for name, x in expected.items())
+
+
+def test_a_parameter_that_moves_to_the_next_module_is_a_change() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    before = structure.Structure(module)
+    assert before.is_as_it_was()
+    module[1].register_parameter("bias", module[0]._parameters.pop("bias"))
+    assert not before.is_as_it_was()
