@@ -30,7 +30,8 @@ class Outputs:
             try:
                 stream.writable()
             except ValueError:  # it is closed, or detached from its buffer
-                self._streams[number] = open(number, "w", closefd=False)  # noqa: SIM115
+                encoding = getattr(stream, "encoding", None)
+                self._streams[number] = open(number, "w", encoding=encoding, closefd=False)  # noqa: SIM115
             if getattr(sys, OUTPUTS[number]) is not self._streams[number]:
                 setattr(sys, OUTPUTS[number], self._streams[number])
                 changed.append(f"sys.{OUTPUTS[number]}")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from lmsys import processes
+from lmsys.outputs import Outputs
 from lmsys.processes import ProcessError, Worker, answered, futures, in_own_process
 from tests.support.processes import PATIENCE_S, Stopwatch
 
@@ -303,6 +304,21 @@ def test_no_more_tasks_are_taken_than_are_soon_done() -> None:
 def test_each_task_has_a_deadline() -> None:
     late, right = [future.exception() for future in futures(time.sleep, (60.0, 0.0), 2, timeout_s=3)]
     assert isinstance(late, ProcessError) and late.kind == "timeout" and right is None
+
+
+def latin_stdout_again() -> str:
+    """The encoding of stdout once it was Latin-1, closed by a call, and put back."""
+    sys.stdout.reconfigure(encoding="latin-1")  # type: ignore[union-attr]
+    outputs = Outputs()
+    sys.stdout.close()
+    outputs.mend()
+    outputs.close()
+    return sys.stdout.encoding
+
+
+def test_a_stdout_that_was_closed_has_its_encoding_again() -> None:
+    with Worker() as fresh:
+        assert fresh.call(latin_stdout_again) == "latin-1"
 
 
 @pytest.mark.parametrize("name", HARMS)

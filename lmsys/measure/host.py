@@ -103,7 +103,7 @@ def processes_in(proc: Path) -> dict[int, tuple[int, int]]:
     processes = {}
     for folder in proc.iterdir():
         if folder.name.isdecimal():
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError, IndexError):  # it has ended meanwhile
                 words = (folder / "stat").read_text().rpartition(")")[2].split()  # a name may have spaces
                 processes[int(folder.name)] = int(words[1]), sum(map(int, words[11:15]))
     return processes

@@ -3,6 +3,8 @@
 `marks` makes what a measurement collects: how many calls were done by when.
 """
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,10 +31,29 @@ def test_a_rate_has_settled_when_the_second_before_had_the_same(rate: float, cha
     assert not machine.has_settled(marks(rate, rate)) and machine.has_settled(marks(9 * rate, rate, rate, rate))
 
 
-def test_the_last_window_is_told_with_the_state_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small matmuls, for a fifth of a second at most."""
     monkeypatch.setattr(machine, "SIZES", {"cpu": (64,)})
     for name, seconds in (("WINDOW_S", 0.05), ("LEAST_S", 0.1), ("MOST_S", 0.2), ("SAMPLE_S", 0.005)):
         monkeypatch.setattr(machine, name, seconds)
+
+
+class DeadSensor(FakeDevice):
+    """Every reading fails, as where a driver is gone."""
+
+    def read(self) -> Any:
+        raise OSError("no driver")
+
+
+@pytest.mark.usefixtures("short")
+def test_a_rate_is_measured_without_sensors() -> None:
+    record = machine.measure_sustained("cpu", DeadSensor())
+    assert record["matmul_flops_per_s"]["float32"] > 1e6 and "power_w" not in record
+
+
+@pytest.mark.usefixtures("short")
+def test_the_last_window_is_told_with_the_state_of_the_device() -> None:
     record = machine.measure_sustained("cpu", FakeDevice(sm_clock_mhz=1400.0, power_w=700.0, reasons=0x4))
     assert record["matmul_flops_per_s"].keys() == {"float32"} and record["matmul_flops_per_s"]["float32"] > 1e6
     assert record["seconds"] >= 0.1 and (record["sm_clock_mhz"], record["power_w"]) == (1400, 700)
