@@ -6,9 +6,8 @@ Benchmarks call `check_plain` on what a row returns, before its values are judge
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
-
-from lmsys.values import hold
 
 
 class NotAsPromised(ValueError):
@@ -24,33 +23,24 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
     overlaps the inputs changes with them. Two results of a row may overlap each other here: the values of each are
     judged later.
     """
-    hold(
-        (
-            type(x) is Tensor,
-            f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}",
-        ),
-        error=NotAsPromised,
-    )
-    hold(
-        (x.shape == like.shape, f"{name} must have shape {tuple(like.shape)}; got {tuple(x.shape)}"),
-        error=NotAsPromised,
-    )
-    for fact in ("dtype", "device", "layout"):
-        right, value = getattr(like, fact), getattr(x, fact)
-        hold((value == right, f"{name} must have {fact} {right}; got {value}"), error=NotAsPromised)
-    begin, end = _memory(x)
-    hold(
-        (
-            _is_dense(x),
+    if type(x) is not Tensor:
+        raise NotAsPromised(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
+    for fact in ("shape", "dtype", "device", "layout"):
+        if (value := getattr(x, fact)) != (right := getattr(like, fact)):
+            raise NotAsPromised(f"{name} must have {fact} {_told(right)}; got {_told(value)}")
+    if not _is_dense(x):
+        raise NotAsPromised(
             f"{name} must have memory for each element, without gaps; got strides {x.stride()} of shape"
-            f" {tuple(x.shape)}",
-        ),
-        (
-            not any(begin < last and first < end for first, last in map(_memory, inputs)),
-            f"{name} must have memory of its own; it overlaps an input",
-        ),
-        error=NotAsPromised,
-    )
+            f" {tuple(x.shape)}"
+        )
+    begin, end = _memory(x)
+    if any(begin < last and first < end for first, last in map(_memory, inputs)):
+        raise NotAsPromised(f"{name} must have memory of its own; it overlaps an input")
+
+
+def _told(fact: Any) -> Any:
+    """A fact about a tensor as a message shows it: a shape as a tuple."""
+    return tuple(fact) if isinstance(fact, torch.Size) else fact
 
 
 def _is_dense(x: Tensor) -> bool:
