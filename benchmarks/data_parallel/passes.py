@@ -71,7 +71,7 @@ class Pass:
 
 
 _ENDS: dict[tuple[str, Pass], Slices] = {}  # {(case id, pass): slices after the case's steps}
-# {(pass, world size, settings of plain or exact steps): (slices before, slices after)} of the last pass
+# {(pass, world size, settings of plain or exact steps): (slices before, slices after)}, of the last pass by world size
 _RIGHT: dict[tuple[Pass, int, object], tuple[Slices, Slices]] = {}
 
 
@@ -197,8 +197,9 @@ def _plain(
                 f"the bench failed, not the row: plain steps in {precision} on weights in {dtype} lead to NaN or inf in"
                 f" {len(bad)} of {len(end)} parameters, as in {bad[0]}"
             )
-        if any(known[0] != asked for known in _RIGHT):
-            _RIGHT.clear()
+        # Ranks that a pass leaves out keep theirs: all ranks of a pass must compute, or none.
+        for known in [known for known in _RIGHT if known[1] == case.world_size and known[0] != asked]:
+            del _RIGHT[known]
         _RIGHT[what] = start, end
     return _RIGHT[what]
 
