@@ -21,7 +21,7 @@ ROWS = "naive", "flash_triton", "mine.py:f", "naive@abc"
 
 @st.composite
 def records(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Of two lengths, three directions and two comparisons, some under a window."""
+    """Records of two lengths, three directions and two comparisons, some under a window."""
     drawn = st.fixed_dictionaries(
         {
             "impl": st.sampled_from(ROWS),

@@ -59,7 +59,7 @@ def test_a_kernel_that_does_not_compile_has_a_reason_of_one_line(capfd: pytest.C
 
 
 def test_a_target_sees_its_card(capfd: pytest.CaptureFixture[str]) -> None:
-    """What the target asks of torch and Triton is answered as on that card, and its output is kept apart.
+    """Questions of the target to torch and Triton are answered as on that card, and its output is kept apart.
 
     It asks for versions, limits and device numbers, and uses custom operators, warm-ups, benchmarks and the best
     configuration.

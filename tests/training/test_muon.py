@@ -162,7 +162,7 @@ def test_a_matrix_of_zeros_is_not_moved() -> None:
 
 @given(shapes, st.integers(0, 2**32), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_singular_values_come_near_to_one(shape: tuple[int, int, int], seed: int, dtype: torch.dtype) -> None:
-    """Of matrices that are not nearly singular; singular vectors stay, so that the product with Xᵀ is positive."""
+    """The matrices are not nearly singular; singular vectors stay, so that the product with Xᵀ is positive."""
     generator = torch.Generator().manual_seed(seed)
     u, _, vh = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
     x = (u * (0.1 + torch.rand(u.shape[-1], generator=generator))) @ vh
