@@ -2,7 +2,8 @@
 
 An orthogonal step moves a matrix by as much in every direction: rare directions of the gradient, which its few large
 singular values hide, are learned too. The Newton-Schulz iteration comes near to the orthogonal matrix by products of
-matrices alone, in bfloat16.
+matrices alone, in bfloat16. Two of the three products of an iteration are symmetric: on CUDA the kernels of
+muon_triton.py compute one half of them, and copy it into the other.
 
 A param group has `use_muon`: True for matrices, False for what AdamW steps. `matrix_groups` makes both of a model:
 
@@ -11,7 +12,8 @@ A param group has `use_muon`: True for matrices, False for what AdamW steps. `ma
 Under `ShardedOptimizer`, `Zero1` and `Fsdp` a rank orthogonalizes the whole matrices that it owns, and no others.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the scale that matches AdamW's is
-that of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+that of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982). Other coefficients: Amsel et al. 2025,
+"The Polar Express" (arXiv 2505.16932).
 
 Legend: N matrices, R rows, C columns.
 """
@@ -20,19 +22,34 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lmsys.cost.operations import newton_schulz_flops
+from lmsys.kernels import HAS_TRITON
 from lmsys.parallel import assembly, structure
 from lmsys.training.config import MATRIX_SCALES, TrainConfig
 from lmsys.training.optimizer import AdamW, Bundle, undecayed
 from lmsys.values import finite, flag, hold, one_of, whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at 0, so that small singular values grow in few iterations
+# Those of the Polar Express for singular values of 0.001 or more, which five steps bring to between 0.84 and 1.13, and
+# seven to 1: each polynomial is the best for what those before it have left. All but the last are of x / 1.01, as
+# rounding may take a value above 1.
+POLAR_EXPRESS = (
+    (8.2057, -22.9065, 16.4647),
+    (4.0667, -2.8617, 0.5185),
+    (3.9098, -2.8239, 0.5252),
+    (3.2854, -2.4152, 0.4853),
+    (2.2778, -1.6197, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8750, -1.2500, 0.3750),
+)
 EPS = 1e-7  # a matrix of a smaller norm is taken as one of this norm
+Coefficients = Sequence[float] | Sequence[Sequence[float]]  # of one polynomial, or of one for each step
 BATCH = 2**26  # elements of the matrices that are orthogonalized at once, which bounds the memory that a step takes
 ADAMW_RMS = 0.2  # the root mean square of AdamW's updates, about
 
@@ -50,7 +67,8 @@ class Muon(AdamW):
     lr, weight_decay  of both algorithms
     adjust_lr_fn      original: the scale is √max(1, R / C); match_rms_adamw: 0.2 √max(R, C), with which a learning rate
                       and a weight decay that were chosen for AdamW go on to be right
-    ns_coefficients   a, b and c of the polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, applied `ns_steps` times
+    ns_coefficients   a, b and c of the polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, applied `ns_steps` times; or several
+                      such triples, one for each step, of which the last goes on: `POLAR_EXPRESS`
     ns_dtype          dtype of the iteration
     batched           False: each matrix by itself. Libraries may choose another kernel for another number of matrices,
                       so only then are a matrix's bits the same whichever others are stepped beside it
@@ -75,7 +93,7 @@ class Muon(AdamW):
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust_lr_fn: str = "original",
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_coefficients: Coefficients = COEFFICIENTS,
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
         batched: bool = True,
@@ -123,15 +141,16 @@ class Muon(AdamW):
         one_of("adjust_lr_fn", options["adjust_lr_fn"], MATRIX_SCALES)
         whole("ns_steps", options["ns_steps"], least=1, most=99)
         coefficients, dtype = options["ns_coefficients"], options["ns_dtype"]
-        are_three = isinstance(coefficients, Sequence) and len(coefficients) == 3
+        triples = _triples(coefficients)
+        are_three = all(isinstance(triple, Sequence) and len(triple) == 3 for triple in triples)
         hold(
-            (are_three, f"ns_coefficients={coefficients!r} must be three numbers"),
+            (are_three, f"ns_coefficients={coefficients!r} must be three numbers, or several triples of them"),
             (
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point,
                 f"ns_dtype={dtype!r} must be a floating-point dtype, such as torch.bfloat16",
             ),
         )
-        for value in coefficients:
+        for value in chain(*triples):
             finite("ns_coefficients", value)
 
     def _bundles(self, live: list[Tensor], group: dict[str, Any]) -> list[Any]:
@@ -223,18 +242,40 @@ def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (torch.stack(list(matrices)) / norms.clamp(min=EPS)[:, None, None]).to(dtype)
 
 
-def newton_schulz(x: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS) -> Tensor:
+def newton_schulz(x: Tensor, steps: int = 5, coefficients: Coefficients = COEFFICIENTS) -> Tensor:
     """x (N, R, C), of singular values at most 1 -> (N, R, C), about the orthogonal U Vᵀ of x = U S Vᵀ.
 
     By five steps singular values come to lie between about 0.7 and 1.2, but for very small ones.
+    coefficients  `ns_coefficients` of `Muon`
     """
-    a, b, c = coefficients
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
-    for _ in range(steps):
-        gram = x @ x.mT  # of the shorter side
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    triples = _triples(coefficients)
+    halved = _halved(x)
+    for step in range(steps):
+        a, b, c = triples[min(step, len(triples) - 1)]
+        if halved is None:
+            gram = x @ x.mT  # of the shorter side
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        else:  # with a on the diagonal: torch's baddbmm would copy x before it multiplies
+            gram = halved.symmetric(x)
+            x = halved.symmetric(gram, alpha=c, addend=gram, beta=b, diagonal=a) @ x
     return x.mT if is_tall else x
+
+
+def _triples(coefficients: Any) -> Sequence[Any]:
+    """Several triples of coefficients as they are; one as a sequence of its own."""
+    are_several = isinstance(coefficients, Sequence) and isinstance(next(iter(coefficients), None), Sequence)
+    return coefficients if are_several else [coefficients]
+
+
+def _halved(x: Tensor) -> Any:
+    """The module whose kernels compute half of a symmetric product, where they take x; None: torch's matmuls do."""
+    if torch.compiler.is_compiling() or x.requires_grad or not (HAS_TRITON and x.is_cuda):
+        return None
+    from lmsys.training import muon_triton  # here, as it imports Triton
+
+    return muon_triton if muon_triton.takes(x) else None
 
 
 def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:

@@ -32,7 +32,7 @@ def test_both_launchers_give_the_driver_equal_parameters(capability: int, tmp_pa
     if shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("Triton builds its launcher with gcc and Python.h: install gcc and Python's headers")
     found = compiling("tests.support.launches", capability, TRITON_CACHE_DIR=str(tmp_path))
-    names = {f"_{name}_kernel" for name in ("fwd", "dq", "dkdv", "split_keys", "combine", "rotate")}
+    names = {f"_{name}_kernel" for name in ("fwd", "dq", "dkdv", "split_keys", "combine", "rotate", "symmetric")}
     assert names <= {line["kernel"] for line in found}
     gluon = {f"{name}_kernel" for name in ("forward", "preprocess", "backward", "postprocess")}
     assert gluon <= {line["kernel"] for line in found} or capability == 80

@@ -1,0 +1,187 @@
+"""`lmsys.training.muon_triton`: symmetric products against float64, in Triton's interpreter, and compiled on a GPU."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.testing import error_ratio, ratio_of
+from lmsys.training import muon
+from lmsys.training.muon import COEFFICIENTS, Muon, newton_schulz, normalized
+
+triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 to run the kernel in its interpreter")
+muon_triton = pytest.importorskip("lmsys.training.muon_triton")
+
+interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="Triton compiles here: see the cuda test")
+# Triton's interpreter computes bfloat16 wrongly, without a word.
+DEVICES = {"cpu": [torch.float16], "cuda": [torch.float16, torch.bfloat16]}
+SMALL = {"SIDE": 16, "DEPTH": 16, "num_warps": 4, "num_stages": 2}
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 50), st.integers(1, 50))
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device. The kernels take matrices of all sizes, in small tiles, and on a CPU, too."""
+    monkeypatch.setattr(muon_triton, "takes", lambda x: x.dtype in muon_triton.DTYPES)
+    monkeypatch.setattr(muon_triton, "tile_options", lambda rows, tma: SMALL)
+    monkeypatch.setattr(muon, "_halved", lambda x: muon_triton if muon_triton.takes(x) else None)
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["by descriptors", "by addresses"])
+def tma(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles move as on a card with TMA, then as on one without."""
+    monkeypatch.setattr(muon_triton, "by_tma", lambda device: request.param)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def judge(y: Tensor, exact: Tensor, plain: Tensor) -> None:
+    """AssertionError unless y is exactly symmetric, and within the budget of torch's product."""
+    assert y.dtype == plain.dtype and y.shape == plain.shape
+    assert torch.equal(y, y.mT) and error_ratio(y, exact, plain) <= 1
+
+
+@pytest.mark.usefixtures("tma")
+def test_products_are_symmetric_and_right(anywhere: str) -> None:
+    """Of any sizes and layouts; of several matrices at once bit for bit as of each alone."""
+
+    @settings(max_examples=60 if anywhere == "cuda" else 15)
+    @given(shapes, st.sampled_from(["plain", "mT", "padded"]), st.integers(0, 99), st.sampled_from(DEVICES[anywhere]))
+    @example((1, 1, 1), "plain", 0, torch.float16)
+    @example((2, 48, 33), "mT", 1, torch.float16)
+    @example((2, 33, 48), "padded", 1, torch.float16)
+    def holds(shape: tuple[int, int, int], layout: str, seed: int, dtype: torch.dtype) -> None:
+        count, rows, columns = shape
+        if layout == "mT":
+            x = drawn((count, columns, rows), dtype, seed, anywhere).mT
+        else:
+            x = drawn((count, rows, columns + 8), dtype, seed, anywhere)[..., :columns]
+            x = x if layout == "padded" else x.contiguous()
+        gram = muon_triton.symmetric(x)
+        judge(gram, x.double() @ x.double().mT, x @ x.mT)
+        factors = {"alpha": 0.5, "addend": gram, "beta": -2.0, "diagonal": 3.0}
+        wide, one = gram.double(), torch.eye(rows, device=anywhere)
+        plain = (torch.baddbmm(gram.float(), gram.float(), gram.float(), beta=-2.0, alpha=0.5) + 3.0 * one).to(dtype)
+        both = muon_triton.symmetric(gram, **factors)
+        judge(both, 0.5 * wide @ wide - 2.0 * wide + 3.0 * one.double(), plain)
+        for place in range(count):
+            alone = gram[place : place + 1]
+            assert torch.equal(muon_triton.symmetric(x[place : place + 1]), alone)
+            assert torch.equal(muon_triton.symmetric(alone, **factors | {"addend": alone}), both[place : place + 1])
+
+    holds()
+
+
+def exact_and_plain(x: Tensor, steps: int = 5) -> tuple[Tensor, Tensor]:
+    """The iteration in float64, and by torch's matmuls in x's dtype."""
+    plain = x.mT if x.shape[1] > x.shape[2] else x
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        gram = plain @ plain.mT
+        plain = torch.baddbmm(plain, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), plain, beta=a)
+    return newton_schulz(x.double(), steps), plain.mT if x.shape[1] > x.shape[2] else plain
+
+
+@pytest.mark.usefixtures("tma")
+def test_an_iteration_is_as_near_to_the_exact_one_as_torchs(anywhere: str) -> None:
+    @settings(max_examples=60 if anywhere == "cuda" else 10)
+    @given(shapes, st.integers(1, 5), st.integers(0, 99), st.sampled_from(DEVICES[anywhere]))
+    def holds(shape: tuple[int, int, int], steps: int, seed: int, dtype: torch.dtype) -> None:
+        x = normalized(list(drawn(shape, torch.float32, seed, anywhere)), dtype)
+        exact, plain = exact_and_plain(x, steps)
+        y = newton_schulz(x, steps)
+        assert y.dtype == dtype and ratio_of(y, exact, plain, dtype) <= 1
+
+    holds()
+
+
+def step_alike(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    """AssertionError unless matrices, each orthogonalized by itself, are stepped alike alone and beside one another."""
+    x, grads = (drawn(shape, torch.float32, seed, device) for seed in range(2))
+    together, alone = ([p.clone().requires_grad_() for p in x] for _ in range(2))
+    for p, q, grad in zip(together, alone, grads, strict=True):
+        p.grad, q.grad = grad, grad.clone()
+        Muon([q], batched=False, ns_dtype=dtype).step()
+    Muon(together, batched=False, ns_dtype=dtype).step()
+    assert all(map(torch.equal, together, alone)) and not torch.equal(x[0], alone[0])
+
+
+def test_a_step_has_the_same_bits_whichever_others_are_stepped(anywhere: str) -> None:
+    for dtype in DEVICES[anywhere]:
+        step_alike((3, 40, 24), dtype, anywhere)
+
+
+def test_the_kernels_are_for_large_matrices_in_narrow_dtypes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = muon_triton.SMALLEST
+    large = torch.zeros(1, least, least, dtype=torch.bfloat16)
+    assert not muon_triton.takes(large) and muon._halved(large) is None
+    for arch, taken in ((75, False), (80, True), (90, True)):
+        monkeypatch.setattr(muon_triton, "arch_of", lambda device, arch=arch: arch)
+        assert muon_triton.takes(large) is taken
+    assert not muon_triton.takes(large.float()) and not muon_triton.takes(large[:, 1:])
+
+
+def launch_products(rows: int = 1600, columns: int = 6400) -> None:
+    """The target of `dev.targets`: both products of an iteration."""
+    gram = muon_triton.symmetric(torch.randn(1, rows, columns, device="cuda", dtype=torch.bfloat16))
+    muon_triton.symmetric(gram, 2.0, gram, -4.0, 3.0)
+
+
+OTHERS = "sm_80", "sm_86", "sm_89", "sm_100", "sm_120"
+CARDS = ["sm_90", *(pytest.param(card, marks=pytest.mark.on_request) for card in OTHERS)]
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_both_kernels_compile_for_a_card(card: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from dev.targets.__main__ import main
+
+    assert main([f"{__file__}:launch_products", "--card", card, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["constants"]["ADDS"] for line in lines] == [False, True]
+    for line in lines:
+        assert line["reason"] is None and line["spills"] == 0 and line["tensor_cores"] and line["copies"] >= 4
+        assert line["blocks"] == 2 or card != "sm_90", "the next tile's loads hide behind this one's products"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of the matrices that the kernels are given, call by call."""
+    real: Callable[..., Tensor] = muon_triton.symmetric
+    rows: list[int] = []
+
+    def counting(x: Tensor, *args: Any, **factors: Any) -> Tensor:
+        rows.append(x.shape[1])
+        return real(x, *args, **factors)
+
+    monkeypatch.setattr(muon_triton, "symmetric", counting)
+    return rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1600, 6400), (1, 4096, 4096), (2, 2500, 1000), (24, 512, 512), (3, 333, 1001)])
+def test_real_sizes(shape: tuple[int, int, int], dtype: torch.dtype, launches: list[int]) -> None:
+    x = normalized(list(torch.randn(shape, device="cuda")), dtype)
+    exact, plain = exact_and_plain(x)
+    y = newton_schulz(x)
+    assert launches == [min(shape[1:])] * 10
+    assert ratio_of(y, exact, plain, dtype) <= 1
+    assert torch.equal(newton_schulz(x), y)
+    wide = x.mT if shape[1] > shape[2] else x
+    gram = muon_triton.symmetric(wide)
+    judge(gram, wide.double() @ wide.double().mT, wide @ wide.mT)
+    assert all(torch.equal(muon_triton.symmetric(row[None])[0], z) for row, z in zip(wide, gram, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_matrix_of_a_large_model_keeps_its_bits_beside_others(launches: list[int]) -> None:
+    step_alike((4, 640, 512), torch.bfloat16, "cuda")
+    assert launches == [512] * 80  # two products in each of five iterations, of four matrices, alone and together
