@@ -1,6 +1,6 @@
 """Launches compiled Triton kernels with little Python between a call and the driver.
 
-The launchers of attention rows make a `Kernel` once and keep it. `launch` calls kernels without tensor descriptors.
+The launchers of attention rows make a `Kernel` once and keep it. `launch` keeps those of all other kernels.
 
 Triton's own launch looks a kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
 17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once,
@@ -236,13 +236,24 @@ Kernel = DirectKernel if DIRECT else PublicKernel
 _kernels: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(function: Any, grid: int, *others: Any, grid_y: int = 1, **options: Any) -> None:
-    """Launches a kernel without descriptors. It is compiled once for its constants, dtypes and alignment of tensors.
+def launch(
+    function: Any,
+    grid: int,
+    *others: Any,
+    grid_y: int = 1,
+    tiles: Sequence[tuple[Tensor, list[int]]] = (),
+    **options: Any,
+) -> None:
+    """Launches a kernel, which is compiled once for its constants, dtypes and alignment of tensors.
 
-    `others` are tensors of one device and whole numbers; the kernel must not be specialised on the numbers
-    (`do_not_specialize`). `options` are the constants and compiler options. With `grid` 0 nothing is launched.
+    tiles    by argument a tensor (B, H, S, D) as `describable` returns it, and the shape of the tiles that the kernel
+             moves: as wide as the tensor, and known by `options`
+    others   tensors of one device and numbers; the kernel must not be specialised on them (`do_not_specialize`)
+    options  the constants and compiler options
+    With `grid` 0 nothing is launched.
     """
-    tensors = [x for x in others if isinstance(x, Tensor)]
+    moved = tuple(x for x, _ in tiles)
+    tensors = [*moved, *(x for x in others if isinstance(x, Tensor))]
     key = (
         function,
         tensors[0].device,
@@ -252,6 +263,7 @@ def launch(function: Any, grid: int, *others: Any, grid_y: int = 1, **options: A
     with torch.cuda.device_of(tensors[0]):
         kernel = _kernels.get(key)
         if kernel is None:
-            kernel = _kernels[key] = Kernel(function, [], list(others), **options)
+            descriptors = [described(x, block, by_tma(x.device)) for x, block in tiles]
+            kernel = _kernels[key] = Kernel(function, descriptors, list(others), **options)
         if grid:
-            kernel(grid, stream_of(tensors[0]), (), others, grid_y)
+            kernel(grid, stream_of(tensors[0]), moved, others, grid_y)

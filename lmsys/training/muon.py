@@ -49,7 +49,6 @@ POLAR_EXPRESS = (
     (1.8750, -1.2500, 0.3750),
 )
 EPS = 1e-7  # a matrix of a smaller norm is taken as one of this norm
-Coefficients = Sequence[float] | Sequence[Sequence[float]]  # of one polynomial, or of one for each step
 BATCH = 2**26  # elements of the matrices that are orthogonalized at once, which bounds the memory that a step takes
 ADAMW_RMS = 0.2  # the root mean square of AdamW's updates, about
 
@@ -93,7 +92,7 @@ class Muon(AdamW):
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust_lr_fn: str = "original",
-        ns_coefficients: Coefficients = COEFFICIENTS,
+        ns_coefficients: Sequence[Any] = COEFFICIENTS,
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
         batched: bool = True,
@@ -142,9 +141,11 @@ class Muon(AdamW):
         whole("ns_steps", options["ns_steps"], least=1, most=99)
         coefficients, dtype = options["ns_coefficients"], options["ns_dtype"]
         triples = _triples(coefficients)
-        are_three = all(isinstance(triple, Sequence) and len(triple) == 3 for triple in triples)
         hold(
-            (are_three, f"ns_coefficients={coefficients!r} must be three numbers, or several triples of them"),
+            (
+                all(isinstance(triple, Sequence) and len(triple) == 3 for triple in triples),
+                f"ns_coefficients={coefficients!r} must be three numbers, or several triples of them",
+            ),
             (
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point,
                 f"ns_dtype={dtype!r} must be a floating-point dtype, such as torch.bfloat16",
@@ -242,7 +243,7 @@ def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (torch.stack(list(matrices)) / norms.clamp(min=EPS)[:, None, None]).to(dtype)
 
 
-def newton_schulz(x: Tensor, steps: int = 5, coefficients: Coefficients = COEFFICIENTS) -> Tensor:
+def newton_schulz(x: Tensor, steps: int = 5, coefficients: Sequence[Any] = COEFFICIENTS) -> Tensor:
     """x (N, R, C), of singular values at most 1 -> (N, R, C), about the orthogonal U Vᵀ of x = U S Vᵀ.
 
     By five steps singular values come to lie between about 0.7 and 1.2, but for very small ones.
@@ -257,16 +258,15 @@ def newton_schulz(x: Tensor, steps: int = 5, coefficients: Coefficients = COEFFI
         if halved is None:
             gram = x @ x.mT  # of the shorter side
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        else:  # with a on the diagonal: torch's baddbmm would copy x before it multiplies
-            gram = halved.symmetric(x)
-            x = halved.symmetric(gram, alpha=c, addend=gram, beta=b, diagonal=a) @ x
+        else:  # a is in the polynomial: torch's baddbmm would copy x before it multiplies
+            x = halved.polynomial(x, a, b, c) @ x
     return x.mT if is_tall else x
 
 
 def _triples(coefficients: Any) -> Sequence[Any]:
     """Several triples of coefficients as they are; one as a sequence of its own."""
-    are_several = isinstance(coefficients, Sequence) and isinstance(next(iter(coefficients), None), Sequence)
-    return coefficients if are_several else [coefficients]
+    first = next(iter(coefficients), None) if isinstance(coefficients, Sequence) else None
+    return coefficients if isinstance(first, Sequence) else [coefficients]
 
 
 def _halved(x: Tensor) -> Any:

@@ -8,59 +8,29 @@ Tiles are square, so that a program needs tiles of one shape alone, and no numbe
 the diagonal. The sum of an element runs over columns in one order, whichever of its two factors comes first: results
 are exactly symmetric, do not depend on how many matrices are multiplied at once, and repeats are equal bit for bit.
 
-Legend: N matrices, R rows, C columns.
+Columns are taken in chunks as wide as a tile, which stand where attention has heads: (N, chunks, R, width). So the
+kernel moves tiles as attention's kernels do, by TMA or by addresses.
+
+Legend: N matrices, R rows, C columns, R' columns of tiles, at least R.
 """
 
-from typing import Any
-
-import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmsys.attention.flash_triton_kernels import _addresses, _plain
-from lmsys.kernels.launch import Kernel, arch_of, by_tma, describable, described, stream_of
+from lmsys.attention.flash_triton_kernels import _load, _store
+from lmsys.kernels.launch import arch_of, by_tma, describable, launch
 from lmsys.measure.profile import register_kernels
 
 SMALLEST = 256  # rows below which a matmul of torch is as fast: it is short, and the host launches it sooner
-DTYPES = torch.bfloat16, torch.float16
-
-_kernels: dict[tuple[Any, ...], Any] = {}
 
 register_kernels(r"^_symmetric_kernel$", "matmul")
 
 
-@triton.jit
-def _at(x, matrix, row, column, SIDE: tl.constexpr, DEPTH: tl.constexpr):
-    """(addresses, which are inside) of a tile of x, a `Strided`."""
-    rows, columns = tl.arange(0, SIDE), column + tl.arange(0, DEPTH)
-    addresses = _addresses(x, 0, matrix, row, rows * _plain(x.row), DEPTH) + column
-    return addresses, (row + rows < _plain(x.rows))[:, None] & (columns < x.columns)[None, :]
-
-
-@triton.jit
-def _load(x, matrix, row, column, SIDE: tl.constexpr, DEPTH: tl.constexpr):
-    """The tile (SIDE, DEPTH) of a matrix of x, a descriptor or `Strided`; zeros outside of the matrix."""
-    if isinstance(x, tl.tensor_descriptor):
-        tile = x.load([0, matrix, row, column]).reshape(SIDE, DEPTH)
-    else:
-        addresses, inside = _at(x, matrix, row, column, SIDE, DEPTH)
-        tile = tl.load(addresses, mask=inside, other=0.0)
-    return tile
-
-
-@triton.jit
-def _store(x, matrix, row, column, tile, SIDE: tl.constexpr):
-    if isinstance(x, tl.tensor_descriptor):
-        x.store([0, matrix, row, column], tile.to(x.dtype).reshape(1, 1, SIDE, SIDE))
-    else:
-        addresses, inside = _at(x, matrix, row, column, SIDE, SIDE)
-        tl.store(addresses, tile.to(x.base.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["x", "addend", "out", "columns", "num_tiles"])
+@triton.jit(do_not_specialize=["x", "addend", "out", "chunks", "num_tiles"])
 def _symmetric_kernel(
-    x, addend, out, columns, num_tiles, alpha, beta, diagonal,
+    x, addend, out, chunks, num_tiles, alpha, beta, diagonal,
     SIDE: tl.constexpr, DEPTH: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """The tile (i, j) of the lower triangle, and its mirror image, of out = alpha x xᵀ, and with ADDS of
@@ -74,55 +44,72 @@ def _symmetric_kernel(
     i, j = program // (num_tiles + 1), program % (num_tiles + 1)
     if j > i:
         i, j = num_tiles - 1 - i, j - i - 1
-    row, column = i * SIDE, j * SIDE
-    product = tl.zeros((SIDE, SIDE), tl.float32)
-    for start in range(0, columns, DEPTH):
-        left = _load(x, matrix, row, start, SIDE, DEPTH)
-        right = _load(x, matrix, column, start, SIDE, DEPTH)
-        product = tl.dot(left, tl.trans(right), product)
-    product *= alpha
+    total = tl.zeros((SIDE, SIDE), tl.float32)
+    for chunk in range(chunks):
+        total = tl.dot(
+            _load(x, matrix, chunk, i * SIDE, SIDE, DEPTH),
+            tl.trans(_load(x, matrix, chunk, j * SIDE, SIDE, DEPTH)),
+            total,
+        )
+    total *= alpha
     if ADDS:
-        product += beta * _load(addend, matrix, row, column, SIDE, SIDE).to(tl.float32)
-        within = tl.arange(0, SIDE)
-        product += tl.where((row + within)[:, None] == (column + within)[None, :], diagonal, 0.0)
-    _store(out, matrix, row, column, product, SIDE)
+        total += beta * _load(addend, matrix, j, i * SIDE, SIDE, SIDE).to(tl.float32)
+        rows, columns = i * SIDE + tl.arange(0, SIDE), j * SIDE + tl.arange(0, SIDE)
+        total += tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)
+    _store(out, matrix, j, i * SIDE, total, SIDE, SIDE)
     if i > j:
-        _store(out, matrix, column, row, tl.trans(product), SIDE)
+        _store(out, matrix, i, j * SIDE, tl.trans(total), SIDE, SIDE)
 
 
 def tile_options(rows: int, tma: bool) -> dict[str, int]:
     """Constants, warps and stages of the kernel for matrices of so many rows, whatever their number."""
-    if tma:
-        return {"SIDE": 128, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
-    return {"SIDE": 128, "DEPTH": 32, "num_warps": 8, "num_stages": 3}
+    return {"SIDE": 128} | ({"DEPTH": 64, "num_warps": 4} if tma else {"DEPTH": 32, "num_warps": 8}) | {"num_stages": 3}
 
 
 def takes(x: Tensor) -> bool:
     """True where the kernel computes products of x (N, R, C) faster than torch, or nearly so."""
-    return x.dtype in DTYPES and x.shape[1] >= SMALLEST and arch_of(x.device) >= 80
+    return x.itemsize == 2 and x.shape[1] >= SMALLEST and arch_of(x.device) >= 80
+
+
+def polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a I + b x xᵀ + c (x xᵀ)², which is exactly symmetric: x (N, R, C) -> (N, R, R), in x's dtype.
+
+    x xᵀ is rounded to that dtype, as is the result; sums are made in float32.
+    """
+    gram = symmetric(x)
+    return symmetric(gram, alpha=c, addend=gram, beta=b, diagonal=a)[..., : x.shape[1]]
 
 
 def symmetric(
     x: Tensor, alpha: float = 1.0, addend: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
 ) -> Tensor:
-    """alpha x xᵀ + beta addend + diagonal I, which is exactly symmetric: x (N, R, C) -> (N, R, R), in x's dtype.
+    """alpha x xᵀ + beta addend + diagonal I: x (N, R, C) -> (N, R, R'), with zeros from column R on.
 
-    addend  symmetric (N, R, R); None: the product alone, and no diagonal
-    Sums are made in float32, and rounded once.
+    addend  symmetric, and as such a result (N, R, R'); None: the product alone, and no diagonal
     """
-    x = describable(x[None])
-    _, count, rows, columns = x.shape
-    out = describable(x.new_empty(1, count, rows, rows))
-    tensors = x, out if addend is None else describable(addend[None]), out
-    tma, options = by_tma(x.device), tile_options(rows, by_tma(x.device))
-    num_tiles = triton.cdiv(rows, options["SIDE"])
-    others = columns, num_tiles, alpha, beta, diagonal
-    with torch.cuda.device_of(x):
-        key = x.device, x.dtype, addend is None, *options.values(), *(() if tma else (rows, columns))
-        if key not in _kernels:
-            blocks = [1, 1, options["SIDE"], options["DEPTH"]], *2 * ([1, 1, options["SIDE"], options["SIDE"]],)
-            examples = [described(y, block, tma) for y, block in zip(tensors, blocks, strict=True)]
-            _kernels[key] = Kernel(_symmetric_kernel, examples, list(others), ADDS=addend is not None, **options)
-        triangle = num_tiles * (num_tiles + 1) // 2
-        _kernels[key](triangle, stream_of(x), tensors, others, count)
-    return out[0]
+    count, rows, _ = x.shape
+    options = tile_options(rows, by_tma(x.device))
+    side, num_tiles = options["SIDE"], triton.cdiv(rows, options["SIDE"])
+    out, x = x.new_empty(count, rows, num_tiles * side), _in_chunks(x, options["DEPTH"])
+    tiles = [(x, [1, 1, side, options["DEPTH"]])]
+    tiles += [(_in_chunks(y, side), [1, 1, side, side]) for y in (out if addend is None else addend, out)]
+    launch(
+        _symmetric_kernel,
+        num_tiles * (num_tiles + 1) // 2,
+        x.shape[1],
+        num_tiles,
+        alpha,
+        beta,
+        diagonal,
+        grid_y=count,
+        tiles=tiles,
+        ADDS=addend is not None,
+        **options,
+    )
+    return out
+
+
+def _in_chunks(x: Tensor, width: int) -> Tensor:
+    """x (N, R, C) as (N, chunks, R, width), with zeros from column C on; a view where nothing is to be added."""
+    x = F.pad(x, (0, -x.shape[2] % width)) if x.shape[2] % width else x
+    return describable(x.unflatten(2, (-1, width)).transpose(1, 2))

@@ -55,8 +55,9 @@ def main(capability: int) -> None:
             kept = {"descriptors": len(launch._descriptors), "most": MAX_DESCRIPTORS}
             print(json.dumps(line | kept), flush=True)
 
-    flash_triton.Kernel = flash_triton_decode.Kernel = muon_triton.Kernel = launch.Kernel = Both
-    flash_triton.by_tma = flash_triton_decode.by_tma = muon_triton.by_tma = lambda device: capability >= 90
+    flash_triton.Kernel = flash_triton_decode.Kernel = launch.Kernel = Both
+    for module in (launch, flash_triton, flash_triton_decode, muon_triton):
+        module.by_tma = lambda device: capability >= 90
     for case in CASES:
         for transposed in (False, True):
             for length in LENGTHS:
@@ -81,8 +82,7 @@ def main(capability: int) -> None:
         fused_triton.turn(heads, parts, *torch.randn(2, length, 128), HEADS, backward=False)
     for length in LENGTHS:  # matrices in two layouts, one after another at the same addresses
         x = memory[0].view(torch.bfloat16)[: BATCH * length * 72].view(BATCH, length, 72)
-        gram = muon_triton.symmetric(x[..., :64] if length % 2 else x)
-        muon_triton.symmetric(gram, 2.0, gram, -4.0, 3.0)
+        muon_triton.polynomial(x[..., :64] if length % 2 else x, 3.0, -4.0, 2.0)
     if capability == 90:
         gluon(stub)
         # Only with TMA does the next tile exceed shared memory.
