@@ -112,4 +112,4 @@ def symmetric(
 def _in_chunks(x: Tensor, width: int) -> Tensor:
     """x (N, R, C) as (N, chunks, R, width), with zeros from column C on; a view where nothing is to be added."""
     x = F.pad(x, (0, -x.shape[2] % width)) if x.shape[2] % width else x
-    return describable(x.unflatten(2, (-1, width)).transpose(1, 2))
+    return describable(x.view(*x.shape[:2], -1, width).transpose(1, 2))

@@ -25,6 +25,7 @@ KINDS_OF_KERNELS = {"_whole_squares_kernel": "reduction"}
 KINDS_OF_FILES = {
     "model/fused_triton.py": "elementwise",
     "model/loss_triton.py": "reduction",
+    "training/muon_triton.py": "matmul",
 }
 
 
