@@ -1,0 +1,57 @@
+"""`python -m dev.newton_schulz 1600x6400 4096x4096` times Muon's iteration by its kernels and by torch's compiler.
+
+It prints a line for each shape, R x C or N x R x C for N matrices: milliseconds of five steps in bfloat16, medians of
+calls that take turns as in a benchmark; and the error of each way against float64, in root mean square, over that of
+the exact result. A new way is a line in `line_of`.
+"""
+
+import argparse
+import statistics
+
+import torch
+
+from lmsys.measure.clock import clock_of
+from lmsys.measure.compare import interleave
+from lmsys.measure.step import Step
+from lmsys.training.muon import newton_schulz, normalized
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """(N, R, C) of RxC or NxRxC; ValueError for other texts."""
+    *count, rows, columns = map(int, text.split("x"))
+    return *(count or [1]), rows, columns
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m dev.newton_schulz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shapes", nargs="+", type=shape, metavar="SHAPE", help="RxC or NxRxC")
+    shapes = parser.parse_args(arguments).shapes
+    if not torch.cuda.is_available():
+        parser.error("it times kernels on a CUDA device; here is none")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for sizes in shapes:
+        print(f"{sizes}: {line_of(sizes)}", flush=True)
+
+
+def line_of(sizes: tuple[int, ...]) -> str:
+    """Times and errors for N matrices (R, C); sizes are (N, R, C)."""
+    torch.compiler.reset()
+    ways = {
+        "ours": newton_schulz,
+        "compiled": torch.compile(newton_schulz, dynamic=False),  # which traces torch's matmuls, not our kernels
+        "max-autotune": torch.compile(newton_schulz, dynamic=False, mode="max-autotune-no-cudagraphs"),
+    }
+    x = normalized(list(torch.randn(sizes, device="cuda")), torch.bfloat16)
+    exact = newton_schulz(x.double())
+    errors = {name: ((way(x) - exact).norm() / exact.norm()).item() for name, way in ways.items()}
+    steps = {name: Step(way, lambda: x) for name, way in ways.items()}
+    samples = interleave(steps, clock_of("cuda"), seconds=1.0, min_rounds=20).samples
+    ms = {name: 1e3 * statistics.median(seconds) for name, seconds in samples.items()}
+    words = "; ".join(f"{name} {t:.3f} ms, error {errors[name]:.2%}" for name, t in ms.items())
+    return f"{words}; compiled over ours {min(ms['compiled'], ms['max-autotune']) / ms['ours']:.2f}"
+
+
+if __name__ == "__main__":
+    main()
