@@ -87,16 +87,18 @@ def symmetric(
 
     addend  symmetric, and as such a result (N, R, R'); None: the product alone, and no diagonal
     """
-    count, rows, _ = x.shape
+    count, rows, columns = x.shape
     options = tile_options(rows, by_tma(x.device))
-    side, num_tiles = options["SIDE"], triton.cdiv(rows, options["SIDE"])
-    out, x = x.new_empty(count, rows, num_tiles * side), _in_chunks(x, options["DEPTH"])
-    tiles = [(x, [1, 1, side, options["DEPTH"]])]
-    tiles += [(_in_chunks(y, side), [1, 1, side, side]) for y in (out if addend is None else addend, out)]
+    side, depth, num_tiles = options["SIDE"], options["DEPTH"], triton.cdiv(rows, options["SIDE"])
+    out = x.new_empty(count, rows, num_tiles * side)
+    tiles = [
+        (_in_chunks(x, depth), [1, 1, side, depth]),
+        *((_in_chunks(y, side), [1, 1, side, side]) for y in (out if addend is None else addend, out)),
+    ]
     launch(
         _symmetric_kernel,
         num_tiles * (num_tiles + 1) // 2,
-        x.shape[1],
+        triton.cdiv(columns, depth),
         num_tiles,
         alpha,
         beta,
