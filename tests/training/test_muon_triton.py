@@ -185,3 +185,13 @@ def test_real_sizes(shape: tuple[int, int, int], dtype: torch.dtype, launches: l
 def test_a_matrix_of_a_large_model_keeps_its_bits_beside_others(launches: list[int]) -> None:
     step_alike((4, 640, 512), torch.bfloat16, "cuda")
     assert launches == [512] * 40  # five iterations of four matrices, alone and beside one another
+
+
+@pytest.mark.gpu
+def test_an_iteration_that_is_differentiated_is_torchs(launches: list[int]) -> None:
+    """The kernels have no backward, and a gradient without their part would be wrong without a word."""
+    x = normalized([torch.randn(512, 512, device="cuda")], torch.bfloat16).requires_grad_()
+    newton_schulz(x, 1).sum().backward()
+    assert launches == [] and x.grad.any()
+    newton_schulz(x.detach(), 1)
+    assert launches == [512]
