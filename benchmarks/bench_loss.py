@@ -2,21 +2,22 @@
 
 The reference is the eager row in float64. The budget is what plain PyTorch loses in the precision that is tested, by
 that of two usual formulas which loses more there. All are made at the full shape, in blocks of tokens: only the rows
-themselves need room for all logits. Rows that do not compile are also asked for a small shape that no block divides,
+themselves need room for all logits. Rows that do not compile are also asked for the first of ODD_SIZES that they take,
 with more kinds of extreme tokens. A row that has a parameter for another reduction, for weights, smoothed labels, a
 z-loss or a soft cap is asked for these as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks import axes, layouts, models
-from benchmarks.loss import ODD_VOCABULARY, OUTPUTS, Inputs, LossDraws, odd_inputs, references, repeat
+from benchmarks.loss import ERRORS, ODD_SIZES, OUTPUTS, Inputs, LossDraws, odd_inputs, references, repeat
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -39,7 +40,13 @@ from lmsys.check.loss import faults_of_options
 from lmsys.measure import memory
 
 UNCHUNKED = "benchmarks.loss:unchunked"
-TORCH_CHUNKED = "benchmarks.loss:torch_chunked"
+PEERS = "benchmarks.loss_peers:"
+_cut = partial(
+    Entry,
+    peer=True,
+    supports=f"{PEERS}cut_cross_entropy_supports",
+    install="'cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy.git'",
+)
 LOSSES = Table(
     "loss",
     [
@@ -48,11 +55,16 @@ LOSSES = Table(
         Entry("compiled", UNCHUNKED, "all logits, torch.compile", peer=True, traits=Traits(baseline=2, compiles=True)),
         Entry(
             "torch_chunked",
-            TORCH_CHUNKED,
+            f"{PEERS}torch_chunked",
             "torch's linear_cross_entropy",
             peer=True,
-            supports=f"{TORCH_CHUNKED}_supports",
+            supports=f"{PEERS}torch_chunked_supports",
         ),
+        Entry("liger", f"{PEERS}liger", "Liger-Kernel", peer=True, supports=f"{PEERS}liger_supports", extra="peers"),
+        _cut("cut_cross_entropy", f"{PEERS}cut_cross_entropy", "Cut Cross-Entropy"),
+        _cut("cut_cross_entropy_kahan", f"{PEERS}cut_cross_entropy_kahan", "Cut Cross-Entropy, float32 sums"),
+        _cut("cut_cross_entropy_exact", f"{PEERS}cut_cross_entropy_exact", "Cut Cross-Entropy, nothing left out"),
+        Entry("quack", f"{PEERS}quack", "QuACK", peer=True, supports=f"{PEERS}quack_supports", extra="peers"),
     ],
 )
 
@@ -75,11 +87,11 @@ class LossTest(Case):
 class Setup:
     """Inputs that all rows share, and the draws that fill them anew.
 
-    odd  inputs of a small shape that no block divides, for checks before timing
+    odd  inputs of ODD_SIZES, for checks before timing
     """
 
     inputs: Inputs
-    odd: Inputs
+    odd: list[Inputs]
     draws: LossDraws
 
 
@@ -113,6 +125,10 @@ class Loss(Benchmark):
             "measured in this run"
         ),
         fields.SUSTAINED_FRACTION.called(role="metric"),
+        [
+            Field(name, label=f"Error of {output}", about=f"Largest error over largest value, in float64, of {output}")
+            for name, output in zip(ERRORS, OUTPUTS, strict=True)
+        ],
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[LossTest]:
@@ -132,9 +148,8 @@ class Loss(Benchmark):
     def setup(self, cases: Sequence[LossTest], settings: Settings) -> Setup:
         case = cases[0]
         inputs = Inputs.empty(case.tokens, case.d_model, case.vocab_size, case.precision, case.device)
-        setup = Setup(inputs, odd_inputs(case.precision, case.device, settings.seed), LossDraws(inputs, settings.seed))
-        setup.draws.fill(settings.seed)
-        return setup
+        odd = [odd_inputs(case.precision, case.device, settings.seed, *sizes) for sizes in ODD_SIZES]
+        return Setup(inputs, odd, LossDraws(inputs, settings.seed))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         call = candidate.entry.load()
@@ -145,14 +160,22 @@ class Loss(Benchmark):
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         # Apart from the rows' own calls: where this fails, they have not.
-        for x in (setup.inputs, setup.odd):
+        for x in (setup.inputs, *setup.odd):
             x.exact, x.plain = references(x.in_blocks)
         super().check_all(candidates, setup, runner)
 
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
-        ratios = setup.inputs.check(candidate.call)
-        if not Traits.of(candidate.entry).compiles:  # another shape would be compiled for
-            ratios |= {f"{name}, of {ODD_VOCABULARY} classes": x for name, x in setup.odd.check(candidate.call).items()}
+        answer = setup.inputs.run(candidate.call)
+        candidate.notes |= setup.inputs.errors(answer)
+        ratios = setup.inputs.check(answer)
+        for odd in () if Traits.of(candidate.entry).compiles else setup.odd:  # another shape would be compiled for
+            small = replace(candidate.case, tokens=len(odd.hidden), vocab_size=len(odd.weight))
+            if candidate.entry.why_not(small) is None:
+                ratios |= {
+                    f"{name}, of {small.vocab_size} classes": ratio
+                    for name, ratio in odd.check(odd.run(candidate.call)).items()
+                }
+                break
         return ratios | faults_of_options(candidate.entry)
 
     def redraw(self, setup: Setup, draw: int) -> None:

@@ -4,7 +4,6 @@
 the checks of timed calls. `bench_anatomy.py` profiles the same cases.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -109,8 +108,7 @@ class ModelBenchmark(Benchmark):
     def judge(self, case: ModelTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
         ratios = setup.rig.judge(case, kept)
         if "loss" not in candidate.notes:
-            loss = setup.rig.forward(case).item() if case.grad else math.nan
-            candidate.notes["loss"] = loss if math.isfinite(loss) else None
+            candidate.notes["loss"] = models.finite(setup.rig.forward(case).item()) if case.grad else None
         return ratios
 
     def step(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Step:

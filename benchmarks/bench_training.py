@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks import axes
-from benchmarks.models import AUTO, DTYPES, LLAMA, MODEL_ROWS, why_not
+from benchmarks.models import AUTO, DTYPES, LLAMA, MODEL_ROWS, finite, why_not
 from benchmarks.training.layout import TRAINING as LAYOUT
 from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
 from lmsys.attention import ATTENTION
@@ -58,19 +58,14 @@ class Curve:
         return {
             "steps": len(self.losses),
             "curve_steps": [place + 1 for place in places],
-            "curve_losses": [_finite(self.losses[place]) for place in places],
-            "curve_differences": [_finite(apart[place]) for place in places if place < len(apart)],
-            "curve_difference": _finite(max(map(abs, apart))),
+            "curve_losses": [finite(self.losses[place]) for place in places],
+            "curve_differences": [finite(apart[place]) for place in places if place < len(apart)],
+            "curve_difference": finite(max(map(abs, apart))),
             "curve_budget": CURVE_BUDGET[dtype],
-            "norm_difference": _finite(abs(self.norms[0] / reference.norms[0] - 1)),
-            "loss": _finite(self.losses[-1]),
-            "valid_loss": None if self.valid_loss is None else _finite(self.valid_loss),
+            "norm_difference": finite(abs(self.norms[0] / reference.norms[0] - 1)),
+            "loss": finite(self.losses[-1]),
+            "valid_loss": None if self.valid_loss is None else finite(self.valid_loss),
         }
-
-
-def _finite(value: float) -> float | None:
-    """The value with six digits; None for infinity and NaN, which JSON lacks."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 class Training(Benchmark):

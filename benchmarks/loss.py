@@ -1,8 +1,8 @@
 """Inputs of the head and loss, their exact answer at the full shape, and checks of calls that are timed.
 
-`benchmarks.bench_loss` calls this module; its table LOSSES has the implementations. The usual ones are here:
-`unchunked` and `torch_chunked`. An implementation maps hidden states (N, M), a weight (V, M) and targets (N) to the
-mean loss; its answer is that loss and the gradients of hidden and weight. N tokens, V classes, M features.
+`benchmarks.bench_loss` calls this module; its table LOSSES has the implementations. The usual one is here, `unchunked`,
+and `benchmarks.loss_peers` has other people's. An implementation maps hidden states (N, M), a weight (V, M) and targets
+(N) to the mean loss; its answer is that loss and the gradients of hidden and weight. N tokens, V classes, M features.
 
     before timing   `Inputs.check` compares a whole answer with `references`, which `Inputs.in_blocks` makes
     timed calls     `Inputs.keep` copies some of the answer, `Inputs.judge` compares it with `sampled_answer`
@@ -19,7 +19,7 @@ tokens. Some are of extreme tokens and their classes. One row goes into the reco
 import base64
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,17 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.models import BUDGET_RTOL, ERROR_RTOL, LOSS_SCALE, ROUNDING, mean_ratio, ratio_by_group, widened
+from benchmarks.models import BUDGET_RTOL, ERROR_RTOL, LOSS_SCALE, ROUNDING, finite, mean_ratio, ratio_by_group, widened
 from lmsys import draws, testing
 from lmsys.bench import Kept, Record
 from lmsys.bench.plain import check_plain
 from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
-from lmsys.model import linear
 from lmsys.training.prepare import autocast
 
 LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
-ODD_TOKENS, ODD_VOCABULARY = 101, 517  # sizes that no block of a kernel divides
+ERRORS = ("loss_error", "d_hidden_error", "d_weight_error")  # fields of records, by output
+ODD_SIZES = (101, 517), (104, 640)  # tokens and classes: no block of a kernel divides the first, few the second
 BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # logits that a reference holds at once, by device
 Answer = tuple[Tensor, Tensor, Tensor]  # the loss, or that of each token (N), and the gradients of hidden and weight
 Formula = Callable[[Tensor, Tensor], Tensor]  # from logits (N, V) and targets (N): the loss of each token (N)
@@ -49,31 +49,12 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(widened(F.linear(hidden, weight)), targets)
 
 
-def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's own loss, in chunks of tokens. Autocast does not reach inside, so inputs are cast here.
-
-    torch 2.13 takes chunks of one or two tokens if the vocabulary is large and the features are few, such as 10,000 and
-    64. On an AMD EPYC matrix products of such chunks sum over the vocabulary term by term. In float32 the gradient of
-    hidden then has several times the error that it has in the usual loss, and the benchmark calls it wrong.
-    """
-    dtype = linear.matmul_dtype(hidden)
-    return F.linear_cross_entropy(
-        hidden.to(dtype), weight.to(dtype), targets, options=torch.nn.LinearCrossEntropyOptions()
-    )
-
-
-def torch_chunked_supports(_: object) -> str | None:
-    able = hasattr(torch.nn, "LinearCrossEntropyOptions")
-    return None if able else f"torch {torch.__version__} cannot make this loss in chunks; torch 2.13 and later can"
-
-
 @dataclass
 class Inputs:
     """hidden (N, M) and weight (V, M), both leaves, and targets (N); gradients are those of the loss times `scale`.
 
     groups        a number for each token (N), and one for each class (V): 0 for ordinary tokens, and for classes to
                   whose gradient no extreme token adds. Each group has a budget of its own
-    extreme       which tokens are extreme; None: none is
     exact, plain  the answers of `references`, with the loss of each token: in float64, and by plain PyTorch in the
                   precision that is tested. They are on the host, to leave the device to the implementation
     """
@@ -84,7 +65,6 @@ class Inputs:
     precision: str
     scale: float
     groups: tuple[Tensor, Tensor]
-    extreme: ExtremeTokens | None = None
     exact: Sequence[Tensor] = ()
     plain: Sequence[Tensor] = ()
 
@@ -104,19 +84,26 @@ class Inputs:
     def device(self) -> str:
         return self.hidden.device.type
 
-    def choose_extreme(self, draw: int) -> None:
-        """Notes which tokens of a draw are extreme; they, and their classes, are group 1."""
-        self.extreme = ExtremeTokens.of(draw, len(self.targets), len(self.weight))
-        self.groups = (
-            is_extreme(self.extreme.tokens, len(self.targets)),
-            is_extreme(self.extreme.classes, len(self.weight)),
-        )
+    def make_extreme(self, draw: int) -> None:
+        """Makes the extreme tokens of a draw, in place; they, and their classes, are group 1."""
+        extreme = ExtremeTokens.of(draw, len(self.targets), len(self.weight))
+        self.groups = is_extreme(extreme.tokens, len(self.targets)), is_extreme(extreme.classes, len(self.weight))
+        extreme.write_weight(self.weight)
+        extreme.write_tokens(self.hidden, self.weight, self.targets)
 
-    def check(self, call: Callable[..., Tensor]) -> dict[str, float]:
+    def check(self, answer: Answer) -> dict[str, float]:
         """The error over its budget of each output of an implementation; `exact` and `plain` are made before."""
-        answer = list(map(Tensor.cpu, self.run(call)))
         # The loss is a mean over the tokens, which are the rows of the first gradient, too: so it has their groups.
         return ratios(answer, self.exact, self.plain, self.groups[:1] + self.groups, self.precision, self.device)
+
+    def errors(self, answer: Answer) -> dict[str, float | None]:
+        """The error of each output against float64, by ERRORS: the largest over the largest value; None for NaN or inf.
+
+        Rows of extreme tokens and of their classes are compared among themselves: their gradients are the largest.
+        """
+        exact = self.exact[0].mean()[None], *self.exact[1:]
+        outputs = zip(ERRORS, (answer[0][None], *answer[1:]), exact, (torch.zeros(1), *self.groups), strict=True)
+        return {name: relative_error(*(x.to(self.device) for x in tensors)) for name, *tensors in outputs}
 
     def run(self, call: Callable[..., Tensor]) -> Answer:
         """The answer of an implementation, on the device."""
@@ -184,29 +171,25 @@ class LossDraws(draws.Draws):
         self.inputs = inputs
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
-        inputs = self.inputs
         super().fill(draw, names)
-        inputs.choose_extreme(draw)
-        assert inputs.extreme is not None
-        inputs.extreme.write_weight(inputs.weight)
-        inputs.extreme.write_tokens(inputs.hidden, inputs.weight, inputs.targets)
+        self.inputs.make_extreme(draw)
 
 
-def odd_inputs(precision: str, device: str, seed: int) -> Inputs:
-    """Inputs of a small shape that no block of a kernel divides. Tokens are of five kinds in turn.
+def odd_inputs(precision: str, device: str, seed: int, tokens: int, vocab_size: int) -> Inputs:
+    """Inputs of a small shape, such as ODD_SIZES. Tokens are of five kinds in turn.
 
     Kind 0 is ordinary. Kinds 1 to 4 are the extreme ones of `lmsys.extremes.loss.KINDS` whose logits are exact in every
     precision. Each kind of tokens is a group of its own.
     """
-    x = Inputs.empty(ODD_TOKENS, WIDTH, ODD_VOCABULARY, precision, device)
+    x = Inputs.empty(tokens, WIDTH, vocab_size, precision, device)
     hidden, weight, targets = x.hidden.data, x.weight.data, x.targets
-    targets[:] = torch.arange(ODD_TOKENS, device=device) * 31 % ODD_VOCABULARY  # no common factor: all differ
+    targets[:] = torch.arange(tokens, device=device) * 31 % vocab_size  # no common factor: all differ
     for name, tensor, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
         tensor[:] = draws.values(draws.key(seed, name), 0, tensor.numel(), device).view(tensor.shape) * std
     write_head(weight, lowest=targets[4::5])  # kind 4: the target has the lowest logit
     for kind in range(5):
         write_kind(kind, hidden[kind::5])
-    x.groups = torch.arange(ODD_TOKENS) % 5, torch.zeros(ODD_VOCABULARY)
+    x.groups = torch.arange(tokens) % 5, torch.zeros(vocab_size)
     return x
 
 
@@ -230,6 +213,13 @@ def ratios(
     return result
 
 
+def relative_error(x: Tensor, exact: Tensor, groups: Tensor) -> float | None:
+    """The largest error over the largest exact value, in the group of rows where that is worst; None for NaN or inf."""
+    parts = [groups == group for group in groups.unique()]
+    errors = [(x[part] - exact[part]).abs().max() / exact[part].abs().max() for part in parts]
+    return finite(torch.stack(errors).max().item())
+
+
 def std_of(weight: Tensor) -> float:
     """The standard deviation of a weight's elements: logits of standard normal hidden states are standard normal."""
     return float(weight.shape[1] ** -0.5)
@@ -244,18 +234,17 @@ def slices_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
 
     The first slice of tokens holds an extreme token, and that of classes a class of one.
     """
-    chance, extreme = random.Random(key), inputs.extreme
+    chance = random.Random(key)
 
-    def some(length: int, some_extreme: range) -> list[slice]:
-        starts = list(range(0, length, SLICE_ROWS))
-        holding = sorted({index - index % SLICE_ROWS for index in some_extreme})
+    def some(groups: Tensor) -> list[slice]:
+        starts = list(range(0, len(groups), SLICE_ROWS))
+        holding = sorted({index - index % SLICE_ROWS for index in groups.nonzero().flatten().tolist()})
         first = [chance.choice(holding)] if holding else []
         others = [start for start in starts if start not in first]
         chosen = first + chance.sample(others, min(NUM_SLICES, len(starts)) - len(first))
-        return [slice(start, min(start + SLICE_ROWS, length)) for start in chosen]
+        return [slice(start, min(start + SLICE_ROWS, len(groups))) for start in chosen]
 
-    tokens, classes = (extreme.tokens, extreme.classes) if extreme else (range(0), range(0))
-    return some(len(inputs.hidden), tokens), some(len(inputs.weight), classes)
+    return some(inputs.groups[0]), some(inputs.groups[1])
 
 
 def indices(slices: list[slice]) -> list[int]:
@@ -358,27 +347,17 @@ def _inputs_of(record: Record, call: Record) -> Inputs:
     """
     num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
     whole = Inputs.empty(num_tokens, d_model, vocab_size, record["precision"], "cpu")
-    if has_extremes(record["proof"]["generator"]):
-        whole.choose_extreme(call["draw"])
-    tokens, _ = slices_of(whole, call["key"])
     drawn = partial(draws.part, record["proof"]["seed"], call["draw"])
-    weight = drawn("weight", 0, d_model * vocab_size, torch.float32, std_of(whole.weight)).view(vocab_size, d_model)
-    if whole.extreme:
-        whole.extreme.write_weight(weight)
-    sampled = []
-    for rows in tokens:
-        count = rows.stop - rows.start
-        hidden = drawn("hidden", rows.start * d_model, count * d_model, torch.float32).view(count, d_model)
-        targets = drawn("targets", rows.start, count, torch.int64, below=vocab_size)
-        if whole.extreme:
-            whole.extreme.write_tokens(hidden, weight, targets, rows.start)
-        sampled.append((hidden, targets))
-    hidden, targets = map(torch.cat, zip(*sampled, strict=True))
-    return Inputs(
-        hidden,
-        weight,
-        targets,
-        whole.precision,
-        whole.scale * len(targets) / num_tokens,
-        (whole.groups[0][indices(tokens)], whole.groups[1]),
+    whole.hidden = drawn("hidden", 0, num_tokens * d_model, torch.float32).view(num_tokens, d_model)
+    whole.weight = drawn("weight", 0, d_model * vocab_size, torch.float32, std_of(whole.weight)).view(-1, d_model)
+    whole.targets = drawn("targets", 0, num_tokens, torch.int64, below=vocab_size)
+    if has_extremes(record["proof"]["generator"]):
+        whole.make_extreme(call["draw"])
+    rows = indices(slices_of(whole, call["key"])[0])
+    return replace(
+        whole,
+        hidden=whole.hidden[rows],
+        targets=whole.targets[rows],
+        scale=whole.scale * len(rows) / num_tokens,
+        groups=(whole.groups[0][rows], whole.groups[1]),
     )

@@ -117,6 +117,11 @@ def mean_ratio(mean: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None
     return ratio if math.isfinite(ratio) else math.inf
 
 
+def finite(value: float) -> float | None:
+    """The value with six digits; None for infinity and NaN, which JSON lacks."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
 def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Record:
     """The rate of so much work, and its shares of the large matmul measured in this run, None where none was.
 

@@ -244,5 +244,4 @@ class Gate:
                 ordinary = (self.group(name, x) == 0).to(x.device) if x.dim() > 1 else slice(None)
                 off += (results[name].double() - x)[ordinary].square().sum().item()
                 size += x[ordinary].square().sum().item()
-        share = math.sqrt(off / size)
-        return share if math.isfinite(share) else None
+        return models.finite(math.sqrt(off / size))

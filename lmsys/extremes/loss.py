@@ -57,18 +57,14 @@ class ExtremeTokens:
         top.copy_(torch.copysign(torch.full_like(top, 2.0 ** round(-math.log2(weight.shape[1]) / 2)), top))
         weight.data[self.targets.start : self.targets.stop] = -top
 
-    def write_tokens(self, hidden: Tensor, weight: Tensor, targets: Tensor, first: int = 0) -> None:
-        """Writes the extreme ones of the tokens first, first + 1, ... into hidden (n, M) and targets (n), in place.
+    def write_tokens(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+        """Writes the extreme tokens into hidden (N, M) and targets (N), in place.
 
         weight (V, M) is as `write_weight` leaves it.
         """
-        begin = max(0, -((self.tokens.start - first) // EVERY))  # the first extreme token among these n
-        stop = max(begin, min(len(self.tokens), -((self.tokens.start - first - len(hidden)) // EVERY)))
-        if begin == stop:
-            return
-        here = slice(self.tokens[begin] - first, self.tokens[stop - 1] - first + 1, EVERY)
+        here = slice(self.tokens.start, self.tokens.stop, EVERY)
         hidden.data[here] = weight.data[self.top] * SCALE
-        targets.data[here] = torch.arange(self.targets[begin], self.targets[stop - 1] + 1, device=targets.device)
+        targets.data[here] = torch.arange(self.targets.start, self.targets.stop, device=targets.device)
 
 
 def is_extreme(places: range, length: int) -> Tensor:

@@ -25,16 +25,14 @@ def drawn(draw: int, tokens: int, classes: int) -> tuple[ExtremeTokens, Tensor, 
     return extreme, hidden, weight, targets
 
 
-@given(draw=st.integers(0, 1000), tokens=st.integers(1, 700), classes=st.integers(2, 50), size=st.integers(1, 200))
-def test_parts_are_those_of_the_whole(draw: int, tokens: int, classes: int, size: int) -> None:
+@given(draw=st.integers(0, 1000), tokens=st.integers(1, 700), classes=st.integers(2, 50))
+def test_extreme_tokens_are_written_and_no_others(draw: int, tokens: int, classes: int) -> None:
     extreme, hidden, weight, targets = drawn(draw, tokens, classes)
-    whole = hidden.clone(), targets.clone()
-    extreme.write_tokens(whole[0], weight, whole[1])
-    for first in range(0, tokens, size):
-        rows = slice(first, first + size)
-        extreme.write_tokens(hidden[rows], weight, targets[rows], first)
-    assert torch.equal(hidden, whole[0]) and torch.equal(targets, whole[1])
+    before = hidden.clone(), targets.clone()
+    extreme.write_tokens(hidden, weight, targets)
     marks = is_extreme(extreme.tokens, tokens).bool()
+    assert torch.equal(hidden[~marks], before[0][~marks]) and torch.equal(targets[~marks], before[1][~marks])
+    assert bool((hidden[marks] == SCALE * weight[extreme.top]).all())
     assert 1 <= marks.sum() <= tokens / EVERY + 1
     assert targets[marks].tolist() == list(extreme.targets) and set(extreme.classes) <= set(range(classes))
 

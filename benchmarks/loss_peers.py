@@ -1,0 +1,93 @@
+"""Other people's heads and losses, as rows of `benchmarks.bench_loss`; docs/measurement.md says what is set for each.
+
+A row maps hidden states (N, M), a weight (V, M), both float32, and targets (N) to the mean loss. In bf16 and fp16 it is
+called under autocast; a row that autocast does not reach casts its inputs itself. `<row>_supports` returns None, or why
+the row cannot run a case. Packages are imported on first use, as most machines have none of them.
+"""
+
+import importlib
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.models import DTYPES
+from lmsys.model import linear
+
+
+def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """torch's own loss, in chunks of tokens. Autocast does not reach inside.
+
+    torch 2.13 takes chunks of one or two tokens if the vocabulary is large and the features are few, such as 10,000 and
+    64. On an AMD EPYC matrix products of such chunks sum over the vocabulary term by term. In float32 the gradient of
+    hidden then has several times the error that it has in the usual loss, and the benchmark calls it wrong.
+    """
+    return F.linear_cross_entropy(*_cast(hidden, weight), targets, options=torch.nn.LinearCrossEntropyOptions())
+
+
+def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Liger-Kernel's, in chunks, which adds the gradient of the weight in float32 if it is told to.
+
+    Autocast would reach its matmuls, but would cast the whole weight twice for each chunk.
+    """
+    package = importlib.import_module("liger_kernel.transformers.functional")
+    return package.liger_fused_linear_cross_entropy(*_cast(hidden, weight), targets, accum_dtype=torch.float32)
+
+
+def cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, impl: str = "cce") -> Tensor:
+    """Apple's, which follows autocast; `impl` is its name for how gradients are added and what is left out of them."""
+    return importlib.import_module("cut_cross_entropy").linear_cross_entropy(hidden, weight, targets, impl=impl)
+
+
+cut_cross_entropy_kahan = partial(cut_cross_entropy, impl="cce_kahan_full_c")
+cut_cross_entropy_exact = partial(cut_cross_entropy, impl="cce_exact")
+
+
+def quack(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """QuACK's, in chunks, which follows autocast and adds the gradient of the weight in float32."""
+    return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy(hidden, weight, targets)
+
+
+def _cast(*tensors: Tensor) -> list[Tensor]:
+    """In the dtype that autocast gives a matmul."""
+    return [x.to(linear.matmul_dtype(x)) for x in tensors]
+
+
+def torch_chunked_supports(_: object) -> str | None:
+    able = hasattr(torch.nn, "LinearCrossEntropyOptions")
+    return None if able else f"torch {torch.__version__} cannot make this loss in chunks; torch 2.13 and later can"
+
+
+def _why_not(
+    case: Any, module: str, least: tuple[int, int], precisions: tuple[str, ...] = tuple(DTYPES), multiple: int = 1
+) -> str | None:
+    """None, or why a package cannot run a case. ImportError without the package, which `Entry.why_not` explains.
+
+    module      its module that makes the loss
+    least       the lowest compute capability that it runs on
+    precisions  those that it knows
+    multiple    of what tokens, features and classes must be multiples
+    """
+    package = module.partition(".")[0]
+    if case.device != "cuda":
+        return f"{package} runs on CUDA only"
+    if case.precision not in precisions:
+        return f"{package} knows {' and '.join(precisions)}, not {case.precision}"
+    if any(size % multiple for size in (case.tokens, case.d_model, case.vocab_size)):
+        return (
+            f"{package} takes multiples of {multiple} as tokens, d_model and vocab_size; got {case.tokens},"
+            f" {case.d_model} and {case.vocab_size}"
+        )
+    importlib.import_module(module)
+    capable = torch.cuda.get_device_capability() >= least
+    return None if capable else f"{package} needs a GPU of compute capability {least[0]}.{least[1]} or later"
+
+
+liger_supports = partial(_why_not, module="liger_kernel.transformers.functional", least=(7, 0))
+# PyPI's version, 25.1.1, has no such module: it does not follow autocast, and adds gradients in bfloat16 alone.
+cut_cross_entropy_supports = partial(_why_not, module="cut_cross_entropy.cce_utils", least=(8, 0))
+quack_supports = partial(
+    _why_not, module="quack.linear_cross_entropy", least=(9, 0), precisions=("bf16", "fp16"), multiple=8
+)

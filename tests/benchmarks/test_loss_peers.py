@@ -1,0 +1,206 @@
+"""benchmarks/loss_peers.py: other people's losses as rows, why they cannot run a case, and what is given to them.
+
+Packages that are not here are stood in for by modules with the same functions, in plain PyTorch. On a GPU the installed
+ones are held to float64. A new package is a line of PACKAGES.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from benchmarks import loss_peers
+from benchmarks.bench_loss import LOSSES, LossTest
+from benchmarks.loss import ERRORS, ODD_SIZES, OUTPUTS, Inputs, odd_inputs, references, relative_error, unchunked
+from tests.benchmarks.test_bench_loss import drawn, records
+
+EXTRA, GIT = "[peers]'", "'cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy.git'"
+PACKAGES = {  # by row: the module that makes the loss, and what pip installs for it
+    "liger": ("liger_kernel.transformers.functional", EXTRA),
+    "cut_cross_entropy": ("cut_cross_entropy.cce_utils", GIT),
+    "cut_cross_entropy_kahan": ("cut_cross_entropy.cce_utils", GIT),
+    "cut_cross_entropy_exact": ("cut_cross_entropy.cce_utils", GIT),
+    "quack": ("quack.linear_cross_entropy", EXTRA),
+}
+IMPLS = {  # what rows that take an `impl` are to be given
+    "liger": [],
+    "cut_cross_entropy": ["cce"],
+    "cut_cross_entropy_kahan": ["cce_kahan_full_c"],
+    "cut_cross_entropy_exact": ["cce_exact"],
+    "quack": [""],
+}
+LEAST = {"liger": (7, 0), "quack": (9, 0)}  # compute capabilities; of the others 8.0
+rows = pytest.mark.parametrize("row", PACKAGES)
+
+
+def case_of(row: str, precision: str = "bf16", device: str = "cuda", **sizes: int) -> LossTest:
+    case = LossTest("s", LOSSES[row], device, tokens=64, d_model=64, vocab_size=128, precision=precision)
+    return replace(case, **sizes)
+
+
+def install(row: str, monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
+    """Makes the package of a row importable for a test: its module has these functions, and so has the package."""
+    package, _, _ = PACKAGES[row][0].partition(".")
+    for name in (package, package + ".transformers", PACKAGES[row][0]):
+        module = ModuleType(name)
+        module.__path__ = []  # type: ignore[attr-defined]
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@rows
+def test_on_a_cpu_a_row_asks_for_no_package(row: str) -> None:
+    reason = LOSSES[row].why_not(case_of(row, device="cpu"))
+    assert reason is not None and reason.endswith(" runs on CUDA only") and LOSSES[row].peer
+
+
+@rows
+def test_a_missing_package_gives_the_line_that_installs_it(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, source = PACKAGES[row]
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], None)
+    reason = LOSSES[row].why_not(case_of(row))
+    assert reason is not None and reason.startswith(f"{row} needs a package that is not here")
+    assert "python -m pip install" in reason and reason.endswith(f"{source} brings it")
+
+
+def test_pypis_cut_cross_entropy_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = ModuleType("cut_cross_entropy")
+    early.__path__ = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", early)
+    monkeypatch.delitem(sys.modules, "cut_cross_entropy.cce_utils", raising=False)
+    reason = LOSSES["cut_cross_entropy_exact"].why_not(case_of("cut_cross_entropy_exact"))
+    assert reason is not None and "'cut_cross_entropy.cce_utils'" in reason and GIT in reason
+
+
+@rows
+@pytest.mark.parametrize("capability", [(6, 1), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)])
+def test_a_row_runs_from_a_compute_capability_on(
+    row: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(row, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    reason, least = LOSSES[row].why_not(case_of(row)), LEAST.get(row, (8, 0))
+    assert (reason is None) == (capability >= least)
+    assert reason is None or f"compute capability {least[0]}.{least[1]}" in reason
+
+
+@given(tokens=st.integers(1, 500), d_model=st.integers(1, 500), vocab_size=st.integers(1, 500))
+def test_quack_takes_multiples_of_8_alone(tokens: int, d_model: int, vocab_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        install("quack", patch)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        reason = LOSSES["quack"].why_not(case_of("quack", tokens=tokens, d_model=d_model, vocab_size=vocab_size))
+    assert (reason is None) == (tokens % 8 == d_model % 8 == vocab_size % 8 == 0)
+    assert reason is None or f"got {tokens}, {d_model} and {vocab_size}" in reason
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_quack_knows_narrow_precisions_alone(precision: str) -> None:
+    reason = LOSSES["quack"].why_not(case_of("quack", precision))
+    assert reason == f"quack knows bf16 and fp16, not {precision}"
+
+
+@rows
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_row_gives_its_package_what_the_package_asks_for(
+    row: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins take what the packages' functions do, and see what an expert would give them."""
+    narrow = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    impls = []
+
+    def fused(input: Tensor, weight: Tensor, target: Tensor, *, accum_dtype: torch.dtype) -> Tensor:
+        assert input.dtype == weight.dtype == narrow and accum_dtype == torch.float32
+        return unchunked(input, weight, target)
+
+    def follows_autocast(e: Tensor, c: Tensor, targets: Tensor, *, impl: str = "") -> Tensor:
+        assert e.dtype == c.dtype == torch.float32
+        impls.append(impl)
+        return unchunked(e, c, targets)
+
+    functions = {
+        "liger_fused_linear_cross_entropy": fused,
+        "linear_cross_entropy": follows_autocast,
+        "chunked_linear_cross_entropy": follows_autocast,
+    }
+    install(row, monkeypatch, **functions)
+    inputs = checked(odd_inputs(precision, "cpu", 0, *ODD_SIZES[0]))
+    answer = inputs.run(LOSSES[row].load())
+    assert max(inputs.check(answer).values()) <= 1
+    assert impls == IMPLS[row]
+
+
+def checked(inputs: Inputs) -> Inputs:
+    """Inputs with their references."""
+    inputs.exact, inputs.plain = references(inputs.in_blocks)
+    return inputs
+
+
+def test_a_row_is_checked_on_the_first_odd_sizes_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def supports(case: LossTest) -> str | None:
+        return "too odd" if case.tokens % 8 else None
+
+    def row(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        sizes.append((len(hidden), len(weight)))
+        return unchunked(hidden, weight, targets) * (1.01 if sizes[-1] in ODD_SIZES else 1.0)
+
+    monkeypatch.setattr(loss_peers, "quack", row)
+    monkeypatch.setattr(loss_peers, "quack_supports", supports)
+    record = records(row=("quack",))["quack"]
+    assert record["outcome"] == "wrong" and f"of {ODD_SIZES[1][1]} classes" in record["reason"]
+    assert ODD_SIZES[1] in sizes and ODD_SIZES[0] not in sizes
+
+
+def test_records_have_the_errors_of_each_output() -> None:
+    for precision, most in (("fp32", 1e-4), ("bf16", 0.1)):
+        for record in records(precision=(precision,)).values():
+            assert all(0 <= record[name] < most for name in ERRORS), record
+            assert max(record[name] for name in ERRORS) > 0
+
+
+@pytest.mark.parametrize("output", range(3))
+def test_an_error_shows_where_it_is(output: int) -> None:
+    """Of one output, and as a share of the largest value among rows of its kind."""
+    inputs = checked(drawn(tokens=300, vocab_size=400))
+    answer = [inputs.exact[0].mean(), *(x.clone() for x in inputs.exact[1:])]
+    answer[output] *= 1 + 2**-10
+    errors = inputs.errors(tuple(answer))  # type: ignore[arg-type]
+    for number, name in enumerate(ERRORS):
+        assert errors[name] == pytest.approx(2**-10 if number == output else 0.0, rel=1e-4), OUTPUTS[number]
+    answer[output] *= float("nan")
+    assert inputs.errors(tuple(answer))[ERRORS[output]] is None  # type: ignore[arg-type]
+
+
+@given(share=st.floats(1e-6, 1e3), scale=st.floats(1e-6, 1e6))
+def test_groups_of_rows_are_measured_by_their_own_largest_value(share: float, scale: float) -> None:
+    exact, groups = torch.ones(4, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 1])
+    exact[groups == 1] *= scale
+    x = exact.clone()
+    x[1, 2] += share * scale
+    assert relative_error(x, exact, groups) == pytest.approx(share, rel=1e-4)
+
+
+@rows
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+@pytest.mark.gpu
+def test_an_installed_row_is_right_at_odd_sizes(row: str, precision: str, sizes: tuple[int, int]) -> None:
+    inputs = odd_inputs(precision, "cuda", 0, *sizes)
+    tokens, classes = sizes
+    if reason := LOSSES[row].why_not(case_of(row, precision, tokens=tokens, vocab_size=classes)):
+        pytest.skip(reason)
+    answer = checked(inputs).run(LOSSES[row].load())
+    ratios, errors = inputs.check(answer), inputs.errors(answer)
+    assert ratios["loss"] <= 1, ratios
+    # The default adds gradients in bfloat16, and leaves small ones out. The benchmark says by how much they are off.
+    assert row == "cut_cross_entropy" or max(ratios.values()) <= 1, (ratios, errors)
