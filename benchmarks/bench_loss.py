@@ -126,7 +126,12 @@ class Loss(Benchmark):
         ),
         fields.SUSTAINED_FRACTION.called(role="metric"),
         [
-            Field(name, label=f"Error of {output}", about=f"Largest error over largest value, in float64, of {output}")
+            Field(
+                name,
+                label=f"Error of {output}",
+                about=f"Largest error of {output} against float64, as a share of its largest value",
+                shown="%",
+            )
             for name, output in zip(ERRORS, OUTPUTS, strict=True)
         ],
     )

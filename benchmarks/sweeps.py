@@ -213,7 +213,7 @@ ANATOMY = Grid(
 ANATOMY_SMOKE = ANATOMY.but(size=("tiny",), context=(64,), precision=("fp32",), batch=(2,), attention=("auto",))
 
 # The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once, and
-# "torch_chunked", torch's own loss, makes them in chunks.
+# "torch_chunked", torch's own loss, makes them in chunks. Other people's run on GPUs alone.
 CPU_LOSS = Grid(
     "default",
     vocab_size=(2000, 10_000),
