@@ -2,9 +2,9 @@
 
 The reference is the eager row in float64. The budget is what plain PyTorch loses in the precision that is tested, by
 that of two usual formulas which loses more there. All are made at the full shape, in blocks of tokens: only the rows
-themselves need room for all logits. Rows that do not compile are also asked for the first of ODD_SIZES that they take,
-with more kinds of extreme tokens. A row that has a parameter for another reduction, for weights, smoothed labels, a
-z-loss or a soft cap is asked for these as well.
+themselves need room for all logits. Rows that do not compile are also asked for a small shape that no block divides, if
+they take it, with more kinds of extreme tokens. A row that has a parameter for another reduction, for weights, smoothed
+labels, a z-loss or a soft cap is asked for these as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,17 @@ from typing import Any
 import torch
 
 from benchmarks import axes, layouts, models
-from benchmarks.loss import ERRORS, ODD_SIZES, OUTPUTS, Inputs, LossDraws, odd_inputs, references, repeat
+from benchmarks.loss import (
+    ERRORS,
+    ODD_TOKENS,
+    ODD_VOCABULARY,
+    OUTPUTS,
+    Inputs,
+    LossDraws,
+    odd_inputs,
+    references,
+    repeat,
+)
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -87,11 +97,11 @@ class LossTest(Case):
 class Setup:
     """Inputs that all rows share, and the draws that fill them anew.
 
-    odd  inputs of ODD_SIZES, for checks before timing
+    odd  inputs of a small shape that no block divides, for checks before timing
     """
 
     inputs: Inputs
-    odd: list[Inputs]
+    odd: Inputs
     draws: LossDraws
 
 
@@ -153,8 +163,7 @@ class Loss(Benchmark):
     def setup(self, cases: Sequence[LossTest], settings: Settings) -> Setup:
         case = cases[0]
         inputs = Inputs.empty(case.tokens, case.d_model, case.vocab_size, case.precision, case.device)
-        odd = [odd_inputs(case.precision, case.device, settings.seed, *sizes) for sizes in ODD_SIZES]
-        return Setup(inputs, odd, LossDraws(inputs, settings.seed))
+        return Setup(inputs, odd_inputs(case.precision, case.device, settings.seed), LossDraws(inputs, settings.seed))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         call = candidate.entry.load()
@@ -165,7 +174,7 @@ class Loss(Benchmark):
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         # Apart from the rows' own calls: where this fails, they have not.
-        for x in (setup.inputs, *setup.odd):
+        for x in (setup.inputs, setup.odd):
             x.exact, x.plain = references(x.in_blocks)
         super().check_all(candidates, setup, runner)
 
@@ -173,14 +182,13 @@ class Loss(Benchmark):
         answer = setup.inputs.run(candidate.call)
         candidate.notes |= setup.inputs.errors(answer)
         ratios = setup.inputs.check(answer)
-        for odd in () if Traits.of(candidate.entry).compiles else setup.odd:  # another shape would be compiled for
-            small = replace(candidate.case, tokens=len(odd.hidden), vocab_size=len(odd.weight))
-            if candidate.entry.why_not(small) is None:
-                ratios |= {
-                    f"{name}, of {small.vocab_size} classes": ratio
-                    for name, ratio in odd.check(odd.run(candidate.call)).items()
-                }
-                break
+        odd = replace(candidate.case, tokens=ODD_TOKENS, vocab_size=ODD_VOCABULARY)
+        # Of a compiled row another shape would be compiled.
+        if not Traits.of(candidate.entry).compiles and candidate.entry.why_not(odd) is None:
+            ratios |= {
+                f"{name}, of {ODD_VOCABULARY} classes": ratio
+                for name, ratio in setup.odd.check(setup.odd.run(candidate.call)).items()
+            }
         return ratios | faults_of_options(candidate.entry)
 
     def redraw(self, setup: Setup, draw: int) -> None:
