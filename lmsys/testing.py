@@ -32,8 +32,10 @@ queries are independent, so their sums in dk and dv grow as a root. Within a row
 direction, which changes dq by that share of itself. Equal scores round alike, so all of P may be off by eps / 2 in dv,
 in one direction. A row that divides the keys of few queries among programs, as flash-decoding does, weighs their
 results by exp(lse_i - lse) of float32 numbers: a weight, and so o, is off by at most eps32 |lse|, half a spacing in
-each number. Under ALiBi |lse| may be hundreds, where all keys that a query sees are far away. A backward in float32
-has this room there, too.
+each number. P and o are rounded to t, each by at most eps / 2 of itself, so o is off by eps / 2 (|o_id| +
+√Σ_j (P_ij v_jd)²): where o has an outlier channel, or few keys have all weight, the root mean square is that of a few
+such roundings, and plain PyTorch may by chance make almost none. Under ALiBi |lse| may be hundreds, where all keys that
+a query sees are far away. A backward in float32 has this room there, too.
 
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
@@ -261,9 +263,8 @@ class Oracle:
         far = self._pattern.alibi is not None and self.dtype == torch.float32
         if self.grad and (far or (spot and spot.extreme)):
             self._carried = self._carry()
-        elif spot and spot.extreme and case.queries <= FEW_QUERIES:  # merging results by their log-sum-exp
-            lse = _finite(self.reference["lse"]).abs().unsqueeze(-1)
-            self._carried["o"] = torch.finfo(torch.float32).eps * lse * self.reference["o"].abs()
+        elif spot and spot.extreme:
+            self._carried["o"] = self._carry_forward(merges=case.queries <= FEW_QUERIES)
         for name, bound in self._carried.items():
             self.budget[name] += _norm_max(bound)
         self._spot_budget: dict[str, float] = {}  # in root mean square
@@ -318,18 +319,21 @@ class Oracle:
             "dv": self._exponent("dv"),
         }
 
+    def _carry_forward(self, merges: bool) -> Tensor:
+        """By element a bound of the errors in o (U, G, Q, D): P and o are rounded, and weights if a row `merges`."""
+        bound, eps32 = self.reference["o"].abs(), torch.finfo(torch.float32).eps
+        weights = eps32 * _finite(self.reference["lse"]).abs().unsqueeze(-1) * bound if merges else 0.0
+        for units, rows, _, _, _, v, p in self._probabilities():
+            bound[units, :, rows] += (p.square() @ v.square()).sqrt()
+        return torch.finfo(self.dtype).eps / 2 * bound + weights
+
     def _carry(self) -> dict[str, Tensor]:
         """By element bounds of the errors in dq (U, G, Q, D), dk and dv (U, 1, K, D) that come from P and delta."""
         eps, eps32 = torch.finfo(self.dtype).eps, 4 * torch.finfo(torch.float32).eps
         bounds = {name: torch.zeros_like(self.reference[name]) for name in ("dq", "dk", "dv")}
         scale = self._q.shape[-1] ** -0.5 if self.scale is None else abs(self.scale)
-        for units, rows, keys in self._blocks():
-            q, do = (x[units, :, rows].double() for x in (self._q, self._do))  # (U, G, rows, D)
-            k, v = (x[units, :, keys].double() for x in (self._k, self._v))
-            pattern = self._pattern.of_entries(list(range(units.start, units.stop)))
-            scores, blind = masked_scores(q, k, pattern, self.scale, self._rows.start + rows.start)
-            p = scores.softmax(dim=-1)
-            p = p if blind is None else p.masked_fill(blind, 0)
+        for units, rows, keys, q, k, v, p in self._probabilities():
+            do = self._do[units, :, rows].double()
             lse = _finite(self.reference["lse"][units, :, rows]).abs().clamp(min=1).unsqueeze(-1)
             o, dp = self.reference["o"][units, :, rows], do @ v.mT
             off_p = eps32 * lse * p * (dp - (o * do).sum(dim=-1, keepdim=True)).abs()  # of dS, by P
@@ -343,6 +347,15 @@ class Oracle:
         bounds["dk"] = bounds["dk"].sqrt() * scale
         bounds["dv"] = bounds["dv"].sqrt() + eps / 2 * self.reference["dv"].abs()
         return bounds
+
+    def _probabilities(self) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor, Tensor, Tensor]]:
+        """Yields by block (units, rows, keys), and in float64 q (U, G, rows, D), k and v, P (U, G, rows, K)."""
+        for units, rows, keys in self._blocks():
+            q, (k, v) = self._q[units, :, rows].double(), (x[units, :, keys].double() for x in (self._k, self._v))
+            pattern = self._pattern.of_entries(list(range(units.start, units.stop)))
+            scores, blind = masked_scores(q, k, pattern, self.scale, self._rows.start + rows.start)
+            p = scores.softmax(dim=-1)
+            yield units, rows, keys, q, k, v, p if blind is None else p.masked_fill(blind, 0)
 
     def _exponent(self, name: str) -> float:
         """The addition to a budget for errors of 4 eps32 in exponents as large as the log-sum-exp."""
