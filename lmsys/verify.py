@@ -6,9 +6,9 @@ the inputs again, and compares the recorded rows with the oracle. The benchmarks
 benchmarks and dev), does that, so the command verifies benchmarks of your own, too.
 
 A time is *not proved* where its record has no seal, holds fewer checked calls than its benchmark keeps, one call twice,
-or not all parts of a call. What was *not recomputed*, such as a head that is too large or a row that is not known here,
-is told and is no fault. Exit code 1: something is wrong or not proved; 2: bad usage; 130: interrupted (Ctrl-C). A file
-that takes long says on stderr how far it is.
+or not all parts of a call, and where its benchmark is not known here. What was *not recomputed*, such as a head that is
+too large or a row that is not known here, is told and is no fault. Exit code 1: something is wrong or not proved; 2:
+bad usage; 130: interrupted (Ctrl-C). A file that takes long says on stderr how far it is.
 
 Whoever has this code can forge a result that agrees with itself: see NO_FILE_PROVES.
 """
@@ -216,7 +216,9 @@ def _of_record(
     yield from _differences(summarize(samples) if samples else {}, record, "its samples")
     record = today(record)
     if benchmark is None:
-        yield f"{NOT_RECOMPUTED}there is no benchmark {record['benchmark']!r} here"
+        # Only its benchmark says how many checked calls prove a time.
+        lacks = NOT_PROVED if samples else NOT_RECOMPUTED
+        yield f"{lacks}there is no benchmark {record['benchmark']!r} here: name its folder by --benchmarks"
         return
     yield from _of_benchmark(record, benchmark, machine)
     calls = record.get("proof", {}).get("calls", ())
