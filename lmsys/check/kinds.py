@@ -92,8 +92,13 @@ def find(target: str, kind: str | None) -> tuple[str, Entry]:
 
 def kind_of(implementation: Any) -> str:
     """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
-    own = inspect.signature(implementation).parameters  # of a module's class those of the constructor
-    names = signature.names_of(own) | signature.names_of(signature.parameters_of(implementation))
+    try:
+        own = inspect.signature(implementation).parameters  # of a module's class those of the constructor
+        names = signature.names_of(own) | signature.names_of(signature.parameters_of(implementation))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{implementation!r} has no parameters that can be read: wrap it in a def of q, k, v"
+        ) from None
     is_class = inspect.isclass(implementation)
     is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
     kinds = sentences_of(
@@ -165,6 +170,9 @@ def check(
     remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(held) else None
     seconds = time.perf_counter() - start
     lines = [f"the first wrong case: {answer.fault}"] * bool(answer.fault) + [str(remark)] * bool(remark)
+    lines += [
+        "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd",
+    ] * (held is not None and not answer.right and options.layout == "bhsd")
     lines += [x if x.startswith("refused") else f"not asked: {x}" for x in answer.refused]
     say(
         (f"\n{held}\n\n" if held else "")

@@ -221,6 +221,20 @@ def test_an_exception_names_the_line_of_the_users_file(tmp_path: Path) -> None:
         load_target(f"{file}:x")
 
 
+def of_sequences(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Attention of tensors (B, S, H, D)."""
+    return naive(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("layout", "verdict"), [("bhsd", WRONG), ("bshd", RIGHT)])
+def test_where_no_case_is_right_the_other_layout_is_named(
+    layout: str, verdict: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Options(16, grad=False, dtypes=("float32",), layout=layout, uses=False)
+    assert check(Entry("mine", f"{__name__}:of_sequences"), options) == verdict
+    assert ("say --layout bshd" in capsys.readouterr().out) == (verdict == WRONG)
+
+
 def test_where_it_is_wrong() -> None:
     wrong = torch.zeros(2, 3, 8, 4, dtype=torch.bool)
     wrong[:, 1, 5:] = True

@@ -158,6 +158,12 @@ def test_kinds_are_told_by_names_of_parameters() -> None:
     assert kind_of(torch.optim.AdamW) not in ("norm", "loss", "rotary", "swiglu")
 
 
+@pytest.mark.parametrize("builtin", [max, dict, 3])
+def test_what_has_no_parameters_to_be_read_is_refused(builtin: Any) -> None:
+    with pytest.raises(ValueError, match="has no parameters that can be read: wrap it in a def"):
+        kind_of(builtin)
+
+
 def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([f"{MUSEUM / 'loss.py'}:no_max", "--json"]) == 1
     *_, fault, whole = map(json.loads, capfd.readouterr().out.splitlines())
