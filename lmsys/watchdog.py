@@ -173,18 +173,20 @@ class Watchdog:
 
 def _others(agent: int, pid: int) -> list[int]:
     """The other live ranks that the agent has started."""
+    children = map(int, _read_of(agent, f"task/{agent}/children").split())
+    return [child for child in children if child != pid and _is_rank(child)]
+
+
+def _read_of(pid: int, name: str) -> bytes:
+    """The content of a file of /proc/PID; empty for a process that is gone."""
     try:
-        children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    except OSError:  # the agent is gone, and its ranks have watchdogs of their own
-        return []
-    return [child for child in map(int, children) if child != pid and _is_rank(child)]
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
 
 
 def _is_rank(pid: int) -> bool:
-    try:
-        return b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
+    return b"\0LOCAL_RANK=" in _read_of(pid, "environ")
 
 
 def _end_all(ranks: list[int], agent: int) -> None:
@@ -198,10 +200,7 @@ def _end_all(ranks: list[int], agent: int) -> None:
 
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the third on: state, parent, ...; none for a process that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return _read_of(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def _parent(pid: int) -> int | None:
