@@ -149,7 +149,6 @@ class TrainConfig(strict_json.Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        even = self.batch_size % self.leaves == 0
         values.hold(
             (self.min_lr <= self.lr, f"min_lr={self.min_lr} must be at most lr={self.lr}"),
             (self.warmup < self.steps, f"warmup_steps={self.warmup} must be less than steps={self.steps}"),
@@ -164,7 +163,10 @@ class TrainConfig(strict_json.Checked):
                 "compile=true and fused=true are two ways to run the blocks: one of them must be false",
             ),
             (self.leaves.bit_count() == 1, f"leaves={self.leaves} must be a power of two: they are added in pairs"),
-            (even or not self.reproducible, f"batch_size={self.batch_size} must be a multiple of leaves={self.leaves}"),
+            (
+                not self.reproducible or self.batch_size % self.leaves == 0,
+                f"batch_size={self.batch_size} must be a multiple of leaves={self.leaves}",
+            ),
         )
 
     @property
@@ -284,7 +286,7 @@ class RunConfig(strict_json.Checked):
     def changed(self, settings: list[str]) -> "RunConfig":
         """A copy with other settings, given as on the command line: "train.lr=3e-4". Later ones win."""
         merged: dict[str, object] = {}
-        for setting in settings:
+        for setting in values.several("settings", settings, str):
             _merge(merged, strict_json.parse_setting(self, setting))
         return strict_json.overlay(self, merged)
 

@@ -99,8 +99,7 @@ class GraphedGradients:
         """Captures the graph, unless that has been done; the first call does it by itself."""
         if self._graph is not None:
             return
-        on_cuda = all(x.is_cuda for x in inputs)
-        hold((on_cuda, "a CUDA graph takes CUDA tensors; on a CPU call backward as usual"))
+        hold((all(x.is_cuda for x in inputs), "a CUDA graph takes CUDA tensors; on a CPU call backward as usual"))
         self._inputs = [x.clone() for x in inputs]
         with on_capture_stream() as stream:
             for _ in range(self._warm_ups):
