@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmsys import doing
+from lmsys import doing, values
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import TransformerLM
@@ -212,8 +212,17 @@ class Trainer:
         )
 
     def save(self, folder: Path) -> Path:
-        """Saves a checkpoint, and returns its manifest. All ranks call it."""
+        """Saves a checkpoint; returns its manifest. All ranks call it. NonFiniteError for weights with NaN or inf."""
         shared, of_rank = training_state.capture(self.strategy, self.optimizer, self.rank)
+        for name, x in shared["model"].items():  # whole on every rank, so that all raise
+            values.hold(
+                (
+                    x.isfinite().all(),
+                    f"step {self.step}: {name} is not finite, and is not saved: the last checkpoint stands; lower"
+                    " train.lr",
+                ),
+                error=NonFiniteError,
+            )
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
         of_rank["rng"] = training_state.rng_state(self.device)
         return checkpoint.save(

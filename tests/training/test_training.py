@@ -210,21 +210,25 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pyte
     assert all(x.isfinite().all() for x in weights(tmp_path).values()), "the last good checkpoint is there"
 
 
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [(3, "up to step 7"), (4, "step 4: token_embeddings.weight is not finite, and is not saved")],
+)
 def test_weights_that_are_not_finite_replace_no_good_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spoiled: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step whose loss and gradient are finite may spoil them; those after it are left out, one of them at a save."""
+    """A step whose loss and gradient are finite may spoil them, at a save or before one; those after are left out."""
     one = trainer(config(tmp_path, "train.max_nonfinite=3", "checkpoint.interval=2", "checkpoint.keep=1"))
     step = one.optimizer.step
 
     def spoiling() -> None:
         step()
-        if one.step == 2:  # the third
+        if one.step + 1 == spoiled:
             with torch.no_grad():
                 next(one.model.parameters()).fill_(torch.nan)
 
     monkeypatch.setattr(one.optimizer, "step", spoiling)
-    with pytest.raises(NonFiniteError, match="up to step 7"):
+    with pytest.raises(NonFiniteError, match=message):
         one.fit(tmp_path / "checkpoints")
     assert all(x.isfinite().all() for x in weights(tmp_path).values())
 
