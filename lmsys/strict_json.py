@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lmsys.files import cache_folder, read_text, write_json
-from lmsys.values import SHORT, hold, shortened, shortly
+from lmsys.values import SHORT, hold, instance, shortened, shortly
 
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped UTF-16 surrogate: half of a character beyond \uffff
 
@@ -55,8 +55,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
-            if not is_dataclass(hint):
-                _typed(getattr(self, name), hint, name)
+            _typed(getattr(self, name), hint, name)
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value, kinds = getattr(self, name), (hint, *get_args(hint))  # a type, or that beside None
             rules = [rule for kind in kinds for rule in getattr(kind, "__metadata__", ())]
@@ -81,6 +80,7 @@ def parse_json(text: str) -> Any:
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
+    instance("text", text, str)
     try:
         content = json.loads(text, object_pairs_hook=without_twins, parse_constant=refuse)
         if HALF.search(text):
@@ -165,7 +165,7 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
     for kind in kinds:
         if kind is NoneType and value is None:
             return None
-        if kind in (bool, int, str) and type(value) is kind:
+        if (kind in (bool, int, str) or is_dataclass(kind)) and type(value) is kind:
             return value
         if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
@@ -196,7 +196,7 @@ def _called(kind: Any) -> str:
         dict: "an object",
         list: "a list",
     }
-    return names.get(kind) or f"a list of {len(get_args(kind))} numbers"
+    return names.get(kind) or (f"a list of {len(get_args(kind))} numbers" if get_args(kind) else f"a {kind.__name__}")
 
 
 @dataclass(frozen=True)

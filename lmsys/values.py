@@ -7,9 +7,11 @@ torch.
 import difflib
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
+from pathlib import Path
 from typing import Annotated, Any
 
 SHORT = 80  # the most characters of a value in a message
@@ -17,16 +19,22 @@ BEYOND = 1e100  # measured numbers lie between 1 / BEYOND and BEYOND, or are 0
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Holds `value` to be a whole number, not a bool, from `least` to `most`."""
+    """Holds `value` to be a whole number of 64 bits, not a bool, from `least` to `most`."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
-        raise ValueError(f"{name}={shortly(value)} must be a whole number")
+    size = " of at most 64 bits" * (number is not None and number.bit_length() > 64)
+    if number is None or size or isinstance(value, bool):
+        raise ValueError(f"{name}={shortly(value)} must be a whole number{size}")
     if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name}={shortly(value)} must be {_bounds(least, most)}")
     return number
+
+
+def counts(**sizes: Any) -> list[int]:
+    """Holds each size, given by its name, to be a whole number of at least 1."""
+    return [whole(name, size, least=1) for name, size in sizes.items()]
 
 
 def finite(name: str, value: Any, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> float:
@@ -55,6 +63,29 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shortly(value)} must be True or False")
     return value
+
+
+def instance(name: str, value: Any, kind: Any) -> Any:
+    """Holds `value` to be of a class, or of one of several: `str | None`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={shortly(value)} must be of type {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def path(name: str, value: Any) -> Path:
+    """Holds `value` to be a path, as text or as a `Path`."""
+    return Path(instance(name, value, str | os.PathLike))
+
+
+def several(name: str, value: Any, kind: Any = object) -> list[Any]:
+    """Holds `value` to be a list, or another iterable that has an order and is no text, with entries of that type.
+
+    A set has no order, so that its entries would come differently in each process.
+    """
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | set | frozenset | Mapping):
+        raise ValueError(f"{name}={shortly(value)} must be a list or tuple: a set has no order, and text no entries")
+    of_kind = (instance(f"{name}[{place}]", entry, kind) for place, entry in enumerate(value))
+    return list(value if kind is object else of_kind)  # the first is quick for many numbers
 
 
 def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:

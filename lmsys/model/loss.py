@@ -76,7 +76,12 @@ def cross_entropy(
     when shapes do not fit, and on a CPU for other targets outside 0 to V - 1. All options are as in
     `linear_cross_entropy`, which computes the logits too, and holds only some of them at once.
     """
-    values.hold((logits.dim() >= 1, "logits (..., V) must have at least one dimension; got a scalar"))
+    values.hold(
+        (
+            values.instance("logits", logits, Tensor).dim() >= 1,
+            "logits (..., V) must have at least one dimension; got a scalar",
+        )
+    )
     options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
     functions.check_ids(
         "targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index
@@ -94,7 +99,9 @@ def cross_entropy(
     counted = targets.flatten() != ignore_index
     z_losses = z_loss * wide.logsumexp(dim=-1).square().where(counted, 0) if z_loss else torch.zeros_like(losses)
     loss = reduced(losses + z_losses, counts, reduction)
-    return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss
+    return (
+        (loss, reduced(z_losses, counts, reduction).detach()) if values.flag("return_z_loss", return_z_loss) else loss
+    )
 
 
 def linear_cross_entropy(
@@ -129,7 +136,9 @@ def linear_cross_entropy(
     """
     values.hold(
         (
-            weight.dim() == 2 and hidden.dim() >= 1 and hidden.shape[-1] == weight.shape[-1],
+            values.instance("weight", weight, Tensor).dim() == 2
+            and values.instance("hidden", hidden, Tensor).dim() >= 1
+            and hidden.shape[-1] == weight.shape[-1],
             (
                 "hidden (..., M) and weight (V, M) must fit together;"
                 f" got shapes {tuple(hidden.shape)}, {tuple(weight.shape)}"
@@ -160,7 +169,9 @@ def linear_cross_entropy(
         torch.is_grad_enabled(),  # a Function is told that leaves need gradients also where none are recorded
     )
     loss = reduced(loss, counts, reduction)
-    return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss
+    return (
+        (loss, reduced(z_losses, counts, reduction).detach()) if values.flag("return_z_loss", return_z_loss) else loss
+    )
 
 
 def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:

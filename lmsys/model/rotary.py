@@ -25,8 +25,9 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, context_length: int, theta: float, device: Any = None):
         super().__init__()
-        self._sizes = head_dim, context_length, theta
-        cos, sin = self._tables(device, torch.float32)
+        self._sizes = *values.counts(head_dim=head_dim, context_length=context_length), values.finite("theta", theta, 0)
+        values.hold((head_dim % 2 == 0, f"{head_dim=} must be even: pairs are turned"))
+        cos, sin = self._tables(values.instance("device", device, torch.device | str | int | None), torch.float32)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -9,7 +9,7 @@ Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm,
 Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ class Linear(nn.Linear):
     reads_rounded = True  # under autocast it reads the weight's copy `rounded`, if there is one: see linear.py
 
     def __init__(self, in_features: int, out_features: int, **factory: Any):
-        super().__init__(in_features, out_features, bias=False, **factory)
+        super().__init__(*values.counts(in_features=in_features, out_features=out_features), bias=False, **factory)
 
     def reset_parameters(self) -> None:
         std = (2 / (self.in_features + self.out_features)) ** 0.5
@@ -56,6 +56,9 @@ class SideBySide(nn.Module):
 class Embedding(nn.Embedding):
     """A row of W (V, M) for each token id; W standard normal, cut off at three."""
 
+    def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any):
+        super().__init__(*values.counts(num_embeddings=num_embeddings, embedding_dim=embedding_dim), **options)
+
     def reset_parameters(self) -> None:
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
 
@@ -66,6 +69,15 @@ class RMSNorm(nn.RMSNorm):
     The result has the dtype that the next matmuls read: so they share one cast, and keep one tensor for their backward,
     where autocast would make three.
     """
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = None, **options: Any):
+        super().__init__(
+            normalized_shape
+            if isinstance(normalized_shape, list | tuple)
+            else values.whole("normalized_shape", normalized_shape, least=1),
+            eps if eps is None else values.finite("eps", eps, least=0),
+            **options,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with part("norms"):
@@ -85,9 +97,10 @@ class Attention(nn.Module):
     def __init__(self, d_model: int, num_heads: int, kv_heads: int | None = None, **factory: Any):
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
+        values.counts(d_model=d_model, num_heads=num_heads, kv_heads=kv_heads)
         values.hold(
             (
-                num_heads >= 1 and kv_heads >= 1 and not d_model % num_heads and not num_heads % kv_heads,
+                not d_model % num_heads and not num_heads % kv_heads,
                 f"{num_heads=} must divide {d_model=}, and {kv_heads=} the heads",
             )
         )
@@ -176,6 +189,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, **factory: Any):
         super().__init__()
+        values.counts(d_model=d_model, d_ff=d_ff)
         self.w1 = Linear(d_model, d_ff, **factory)
         self.w2 = Linear(d_ff, d_model, **factory)
         self.w3 = Linear(d_model, d_ff, **factory)
@@ -234,8 +248,11 @@ class TransformerLM(nn.Module):
 
     def __init__(self, config: ModelConfig, device: Any = None, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.config = config
-        factory = {"device": device, "dtype": dtype}
+        self.config = values.instance("config", config, ModelConfig)
+        factory = {
+            "device": values.instance("device", device, torch.device | str | int | None),
+            "dtype": values.instance("dtype", dtype, torch.dtype),
+        }
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, **factory)
         self.layers = nn.ModuleList(Block(config, **factory) for _ in range(config.num_layers))
         self.ln_final = RMSNorm(config.d_model, config.norm_eps, **factory)
@@ -382,7 +399,10 @@ class TransformerLM(nn.Module):
         if length > self.config.context_length:
             raise ValueError(f"{length} tokens are more than context_length={self.config.context_length}")
         if documents is not None and (
-            documents.num_tokens != length or documents.batch not in (1, batch) or documents.device != tokens.device
+            not isinstance(documents, Documents)
+            or documents.num_tokens != length
+            or documents.batch not in (1, batch)
+            or documents.device != tokens.device
         ):
             raise ValueError(
                 f"documents must fill {batch} sequences of {length} tokens on {tokens.device}; got {documents}"
@@ -412,7 +432,7 @@ class Loss(nn.Module):
 
     def __init__(self, model: TransformerLM):
         super().__init__()
-        self.model = model
+        self.model = values.instance("model", model, nn.Module)
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents | None = None) -> Tensor:
         return self.model.loss(tokens, targets, documents)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lmsys.parallel import collectives, structure
-from lmsys.values import hold
+from lmsys.values import hold, instance
 
 
 class Adapter:
@@ -26,7 +26,7 @@ class Adapter:
     """
 
     def __init__(self, strategy: Any, module: nn.Module, group: collectives.Group, **options: Any):
-        self.module = module
+        self.module = instance("module", module, nn.Module)
         self.wrapper = strategy(module, **_arguments(strategy, group, options))
         hold(
             (
@@ -61,7 +61,7 @@ def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any])
     try:
         taken = inspect.signature(strategy).parameters
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{strategy!r} cannot be called with a module: {error}") from error
+        raise ValueError(f"{strategy=} cannot be called with a module: {error}") from error
     given = dict(options)
     if "process_group" in taken:
         given["process_group"] = group

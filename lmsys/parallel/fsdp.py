@@ -25,7 +25,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from lmsys.parallel import collectives, flat_shard, part, sharded_optimizer, structure, traits, wrapper
-from lmsys.values import hold
+from lmsys.values import hold, instance
 
 
 class Fsdp(wrapper.Wrapper):
@@ -129,7 +129,7 @@ class Fsdp(wrapper.Wrapper):
                 group["params"] = [flat.shard for flat in self._flats() if flat.params[0] in mark]
         if getattr(optimizer_cls, "takes_whole_matrices", False):
             kwargs["flats"] = {flat.shard: flat for flat in self._flats()}
-        optimizer = optimizer_cls(chosen, **kwargs)
+        optimizer = instance("optimizer_cls", optimizer_cls, Callable)(chosen, **kwargs)
         self._optimizers.add(optimizer)
         return optimizer
 

@@ -58,12 +58,14 @@ def check_backend(backend: str, world_size: int) -> None:
     nccl, count = backend == "nccl", torch.cuda.device_count()
     values.hold(
         (backend in BACKENDS, f"{backend=} must be one of {BACKENDS}"),
-        (world_size >= 1, f"{world_size=} must be at least 1"),
         (
             not nccl or torch.cuda.is_available(),
             "backend='nccl' needs CUDA, and this machine has no CUDA device; gloo runs on CPUs",
         ),
-        (not nccl or world_size <= count, f"{world_size=} is more than the {count} GPUs: NCCL needs one a rank"),
+        (
+            values.whole("world_size", world_size, least=1) <= count or not nccl,
+            f"{world_size=} is more than the {count} GPUs: NCCL needs one a rank",
+        ),
     )
 
 
@@ -88,10 +90,14 @@ class WorkerGroup:
         with_last_words: bool = False,
         environment: Mapping[str, str] | None = None,
     ):
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= values.whole("world_size", world_size)
         backend = ("nccl" if enough else "gloo") if backend is None else backend
         check_backend(backend, world_size)
-        self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
+        self.world_size, self.backend, self.timeout_s = (
+            world_size,
+            backend,
+            values.finite("timeout_s", timeout_s, 0, most=1e9),
+        )
         # Ranks meet in a store in this process's memory: no file is left when a process is killed.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._stopped = watchdog.Stopped(watchdog.stopped_s())
@@ -100,8 +106,10 @@ class WorkerGroup:
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
             doing.write(self._doing[-1], doing.AT_FIRST)
-            words = last_words(rank, file) if with_last_words else ""
-            worker = processes.Worker(environment, open_files=[file], last_words=words)
+            words = last_words(rank, file) if values.flag("with_last_words", with_last_words) else ""
+            worker = processes.Worker(
+                values.instance("environment", environment, Mapping | None), open_files=[file], last_words=words
+            )
             worker.send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
             self._workers.append(worker)
             os.close(file)

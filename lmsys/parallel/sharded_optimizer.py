@@ -91,13 +91,14 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ):
         self.group = process_group
+        values.instance("process_group", collectives.unwrapped(process_group), torch.distributed.ProcessGroup | None)
         self.world_size, self.rank = collectives.size_and_rank(process_group)
-        self.flat_buffers = list(flat_buffers or [])
+        self.flat_buffers = values.several("flat_buffers", [] if flat_buffers is None else flat_buffers, FlatBuffer)
         self.owners = owners_in(self.flat_buffers)
-        self._cost = getattr(optimizer_cls, "cost", None)
+        self._cost = getattr(values.instance("optimizer_cls", optimizer_cls, Callable), "cost", None)
         self._loads = [0] * self.world_size
         self._local: Any = None
-        super().__init__(params, kwargs)
+        super().__init__(values.instance("params", params, Iterable), kwargs)
         self._local = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from lmsys.values import instance
+
 Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # (name, parameter) -> options of the optimizer for it alone
 Parameters = Sequence[Collection[nn.Parameter]]
 
@@ -69,7 +71,7 @@ def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
     by_options: dict[str, dict[str, Any]] = {}
     for name, p in module.named_parameters():
         if p.requires_grad:
-            options = groups(name, p)
+            options = instance("groups", groups, Callable)(name, p)
             by_options.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(p)
     return list(by_options.values())
 

@@ -15,7 +15,7 @@ baselines.py, overlapped.py, zero1.py and fsdp.py derive from `Wrapper` and say 
 loop and benchmarks hold a strategy by `adapter.Adapter`, which takes torch's and users' strategies too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, zip_longest
 from typing import Any
@@ -27,7 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
 from lmsys.parallel import StrategyTraits, collectives, structure
-from lmsys.values import hold
+from lmsys.values import hold, instance, sentences_of
 
 
 class Wrapper(nn.Module):
@@ -50,7 +50,8 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None):
         super().__init__()
-        self.module, self.group = module, process_group
+        self.module, self.group = instance("module", module, nn.Module), process_group
+        instance("process_group", collectives.unwrapped(process_group), torch.distributed.ProcessGroup | None)
         self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._synchronizing, self._unfinished, self._in_backward = True, False, False
@@ -149,7 +150,7 @@ class Wrapper(nn.Module):
         groups  called as groups(name, parameter) for each trained parameter of the module; gives the options in which
                 the optimizer treats this parameter otherwise, such as {"weight_decay": 0.0} or {}
         """
-        return optimizer_cls(structure.grouped(self.module, groups), **kwargs)
+        return instance("optimizer_cls", optimizer_cls, Callable)(structure.grouped(self.module, groups), **kwargs)
 
     def parameters_in(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
         """The module's parameters, by the optimizer's param groups."""
@@ -216,7 +217,9 @@ class Wrapper(nn.Module):
         All ranks call it, with the same state. Names may begin with "module.", as a wrapper's own do.
         """
         hold((not assign, "assign=True puts other parameters into the module than those that are synchronized"))
-        prefixed = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
+        prefixed = bool(instance("state_dict", state_dict, Mapping)) and all(
+            name.startswith("module.") for name in state_dict
+        )
         state = {name.removeprefix("module.") if prefixed else name: x for name, x in state_dict.items()}
         return self._load(state, strict)
 
@@ -344,10 +347,10 @@ def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
     for name, x in held.items():
         if name in state and state[name].shape != x.shape:
             wrong.append(f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}")
-    if strict and missing:
-        wrong.append(f"missing: {', '.join(missing)}")
-    if strict and unexpected:
-        wrong.append(f"unexpected: {', '.join(unexpected)}")
+    wrong += sentences_of(
+        (strict and missing, f"missing: {', '.join(missing)}"),
+        (strict and unexpected, f"unexpected: {', '.join(unexpected)}"),
+    )
     if wrong:
         raise RuntimeError(f"the state does not fit the module: {'; '.join(wrong)}")
     return _IncompatibleKeys(missing, unexpected)

@@ -78,7 +78,7 @@ def whole(file: str | Path | Chunk) -> Chunk:
     """A file as one chunk; a chunk as it is. ValueError where there is no such file."""
     if isinstance(file, Chunk):
         return file
-    path = Path(file)
+    path = values.path("file", file)
     values.hold((path.is_file(), f"{path}: there is no such file"))
     return Chunk(path, 0, path.stat().st_size)
 

@@ -49,13 +49,10 @@ class Tokenizer:
         merges: Sequence[tuple[bytes, bytes]],
         special_tokens: Iterable[str] | None = None,
     ):
-        self.vocab, self.merges = dict(vocab), list(merges)
-        self.special_tokens = list(dict.fromkeys(special_tokens or ()))
-        values.hold(
-            (
-                all(isinstance(special, str) for special in self.special_tokens),
-                f"special_tokens={values.shortly(self.special_tokens)} must be strings",
-            )
+        self.vocab = dict(values.instance("vocab", vocab, Mapping))
+        self.merges = values.several("merges", merges, tuple)
+        self.special_tokens = list(
+            dict.fromkeys(values.several("special_tokens", () if special_tokens is None else special_tokens, str))
         )
         self._ids = {token: number for number, token in self.vocab.items()}
         for special in map(str.encode, self.special_tokens):
@@ -101,7 +98,7 @@ class Tokenizer:
         A piece ends where no pre-token crosses, so it grows while no whitespace comes.
         """
         waiting, size, enough = [], 0, _PIECE
-        for text in texts:
+        for text in values.instance("texts", texts, Iterable):
             waiting.append(text)
             size += len(text)
             if size >= enough:
@@ -119,7 +116,7 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of the ids. ValueError for an id outside the vocabulary, and for what is no whole number."""
-        numbers = list(ids)
+        numbers = values.several("ids", ids)
         if set(map(type, numbers)) - {int}:  # a quick check, before the slow one
             numbers = [values.whole("id", number) for number in numbers]
         try:
@@ -146,10 +143,10 @@ class Tokenizer:
         content = json.dumps(written, ensure_ascii=False).encode()
         lines = [f"{_VERSION} {_stamp(len(self.merges), content)}"]
         lines += [f"{as_written(left)} {as_written(right)}" for left, right in self.merges]
-        vocab_name, merges_name = NAMES[0]
-        with files.replacing(Path(folder) / merges_name) as file:
+        (vocab_name, merges_name), folder = NAMES[0], values.path("folder", folder)
+        with files.replacing(folder / merges_name) as file:
             file.write("\n".join(lines + [""]).encode())
-        with files.replacing(Path(folder) / vocab_name) as file:
+        with files.replacing(folder / vocab_name) as file:
             file.write(content)
 
     @classmethod
@@ -159,16 +156,17 @@ class Tokenizer:
         Tokens that are no bytes and not made by a merge are special; `special_tokens` are added. ValueError for a
         folder without such a pair of files, and for files that are not whole, see `read_files`.
         """
+        folder = values.path("folder", folder)
         for vocab, merges in NAMES:
-            if (Path(folder) / vocab).is_file() and (Path(folder) / merges).is_file():
-                return cls.from_files(Path(folder) / vocab, Path(folder) / merges, special_tokens)
+            if (folder / vocab).is_file() and (folder / merges).is_file():
+                return cls.from_files(folder / vocab, folder / merges, special_tokens)
         raise ValueError(f"{folder}: has neither {' nor '.join(' with '.join(pair) for pair in NAMES)}")
 
     @classmethod
     def from_files(cls, vocab: str | Path, merges: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
         """As `load`, by the names of the two files."""
-        named = list(special_tokens or ())
-        vocabulary, pairs, specials = read_files(Path(vocab), Path(merges), named)
+        named = values.several("special_tokens", () if special_tokens is None else special_tokens, str)
+        vocabulary, pairs, specials = read_files(values.path("vocab", vocab), values.path("merges", merges), named)
         return cls(vocabulary, pairs, specials + named)
 
     @cached_property

@@ -35,12 +35,12 @@ def train(
     each process, whatever the files' size.
     ValueError: a vocabulary smaller than bytes and special tokens, files that are absent, empty or not UTF-8.
     """
-    files = [files] if isinstance(files, str | Path) else files
-    special_tokens = special_tokens or ()
+    files = [files] if isinstance(files, str | Path) else values.several("files", files)
+    special_tokens = values.several("special_tokens", () if special_tokens is None else special_tokens, str)
     smallest = _NUM_BYTES + len(special_tokens)
     values.hold(
         (
-            vocab_size >= smallest,
+            values.whole("vocab_size", vocab_size) >= smallest,
             f"{vocab_size=} must be at least {smallest}: {_NUM_BYTES} bytes and {len(special_tokens)} special tokens",
         )
     )

@@ -121,13 +121,9 @@ def save(
 
     SaveError on every rank when one of them fails, as with a full disk; ValueError for keep < 1 or step < 0.
     """
-    values.hold(
-        (
-            step >= 0 and (keep is None or keep >= 1),
-            f"{step=} must be at least 0 and {keep=} at least 1, or None for all",
-        )
-    )
-    folder = Path(folder)
+    values.whole("step", step, least=0)
+    values.whole("keep", 1 if keep is None else keep, least=1)
+    folder = values.path("folder", folder)
     manifest = folder / f"step-{step:08}.json"
     parts = {**({"shared": shared} if rank == 0 else {}), f"rank-{rank}": own or {}}
     written: dict[str, dict[str, Any]] = {}
@@ -153,7 +149,7 @@ def newest(folder: Path, verified: bool = True) -> Checkpoint | None:
 
     verified  True: all its files are read; False: its manifest alone
     """
-    for manifest in _manifests(Path(folder)).values():
+    for manifest in _manifests(values.path("folder", folder)).values():
         try:
             saved = read(manifest)
             if verified:
@@ -167,7 +163,7 @@ def newest(folder: Path, verified: bool = True) -> Checkpoint | None:
 def read(manifest: Path) -> Checkpoint:
     """The checkpoint that a manifest describes. ValueError for what is no manifest, or of a later format."""
     content = strict_json.read_json(
-        Path(manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict
+        values.path("manifest", manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict
     )
     values.hold(
         (content.pop("sha256") == _digest(content), f"{manifest}: its SHA-256 is not the one that it was saved with"),
@@ -281,9 +277,12 @@ def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int
     A path's folder is made, and its file is replaced only once the new one is whole. ValueError unless iteration is a
     whole number from 0 on.
     """
+    values.hold(
+        (isinstance(out, str | os.PathLike) or hasattr(out, "write"), f"{out=} must be a path or a binary file")
+    )
     state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "model": values.instance("model", model, torch.nn.Module).state_dict(),
+        "optimizer": values.instance("optimizer", optimizer, Optimizer).state_dict(),
         "iteration": values.whole("iteration", iteration, least=0),
     }
     with files.replacing(Path(out)) if isinstance(out, str | os.PathLike) else nullcontext(out) as file:
@@ -295,6 +294,7 @@ def load_checkpoint(src: File, model: torch.nn.Module, optimizer: Optimizer) -> 
 
     No code of the file runs. ValueError for a file that holds something else, or the state of another model.
     """
+    values.hold((isinstance(src, str | os.PathLike) or hasattr(src, "read"), f"{src=} must be a path or a binary file"))
     state = load_state(Path(src) if isinstance(src, str | os.PathLike) else src, "model", "optimizer", "iteration")
     try:
         model.load_state_dict(state["model"])

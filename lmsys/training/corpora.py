@@ -90,10 +90,10 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
 
     ValueError for a file that is absent, empty or too short to be divided.
     """
-    train = chunks.whole(Path(path))
+    train = chunks.whole(values.path("path", path))
     values.hold((train.size, f"there is no text in {path}"))
     if valid is not None:
-        return Corpus((train,), (chunks.whole(Path(valid)),))
+        return Corpus((train,), (chunks.whole(values.path("valid", valid)),))
     with train.path.open("rb") as file:
         after = train.size * (HELD_OUT - 1) // HELD_OUT
         border = chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, train.stop)
@@ -108,7 +108,10 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
 
 def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Corpus:
     """The corpus that settings name: `stdlib`, `tinystories` or the path of a text file, and a text to evaluate on."""
-    name, folder = settings.corpus, Path(settings.folder) if settings.folder else None
+    name, folder = (
+        values.instance("settings", settings, DataConfig).corpus,
+        Path(settings.folder) if settings.folder else None,
+    )
     valid = Path(settings.valid) if settings.valid else None
     if name not in ("stdlib", "tinystories"):
         values.hold((Path(name).is_file(), f"corpus {name!r}: must be stdlib, tinystories or the path of a text file"))

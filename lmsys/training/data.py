@@ -10,7 +10,7 @@ Legend: B sequences of a micro-batch, S context length, N windows of a source. A
 inputs, and its targets, which are the inputs moved on by one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -52,33 +52,37 @@ def tokenize_files(
     Ids are uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path.
     ValueError: no text, a file that is absent or not UTF-8, a rank outside of 0 to world_size - 1.
     """
-    values.whole("rank", rank, least=0, most=world_size - 1)
-    parts = [chunks.whole(file) for file in files]
+    values.whole("rank", rank, least=0, most=values.whole("world_size", world_size, least=1) - 1)
+    parts = [chunks.whole(file) for file in values.several("files", files)]
     if not sum(part.size for part in parts):
         raise chunks.no_text(parts)
-    share = chunks.split(parts, pretokens.Pretokenizer(tokenizer.special_tokens), world_size)[rank]
-    path = shards(Path(output), world_size)[rank]
+    pretokenizer = pretokens.Pretokenizer(values.instance("tokenizer", tokenizer, Tokenizer).special_tokens)
+    share = chunks.split(parts, pretokenizer, world_size)[rank]
+    path = shards(values.path("output", output), world_size)[rank]
     path.with_suffix(".json").unlink(missing_ok=True)  # until the new array is whole, nothing may describe it
     with replacing(path) as file:
         count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
-    facts = {
-        "tokens": count,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-        "end_of_text": end_of_text(tokenizer),
-    }
-    write_json(path.with_suffix(".json"), facts)
+    write_json(
+        path.with_suffix(".json"),
+        {
+            "tokens": count,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.fingerprint,
+            "end_of_text": end_of_text(tokenizer),
+        },
+    )
     return path
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
     """The id that ends a document; None where the tokenizer has no special token for it."""
-    return tokenizer.encode(END_OF_TEXT)[0] if END_OF_TEXT in tokenizer.special_tokens else None
+    has_end = END_OF_TEXT in values.instance("tokenizer", tokenizer, Tokenizer).special_tokens
+    return tokenizer.encode(END_OF_TEXT)[0] if has_end else None
 
 
 def read_end_of_text(path: Path) -> int:
     """The id that ends a document in a file of ids. ValueError where the .json beside the file names none."""
-    facts_file = Path(path).with_suffix(".json")
+    facts_file = values.path("path", path).with_suffix(".json")
     facts = strict_json.read_json(facts_file, vocab_size=int) if facts_file.is_file() else {"vocab_size": 0}
     number: Any = facts.get("end_of_text")
     values.hold(
@@ -98,7 +102,9 @@ def read_end_of_text(path: Path) -> int:
 
 def shards(output: Path, world_size: int) -> list[Path]:
     """The files that world_size ranks write for `output`, by rank."""
-    names = [f"{output.stem}-{rank:05}-of-{world_size:05}" for rank in range(world_size)]
+    names = [
+        f"{output.stem}-{rank:05}-of-{world_size:05}" for rank in range(values.whole("world_size", world_size, least=1))
+    ]
     return [output] if world_size == 1 else [output.with_stem(name) for name in names]
 
 
@@ -108,7 +114,8 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     ValueError for what is no array of ids, is not whole, or is not of `tokenizer`. For this signed ids are read once,
     as none may be less than 0; so is an array that has no .json beside it, as each id must be in the vocabulary.
     """
-    path = Path(path)
+    path = values.path("path", path)
+    values.instance("tokenizer", tokenizer, Tokenizer | None)
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy raises almost any kind for a file that holds no array
@@ -175,8 +182,8 @@ class TokenFiles:
     """The ids of .npy files, one after another, read from disk when asked for. ValueError as in `open_tokens`."""
 
     def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer | None = None):
-        values.hold((paths, "no token files are given"))
-        self._paths = list(map(Path, paths))
+        self._paths = values.several("paths", paths)
+        values.hold((paths, "no paths of token files are given"))
         self._arrays = [open_tokens(path, tokenizer) for path in self._paths]
         self._firsts = np.cumsum([0, *map(len, self._arrays)]).tolist()
 
@@ -224,8 +231,16 @@ class Batches:
     end_of_text: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("context_length", "batch_size", "world_size", "accumulation"):
-            values.whole(name, getattr(self, name), least=1)
+        values.counts(context_length=self.context_length, batch_size=self.batch_size)
+        values.counts(world_size=self.world_size, accumulation=self.accumulation)
+        values.flag("neighbours", self.neighbours)
+        values.whole("end_of_text", 0 if self.end_of_text is None else self.end_of_text, least=0)
+        values.hold(
+            (
+                isinstance(self.source, Sized) and hasattr(self.source, "read"),
+                f"source={values.shortly(self.source)} must have a length and read(start, stop)",
+            )
+        )
         values.whole("seed", self.seed, least=0)
         values.whole("rank", self.rank, least=0, most=self.world_size - 1)
         values.hold(
@@ -247,7 +262,7 @@ class Batches:
 
     def batch(self, step: int, micro: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, (B, S) int64, of micro-batch `micro` of a step; both count from 0."""
-        first = step * self.global_batch + self._place(step, micro)
+        first = self._place(step, micro) + step * self.global_batch
         windows = [self.window(index) for index in range(first, first + self.batch_size)]
         return _divided(np.stack(windows), self.end_of_text)
 
@@ -306,14 +321,8 @@ def fixed_windows(
 
     There are fewer where the source has fewer windows; ValueError where it has none. end_of_text: as in `Batches`.
     """
-    num_windows = (len(source) - 1) // context_length
-    values.hold(
-        (
-            num_windows >= 1 and count >= 1,
-            f"{count=} windows of {context_length=} cannot be taken from {len(source):,} tokens: one needs"
-            f" {context_length + 1:,}",
-        )
-    )
+    values.whole("count", count, least=1)
+    num_windows = Batches(source, context_length, 1, end_of_text=end_of_text).num_windows
     places = np.arange(min(count, num_windows)) * num_windows // min(count, num_windows) * context_length
     windows = np.stack([source.read(int(place), int(place) + context_length + 1) for place in places])
     return _divided(windows, end_of_text)

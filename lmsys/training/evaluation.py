@@ -61,12 +61,13 @@ def evaluate(
     The model is left in the mode, training or not, in which it came. ValueError for no windows, windows without a
     target, or batch_size < 1.
     """
-    inputs, targets = windows
+    values.whole("batch_size", batch_size, least=1)
+    inputs, targets = values.several("windows", windows, np.ndarray)
     values.hold(
-        (batch_size >= 1 and len(inputs), f"{batch_size=} and {len(inputs)} windows must both be at least 1"),
+        (len(inputs), "there must be at least one window"),
         (_count(targets), "no token of the windows has a target: name a longer text to evaluate on"),
     )
-    device = next(model.parameters()).device
+    device = next(values.instance("model", model, nn.Module).parameters()).device
     was_training, total = model.training, 0.0
     model.eval()
     try:
@@ -74,8 +75,9 @@ def evaluate(
             some = slice(first, first + batch_size)
             count = _count(targets[some])
             if count:  # else the mean loss is not defined
-                with autocast():
-                    loss = (loss_of or model.loss)(*model_inputs(inputs[some], targets[some], device))
+                with values.instance("autocast", autocast, Callable)():
+                    function = values.instance("loss_of", model.loss if loss_of is None else loss_of, Callable)
+                    loss = function(*model_inputs(inputs[some], targets[some], device))
                 total += loss.item() * count
     finally:
         model.train(was_training)
@@ -89,7 +91,7 @@ def _count(targets: np.ndarray) -> int:
 
 def unigram(source: Source, windows: Windows, vocab_size: int) -> Evaluation:
     """The loss on the windows of a model that knows only how often each id occurs in `source`, counted once more."""
-    counts = np.ones(vocab_size)
+    counts = np.ones(values.whole("vocab_size", vocab_size, least=1))
     for start in range(0, len(source), _READ):
         counts += np.bincount(source.read(start, min(start + _READ, len(source))), minlength=vocab_size)
     losses = np.log(counts.sum()) - np.log(counts)

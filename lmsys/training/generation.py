@@ -6,7 +6,7 @@ Sources: Holtzman et al. 2020 (top-p, arXiv 1904.09751); Fan et al. 2018 (top-k,
 Legend: B prompts, S sequence length, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -118,7 +118,7 @@ def generate(
     different lengths. Compiled blocks run uncompiled.
     ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
     """
-    sampling = sampling or Sampling()
+    sampling = Sampling() if sampling is None else values.instance("sampling", sampling, Sampling)
     _check(model, prompts, max_new_tokens, stop)
     known = model.config.vocab_size
     vocab_size = values.whole("vocab_size", known if vocab_size is None else vocab_size, least=1, most=known)
@@ -129,7 +129,7 @@ def generate(
     tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)  # (B, S)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
-    cache = Cache(len(model.layers), capacity) if use_cache else None
+    cache = Cache(len(model.layers), capacity) if values.flag("use_cache", use_cache) else None
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     made: list[list[int]] = [[] for _ in prompts]
     with torch.compiler.set_stance("force_eager"):
@@ -159,9 +159,9 @@ def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: C
 
 
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int | None) -> None:
-    config = model.config
+    config = values.instance("model", model, TransformerLM).config
     values.whole("max_new_tokens", max_new_tokens, least=0)
-    lengths = list(map(len, prompts))
+    lengths = list(map(len, values.several("prompts", prompts, Collection)))
     longest, most = max(lengths, default=0) + max_new_tokens, config.context_length
     values.hold(
         (

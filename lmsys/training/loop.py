@@ -99,8 +99,9 @@ class Trainer:
         facts: dict[str, Any] | None = None,
         group: collectives.Group = None,
     ):
-        train = config.train
-        self.config, self.windows, self.device, self.group = config, windows, device, group
+        train = values.instance("config", config, RunConfig).train
+        self.config, self.windows, self.group = config, values.several("windows", windows), group
+        self.device = values.instance("device", device, torch.device)
         self.world_size, self.rank = collectives.size_and_rank(group)
         plan = possible.plan(config, device, group)
         self._divided = plan.traits.shards_gradients and self.world_size > 1  # this rank has parts of the gradients
@@ -112,10 +113,10 @@ class Trainer:
         torch.manual_seed(train.seed)
         self.model = TransformerLM(plan.model, device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
-        self.facts = facts_of(config) | (facts or {})
+        self.facts = facts_of(config) | values.instance("facts", {} if facts is None else facts, dict)
         shared = None
         if saved is not None:
-            saved.require(**self.facts)
+            values.instance("saved", saved, checkpoint.Checkpoint).require(**self.facts)
             shared = saved.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
         self._warmup = train.warmup
@@ -125,8 +126,9 @@ class Trainer:
         possible.check_accumulation(config, self.world_size, able=self.strategy.can_stay_local)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         tree = self._parameters if train.reproducible and self.world_size == 1 else None
-        divisor = train.leaves if train.reproducible else plan.micro_batches
-        self._gradients: Any = gradients.Gradients(self.strategy, prepared.loss, divisor, tree)
+        self._gradients: Any = gradients.Gradients(
+            self.strategy, prepared.loss, train.leaves if train.reproducible else plan.micro_batches, tree
+        )
         if train.graph:
             self._gradients = gradients.ReplayedGradients(self._gradients, self.strategy)
         self.facts["optimizer"] = training_state.optimizer_layout(self.strategy)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from lmsys.parallel import collectives, structure, wrapper
-from lmsys.values import finite, hold, shortly, whole
+from lmsys.values import finite, hold, instance, several, shortly, whole
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -65,7 +65,7 @@ class AdamW(Optimizer):
     def _begin(self, params: Iterable[Any], **defaults: Any) -> None:
         self._plans: dict[int, tuple[list[Tensor], list[Any]]] = {}  # by param group: (tensors, their bundles)
         self._validate(**defaults)
-        super().__init__(params, defaults)
+        super().__init__(instance("params", params, Iterable), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._validate(**{**self.defaults, **param_group})
@@ -230,8 +230,8 @@ def undecayed(module: nn.Module, parts: str) -> structure.Groups:
 
     parts  divided by |, such as "ln|embeddings". ValueError for a part that no name contains.
     """
-    names = "\n".join(dict(module.named_parameters()))
-    for text in parts.split("|"):
+    names = "\n".join(dict(instance("module", module, nn.Module).named_parameters()))
+    for text in instance("parts", parts, str).split("|"):
         hold((text in names, f"undecayed={parts!r}: no parameter's name has {text!r} in it"))
 
     def options(name: str, _: nn.Parameter) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def set_lr(optimizer: Optimizer, lr: float, matrix_lr: float | None = None) -> N
 
     matrix_lr  the rate of groups that `Muon` steps; None: lr
     """
-    for group in optimizer.param_groups:
+    for group in instance("optimizer", optimizer, Optimizer).param_groups:
         of_matrices = matrix_lr is not None and group.get("use_muon", False)
         group["lr"] = matrix_lr if of_matrices else lr
 
@@ -270,7 +270,7 @@ def clip_grad_norm(
     if isinstance(parameters, wrapper.Wrapper):
         group, divided = parameters.group, parameters.zero_stage >= 2 and parameters.world_size > 1
         parameters = parameters.parameters()
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else several("parameters", parameters)
     norm = whole_norm(parameters, group, divided)
     _multiply(parameters, clip_factor(norm, max_norm, eps))
     return norm
@@ -279,7 +279,7 @@ def clip_grad_norm(
 @torch.no_grad()
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """The L2 norm of all gradients as one vector, as in `clip_grad_norm`; 0 when there are none."""
-    bundles = structure.by_kind(p.grad for p in parameters if p.grad is not None)
+    bundles = structure.by_kind(p.grad for p in several("parameters", parameters) if p.grad is not None)
     if not bundles:
         return torch.zeros(())
     norms = [
@@ -302,7 +302,12 @@ def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: 
 def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
     """min(1, max_norm / (norm + eps)). ValueError: a negative or NaN max_norm or eps."""
     for name, value in dict[str, Any](max_norm=max_norm, eps=eps).items():
-        hold((isinstance(value, Real) and float(value) >= 0, f"{name}={shortly(value)} must be a number of at least 0"))
+        hold(
+            (
+                not isinstance(value, bool) and isinstance(value, Real) and float(value) >= 0,
+                f"{name}={shortly(value)} must be a number of at least 0",
+            )
+        )
     return (max_norm / (norm + eps)).clamp(max=1)
 
 

@@ -51,8 +51,12 @@ class RunContext:
         if torch.distributed.is_initialized():
             return group.device()
         name = self.config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        known = name == "cpu" or (name == "cuda" and torch.cuda.is_available())
-        values.hold((known, f"train.device={name!r} must be cpu, or cuda where there is a CUDA device"))
+        values.hold(
+            (
+                name == "cpu" or (name == "cuda" and torch.cuda.is_available()),
+                f"train.device={name!r} must be cpu, or cuda where there is a CUDA device",
+            )
+        )
         return torch.device(name)
 
     @property

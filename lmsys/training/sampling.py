@@ -24,14 +24,13 @@ def get_batch(
     S + 1 ids, drawn by `generator`, a CPU generator, or torch's own. ValueError for ids that are no such row or too
     few, and for sizes below 1.
     """
-    values.whole("batch_size", batch_size, least=1)
-    values.whole("context_length", context_length, least=1)
-    kind = str(getattr(ids, "dtype", type(ids).__name__)).removeprefix("torch.")
-    given = f"{kind} of shape {tuple(ids.shape)}" if hasattr(ids, "shape") else kind
+    values.counts(batch_size=batch_size, context_length=context_length)
+    values.instance("generator", generator, torch.Generator | None)
+    kind = str(values.instance("ids", ids, np.ndarray | Tensor).dtype).removeprefix("torch.")
     values.hold(
         (
-            isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1 and kind.startswith(("int", "uint")),
-            f"ids must be a one-dimensional array or tensor of integers; got {given}",
+            ids.ndim == 1 and kind.startswith(("int", "uint")),
+            f"ids must be a one-dimensional array or tensor of integers; got {kind} of shape {tuple(ids.shape)}",
         )
     )
     values.hold(
@@ -43,5 +42,5 @@ def get_batch(
         ids[places.to(ids.device)].long()
         if isinstance(ids, Tensor)
         else torch.from_numpy(ids[places.numpy()].astype(np.int64))
-    ).to(device)
+    ).to(values.instance("device", device, str | torch.device))
     return windows[:, :-1], windows[:, 1:]

@@ -393,7 +393,15 @@ def test_attention_of_plain_sizes_is_that_of_a_model(seed: int, shift: int) -> N
     torch.testing.assert_close(layer(x[:, order])[:, -1], layer(x)[:, -1])
 
 
-@pytest.mark.parametrize("sizes", [(32, 5), (32, 0), (32, 4, 3), (32, 4, 0)])
-def test_attention_of_sizes_that_do_not_divide_is_refused(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=f"num_heads={sizes[1]} must divide d_model=32, and kv_heads="):
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((32, 5), "num_heads=5 must divide d_model=32, and kv_heads=5 the heads"),
+        ((32, 4, 3), "num_heads=4 must divide d_model=32, and kv_heads=3 the heads"),
+        ((32, 0), "num_heads=0 must be at least 1"),
+        ((32, 4, 0), "kv_heads=0 must be at least 1"),
+    ],
+)
+def test_attention_of_sizes_that_do_not_divide_is_refused(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Attention(*sizes)

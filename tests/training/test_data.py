@@ -119,7 +119,7 @@ def test_token_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text(json.dumps(json.loads((tmp_path / "ids.json").read_text()) | {"tokens": 7}))
     with pytest.raises(ValueError, match=r"ids.json says 7: make it anew"):
         open_tokens(path)
-    with pytest.raises(ValueError, match="no token files"):
+    with pytest.raises(ValueError, match="no paths of token files"):
         TokenFiles([])
 
 
@@ -264,5 +264,5 @@ def test_fixed_windows_are_apart_and_spread(context: int, count: int, length: in
 
 
 def test_fixed_windows_need_a_window() -> None:
-    with pytest.raises(ValueError, match="one needs 11"):
+    with pytest.raises(ValueError, match="10 tokens are too few: one window of context_length=10 needs 11"):
         fixed_windows(Row(10), 10, 1)

@@ -48,7 +48,7 @@ def test_a_generator_decides_the_batch() -> None:
         ((np.zeros((4, 4), np.int64), 2, 2), "array or tensor of integers; got int64 of shape (4, 4)"),
         ((torch.zeros(9), 2, 2), "got float32 of shape (9,)"),
         ((np.zeros(9, bool), 2, 2), "got bool of shape (9,)"),
-        (([1, 2, 3], 2, 2), "got list"),
+        (([1, 2, 3], 2, 2), "ids=[1, 2, 3] must be of type numpy.ndarray | torch.Tensor"),
     ],
 )
 def test_bad_arguments_are_named(arguments: tuple, message: str) -> None:
