@@ -39,8 +39,9 @@ class Tokenizer:
     vocab           id -> bytes
     merges          pairs of tokens, in the order in which they are applied
     special_tokens  found in every text that is encoded; those that vocab lacks get the next ids
+    special_ids     id of each special token, by its bytes
     ValueError: ids other than 0 to V - 1, two ids of the same bytes, a byte without an id, a merge of or into bytes
-    that are no token, a special token that is no string, a byte, or made by a merge.
+    that are no token, or of a token that a later merge makes, a special token that is no string, a byte, or made by a merge.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Tokenizer:
             number = self._ids.setdefault(special, len(self.vocab))
             self.vocab[number] = special
         self._check()
-        self._special_ids = {special: self._ids[special] for special in map(str.encode, self.special_tokens)}
+        self.special_ids = {special: self._ids[special] for special in map(str.encode, self.special_tokens)}
         self._pretokenizer = Pretokenizer(self.special_tokens)
         # A pre-token is merged as a string in which each token is one character.
         chars = {bytes([byte]): chr(byte) for byte in range(256)}
@@ -97,18 +98,16 @@ class Tokenizer:
 
         A piece ends where no pre-token crosses, so it grows while no whitespace comes.
         """
-        waiting, size, enough = [], 0, _PIECE
+        waiting, enough = "", _PIECE
         for text in values.instance("texts", texts, Iterable):
-            waiting.append(text)
-            size += len(text)
-            if size >= enough:
-                data = _utf8("".join(waiting))
+            waiting += text
+            if len(waiting) >= enough:
+                data = _utf8(waiting)
                 cut = self._pretokenizer.cut(data, len(data) // 2) or 0
                 yield from self.encode_array(data[:cut]).tolist()
-                waiting = [data[cut:].decode()]
-                size = len(waiting[0])
-                enough = max(_PIECE, 2 * size)  # if there was no place to cut, search again in twice as much
-        yield from self.encode("".join(waiting))
+                waiting = data[cut:].decode()
+                enough = max(_PIECE, 2 * len(waiting))  # if there was no place to cut, search again in twice as much
+        yield from self.encode(waiting)
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD, or what `errors` of `bytes.decode` says."""
@@ -134,7 +133,7 @@ class Tokenizer:
         written: dict[str, int] = {}
         for number, token in sorted(self.vocab.items()):
             text = as_written(token)
-            if token in self._special_ids:
+            if token in self.special_ids:
                 text = token.decode()
             elif len(token) > 1 and token not in made:
                 raise ValueError(f"token {token!r} cannot be saved: no byte, made by no merge, and not special")
@@ -190,13 +189,14 @@ class Tokenizer:
             (not missing, f"the vocabulary lacks {len(missing)} of the 256 bytes, such as {bytes(missing[:1])!r}"),
             (listed_twice is None, f"merge {listed_twice} is listed twice"),
         )
-        made = {left + right for left, right in self.merges}
+        made = set[bytes]()
         for merge in self.merges:
             for token in (*merge, b"".join(merge)):
                 if token not in self._ids:
                     raise ValueError(f"merge {values.shortly(merge)}: {values.shortly(token)} is not in the vocabulary")
-                if len(token) > 1 and token not in made:
-                    raise ValueError(f"merge {values.shortly(merge)}: no merge makes {values.shortly(token)}")
+                if len(token) > 1 and token in merge and token not in made:
+                    raise ValueError(f"merge {values.shortly(merge)}: no merge before it makes {values.shortly(token)}")
+            made.add(b"".join(merge))
         for special in self.special_tokens:
             is_special = len(special.encode()) != 1 and special.encode() not in made
             values.hold((is_special, f"special token {special!r} is an ordinary token of this vocabulary"))
@@ -223,8 +223,8 @@ class Tokenizer:
 
     def _merge(self, word: bytes) -> Sequence[int]:
         """The ids of a pre-token: the earliest merge that it has a pair of is applied everywhere, again and again."""
-        if word in self._special_ids:
-            return [self._special_ids[word]]
+        if word in self.special_ids:
+            return [self.special_ids[word]]
         text = word.decode("latin-1")
         text = self._merge_long(text) if len(text) > _LONG else self._merge_short(text)
         return [self._ids_of_chars[char] for char in text]

@@ -354,6 +354,12 @@ BYTES = {i: bytes([i]) for i in range(256)}
         ({**BYTES, 256: b"a"}, [], [], "two ids have the bytes b'a'"),
         ({0: b"a"}, [], [], "lacks 255 of the 256 bytes"),
         (BYTES, [(b"a", b"b")], [], "b'ab' is not in the vocabulary"),
+        (
+            {**BYTES, 256: b"aa", 257: b"aab"},
+            [(b"aa", b"b"), (b"a", b"a")],
+            [],
+            r"merge \(b'aa', b'b'\): no merge before it makes b'aa'",
+        ),
         ({**BYTES, 256: b"ab"}, [(b"a", b"b")] * 2, [], r"merge \(b'a', b'b'\) is listed twice"),
         (BYTES, [], [3], r"special_tokens\[0\]=3 must be of type str"),
         (BYTES, [], {"<|a|>", "<|b|>"}, "special_tokens={'<.*'} must be a list or tuple: a set has no order"),
