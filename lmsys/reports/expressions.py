@@ -94,9 +94,9 @@ def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:
             return tuple(_value(element, case) for element in elements)
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in OPERATORS:
             return OPERATORS[type(sign)](_value(operand, case))
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
-            return OPERATORS[type(sign)](_value(left, case), _value(right, case))
-        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in OPERATORS:
+        case ast.BinOp(left=left, op=sign, right=right) | ast.Compare(left=left, ops=[sign], comparators=[right]) if (
+            type(sign) in OPERATORS
+        ):
             return OPERATORS[type(sign)](_value(left, case), _value(right, case))
         case ast.BoolOp(op=sign, values=[first, *others]):
             value = _value(first, case)
