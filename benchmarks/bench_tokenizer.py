@@ -1,7 +1,7 @@
-"""Tokenizers: training and encoding, ours beside tiktoken and Hugging Face tokenizers, if they are installed.
+"""Tokenizers: training and encoding, ours beside the packages of `lmsys.tokenizer.engines` that are installed.
 
-`tokenizer/rows.py` has the calls of each; a new tokenizer is a class there and a row of TOKENIZERS. Every call gets a
-text that no call saw before: the lines of a corpus in another order.
+`tokenizer/rows.py` has the calls of each; a new tokenizer is a class in engines.py and a row of TOKENIZERS. Every call
+gets a text that no call saw before: the lines of a corpus in another order.
 """
 
 import random
@@ -130,8 +130,8 @@ def first_difference(what: str, results: Sequence[Any], expected: Sequence[Any])
     return f"{len(results):,} {what}s, by definition {len(expected):,}"
 
 
-ROWS = "benchmarks.tokenizer.rows:"
-peer = partial(registry.Entry, peer=True, extra="peers")
+ROWS, ENGINES = "benchmarks.tokenizer.rows:", "lmsys.tokenizer.engines:"
+peer = partial(registry.Entry, peer=True, extra="peers", supports=f"{ROWS}supports")
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,10 @@ TOKENIZERS = registry.Table(
     [
         registry.Entry("lmsys", f"{ROWS}Ours", "this library"),
         registry.Entry("lmsys_serial", f"{ROWS}Ours", "this library, one process", traits=TokenizerTraits(processes=1)),
-        peer("tiktoken", f"{ROWS}Tiktoken", "tiktoken", supports=f"{ROWS}tiktoken_supports"),
-        peer("huggingface", f"{ROWS}HuggingFace", "Hugging Face tokenizers", supports=f"{ROWS}huggingface_supports"),
+        peer("gigatoken", f"{ENGINES}Gigatoken", "gigatoken"),
+        peer("fastokens", f"{ENGINES}Fastokens", "fastokens"),
+        peer("tiktoken", f"{ENGINES}Tiktoken", "tiktoken"),
+        peer("huggingface", f"{ENGINES}HuggingFace", "Hugging Face tokenizers"),
     ],
     traits=TokenizerTraits,
 )

@@ -41,7 +41,7 @@ END_IN_A_PAGE = ("lmsys/course/__main__.py", "lmsys/leaderboard.py")  # commands
 OF_THE_PLUGIN = "lmsys.reports.layout", "lmsys.reports.terminal"
 # What the modules may import that the tokenizer's worker processes load.
 OF_WORKERS = (
-    *(f"lmsys.{name}" for name in "config files outputs processes strict_json tokenizer values".split()),
+    *(f"lmsys.{name}" for name in "commands config files outputs processes strict_json tokenizer values".split()),
     *(f"lmsys.training.{name}" for name in "config corpora data".split()),
 )
 # What reports may import of lmsys.

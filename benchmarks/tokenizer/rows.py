@@ -1,12 +1,16 @@
 """The work of each tokenizer, as its users would have it done: `bench_tokenizer.py` times these calls.
 
+A row is `Ours`, or an adapter of `lmsys.tokenizer.engines`, which encodes; it trains if it has a function in TRAINERS.
+
 `python -m benchmarks.tokenizer.rows TASK CLASS PROCESSES TEXT FOLDER VOCAB_SIZE` does a task once, in a process of its
 own, with nothing else loaded: that is how its memory is measured. Imports no torch.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lmsys.registry import load_target
-from lmsys.tokenizer import Tokenizer, codec, pretokens, train
+from lmsys.tokenizer import Tokenizer, engines, train
 from lmsys.training import corpora, data
 
 Call = Callable[[], Any]
@@ -35,89 +39,65 @@ class Ours:
         return lambda: list(data.encode_files(new, [text], processes))
 
 
-class Tiktoken:
-    """OpenAI's, which encodes and does not train; it has threads for processes."""
-
-    @staticmethod
-    def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
-        import tiktoken
-
-        specials = {token: tokenizer.encode(token)[0] for token in tokenizer.special_tokens}
-        ranks = {token: number for number, token in tokenizer.vocab.items() if number not in specials.values()}
-        theirs = tiktoken.Encoding("own", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens=specials)
-        documents = documents_of(text)
-        return lambda: theirs.encode_ordinary_batch(documents, num_threads=processes)
+def engine_encoder(row: type[engines.Engine], text: Path, tokenizer: Tokenizer, threads: int) -> Call:
+    """As `Ours.encoder`, by a package: a new adapter has an empty cache, too."""
+    engine, documents = row(tokenizer, threads), documents_of(text)
+    return lambda: (engine, engine.encode(documents))
 
 
-class HuggingFace:
-    """Hugging Face's tokenizers; it has threads for processes, as many at every call as at the first."""
+def huggingface_trainer(text: Path, vocab_size: int, threads: int) -> Call:
+    """As `Ours.trainer`. The first call of a process says how many threads all have."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+    documents = documents_of(text)
 
-    @staticmethod
-    def trainer(text: Path, vocab_size: int, processes: int) -> Call:
-        documents = documents_of(text)
+    def train_once() -> int:
+        import tokenizers
 
-        def train_once() -> int:
-            tokenizers, pre_tokenizer = _huggingface(processes)
-            learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-            learner.pre_tokenizer = pre_tokenizer
-            trainer = tokenizers.trainers.BpeTrainer(
-                initial_alphabet=pre_tokenizer.alphabet(),
-                show_progress=False,
-                vocab_size=vocab_size,
-                special_tokens=[corpora.END_OF_TEXT],
-            )
-            learner.train_from_iterator(documents, trainer)
-            return int(learner.get_vocab_size())
+        learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = tokenizers.trainers.BpeTrainer(
+            initial_alphabet=learner.pre_tokenizer.alphabet(),
+            show_progress=False,
+            vocab_size=vocab_size,
+            special_tokens=[corpora.END_OF_TEXT],
+        )
+        learner.train_from_iterator(documents, trainer)
+        return int(learner.get_vocab_size())
 
-        return train_once
-
-    @staticmethod
-    def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
-        tokenizers, pre_tokenizer = _huggingface(processes)
-        vocab = {codec.as_written(token): number for number, token in tokenizer.vocab.items()}
-        merges = [(codec.as_written(left), codec.as_written(right)) for left, right in tokenizer.merges]
-        theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
-        theirs.pre_tokenizer = pre_tokenizer
-        documents = documents_of(text)
-        return lambda: theirs.encode_batch_fast(documents)
+    return train_once
 
 
-def _huggingface(threads: int) -> tuple[Any, Any]:
-    """The package, and the rule by which it cuts text into words."""
-    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when it first works
-    import tokenizers
-
-    return tokenizers, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+TRAINERS = {Ours: Ours.trainer, engines.HuggingFace: huggingface_trainer}
 
 
-def call_of(row: Any, task: str, text: Path, wanted: int | Tokenizer, processes: int) -> Call:
-    """The call by which a row trains a vocabulary of this size, or encodes with this tokenizer."""
-    return getattr(row, {"train": "trainer", "encode": "encoder"}[task])(text, wanted, processes)
+def call_of(row: Any, task: str, text: Path, wanted: Any, processes: int) -> Call:
+    """The call by which a row trains a vocabulary of the size `wanted`, or encodes with the tokenizer `wanted`."""
+    if task == "train":
+        return TRAINERS[row](text, wanted, processes)
+    return (row.encoder if row is Ours else partial(engine_encoder, row))(text, wanted, processes)
 
 
 def documents_of(text: Path) -> list[str]:
     return text.read_text(encoding="utf-8").split(corpora.END_OF_TEXT)
 
 
-def ids_by_document(result: list[Any], end_of_text: int) -> list[Any]:
-    """The ids of each document. Some rows encode each alone; in the chunks of others ends of text divide them."""
-    if not (result and isinstance(result[0], np.ndarray)):
-        return [getattr(encoding, "ids", encoding) for encoding in result]
+def ids_by_document(result: Any, end_of_text: int) -> list[Any]:
+    """The ids of each document. Packages encode each alone; in the chunks of ours, ends of text divide them."""
+    if isinstance(result, tuple):
+        engine, encoded = result
+        ids, lengths = engine.flat(encoded)
+        return np.split(ids, np.cumsum(lengths)[:-1])
     ids = np.concatenate(result)
     ends = [-1] + np.flatnonzero(ids == end_of_text).tolist() + [len(ids)]
     return [ids[start + 1 : stop] for start, stop in pairwise(ends)]
 
 
-def tiktoken_supports(case: Any) -> str | None:
-    if case.task == "train":
-        return "tiktoken does not train"
-    import tiktoken  # noqa: F401
-
+def supports(case: Any) -> str | None:
+    row = case.entry.load()
+    if case.task == "train" and row not in TRAINERS:
+        return f"{row.package} does not train"
+    importlib.import_module(row.package)
     return None
-
-
-def huggingface_supports(case: Any) -> None:
-    import tokenizers  # noqa: F401
 
 
 def main(task: str, target: str, processes: str, text: str, folder: str, vocab_size: str) -> None:

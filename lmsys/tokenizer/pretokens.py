@@ -51,7 +51,7 @@ class Pretokenizer:
         if b"" in self._specials:
             raise ValueError("a special token must have at least one character; got ''")
         escaped = list(map(re.escape, self._specials))
-        self._pattern = re.compile(b"|".join(escaped)) if escaped else None
+        self._pattern = re.compile(b"(" + b"|".join(escaped) + b")") if escaped else None
         apart = 0 < len(escaped) <= _FEW and not any(starmap(_may_overlap, product(self._specials, repeat=2)))
         self.context = max(map(len, self._specials), default=1)
         self._cut = re.compile(b"|".join([_CUT.pattern] + escaped)) if apart else _CUT
@@ -88,6 +88,10 @@ class Pretokenizer:
                 begins[start:end] = False
                 begins[start + np.cumsum([0, *lengths])] = True
         return np.flatnonzero(begins)
+
+    def divide(self, text: bytes) -> list[bytes]:
+        """The texts before, between and behind special tokens, with the tokens between them: an odd number."""
+        return self._pattern.split(text) if self._pattern else [text]
 
     def blocks(self, text: bytes) -> Iterator[bytes]:
         """The text in blocks that fit into a CPU's caches, cut where no pre-token crosses, each with PAD zeros."""

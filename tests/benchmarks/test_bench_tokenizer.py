@@ -20,7 +20,7 @@ from lmsys.tokenizer import Tokenizer, train
 from lmsys.training.corpora import END_OF_TEXT, Corpus, text_file
 from tests.support.harness import cases_of, records
 
-PACKAGES = {"tiktoken": "tiktoken", "huggingface": "tokenizers"}
+PACKAGES = {"gigatoken": "gigatoken", "fastokens": "fastokens", "tiktoken": "tiktoken", "huggingface": "tokenizers"}
 SERIAL = ("lmsys_serial",)
 CHECKED_ONLY, TIMED = {"timed": False}, {"seconds_per_row": 0.0}
 BYTES = {number: bytes([number]) for number in range(256)}

@@ -114,5 +114,12 @@ def test_tokenizers_encode_beside_ours(content: dict[str, Any]) -> None:
     encoded = [
         row for row in content["lmsys"]["records"] if row["benchmark"] == "tokenizer" and row["task"] == "encode"
     ]
-    assert [row["impl"] for row in encoded] == ["lmsys", "lmsys_serial", "tiktoken", "huggingface"]
+    assert [row["impl"] for row in encoded] == [
+        "lmsys",
+        "lmsys_serial",
+        "gigatoken",
+        "fastokens",
+        "tiktoken",
+        "huggingface",
+    ]
     assert encoded[0]["outcome"] == "ok" and encoded[0]["peak_bytes"] > 20_000_000

@@ -1,0 +1,167 @@
+"""Packages that encode with a vocabulary and merges of ours: an adapter for each, and `choose`, which compares ids.
+
+The benchmark of tokenizers times the adapters, and `lmsys.training.data` encodes files with the engine that `choose`
+has given. A new package is a class here, and a name in `lmsys.training.config.ENGINES`.
+"""
+
+import importlib
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import metadata
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from lmsys import values
+from lmsys.commands import PIP
+from lmsys.tokenizer import chunks, codec, naive, pretokens
+
+PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece of text; how many pieces `choose` compares
+
+
+class Engine:
+    """A package's tokenizer with the vocabulary and the merges of one of ours. It gets texts without special tokens.
+
+    package   the module to import
+    reader    its function that makes a tokenizer of a tokenizer.json
+    batch     its function from a list of texts to their ids, in the form that it is fastest in
+    threads   that it may use. All but tiktoken use Rayon, which has one number for a process: RAYON_NUM_THREADS if that
+              is set, else that of the first engine
+    encode    `batch` of this tokenizer; `flat` reads its results
+    compared  the bytes of the text in which its ids were held to ours, and of the whole text
+    ImportError where the package is missing; what the package raises, for a vocabulary that it does not take.
+    """
+
+    package, reader, batch = "", "", ""
+    compared = (0, 0)
+
+    def __init__(self, tokenizer: codec.Tokenizer, threads: int = 1):
+        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+        self.tokenizer, self.threads = tokenizer, threads
+        self._pretokenizer = pretokens.Pretokenizer(tokenizer.special_tokens)
+        self.encode = self._function(importlib.import_module(self.package))
+
+    def _function(self, module: Any) -> Callable[[list[str]], Any]:
+        return getattr(getattr(module.Tokenizer, self.reader)(as_json(self.tokenizer)), self.batch)
+
+    def flat(self, encoded: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(the ids of all texts, the number of ids of each text), from a result of `encode`."""
+        lists = [getattr(encoding, "ids", encoding) for encoding in encoded]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        return np.fromiter(chain.from_iterable(lists), np.uint32, lengths.sum()), lengths
+
+    def encode_array(self, text: bytes) -> np.ndarray:
+        """The ids of UTF-8 text, in an array as of `Tokenizer.encode_array`. Special tokens are found by ours."""
+        pieces = self._pretokenizer.divide(text)
+        ids, lengths = self.flat(self.encode([piece.decode() for piece in pieces[::2]]))
+        specials = [self.tokenizer.special_ids[special] for special in pieces[1::2]]
+        return np.insert(ids, np.cumsum(lengths)[:-1], specials).astype(self.tokenizer.dtype)
+
+    def hold_to_ours(self, piece: chunks.Chunk) -> None:
+        """ValueError, with the file and the byte, where the ids of a piece of text differ from ours."""
+        text = piece.read()
+        ours, theirs = self.tokenizer.encode_array(text).tolist(), self.encode_array(text).tolist()
+        place = naive.first_difference(theirs, ours)
+        if place is not None:
+            start = len(self.tokenizer.decode_bytes(ours[:place]))
+            raise ValueError(
+                f"{self} has other ids than this library from byte {piece.start + start:,} of {piece.path} on,"
+                f" {text[start : start + 20]!r}: {theirs[place : place + 3]} in place of {ours[place : place + 3]}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.package} {metadata.version(self.package)}"
+
+
+class Tiktoken(Engine):
+    """OpenAI's tiktoken. It merges by tokens, not by pairs: any two neighbours that are the earliest token together."""
+
+    package = "tiktoken"
+
+    def _function(self, module: Any) -> Callable[[list[str]], Any]:
+        ids, specials = self.tokenizer.vocab.items(), self.tokenizer.special_ids
+        ranks = {token: number for number, token in ids if token not in specials}
+        theirs = module.Encoding("own", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens={})
+        return partial(theirs.encode_ordinary_batch, num_threads=self.threads)
+
+
+class HuggingFace(Engine):
+    """Hugging Face's tokenizers."""
+
+    package, reader, batch = "tokenizers", "from_str", "encode_batch_fast"
+
+
+class Gigatoken(Engine):
+    """Gigatoken, whose ids are one array."""
+
+    package, reader, batch = "gigatoken", "from_json", "encode_batch"
+
+    def flat(self, encoded: Any) -> tuple[np.ndarray, np.ndarray]:
+        return np.asarray(encoded.layout.content.data), np.diff(encoded.layout.offsets.data)
+
+
+class Fastokens(Engine):
+    """Crusoe's fastokens, whose ids are one string of bytes."""
+
+    package, reader, batch = "fastokens", "from_json_str", "encode_batch_flat"
+
+    def flat(self, encoded: Any) -> tuple[np.ndarray, np.ndarray]:
+        ids, offsets = encoded
+        return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.int64))
+
+
+def as_json(tokenizer: codec.Tokenizer) -> str:
+    """The vocabulary and the merges as Hugging Face's tokenizer.json, without special tokens."""
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {
+        "type": "BPE",
+        "vocab": {codec.as_written(token): number for number, token in tokenizer.vocab.items()},
+        "merges": [" ".join(map(codec.as_written, merge)) for merge in tokenizer.merges],
+    }
+    return json.dumps({"added_tokens": [], "pre_tokenizer": split, "decoder": split, "model": model})
+
+
+ENGINES: dict[str, type[Engine]] = {kind.package: kind for kind in (Gigatoken, Fastokens, Tiktoken, HuggingFace)}
+FASTER = ("gigatoken", "fastokens")  # than ours, the fastest first: docs/training.md has the figures
+
+
+def choose(
+    name: str,
+    tokenizer: codec.Tokenizer,
+    parts: Sequence[chunks.Chunk],
+    threads: int = 1,
+    say: Callable[[str], None] = print,
+) -> Engine | None:
+    """The engine of this name, after its ids were compared with ours on the text of the parts; None: ours encodes.
+
+    name     "own": ours; a name of ENGINES; or "auto": the first of FASTER that is installed and has our ids, else ours
+    threads  that the engine may use
+    say      is called with a line for each engine that "auto" passes over
+
+    The first FIRST pieces of the text, and DRAWN others that a fixed seed draws, are compared, of PIECE bytes each. A
+    text that has no more is compared whole, which proves the ids equal. Of a longer text it is no proof: an engine
+    whose ids differ only where nothing was compared is taken.
+    ValueError for an unknown name, and for a named engine that is missing or has other ids: with the file and the byte.
+    """
+    values.one_of("engine", name, ("own", "auto", *ENGINES))
+    pieces = (
+        list(chunks.chunks(parts, pretokens.Pretokenizer(tokenizer.special_tokens), PIECE)) if name != "own" else []
+    )
+    others = pieces[FIRST:]
+    compared = pieces[:FIRST] + random.Random(0).sample(others, min(DRAWN, len(others)))
+    for candidate in {"own": (), "auto": FASTER}.get(name, (name,)):
+        try:
+            engine = ENGINES[candidate](tokenizer, threads)
+            for piece in compared:
+                engine.hold_to_ours(piece)
+            engine.compared = sum(piece.size for piece in compared), sum(piece.size for piece in pieces)
+            return engine
+        except Exception as error:  # a package may refuse a vocabulary by any kind of error
+            advice = f"; {PIP} {candidate} brings it" if isinstance(error, ImportError) else ""
+            values.hold((name == "auto", f"engine={name!r}: {error}{advice}"))
+            say(f"{candidate} is not used: {error}{advice}")
+    return None
