@@ -18,6 +18,7 @@ from lmsys import config, strict_json, values
 
 PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "muon")
+ENGINES = ("own", "auto", "gigatoken", "fastokens", "tiktoken", "tokenizers")  # see `lmsys.tokenizer.engines`
 MATRIX_SCALES = ("original", "match_rms_adamw")  # of `lmsys.training.muon.Muon`: its adjust_lr_fn
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
 
@@ -45,7 +46,9 @@ class DataConfig(strict_json.Checked):
                   name that its URL ends in
     sha256        expected SHA-256 of the file at `url` (valid_sha256: at `valid_url`); None: any file is taken
     tokenizer     the folder of a tokenizer; None: one of model.vocab_size tokens is trained on the corpus
-    processes     processes that tokenize, on each rank; None: a rank's share of the cores
+    processes     processes that tokenize, on each rank, or threads of another engine; None: a rank's share of the cores
+    engine        encodes the text, with the same tokenizer: own, this library; auto, a faster package that is installed
+                  and has our ids on a sample of the text; or this package: gigatoken, fastokens, tiktoken, tokenizers
     packing       none: a sequence is running text, in which a token attends to all before it, other documents included;
                   documents: a token attends to its own document alone
     """
@@ -59,6 +62,7 @@ class DataConfig(strict_json.Checked):
     valid_sha256: Sha256 | None = None
     tokenizer: PathText | None = None
     processes: values.Count | None = None
+    engine: Annotated[str, partial(values.one_of, known=ENGINES)] = "own"
     packing: Annotated[str, partial(values.one_of, known=("none", "documents"))] = "none"
 
     def __post_init__(self) -> None:

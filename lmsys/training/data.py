@@ -20,22 +20,27 @@ import numpy as np
 
 from lmsys import config, strict_json, values
 from lmsys.files import replacing, write_json
-from lmsys.tokenizer import Tokenizer, chunks, pretokens
+from lmsys.tokenizer import Tokenizer, chunks, engines, pretokens
 from lmsys.training.corpora import END_OF_TEXT
 
 
 def encode_files(
-    tokenizer: Tokenizer, files: Sequence[Path | chunks.Chunk], processes: int = 1
+    tokenizer: Tokenizer,
+    files: Sequence[Path | chunks.Chunk],
+    processes: int = 1,
+    engine: engines.Engine | None = None,
 ) -> Iterator[np.ndarray]:
     """The ids of the files' text, one file after another, in arrays; each process holds one chunk of text at a time.
 
+    engine  encodes in the place of `tokenizer`, in this process and in threads of its own, see `engines.choose`
     ValueError for a file that is absent or not UTF-8.
     """
-    return chunks.each_chunk(partial(_encode, tokenizer), files, tokenizer.special_tokens, processes)
+    encode, processes = partial(_encode, engine or tokenizer), 1 if engine else processes
+    return chunks.each_chunk(encode, files, tokenizer.special_tokens, processes)
 
 
-def _encode(tokenizer: Tokenizer, chunk: chunks.Chunk) -> np.ndarray:
-    return tokenizer.encode_array(chunk.read())
+def _encode(encoder: Tokenizer | engines.Engine, chunk: chunks.Chunk) -> np.ndarray:
+    return encoder.encode_array(chunk.read())
 
 
 def tokenize_files(
@@ -44,12 +49,14 @@ def tokenize_files(
     output: Path,
     *,
     processes: int = 1,
+    engine: engines.Engine | None = None,
     rank: int = 0,
     world_size: int = 1,
 ) -> Path:
     """Writes the ids to `output`, NAME.npy, or as one of several ranks to its shard NAME-00001-of-00004.npy.
 
-    Ids are uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path.
+    Ids are uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path. The
+    engine, as in `encode_files`, is named in the .json.
     ValueError: no text, a file that is absent or not UTF-8, a rank outside of 0 to world_size - 1.
     """
     values.whole("rank", rank, least=0, most=values.whole("world_size", world_size, least=1) - 1)
@@ -61,16 +68,16 @@ def tokenize_files(
     path = shards(values.path("output", output), world_size)[rank]
     path.with_suffix(".json").unlink(missing_ok=True)  # until the new array is whole, nothing may describe it
     with replacing(path) as file:
-        count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
-    write_json(
-        path.with_suffix(".json"),
-        {
-            "tokens": count,
-            "vocab_size": tokenizer.vocab_size,
-            "tokenizer": tokenizer.fingerprint,
-            "end_of_text": end_of_text(tokenizer),
-        },
-    )
+        count = _write_array(file, encode_files(tokenizer, share, processes, engine), tokenizer.dtype)
+    facts = {
+        "tokens": count,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+        "end_of_text": end_of_text(tokenizer),
+        "engine": str(engine or "own"),
+        "compared_bytes": engine and engine.compared,
+    }
+    write_json(path.with_suffix(".json"), facts)
     return path
 
 
@@ -168,7 +175,8 @@ def _write_array(file: BinaryIO, pieces: Iterator[np.ndarray], dtype: np.dtype) 
 class Source(Protocol):
     """The source of batches: a sequence of token ids, such as `TokenFiles`."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The number of ids."""
 
     @property
     def end_of_text(self) -> int:

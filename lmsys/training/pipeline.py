@@ -22,7 +22,7 @@ import torch
 from lmsys import checkpointing, doing, files, strict_json, values
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, collectives
-from lmsys.tokenizer import Tokenizer, chunks, train
+from lmsys.tokenizer import Tokenizer, chunks, engines, train
 from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible
 from lmsys.training.config import RunConfig
 from lmsys.training.run_context import RunContext
@@ -157,7 +157,9 @@ def make_tokens(context: RunContext, anew: bool) -> None:
         if before | made == before:
             return
         possible.check_text(context.config, corpus, tokenizer)
-    context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB")
+    engine = engines.choose(context.config.data.engine, tokenizer, corpus.files, context.processes, context.say)
+    by = f" by {engine}, whose ids are ours in all {engine.compared[0]:,} bytes that were compared" if engine else ""
+    context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB{by}")
     context.wait()  # all have read made.json
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
@@ -165,7 +167,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     for part, texts in (("train", corpus.train), ("valid", corpus.valid)):
         data.tokenize_files(
             tokenizer, texts, folder / f"{part}.npy",
-            processes=context.processes, rank=context.rank, world_size=context.world_size,
+            processes=context.processes, engine=engine, rank=context.rank, world_size=context.world_size,
         )  # fmt: skip
     context.wait()
     if context.rank == 0:

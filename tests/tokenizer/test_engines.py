@@ -1,0 +1,179 @@
+"""Engines (lmsys/tokenizer/engines.py): packages that encode in the place of ours, and the comparison before they do.
+
+Laws hold for each package that is installed; the others' tests are skipped, with what installs them. `Fake` is an
+engine that needs no package of the kind, and has a wrong id.
+"""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lmsys import strict_json
+from lmsys.tokenizer import Tokenizer, chunks, engines
+from lmsys.tokenizer.training import learn_merges
+from lmsys.training import config, data
+from tests.support.texts import END, PIECES, special_lists
+
+ENGINES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec(name) is None, reason=f"needs {name}: python -m pip install {name}"
+        ),
+    )
+    for name in engines.ENGINES
+]
+# Packages know the letters of their version of Unicode, so characters that this Python does not know are left out.
+characters = st.characters(exclude_categories=["Cs", "Cn"])
+texts = st.lists(
+    st.sampled_from([*PIECES, "the ", "\r\n\r\n", "x" * 300, "'" * 70, "é" * 90, " " * 80]) | characters, max_size=30
+).map("".join)
+words = st.dictionaries(st.text("abc é'", min_size=1, max_size=9).map(str.encode), st.integers(1, 5), max_size=12)
+
+
+@cache
+def trained(counts: tuple[tuple[bytes, int], ...], specials: tuple[str, ...]) -> Tokenizer:
+    """A tokenizer that has learned 30 merges from counts of words, or fewer."""
+    merges = learn_merges(dict(counts), 30)
+    made = dict.fromkeys(left + right for left, right in merges)
+    vocab = dict(enumerate([*(bytes([byte]) for byte in range(256)), *made]))
+    return Tokenizer(vocab, merges, [special for special in specials if special.encode() not in made])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@given(words, special_lists, st.lists(texts, min_size=1, max_size=3))
+def test_every_engine_has_our_ids(
+    name: str, counts: dict[bytes, int], specials: list[str], documents: list[str]
+) -> None:
+    tokenizer = trained(tuple(counts.items()), tuple(specials))
+    engine = engines.ENGINES[name](tokenizer)
+    for document in documents:
+        ids = engine.encode_array(document.encode())
+        assert ids.dtype == tokenizer.dtype and ids.tolist() == tokenizer.encode(document)
+
+
+def part(folder: Path, text: str) -> chunks.Chunk:
+    file = folder / "text"
+    file.write_bytes(text.encode())
+    return chunks.whole(file)
+
+
+@given(words, special_lists, st.text(max_size=60), st.sampled_from(["auto", "own", *engines.ENGINES]))
+def test_a_short_text_has_our_ids_or_the_engine_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, counts: dict[bytes, int], specials: list[str], text: str, name: str
+) -> None:
+    """Any characters, those of a later Unicode included, and vocabularies in another order than that of the merges."""
+    assume(name in ("auto", "own") or importlib.util.find_spec(name) is not None)
+    tokenizer = trained(tuple(counts.items()), tuple(specials))
+    shuffled = dict(enumerate(reversed(tokenizer.vocab.values())))
+    for ours in (tokenizer, Tokenizer(shuffled, tokenizer.merges, tokenizer.special_tokens)):
+        text = text.encode(errors="replace").decode()
+        file = part(tmp_path_factory.mktemp("text"), text)
+        try:
+            engine = engines.choose(name, ours, [file], say=lambda _: None)
+        except ValueError as error:
+            assert name != "auto" and "other ids than this library" in str(error)
+        else:
+            (ids,) = data.encode_files(ours, [file], engine=engine) if text else ([],)
+            assert list(ids) == ours.encode(text) and (name != "own" or engine is None)
+
+
+class Fake(engines.Engine):
+    """An engine without a package: ours, but for the ids of `wrong`."""
+
+    package = "numpy"
+    wrong = 256
+
+    def _function(self, module: Any) -> Any:
+        own = Tokenizer(self.tokenizer.vocab, self.tokenizer.merges)
+        return lambda texts: [[0 if number == self.wrong else number for number in own.encode(text)] for text in texts]
+
+
+class Right(Fake):
+    wrong = -1
+
+
+class Refusing(Fake):
+    def _function(self, module: Any) -> Any:
+        raise RuntimeError("no such vocabulary")
+
+
+class Missing(engines.Engine):
+    package = "no_such_package"
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"missing": Missing, "refusing": Refusing, "wrong": Fake, "right": Right}
+    monkeypatch.setattr(engines, "ENGINES", kinds)
+    monkeypatch.setattr(engines, "FASTER", tuple(kinds))
+    for name in ("PIECE", "FIRST", "DRAWN"):
+        monkeypatch.setattr(engines, name, {"PIECE": 100, "FIRST": 3, "DRAWN": 4}[name])
+
+
+AB = Tokenizer({number: bytes([number]) for number in range(256)} | {256: b"ab"}, [(b"a", b"b")], [END])
+
+
+@pytest.mark.usefixtures("fakes")
+def test_auto_passes_over_what_is_missing_or_wrong_and_says_why(tmp_path: Path) -> None:
+    lines = list[str]()
+    engine = engines.choose("auto", AB, [part(tmp_path, f"cd é {END}ab")], say=lines.append)
+    assert type(engine) is Right and engine.compared == (21, 21)
+    assert [line.partition(" is not used: ")[0] for line in lines] == ["missing", "refusing", "wrong"]
+    assert "No module named 'no_such_package'" in lines[0] and "python -m pip install missing brings it" in lines[0]
+    assert lines[1].endswith("no such vocabulary")
+    assert "from byte 19 of" in lines[2] and "b'ab': [0] in place of [256]" in lines[2]
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_named_engine_that_is_missing_or_wrong_is_refused(tmp_path: Path) -> None:
+    text = part(tmp_path, "cd ab")
+    for name, message in (
+        ("missing", "engine='missing': No module named 'no_such_package'; python -m pip install missing brings it"),
+        ("refusing", "engine='refusing': no such vocabulary"),
+        ("wrong", r"engine='wrong': numpy .* has other ids than this library from byte 3 of .*text on"),
+        ("gigatokens", "engine='gigatokens' must be one of own, auto, missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engines.choose(name, AB, [text])
+    assert engines.choose("own", AB, [text]) is None
+
+
+@pytest.mark.usefixtures("fakes")
+def test_of_a_long_text_a_sample_is_compared(tmp_path: Path) -> None:
+    """The first pieces always; one wrong id elsewhere is noticed if its piece is drawn, and some are not."""
+    refused = list[bool]()
+    for place in range(40):
+        words_of_text = ["cd "] * 1400
+        words_of_text[place * 35] = "ab "
+        try:
+            engine = engines.choose("wrong", AB, [part(tmp_path, "".join(words_of_text))])
+            refused.append(False)
+            assert engine is not None and 600 < engine.compared[0] < 800 and engine.compared[1] == 4200
+        except ValueError:
+            refused.append(True)
+    assert all(refused[:2]) and 4 <= sum(refused) <= 16
+
+
+def test_the_settings_name_the_engines() -> None:
+    assert ("own", "auto", *engines.ENGINES) == config.ENGINES and set(engines.FASTER) < set(engines.ENGINES)
+    with pytest.raises(ValueError, match="engine='rust' must be one of own, auto, gigatoken"):
+        config.DataConfig(engine="rust")
+
+
+@pytest.mark.usefixtures("fakes")
+def test_the_engine_is_named_beside_the_tokens_which_any_engine_may_have_made(tmp_path: Path) -> None:
+    text = part(tmp_path, f"cd ab é {END}{END} ab\r\n")
+    for name, engine in (("own", None), ("engine", engines.choose("right", AB, [text]))):
+        path = data.tokenize_files(AB, [text], tmp_path / f"{name}.npy", engine=engine)
+        ids = data.open_tokens(path, AB)
+        assert ids.dtype == np.uint16 and ids.tolist() == AB.encode(text.read())
+        facts = strict_json.read_json(path.with_suffix(".json"))
+        assert facts["engine"].startswith("numpy " if engine else "own")
+        assert facts["compared_bytes"] == ([text.size, text.size] if engine else None)
