@@ -41,7 +41,8 @@ class Tokenizer:
     special_tokens  found in every text that is encoded; those that vocab lacks get the next ids
     special_ids     id of each special token, by its bytes
     ValueError: ids other than 0 to V - 1, two ids of the same bytes, a byte without an id, a merge of or into bytes
-    that are no token, or of a token that a later merge makes, a special token that is no string, a byte, or made by a merge.
+    that are no token, a merge of what only a later one makes, a special token that is no string, a byte, or made by a
+    merge.
     """
 
     def __init__(
