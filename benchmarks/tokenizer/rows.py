@@ -105,5 +105,5 @@ def main(task: str, target: str, processes: str, text: str, folder: str, vocab_s
     call_of(load_target(target), task, Path(text), asked, int(processes))()
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+if __name__ == "__main__":  # by an import, as a row's class is of the imported module
+    load_target("benchmarks.tokenizer.rows:main")(*sys.argv[1:])

@@ -77,12 +77,8 @@ def _size(part: views.View) -> tuple[bool, float]:
 
 def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
     """A case's values of these fields, joined by commas; a number stands behind its label."""
-    texts = []
-    for name in names:
-        value = case[name]
-        if value is not None:
-            texts.append(value if isinstance(value, str) else tables.value_head(part, name, value))
-    return ", ".join(texts)
+    known = [(name, case[name]) for name in names if case[name] is not None]
+    return ", ".join(value if isinstance(value, str) else tables.value_head(part, name, value) for name, value in known)
 
 
 def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str]]:
@@ -93,9 +89,10 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
     names, lines = part.identifying(["impl"]), list[list[str]]()
     contenders = part.only("time_s and contends").cases
     rows = {_words(part, case, names): case for case in part.cases}
-    today = {}
-    for case in part.cases:
-        today[case["id"]] = rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
+    today = {
+        case["id"]: rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
+        for case in part.cases
+    }
 
     def place(case: fields.Record) -> tuple[object, ...]:
         """A key that sorts by time; at the end disturbed rows, rows that do other work, and rows without a time."""

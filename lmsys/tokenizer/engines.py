@@ -4,13 +4,12 @@ The benchmark of tokenizers times the adapters, and `lmsys.training.data` encode
 has given. A new package is a class here, and a name in `lmsys.training.config.ENGINES`.
 """
 
-import importlib
 import json
 import os
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from itertools import chain
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from lmsys import values
 from lmsys.commands import PIP
-from lmsys.tokenizer import chunks, codec, naive, pretokens
+from lmsys.tokenizer import chunks, codec, pretokens
 
 PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece of text; how many pieces `choose` compares
 
@@ -32,18 +31,18 @@ class Engine:
     threads   that it may use. All but tiktoken use Rayon, which has one number for a process: RAYON_NUM_THREADS if that
               is set, else that of the first engine
     encode    `batch` of this tokenizer; `flat` reads its results
-    compared  the bytes of the text in which its ids were held to ours, and of the whole text
+    name      package and version; after `choose` also of how many bytes the ids were compared
     ImportError where the package is missing; what the package raises, for a vocabulary that it does not take.
     """
 
     package, reader, batch = "", "", ""
-    compared = (0, 0)
 
     def __init__(self, tokenizer: codec.Tokenizer, threads: int = 1):
         os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
         self.tokenizer, self.threads = tokenizer, threads
         self._pretokenizer = pretokens.Pretokenizer(tokenizer.special_tokens)
-        self.encode = self._function(importlib.import_module(self.package))
+        self.encode = self._function(import_module(self.package))
+        self.name = f"{self.package} {metadata.version(self.package)}"
 
     def _function(self, module: Any) -> Callable[[list[str]], Any]:
         return getattr(getattr(module.Tokenizer, self.reader)(as_json(self.tokenizer)), self.batch)
@@ -64,17 +63,15 @@ class Engine:
     def hold_to_ours(self, piece: chunks.Chunk) -> None:
         """ValueError, with the file and the byte, where the ids of a piece of text differ from ours."""
         text = piece.read()
-        ours, theirs = self.tokenizer.encode_array(text).tolist(), self.encode_array(text).tolist()
-        place = naive.first_difference(theirs, ours)
-        if place is not None:
-            start = len(self.tokenizer.decode_bytes(ours[:place]))
+        ours, theirs = self.tokenizer.encode_array(text), self.encode_array(text)
+        if not np.array_equal(ours, theirs):
+            both = min(len(ours), len(theirs))
+            place = int(np.append(ours[:both] != theirs[:both], True).argmax())
+            start = len(self.tokenizer.decode_bytes(ours[:place].tolist()))
             raise ValueError(
-                f"{self} has other ids than this library from byte {piece.start + start:,} of {piece.path} on,"
+                f"{self.name} has other ids than this library from byte {piece.start + start:,} of {piece.path} on,"
                 f" {text[start : start + 20]!r}: {theirs[place : place + 3]} in place of {ours[place : place + 3]}"
             )
-
-    def __str__(self) -> str:
-        return f"{self.package} {metadata.version(self.package)}"
 
 
 class Tiktoken(Engine):
@@ -83,8 +80,7 @@ class Tiktoken(Engine):
     package = "tiktoken"
 
     def _function(self, module: Any) -> Callable[[list[str]], Any]:
-        ids, specials = self.tokenizer.vocab.items(), self.tokenizer.special_ids
-        ranks = {token: number for number, token in ids if token not in specials}
+        ranks = {token: id_ for id_, token in self.tokenizer.vocab.items() if token not in self.tokenizer.special_ids}
         theirs = module.Encoding("own", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens={})
         return partial(theirs.encode_ordinary_batch, num_threads=self.threads)
 
@@ -122,7 +118,7 @@ def as_json(tokenizer: codec.Tokenizer) -> str:
         "vocab": {codec.as_written(token): number for number, token in tokenizer.vocab.items()},
         "merges": [" ".join(map(codec.as_written, merge)) for merge in tokenizer.merges],
     }
-    return json.dumps({"added_tokens": [], "pre_tokenizer": split, "decoder": split, "model": model})
+    return json.dumps({"added_tokens": [], "pre_tokenizer": split, "model": model})
 
 
 ENGINES: dict[str, type[Engine]] = {kind.package: kind for kind in (Gigatoken, Fastokens, Tiktoken, HuggingFace)}
@@ -158,7 +154,8 @@ def choose(
             engine = ENGINES[candidate](tokenizer, threads)
             for piece in compared:
                 engine.hold_to_ours(piece)
-            engine.compared = sum(piece.size for piece in compared), sum(piece.size for piece in pieces)
+            part, whole = sum(piece.size for piece in compared), sum(piece.size for piece in pieces)
+            engine.name += f", its ids compared with ours on {part:,} of {whole:,} bytes"
             return engine
         except Exception as error:  # a package may refuse a vocabulary by any kind of error
             advice = f"; {PIP} {candidate} brings it" if isinstance(error, ImportError) else ""

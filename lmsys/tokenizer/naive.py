@@ -5,19 +5,13 @@ Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 20
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 import regex
 
 from lmsys.tokenizer import codec, pretokens
 
 Pair = tuple[bytes, bytes]
-
-
-def first_difference(results: Sequence[object], expected: Sequence[object]) -> int | None:
-    """The first place at which two sequences differ; None where they are equal."""
-    pairs = enumerate(zip_longest(results, expected))
-    return None if results == expected else next(place for place, (left, right) in pairs if left != right)
 
 
 def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:

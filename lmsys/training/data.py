@@ -74,8 +74,7 @@ def tokenize_files(
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
         "end_of_text": end_of_text(tokenizer),
-        "engine": str(engine or "own"),
-        "compared_bytes": engine and engine.compared,
+        "engine": engine.name if engine else "own",
     }
     write_json(path.with_suffix(".json"), facts)
     return path

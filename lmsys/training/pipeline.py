@@ -63,12 +63,13 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
 def _check_folder(folder: Path) -> None:
     """ValueError where a file is in the place of a folder that a run writes, or a folder in that of a file."""
     corpora.make_folder(folder, "output")
-    for name in FOLDERS:
-        path = folder / name
-        values.hold((path.is_dir() or not path.exists(), f"{path}: must be a folder; move away what stands there"))
-    for name in FILES:
-        path = folder / name
-        values.hold((not path.is_dir(), f"{path}: must be a file; move the folder away"))
+    values.hold(
+        *(
+            (path.is_dir() or not path.exists(), f"{path}: must be a folder; move away what stands there")
+            for path in map(folder.joinpath, FOLDERS)
+        ),
+        *((not path.is_dir(), f"{path}: must be a file; move the folder away") for path in map(folder.joinpath, FILES)),
+    )
 
 
 def _take(context: RunContext, steps: list[str], alone: bool) -> int:
@@ -104,15 +105,17 @@ def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
     settings = {name: attrgetter(name)(config) for name in strict_json.paths(config)}
     settings |= {"the step": " ".join(steps), "--skip-data": skip_data}
     first, *rest = collectives.gather_objects(settings, None)
-    for rank, other in enumerate(rest, start=1):
-        for name, value in first.items():
-            values.hold(
-                (
-                    name in OF_A_RANK or other[name] == value,
-                    f"ranks have different settings: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank};"
-                    " start all with the same command",
-                )
+    values.hold(
+        *(
+            (
+                name in OF_A_RANK or other[name] == value,
+                f"ranks have different settings: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank};"
+                " start all with the same command",
             )
+            for rank, other in enumerate(rest, start=1)
+            for name, value in first.items()
+        )
+    )
 
 
 def make_tokenizer(context: RunContext, anew: bool) -> None:
@@ -158,7 +161,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
             return
         possible.check_text(context.config, corpus, tokenizer)
     engine = engines.choose(context.config.data.engine, tokenizer, corpus.files, context.processes, context.say)
-    by = f" by {engine}, whose ids are ours in all {engine.compared[0]:,} bytes that were compared" if engine else ""
+    by = f" by {engine.name}" if engine else ""
     context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB{by}")
     context.wait()  # all have read made.json
     if context.rank == 0:
