@@ -269,8 +269,7 @@ def over_bases(
         share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}
         view = fields(view, [share | {"of": 'peak_bytes / beside["peak_bytes"]'}])
         metrics += [f"peak_of_{base}"] * shares
-    speedups = [f"speedup_over_{base}" for base in bases]
-    return tables.listing(view, keys, metrics[:1] + speedups + metrics[1:], "", title)
+    return tables.listing(view, keys, metrics[:1] + [f"speedup_over_{base}" for base in bases] + metrics[1:], "", title)
 
 
 @step

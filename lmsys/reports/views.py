@@ -43,8 +43,9 @@ def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) 
         for name, declaration in declared.items():
             # Another file may have declared the field otherwise than that which the case is from.
             check_value(f"record {case['id']!r}: {name}", case[name], declaration)
-    view = View(machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug)
-    return view.styled()
+    return View(
+        machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug
+    ).styled()
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,9 @@ class View:
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
         """Gives each value of the field `name` a colour and a marker: those of the row that the field `row` names."""
         row = row or name
-        looks = words.styles_of(self.cases, name, row, label, self.table(row))
-        return replace(self, styles={**self.styles, name: looks})
+        return replace(
+            self, styles={**self.styles, name: words.styles_of(self.cases, name, row, label, self.table(row))}
+        )
 
     def table(self, row: str = "impl") -> Mapping[Any, Record]:
         """The rows, by name, of the table that holds the values of a field, with their traits.

@@ -129,6 +129,6 @@ def each_chunk(
     pieces = chunks(parts, Pretokenizer(special_tokens), size)
     if processes == 1:
         yield from map(function, pieces)
-        return
-    for future in futures(function, pieces, processes, environment={"OPENBLAS_NUM_THREADS": "1"}):
-        yield future.result()
+    else:
+        ended = futures(function, pieces, processes, environment={"OPENBLAS_NUM_THREADS": "1"})
+        yield from (future.result() for future in ended)

@@ -200,9 +200,8 @@ class TokenFiles:
     @property
     def end_of_text(self) -> int:
         """The id that ends each document. ValueError for a file that knows none, or another one than the first."""
-        first = read_end_of_text(self._paths[0])
-        for path in self._paths[1:]:
-            number = read_end_of_text(path)
+        first, *others = map(read_end_of_text, self._paths)
+        for path, number in zip(self._paths[1:], others, strict=True):
             values.hold((number == first, f"{path}: end_of_text={number} must be {first}, as in {self._paths[0]}"))
         return first
 
