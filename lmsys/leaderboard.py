@@ -48,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
         rows, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
-        facts = {"heads": HEADS, "rows": rows, "refused": refused, "workload": sorted(workload), "anchor": given.anchor}
-        fill(given.output, {"index.html": render("leaderboard.html", **facts)})
+        html = render(
+            "leaderboard.html", heads=HEADS, rows=rows, refused=refused, workload=sorted(workload), anchor=given.anchor
+        )
+        fill(given.output, {"index.html": html})
     except (OSError, ValueError) as error:
         print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
         return 2

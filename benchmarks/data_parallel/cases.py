@@ -81,6 +81,11 @@ class ParallelCase(TrainedCase):
         return given | {"bucket_mb": None} if self.asked_bucket_mb == "all" else given
 
     @property
+    def stepped_by(self) -> tuple[int, bool, str]:
+        """The ranks and the optimizer: rows that are stepped alike have equal ones."""
+        return self.world_size, self.sharded_optimizer, self.optimizer
+
+    @property
     def whole_model(self) -> Entry | None:
         """The row of somebody else's model that is trained instead of ours; None: ours."""
         return None
@@ -327,14 +332,9 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row that a row's communication is compared with, if it has been timed: on as many ranks, stepped alike."""
-    same = []
-    for other in rows:
-        sharded = other.case.sharded_optimizer == row.case.sharded_optimizer
-        stepped_alike = sharded and other.case.optimizer == row.case.optimizer
-        if other.passes and stepped_alike and other.case.world_size == row.case.world_size:
-            same.append(other)
-    largest = max(same, key=lambda other: other.case.traits.baseline, default=None)
-    return largest if largest and largest.case.traits.baseline else None
+    timed = [other for other in rows if other.passes and other.case.traits.baseline]
+    alike = [other for other in timed if other.case.stepped_by == row.case.stepped_by]
+    return max(alike, key=lambda other: other.case.traits.baseline, default=None)
 
 
 def memory(row: Row) -> Record:

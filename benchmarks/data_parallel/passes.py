@@ -250,8 +250,7 @@ def _optimizers(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype)
     from lmsys.training import muon  # here, as an earlier state of the code under --against may not have it
 
     if dtype == torch.float64:
-        groups = structure.grouped(module, muon.matrix_groups(module))
-        return [muon.Muon(groups, ns_dtype=dtype, **ADAMW | MUON)]
+        return [muon.Muon(structure.grouped(module, muon.matrix_groups(module)), ns_dtype=dtype, **ADAMW | MUON)]
     matrices = muon.hidden_matrices(module)
     others = [p for p in module.parameters() if p not in matrices]
     of_both = {"lr": ADAMW["lr"], "weight_decay": MUON["weight_decay"]}

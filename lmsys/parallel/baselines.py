@@ -21,7 +21,7 @@ class AfterBackward(wrapper.Wrapper):
     halves_sums = True
 
     def _synchronize(self) -> None:
-        missing = self._missing()
+        missing = [index for index, p in enumerate(self.trainable) if p.grad is None]
         use = self._use(missing)
         collectives.all_reduce_mean(use, self.group, async_op=False).wait()
         self._average()

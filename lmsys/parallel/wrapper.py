@@ -273,10 +273,6 @@ class Wrapper(nn.Module):
         """Makes every gradient the mean over ranks, waits for it, and calls `_conclude`."""
         raise NotImplementedError
 
-    def _missing(self) -> list[int]:
-        """The indices of parameters without a gradient on this rank."""
-        return [index for index, p in enumerate(self.trainable) if p.grad is None]
-
     def _use(self, missing: list[int]) -> Tensor:
         """(parameters + 3,): 1 for each gradient that is here and 0 for each `missing` one, then `_flags`.
 
@@ -397,11 +393,10 @@ def _agree(module: nn.Module, group: collectives.Group) -> None:
         (not sparse, f"{', '.join(sparse[:1])} makes sparse gradients: strategies add dense ones; set sparse=False"),
         (not ignores, "the module names parameters that DDP is to ignore: hold them in another module"),
     )
-    mine: list[tuple[Any, ...]] = []
-    for name, p in module.named_parameters():
-        mine.append((name, tuple(p.shape), str(p.dtype), p.requires_grad))
-    for name, x in module.named_buffers():
-        mine.append((name, tuple(x.shape), str(x.dtype), None))
+    mine = [
+        (name, tuple(x.shape), str(x.dtype), x.requires_grad if isinstance(x, nn.Parameter) else None)
+        for name, x in chain(module.named_parameters(), module.named_buffers())
+    ]
     first, *others = collectives.gather_objects(mine, group)
     for rank, other in enumerate(others, start=1):
         for here, there in zip_longest(first, other):

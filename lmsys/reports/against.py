@@ -117,8 +117,7 @@ def why_not(before: load.Machine, after: load.Machine) -> str:
 
 def of_one_side(pair: Compared) -> Iterator[str]:
     """Yields a line for each run that has cases which the other lacks: how many, and the first."""
-    only = of_one_run(*(side.records for side in pair.sides.values()))
-    for run, cases in zip(pair.sides, only, strict=True):
+    for run, cases in zip(pair.sides, of_one_run(*(side.records for side in pair.sides.values())), strict=True):
         if cases:
             several = len(cases) > 1
             yield f"{len(cases)} case{'s' * several} only in the run {run}: {cases[0]['id']}{', ...' * several}"

@@ -101,7 +101,7 @@ def questions(machine: load.Machine) -> Iterator[Question]:
             continue
         view = views.view_of(machine, name)
         keys = view.chosen(["@?", "-impl", "-device"])  # the axes that differ between cases, without impl and device
-        if len(view.distinct(keys)) > MOST_LINES:
+        if len(view.groups(keys)) > MOST_LINES:
             keys = [axis for axis in keys if isinstance(view.first[axis], str)]
         keys = keys or ["section"]
         yield Question(

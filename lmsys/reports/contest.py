@@ -85,8 +85,7 @@ class Question:
 
         {} where no comparison has `enough` rows.
         """
-        comparisons = fields.grouped((str(case["comparison"]), case) for case in cases)
-        settled = list(filter(self.enough, comparisons.values()))
+        settled = list(filter(self.enough, fields.grouped((str(case["comparison"]), case) for case in cases).values()))
         if not settled:
             return {}
         bases = [name for name, test in self.before.items() if any(map(partial(expressions.value_of, test), cases))]

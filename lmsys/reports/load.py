@@ -154,8 +154,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         run = str(machine.get("date") or ""), json.dumps(machine, sort_keys=True)
         for case in result["records"]:
             cases[hardware, tuple(map(case.get, IDENTITY))] = hardware, run, case
-    nothing = f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}"
-    hold((cases, nothing), error=InputError)
+    hold((cases, f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}"), error=InputError)
     return list(machines_of(list(cases.values()), fields, rows, layouts))
 
 

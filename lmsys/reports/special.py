@@ -29,8 +29,7 @@ COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
 @steps.step
 def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
     """Adds the field `name`: the least value of `of` in cases that pass `among` and share this case's value of `by`."""
-    groups = view.only(f"{among} and {of}").groups([by])
-    known = {key: min(part.column(of)) for (key,), part in groups.items()}
+    known = {key: min(part.column(of)) for (key,), part in view.only(f"{among} and {of}").groups([by]).items()}
     return view.adding(lambda case: {name: known.get(case[by])})
 
 
@@ -65,7 +64,7 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
     """Captions tell the product of each pair of fields that is constant while the first of the two varies."""
     constant = []
     for pair in names:
-        known = {a * b for a, b in view.distinct(pair) if type(a) is type(b) is int}
+        known = {a * b for a, b in view.groups(pair) if type(a) is type(b) is int}
         if len(known) == 1 and view.varies(pair[0]):
             constant.append(f"{'·'.join(pair)} = {known.pop():,}")
     return replace(view, remark=", ".join(constant))
@@ -88,7 +87,7 @@ def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[
 
     A table of each way would then have one line.
     """
-    return view.with_facts(**{name: len(view.distinct(shape)) == 1 and any(map(view.varies, ways))})
+    return view.with_facts(**{name: len(view.groups(shape)) == 1 and any(map(view.varies, ways))})
 
 
 @steps.step

@@ -230,7 +230,7 @@ def listing(
                 details[len(rows), len(texts)] = cells.detail(view, case)
             texts.append(cells.cell(view, name, case, notes, ending=name == metrics[0]))
         rows.append(texts)
-    is_single = len(view.distinct(["id"])) == len(view.cases)  # else a case has several lines
+    is_single = len(view.groups(["id"])) == len(view.cases)  # else a case has several lines
     for part in view.groups(["comparison"]).values() if is_single else ():
         for column, field in enumerate(shown, len(keys)):
             for case in _best(view, field, part.cases):
@@ -250,7 +250,7 @@ def listing(
         source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
-        answer=_answer(view, clocked[0], winners, len(view.distinct(["comparison"]))) if clocked else "",
+        answer=_answer(view, clocked[0], winners, len(view.groups(["comparison"]))) if clocked else "",
     )
 
 

@@ -281,10 +281,6 @@ class View:
         names = filter(self.fields.__contains__, words.NAMES.findall(text))
         return words.filled(text, {"lines": len(self.cases), **self.constants(names)})
 
-    def distinct(self, names: Sequence[str]) -> list[Key]:
-        """Each combination of values of these fields once, in order of appearance."""
-        return list(self.groups(names))
-
     def values(self, name: str) -> list[Any]:
         """Each value of a field once, in reading order; texts outside of it in order of appearance."""
         return sorted(dict.fromkeys(map(itemgetter(name), self.cases)), key=lambda value: self.place(name, value)[:2])
@@ -294,7 +290,7 @@ class View:
         identifying = list(names)
         for name in self.axes():
             known = identifying + list(filter(None, others))
-            if name not in OF_THE_ROW and len(self.distinct(known)) < len(self.distinct(known + [name])):
+            if name not in OF_THE_ROW and len(self.groups(known)) < len(self.groups(known + [name])):
                 identifying.append(name)
         return identifying
 
