@@ -44,6 +44,7 @@ SETTINGS = [
 SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("d_model", "d_ff", "num_layers", "num_heads")]
 SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("vocab_size", "context_length", "attention")]
 STARTED: list[subprocess.Popen[str]] = []  # processes that `end_all` ends
+MUON = "train.optimizer=muon", "train.undecayed=ln|embeddings"
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
@@ -71,6 +72,12 @@ class RandomTokens:
 def config(output: Path, *settings: str) -> RunConfig:
     """The configuration of a run in the folder `output`: SETTINGS, then `settings` such as "train.steps=3"."""
     return RunConfig(str(output)).changed([*SETTINGS, *settings])
+
+
+def on(strategy: str) -> tuple[str, ...]:
+    """The settings of a strategy, in which "+sharded" stands for train.sharded_optimizer."""
+    name = strategy.removesuffix("+sharded")
+    return f"train.strategy={name}", f"train.sharded_optimizer={str(name != strategy).lower()}"
 
 
 def corpus(folder: Path) -> Path:

@@ -1,6 +1,5 @@
-"""Trainings by Muon: settings, one sha256 on any number of ranks, resumed equals uninterrupted."""
+"""Trainings by Muon: settings, and resumed equals uninterrupted. test_reproducible.py asks for one sha256 of them."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,12 @@ from lmsys.training.config import TrainConfig
 from lmsys.training.muon import Muon
 from lmsys.training.optimizer import AdamW
 from lmsys.training.reproducible import weights_sha256
+from tests.support import training_runs
 from tests.support.ranks import use
-from tests.support.training_runs import config, reproduced, trainer
-from tests.support.variants import some
+from tests.support.training_runs import config, on, reproduced, trainer
 
 STEPS = 5
-MUON = "train.optimizer=muon", "train.undecayed=ln|embeddings", f"train.steps={STEPS}"
-REPRODUCIBLE = *MUON, "train.reproducible=true", "train.clip_norm=0.5"
-SHARDED = "train.sharded_optimizer=true"
-
-
-def on(strategy: str) -> tuple[str, ...]:
-    """The settings of a strategy, in which "+sharded" stands for train.sharded_optimizer."""
-    name = strategy.removesuffix("+sharded")
-    return f"train.strategy={name}", *((SHARDED,) if name != strategy else ())
+MUON = *training_runs.MUON, f"train.steps={STEPS}"
 
 
 def test_without_the_setting_adamw_steps_all(tmp_path: Path) -> None:
@@ -51,53 +42,6 @@ def test_settings_reach_the_param_groups(tmp_path: Path) -> None:
         assert hidden == (held if group["use_muon"] else set())
         assert (group["momentum"], group["adjust_lr_fn"], group["batched"]) == (0.7, "match_rms_adamw", True)
         assert group["weight_decay"] == (0.0 if any("ln" in name or "embeddings" in name for name in held) else 0.1)
-
-
-STRATEGIES = (
-    "naive",
-    "flat+sharded",
-    "overlapped",
-    "overlapped+sharded",
-    "bucketed",
-    "bucketed+sharded",
-    "zero1",
-    "fsdp",
-)
-
-
-@pytest.fixture(scope="module")
-def expected(ranks: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> str:
-    run = config(tmp_path_factory.mktemp("run"), *REPRODUCIBLE, "train.strategy=none")
-    return ranks.run(reproduced, run, 1, STEPS)[0]
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), some(product(STRATEGIES, (1, 2, 4)), 2))
-def test_weights_have_one_sha256(
-    ranks: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
-) -> None:
-    found = ranks.run(reproduced, config(tmp_path, *REPRODUCIBLE, *on(strategy)), world_size, STEPS)
-    assert found[:world_size] == [expected] * world_size
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (("bucketed+sharded", 4), ("bucketed+sharded", 2)),
-        (("zero1", 2), ("naive", 1)),
-        (("none", 1), ("zero1", 4)),
-        (("fsdp", 4), ("bucketed+sharded", 2)),
-        (("zero1", 2), ("fsdp", 1)),
-    ],
-)
-def test_a_run_that_goes_on_elsewhere_ends_the_same(
-    ranks: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
-) -> None:
-    """Ended after three steps, and resumed under another strategy on another number of ranks."""
-    for (strategy, world_size), steps in ((before, 3), (after, STEPS)):
-        run = config(tmp_path, *REPRODUCIBLE, *on(strategy))
-        found = set(ranks.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
-        assert len(found) == 1
-    assert found == {expected}
 
 
 @pytest.mark.parametrize(

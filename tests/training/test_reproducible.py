@@ -19,34 +19,40 @@ from lmsys.training.config import TrainConfig
 from lmsys.training.optimizer_triton import whole_squares
 from lmsys.training.reproducible import Tree, exact_norm
 from lmsys.traits import StrategyTraits
-from tests.support.training_runs import config, reproduced, trainer
+from tests.support.training_runs import MUON, config, on, reproduced, trainer
 from tests.support.variants import some
 
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
+SHARDED = "flat+sharded", "overlapped+sharded", "bucketed+sharded"
 STEPS = 6
 WORLD_SIZES = {"train.leaves=2": (1, 2), "train.leaves=8": (1, 4)}
 # {setting: numbers of ranks, or strategies, that it can have}; all others run with every one.
-ONLY = {"train.sharded_optimizer=true": ("bucketed",), "train.bucket_mb=0.001": ("bucketed", "zero1")}
+ONLY = {"train.bucket_mb=0.001": ("bucketed", "zero1")}
 SETTINGS = ("train.reproducible=true", f"train.steps={STEPS}", "train.clip_norm=0.5")
 
 
+@pytest.fixture(scope="module", params=[(), MUON], ids=["adamw", "muon"])
+def settings(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Settings of a training, by each optimizer."""
+    return SETTINGS + request.param
+
+
 @pytest.fixture(scope="module")
-def expected(ranks: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> str:
-    run = config(tmp_path_factory.mktemp("run"), *SETTINGS, "train.strategy=naive")
+def expected(ranks: WorkerGroup, settings: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = config(tmp_path_factory.mktemp("run"), *settings, "train.strategy=naive")
     return ranks.run(reproduced, run, 1, STEPS)[0]
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), some(product(STRATEGIES, (1, 2, 4)), 2))
+@pytest.mark.parametrize(("strategy", "world_size"), some(product(STRATEGIES + SHARDED, (1, 2, 4)), 2))
 def test_weights_have_one_sha256(
-    ranks: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
+    ranks: WorkerGroup, settings: tuple[str, ...], expected: str, tmp_path: Path, strategy: str, world_size: int
 ) -> None:
-    digests = ranks.run(reproduced, config(tmp_path, *SETTINGS, f"train.strategy={strategy}"), world_size, STEPS)
+    digests = ranks.run(reproduced, config(tmp_path, *settings, *on(strategy)), world_size, STEPS)
     assert digests[:world_size] == [expected] * world_size
 
 
 TRAINED = [
     ("train.precision=bf16",),
-    ("train.sharded_optimizer=true",),
     ("model.d_model=12", "model.d_ff=21", "model.vocab_size=307", "model.num_layers=3"),
     ("train.leaves=8",),
     ("train.leaves=2", "train.clip_norm=0"),
@@ -56,42 +62,56 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("settings", some([(settings,) for settings in TRAINED], 4))
-def test_whatever_is_trained(ranks: WorkerGroup, tmp_path: Path, settings: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("more", some([(more,) for more in TRAINED], 4))
+def test_whatever_is_trained(ranks: WorkerGroup, tmp_path: Path, more: tuple[str, ...]) -> None:
     digests = set()
     for strategy, world_size in product(("bucketed", "zero1", "fsdp"), (1, 2, 4)):
-        if world_size not in WORLD_SIZES.get(settings[0], (1, 2, 4)) or strategy not in ONLY.get(
-            settings[0], STRATEGIES
-        ):
+        if world_size not in WORLD_SIZES.get(more[0], (1, 2, 4)) or strategy not in ONLY.get(more[0], STRATEGIES):
             continue
-        run = config(tmp_path, *SETTINGS, *settings, f"train.strategy={strategy}")
+        run = config(tmp_path, *SETTINGS, *more, f"train.strategy={strategy}")
         digests |= set(ranks.run(reproduced, run, world_size, STEPS)[:world_size])
     assert len(digests) == 1
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("naive", 1), ("fsdp", 2)])
 def test_checkpointing_changes_no_bit(
-    ranks: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
+    ranks: WorkerGroup, settings: tuple[str, ...], expected: str, tmp_path: Path, strategy: str, world_size: int
 ) -> None:
     levels = "model.checkpoint_blocks=attention*1,matmuls*1"
-    run = config(tmp_path, *SETTINGS, f"train.strategy={strategy}", levels)
+    run = config(tmp_path, *settings, f"train.strategy={strategy}", levels)
     assert ranks.run(reproduced, run, world_size, STEPS)[:world_size] == [expected] * world_size
 
 
-@pytest.mark.parametrize(("before", "after"), [(("fsdp", 4), ("bucketed", 2)), (("zero1", 2), ("fsdp", 1))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("bucketed+sharded", 4), ("bucketed+sharded", 2)),
+        (("zero1", 2), ("naive", 1)),
+        (("none", 1), ("zero1", 4)),
+        (("fsdp", 4), ("bucketed+sharded", 2)),
+        (("zero1", 2), ("fsdp", 1)),
+    ],
+)
 def test_a_run_that_goes_on_elsewhere_ends_the_same(
-    ranks: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+    ranks: WorkerGroup,
+    settings: tuple[str, ...],
+    expected: str,
+    tmp_path: Path,
+    before: tuple[str, int],
+    after: tuple[str, int],
 ) -> None:
     """It ends after four steps, and is resumed with another strategy on another number of ranks."""
     for (strategy, world_size), steps in ((before, 4), (after, STEPS)):
-        run = config(tmp_path, *SETTINGS, f"train.strategy={strategy}")
+        run = config(tmp_path, *settings, *on(strategy))
         digests = set(ranks.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
         assert len(digests) == 1
     assert digests == {expected}
 
 
-def test_two_additions_exchanged_are_seen(ranks: WorkerGroup, expected: str, tmp_path: Path) -> None:
-    run = config(tmp_path, *SETTINGS, "train.strategy=naive")
+def test_two_additions_exchanged_are_seen(
+    ranks: WorkerGroup, settings: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    run = config(tmp_path, *settings, "train.strategy=naive")
     assert ranks.run(reproduced, run, 1, STEPS, "", True)[0] != expected
 
 
