@@ -3,7 +3,7 @@
 The options are those of benchmarks/axes.py. A new bad value is a case of the first test.
 """
 
-from itertools import groupby
+from itertools import chain, groupby
 
 import pytest
 from hypothesis import given
@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from benchmarks import axes
 from benchmarks.bench_attention import shapes
-from lmsys.bench import Axis, Grid, positive
+from benchmarks.bench_collectives import Collectives
+from benchmarks.bench_data_parallel import DataParallel
+from benchmarks.bench_loss import Loss
+from benchmarks.bench_training import Training
+from benchmarks.sweeps import SWEEPS
+from lmsys.bench import Axis, Benchmark, Grid, Settings, positive
 from lmsys.bench.fields import filled, given_axes
+from lmsys.bench.results import Session
 from lmsys.checkpointing import LEVELS
 from lmsys.config import RESIDUALS
 
@@ -28,7 +34,24 @@ from lmsys.config import RESIDUALS
         ("--direction", "forward", "must be one of fwd, bwd, fwdbwd"),
         ("--causal", "maybe", "must be one of yes, no"),
         ("--heads", "12:5", "must be a multiple of key/value heads"),
+        (
+            "--size",
+            "medum",
+            "must be one of tiny, small, medium, large, xl, 2.7b, 10b, 1b, 3b, 8b; did you mean medium",
+        ),
+        ("--context", "0", "--context '0': must be a positive whole number"),
+        ("--precision", "bf61", "must be one of fp32, tf32, bf16, fp16"),
+        ("--mode", "fwd", "must be one of forward, train_forward, backward, optimizer, step"),
+        ("--compile", "jit", "--compile 'jit': must be one of eager, compiled, graphed"),
+        ("--world-size", "two", "--world-size 'two': must be a positive whole number"),
+        ("--comm-dtype", "bf16", "--comm-dtype 'bf16': must be one of float32, float16, bfloat16"),
+        ("--sharded-optimizer", "maybe", "--sharded-optimizer 'maybe': must be one of yes, no"),
+        ("--optimizer", "sgd", "--optimizer 'sgd': must be one of adamw, muon"),
         ("--epochs", "1", "--epochs '1': must be at least 2"),
+        ("--epochs", "2,3", "--epochs '2,3': must be a positive whole number"),
+        ("--train-tokens", "0", "--train-tokens '0': must be a positive whole number"),
+        ("--val-tokens", "many", "--val-tokens 'many': must be a positive whole number"),
+        ("--bucket-mb", "0", "--bucket-mb '0': must be a positive whole number"),
         ("--bucket-mb", "few", "must be a positive whole number"),
         ("--checkpoint", "none,,whole", "--checkpoint '': must be fit, a number of blocks"),
         ("--checkpoint", "none,matmul*2", "--checkpoint 'matmul*2': must be fit, a number of blocks, one of none, "),
@@ -44,6 +67,16 @@ def test_bad_values_are_named(option: str, value: str, message: str) -> None:
 def test_every_option_is_declared_once_and_has_help() -> None:
     options = [axis.option for axis in axes.NAMED]
     assert len(set(options)) == len(options) and all(axis.help for axis in axes.NAMED)
+
+
+@pytest.mark.parametrize("kind", [Collectives, DataParallel, Loss, Training])
+def test_every_sweep_has_cases_of_its_own(kind: type[Benchmark]) -> None:
+    """No id has the name of another benchmark, by which -k selects that one."""
+    names = "attention model loss anatomy precision tokenizer training data_parallel collectives".split()
+    for sweep in chain.from_iterable(map(dict.values, SWEEPS.values())):
+        ids = Session(Settings(device="cpu"), sweep).add(kind)
+        assert ids and len(set(ids)) == len(ids)
+        assert not any(name in case_id for case_id in ids for name in names if name != kind.name)
 
 
 def test_named_axes_take_the_place_of_a_grids_own() -> None:

@@ -27,7 +27,6 @@ from benchmarks.data_parallel.rank import Taken, inspect, take_pass
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Grid, Settings, Sweep
-from lmsys.bench.fields import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported, entropy
 from lmsys.bench.results import Session
 from lmsys.cost.operations import block_matrices, model_parameters
@@ -112,7 +111,6 @@ class broken(Container):
 
 '''
 OWN_NAMES = "Container", "divided", "slightly_off", "summed", "forgets_unused", "broken"
-OTHERS = "attention", "model", "loss", "anatomy", "precision", "tokenizer", "training", "collectives"
 TINY = {"size": ("tiny",), "context": (16,), "precision": ("fp32",), "batch": (2,), "world_size": (2,)}
 Records = dict[str, dict[str, Any]]
 
@@ -132,14 +130,6 @@ def ids(sweep: Sweep, **texts: str) -> list[str]:
     """The ids of a sweep's cases. `texts`: options of the command line, such as world_size="1,2"."""
     options = {"--" + name.replace("_", "-"): text for name, text in texts.items()}
     return Session(Settings(device="cpu"), sweep, texts=options).add(DataParallel)
-
-
-def test_every_sweep_has_cases_of_its_own() -> None:
-    for sweep in SWEEPS.values():
-        for device in sweep.values():
-            case_ids = ids(device)
-            assert case_ids and len(set(case_ids)) == len(case_ids)
-            assert not any(word in case_id for case_id in case_ids for word in OTHERS)
 
 
 def test_the_command_line_names_rows_and_their_variants() -> None:
@@ -234,22 +224,6 @@ def test_all_rows_of_a_group_share_compiled_blocks(two_ranks: Ranks) -> None:
     cases = [replace(case, asked_bucket_mb=None if case.impl == "fsdp" else 0.01) for case in cases]
     first, *others = two_ranks.run(2, "gloo", _graphs, [*cases, cases[0]])[0]
     assert first == 1 and others == [1] * len(cases)
-
-
-@pytest.mark.parametrize(
-    ("option", "text", "message"),
-    [
-        ("--compile", "jit", "--compile 'jit': must be one of eager, compiled, graphed"),
-        ("--bucket-mb", "0", "--bucket-mb '0': must be a positive whole number"),
-        ("--world-size", "two", "--world-size 'two': must be a positive whole number"),
-        ("--comm-dtype", "bf16", "--comm-dtype 'bf16': must be one of float32, float16, bfloat16"),
-        ("--sharded-optimizer", "maybe", "--sharded-optimizer 'maybe': must be one of yes, no"),
-        ("--optimizer", "sgd", "--optimizer 'sgd': must be one of adamw, muon"),
-    ],
-)
-def test_a_bad_value_is_refused(option: str, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        given_axes(DataParallel.axes, {option: text})
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -33,7 +33,6 @@ TINY: dict[str, Any] = {
     "row": ("chunked", "eager"),
 }
 PRECISIONS = "fp32", "bf16", "fp16"
-OTHER_BENCHMARKS = "attention", "model", "data_parallel", "collectives", "tokenizer", "training"  # words of `-k`
 
 
 def records(timed: bool = True, **values: Any) -> dict[str, dict[str, Any]]:
@@ -41,11 +40,9 @@ def records(timed: bool = True, **values: Any) -> dict[str, dict[str, Any]]:
     return harness.records(Loss(), cases_of(Loss(), **(TINY | values)), timed=timed)
 
 
-def test_every_sweep_has_cases_of_its_own() -> None:
+def test_options_hold_in_every_sweep() -> None:
     for sweep in SWEEPS.values():
         for device, sweep_here in sweep.items():
-            ids = Session(Settings(device=device), sweep_here).add(Loss)
-            assert ids and not any(word in case_id for case_id in ids for word in OTHER_BENCHMARKS)
             chosen = Session(Settings(device=device), sweep_here, texts={"--precision": "tf32", "--batch": "3"}).add(
                 Loss
             )
@@ -285,8 +282,3 @@ def test_a_reference_without_room_is_an_error_of_the_bench(monkeypatch: pytest.M
     monkeypatch.setattr(Inputs, "in_blocks", fails)
     for record in records().values():
         assert record["outcome"] == "error" and "the bench failed, not the row: no room" in record["reason"]
-
-
-def test_without_timing_rows_are_checked_only() -> None:
-    for record in records(timed=False).values():
-        assert record["outcome"] == "ok" and "not timed" in record["reason"] and "time_s" not in record

@@ -22,7 +22,7 @@ from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.attention.naive import naive
 from lmsys.bench import Settings
-from lmsys.bench.fields import filled, given_axes
+from lmsys.bench.fields import filled
 from lmsys.bench.results import Session
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import model_flops, model_parameters
@@ -370,28 +370,3 @@ def test_the_study_of_warm_up_starts_cold_each_time() -> None:
     assert record["outcome"] == "ok", record["reason"]
     assert record["warmup_steps"] == 0 and record["rounds"] == 10 and record["std_s"] > 0
     assert record["id"] == "s-tiny-S8B1-fp32-W0-forward-eager-auto"
-
-
-def test_without_timing_rows_are_checked_only() -> None:
-    for record in records(timed=False).values():
-        assert record["outcome"] == "ok" and "not timed" in record["reason"] and "time_s" not in record
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        (
-            "--size",
-            "medum",
-            "must be one of tiny, small, medium, large, xl, 2.7b, 10b, 1b, 3b, 8b; did you mean medium",
-        ),
-        ("--context", "0", "--context '0': must be a positive whole number"),
-        ("--precision", "bf61", "must be one of fp32, tf32, bf16, fp16"),
-        ("--mode", "fwd", "must be one of forward, train_forward, backward, optimizer, step"),
-        ("--compile", "yes", "must be one of eager, compiled"),
-    ],
-)
-def test_bad_axis_values_are_named(option: str, value: str, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        given_axes(Model.axes, {option: value})
-    assert message in str(caught.value)

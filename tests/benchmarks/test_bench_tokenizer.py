@@ -213,8 +213,3 @@ def test_what_fails_outside_a_row_fails_every_case(monkeypatch: pytest.MonkeyPat
     record = measured()["lmsys"]
     assert record["outcome"] == "error" and "the bench failed, not the row: ValueError: no text" in record["reason"]
     assert record["text_bytes"] is None
-
-
-def test_without_timing_rows_are_checked_only() -> None:
-    record = measured(tokenizer=SERIAL)["lmsys_serial"]
-    assert record["outcome"] == "ok" and "not timed" in record["reason"] and "time_s" not in record

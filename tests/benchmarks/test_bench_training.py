@@ -19,7 +19,6 @@ from benchmarks.sweeps import SWEEPS
 from benchmarks.training import rank as text
 from benchmarks.training.rank import TrainingCase, tokens_of
 from lmsys.bench import Grid, Settings, Sweep, record
-from lmsys.bench.fields import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported
 from lmsys.bench.results import Session, read_results
 from lmsys.bench.runner import Runner
@@ -78,7 +77,6 @@ TINY = {
     "val_tokens": 64,
     "vocab_size": 300,
 }
-OTHERS = "attention", "model", "loss", "anatomy", "precision", "data_parallel", "collectives", "tokenizer"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,14 +112,6 @@ def records(trainer: Runner, **changes: Any) -> dict[str, dict[str, Any]]:
     return {row["impl"]: record.check_record(row) for row in measured}
 
 
-def test_every_sweep_has_cases_of_its_own() -> None:
-    for sweep in SWEEPS.values():
-        for device in sweep.values():
-            ids = Session(Settings(device="cpu"), device).add(Training)
-            assert ids and len(set(ids)) == len(ids)
-            assert not any(word in case_id for case_id in ids for word in OTHERS)
-
-
 def test_the_matrix_is_that_of_the_sources() -> None:
     (grid,) = (grid for grid in SWEEPS["full"]["cuda"].grids["training"] if grid.name == "matrix")
     cases = cases_of(**{"batch": (8,), "precision": ("bf16",), "val_tokens": 65_536, **grid, "world_size": (2,)})
@@ -144,20 +134,6 @@ def test_the_command_line_names_rows_and_sizes() -> None:
     ]
     first, second = (session._cases["training", name] for name in ids[:2])
     assert [(case.global_batch, case.steps, case.windows) for case in (first, second)] == [(3, 10, 6), (6, 5, 6)]
-
-
-@pytest.mark.parametrize(
-    ("option", "text", "message"),
-    [
-        ("--epochs", "1", "--epochs '1': must be at least 2"),
-        ("--epochs", "2,3", "--epochs '2,3': must be a positive whole number"),
-        ("--train-tokens", "0", "--train-tokens '0': must be a positive whole number"),
-        ("--val-tokens", "many", "--val-tokens 'many': must be a positive whole number"),
-    ],
-)
-def test_a_bad_value_is_refused(option: str, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        given_axes(Training.axes, {option: text})
 
 
 def test_tokens_that_fill_no_step_or_window_are_refused() -> None:
