@@ -2,7 +2,7 @@
 
 A seal is a digest that a record or a file has of its content. A forger is a function that changes the content of a
 file; it is sealed again afterwards, unless the seal is what the forger changes. To add one, write a function with
-@forger(the file, what verify must say). Honest files pass: one of attention from one H200, and one of the loss, which
+@forger(the file, what verify must say), or an entry of SIZES. Honest files pass: one of attention from one H200, and one of the loss, which
 is measured here. `tests/test_verify.py` has more alterations.
 """
 
@@ -11,6 +11,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.bench_loss import Loss
 from lmsys import verify
 from lmsys.bench.record import load, older_file_seal, others_seal, seal
 from tests.benchmarks.test_bench_loss import records as loss_records
-from tests.test_verify import Content, entry, records, seal_again, seal_file
+from tests.test_verify import Content, entry, first_record, put, records, seal_again, seal_file
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "data" / "attention_h200.json"
@@ -165,36 +166,6 @@ def a_call_after_the_last(content: Content) -> None:
     calls(content)[0]["call"] = records(content)[0]["rounds"]
 
 
-@forger("attention", "not recomputed: 64,000,000,000 elements")
-def huge_batch(content: Content) -> None:
-    records(content)[0]["batch"] = 10**9
-
-
-@forger("attention", "not recomputed: 1,000,000,000 elements")
-def huge_batch_of_short_sequences(content: Content) -> None:
-    records(content)[0] |= {"batch": 10**9, "queries": 1, "keys": 1, "head_dim": 1}
-
-
-@forger("attention", "not recomputed: 32,768,000,000,000 elements")
-def huge_group_of_heads(content: Content) -> None:
-    records(content)[0] |= {"heads": 10**9, "kv_heads": 1, "keys": 1}
-
-
-@forger("attention", "is too large for a pattern")
-def huge_window(content: Content) -> None:
-    records(content)[0] |= {"keys": 10**12, "window": 10**6}
-
-
-@forger("attention", "is too large for a pattern")
-def huge_batch_of_caches(content: Content) -> None:
-    records(content)[0] |= {"batch": 10**9, "key_lengths": True}
-
-
-@forger("attention", "it cannot be recomputed")
-def no_heads(content: Content) -> None:
-    records(content)[0]["kv_heads"] = 0
-
-
 @forger("attention", "time_s is")
 def samples_that_no_machine_reaches(content: Content) -> None:
     record = records(content)[0]
@@ -290,14 +261,34 @@ def a_token_that_is_none(content: Content) -> None:
     losses(content)[0]["part"]["row"] = 10**9
 
 
-@forger("loss", "not recomputed: a weight or hidden states of 16,000,000,000,000 elements")
-def huge_number_of_tokens(content: Content) -> None:
-    records(content)[0]["tokens"] = 10**12
-
-
-@forger("loss", "not recomputed: a weight or hidden states of 16,000,000,000,000 elements")
-def huge_vocabulary(content: Content) -> None:
-    records(content)[0]["vocab_size"] = 10**12
+# Values of fields of the first record: by name the file, what verify must say, and the values.
+SIZES: dict[str, tuple[str, str, Content]] = {
+    "huge_batch": ("attention", "not recomputed: 64,000,000,000 elements", {"batch": 10**9}),
+    "huge_batch_of_short_sequences": (
+        "attention",
+        "not recomputed: 1,000,000,000 elements",
+        {"batch": 10**9, "queries": 1, "keys": 1, "head_dim": 1},
+    ),
+    "huge_group_of_heads": (
+        "attention",
+        "not recomputed: 32,768,000,000,000 elements",
+        {"heads": 10**9, "kv_heads": 1, "keys": 1},
+    ),
+    "huge_window": ("attention", "is too large for a pattern", {"keys": 10**12, "window": 10**6}),
+    "huge_batch_of_caches": ("attention", "is too large for a pattern", {"batch": 10**9, "key_lengths": True}),
+    "no_heads": ("attention", "it cannot be recomputed", {"kv_heads": 0}),
+    "huge_number_of_tokens": (
+        "loss",
+        "not recomputed: a weight or hidden states of 16,000,000,000,000 elements",
+        {"tokens": 10**12},
+    ),
+    "huge_vocabulary": (
+        "loss",
+        "not recomputed: a weight or hidden states of 16,000,000,000,000 elements",
+        {"vocab_size": 10**12},
+    ),
+}
+FORGERS |= {name: (file, says, partial(put, first_record, values)) for name, (file, says, values) in SIZES.items()}
 
 
 def attention() -> Content:

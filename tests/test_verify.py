@@ -3,7 +3,8 @@
 The result is eight cases of reports/results/nvidia-h200_20261126_default.json.gz, sealed as a file of their own; most
 tests use `content`, two forwards of it. A seal is a digest that a record or the file has of its content: an alteration
 must be found by the seal that it breaks, and, if it is sealed again, by contradicting something else in the file,
-except for those in CANNOT. To add an alteration, write a function with @alteration.
+except for those in CANNOT. To add an alteration, write a function with @alteration, or an entry of FACTORS or VALUES.
+`tests/test_forged_results.py` has more.
 """
 
 import copy
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +60,47 @@ def first_call(content: Content) -> Content:
     return call
 
 
-@alteration
-def time_scaled(content: Content) -> None:
-    records(content)[0]["time_s"] *= 0.9
+def put(place: Callable[[Content], Content], values: Content, content: Content) -> None:
+    """Puts values into a part of a file's content, by field."""
+    place(content).update(values)
+
+
+def first_record(content: Content) -> Content:
+    return records(content)[0]
+
+
+FACTORS = {  # of a field of the first record
+    "time_scaled": ("time_s", 0.9),
+    "rate_improved": ("flops_per_s", 1.1),
+    "share_of_the_ceiling_improved": ("matmul_ceiling_fraction", 1.1),
+    "work_enlarged": ("flops", 2),
+    "heads_doubled": ("heads", 2),
+}
+VALUES = {  # of fields of the first record, or of its first checked call
+    "error_ratio_improved": (first_record, {"error_ratio": 0.001}),
+    "wrong_made_ok": (first_record, {"error_ratio": 3.0}),
+    "another_dtype": (first_record, {"dtype": "float16"}),
+    "forward_said_to_be_a_backward": (first_record, {"direction": "bwd"}),
+    "said_to_repeat": (
+        first_record,
+        {
+            "same_bits": {"calls": 3, "differ": {"dq": 1e-3}, "elements": [], "alone": {}, "failure": None},
+            "repeatable": True,
+        },
+    ),
+    "another_draw": (first_call, {"draw": 1}),
+    "another_key": (first_call, {"key": 1}),
+    "another_call": (first_call, {"call": 10**6}),
+    "no_errors": (first_call, {"error_ratios": {}}),
+}
+
+
+def scale(name: str, factor: float, content: Content) -> None:
+    first_record(content)[name] *= factor
+
+
+ALTERATIONS |= {name: partial(scale, *factor) for name, factor in FACTORS.items()}
+ALTERATIONS |= {name: partial(put, *values) for name, values in VALUES.items()}
 
 
 @alteration
@@ -116,11 +156,6 @@ def samples_of_another_row(content: Content) -> None:
 
 
 @alteration
-def error_ratio_improved(content: Content) -> None:
-    records(content)[0]["error_ratio"] = 0.001
-
-
-@alteration
 def error_ratios_improved_everywhere(content: Content) -> None:
     record = records(content)[0]
     record["error_ratio"] = 0.001
@@ -129,29 +164,8 @@ def error_ratios_improved_everywhere(content: Content) -> None:
 
 
 @alteration
-def said_to_repeat(content: Content) -> None:
-    bits = {"calls": 3, "differ": {"dq": 1e-3}, "elements": [], "alone": {}, "failure": None}
-    records(content)[0] |= {"same_bits": bits, "repeatable": True}
-
-
-@alteration
 def another_seed(content: Content) -> None:
     records(content)[0]["proof"]["seed"] += 1
-
-
-@alteration
-def another_draw(content: Content) -> None:
-    first_call(content)["draw"] += 1
-
-
-@alteration
-def another_key(content: Content) -> None:
-    first_call(content)["key"] += 1
-
-
-@alteration
-def another_call(content: Content) -> None:
-    first_call(content)["call"] = 10**6
 
 
 @alteration
@@ -171,33 +185,8 @@ def budget_enlarged(content: Content) -> None:
 
 
 @alteration
-def rate_improved(content: Content) -> None:
-    records(content)[0]["flops_per_s"] *= 1.1
-
-
-@alteration
-def share_of_the_ceiling_improved(content: Content) -> None:
-    records(content)[0]["matmul_ceiling_fraction"] *= 1.1
-
-
-@alteration
-def work_enlarged(content: Content) -> None:
-    records(content)[0]["flops"] *= 2
-
-
-@alteration
-def heads_doubled(content: Content) -> None:
-    records(content)[0]["heads"] *= 2
-
-
-@alteration
 def mask_left_out(content: Content) -> None:
     records(content)[0]["causal"] = not records(content)[0]["causal"]
-
-
-@alteration
-def another_dtype(content: Content) -> None:
-    records(content)[0]["dtype"] = "float16"
 
 
 @alteration
@@ -216,40 +205,8 @@ def one_call_less(content: Content) -> None:
 
 
 @alteration
-def one_call_proved_often(content: Content) -> None:
-    calls = records(content)[0]["proof"]["calls"]
-    calls[:] = [calls[0]] * len(calls)
-
-
-@alteration
 def one_part_left_out(content: Content) -> None:
     first_call(content)["parts"].pop()
-
-
-@alteration
-def one_part_twice(content: Content) -> None:
-    parts = first_call(content)["parts"]
-    parts[1] = parts[0]
-
-
-@alteration
-def no_errors(content: Content) -> None:
-    first_call(content)["error_ratios"] = {}
-
-
-@alteration
-def forward_said_to_be_a_backward(content: Content) -> None:
-    records(content)[0]["direction"] = "bwd"
-
-
-@alteration
-def huge_batch(content: Content) -> None:
-    records(content)[0]["batch"] = 10**9
-
-
-@alteration
-def wrong_made_ok(content: Content) -> None:
-    records(content)[0]["error_ratio"] = 3.0
 
 
 @alteration
@@ -389,7 +346,7 @@ def test_the_command_says_so_and_exits_so(
 ) -> None:
     assert verify.main([str(path)]) == 0
     assert "nothing is wrong" in capsys.readouterr().out
-    time_scaled(content)
+    ALTERATIONS["time_scaled"](content)
     path.write_text(json.dumps(content))
     assert verify.main([str(path)]) == 1
     assert "time_s is" in capsys.readouterr().out
