@@ -20,6 +20,7 @@ from benchmarks.data_parallel.cases import (
     ParallelCase,
     Row,
     Steps,
+    agreement,
     communication,
     memory,
     pairs,
@@ -285,12 +286,12 @@ class DataParallel(ParallelBenchmark):
                 taken.append(Steps(case, candidate.state.bits[number], ratios))
         # Plain steps agree with both rows of a pair within the tolerance. Where their bits differ and must not, the
         # earlier row is the reference, as tables go from plain rows to involved ones: the later row is wrong.
-        for pair in pairs(taken):
-            first, second = pair.first.case, pair.second.case
-            trial.candidate(first).notes.setdefault("held_by", {})[second.impl] = pair.held_by
-            trial.candidate(second).notes.setdefault("held_by", {})[first.impl] = pair.held_by
-            if pair.held_by == WRONG:
-                trial.candidate(second).failed("wrong", f"after the timed steps of {first.impl} and it {pair.why}")
+        for first, second in pairs(taken):
+            held_by, why = agreement(first, second)
+            trial.candidate(first.case).notes.setdefault("held_by", {})[second.case.impl] = held_by
+            trial.candidate(second.case).notes.setdefault("held_by", {})[first.case.impl] = held_by
+            if held_by == WRONG:
+                trial.candidate(second.case).failed("wrong", f"after the timed steps of {first.case.impl} and it {why}")
 
     def _judge_pass(
         self, case: ParallelCase, candidate: Candidate, asked: Pass, number: int, trial: Any

@@ -16,7 +16,7 @@ from contextlib import closing
 import torch
 
 from benchmarks.bench_data_parallel import DataParallel
-from benchmarks.data_parallel.cases import UNKNOWN, WRONG, Pair, ParallelCase, Steps, pairs
+from benchmarks.data_parallel.cases import UNKNOWN, WRONG, ParallelCase, Steps, agreement, pairs
 from benchmarks.data_parallel.passes import Pass, judge_pass
 from benchmarks.data_parallel.rank import take_pass
 from lmsys.bench import Grid, Settings
@@ -42,14 +42,14 @@ def name_of(case: ParallelCase) -> str:
     return f"{case.impl}, {case.compile}, {case.world_size} rank{'s' * (case.world_size > 1)}"
 
 
-def table(judged: Iterable[Pair]) -> str:
+def table(judged: Iterable[tuple[Steps, Steps]]) -> str:
     lines = ["| version | and | held by | errors / allowed |", "|---|---|---|---|"]
-    for pair in judged:
+    for first, second in judged:
         ratios = " and ".join(
-            "unknown" if two.ratios is None else f"{max(two.ratios.values()):.3f}" for two in (pair.first, pair.second)
+            "unknown" if steps.ratios is None else f"{max(steps.ratios.values()):.3f}" for steps in (first, second)
         )
-        held = f"{pair.held_by}: {pair.why}" if pair.why else pair.held_by
-        lines.append(f"| {name_of(pair.first.case)} | {name_of(pair.second.case)} | {held} | {ratios} |")
+        held = ": ".join(filter(None, agreement(first, second)))
+        lines.append(f"| {name_of(first.case)} | {name_of(second.case)} | {held} | {ratios} |")
     return "\n".join(lines)
 
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             " values of an axis; on one rank the strategy is none"
         )
     print(table(all_pairs))
-    return int(any(pair.held_by in (WRONG, UNKNOWN) for pair in all_pairs))
+    return int(any(agreement(*pair)[0] in (WRONG, UNKNOWN) for pair in all_pairs))
 
 
 if __name__ == "__main__":

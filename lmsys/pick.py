@@ -82,13 +82,10 @@ def _times(records: list[Record], directions: tuple[str, ...]) -> dict[str, floa
     times: dict[str, float] = {}
     for number, direction in enumerate(directions):
         asked = [x for x in records if x["direction"] == direction]
-        right = {x["impl"]: x["time_s"] for x in asked if x["outcome"] == "ok" and _took_turns(x, asked[-1])}
+        last = [x for x in asked if x.get("comparison") == asked[-1].get("comparison")]
+        right = {x["impl"]: x["time_s"] for x in last if x["outcome"] == "ok"}
         times = {row: s + times.get(row, 0.0) for row, s in right.items() if row in times or not number}
     return times
-
-
-def _took_turns(record: Record, other: Record) -> bool:
-    return bool(record.get("comparison") == other.get("comparison"))
 
 
 if __name__ == "__main__":

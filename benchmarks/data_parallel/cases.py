@@ -12,7 +12,6 @@ field is declared in `bench_data_parallel.py` and computed here. A new option of
 """
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
@@ -22,7 +21,7 @@ import torch
 
 from benchmarks.models import COMPILED, LLAMA, TrainedCase, model_rates
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Entry, Grid, Record, Settings
+from lmsys.bench import Entry, Grid, Record, Settings, fields
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
 from lmsys.cost.operations import block_matrices, model_flops, model_parameters
@@ -171,39 +170,28 @@ class Steps:
     ratios: Mapping[str, float] | None
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two rows and how their weights agree: BITS, TOLERANCE, WRONG or UNKNOWN; the last two have a reason in `why`."""
+def agreement(first: Steps, second: Steps) -> tuple[str, str]:
+    """(how the weights of two rows agree: BITS, TOLERANCE, WRONG or UNKNOWN; the reason of the last two, else "").
 
-    first: Steps
-    second: Steps
-    held_by: str
-    why: str
-
-
-def pair(first: Steps, second: Steps) -> Pair:
-    """How the weights of two rows agree; WRONG, too, if one of them is beyond its tolerance."""
+    WRONG, too, if one of them is beyond its tolerance.
+    """
     if first.bits == second.bits:
-        return Pair(first, second, BITS, "")
+        return BITS, ""
     if first.case.same_bits(second.case):
-        return Pair(first, second, WRONG, "their weights must have the same bits, and have not")
+        return WRONG, "their weights must have the same bits, and have not"
     for steps in (first, second):
         for name, ratio in (steps.ratios or {}).items():
             if not ratio <= 1:
-                return Pair(
-                    first, second, WRONG, f"{steps.case.impl}: {name} is {ratio:.3g} times the allowed error off"
-                )
+                return WRONG, f"{steps.case.impl}: {name} is {ratio:.3g} times the allowed error off"
     if None in (first.ratios, second.ratios):
-        return Pair(first, second, UNKNOWN, "plain steps in float64 do not fit in this memory")
-    return Pair(first, second, TOLERANCE, "")
+        return UNKNOWN, "plain steps in float64 do not fit in this memory"
+    return TOLERANCE, ""
 
 
-def pairs(versions: Iterable[Steps]) -> list[Pair]:
+def pairs(versions: Iterable[Steps]) -> list[tuple[Steps, Steps]]:
     """All pairs of rows on equally many ranks, by one optimizer; on other numbers of ranks batches differ."""
-    groups = defaultdict[Any, list[Steps]](list)
-    for steps in versions:
-        groups[steps.case.world_size, steps.case.optimizer].append(steps)
-    return [pair(a, b) for alike in groups.values() for a, b in combinations(alike, 2)]
+    groups = fields.grouped(((steps.case.world_size, steps.case.optimizer), steps) for steps in versions)
+    return [pair for alike in groups.values() for pair in combinations(alike, 2)]
 
 
 @dataclass

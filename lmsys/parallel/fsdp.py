@@ -105,7 +105,7 @@ class Fsdp(wrapper.Wrapper):
                 p = params[0]  # the others have the same marks
                 dtype = None if p in kept else self._dtype
                 unit.flats.append(flat_shard.FlatShard(params, self.group, dtype, p in rounded, read, next(numbers)))
-        self._parts = structure.Among(self.parameters())
+        self._parts = frozenset(map(id, self.parameters()))
 
     def make_optimizer(
         self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
@@ -229,12 +229,12 @@ class Fsdp(wrapper.Wrapper):
         """ValueError for an optimizer that `Fsdp` cannot serve; else frees what is gathered: the step makes it old."""
         hold(
             (
-                not self._whole.held_by(optimizer),
+                not structure.holds_any(optimizer, self._whole),
                 "this optimizer holds the module's parameters, which fsdp has divided among ranks: make it by"
                 " make_optimizer(), or over parameters() of the wrapper",
             )
         )
-        if self._parts.held_by(optimizer):
+        if structure.holds_any(optimizer, self._parts):
             self._refuse_unfinished()
             hold(
                 (

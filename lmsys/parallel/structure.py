@@ -102,14 +102,9 @@ def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
         getattr(strategy, method)(optimizer)
 
 
-class Among:
-    """A set of parameters, to ask in each step whether an optimizer holds any of them."""
-
-    def __init__(self, params: Iterable[nn.Parameter]):
-        self._ids = frozenset(map(id, params))
-
-    def held_by(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+def holds_any(optimizer: Optimizer, ids: Collection[int]) -> bool:
+    """True where an optimizer holds any of the parameters of these ids; each step of every optimizer asks it."""
+    return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
 _PLAIN = (

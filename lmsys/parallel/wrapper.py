@@ -69,7 +69,7 @@ class Wrapper(nn.Module):
             collectives.broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
             p.register_post_accumulate_grad_hook(structure.weakly(self._on_grad, index))
-        self._whole = structure.Among(module.parameters())
+        self._whole = frozenset(map(id, module.parameters()))
         structure.watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class Wrapper(nn.Module):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """RuntimeError where an optimizer would step by gradients that are this rank's own."""
-        if self._unfinished and self._whole.held_by(optimizer):
+        if self._unfinished and structure.holds_any(optimizer, self._whole):
             self._refuse_unfinished()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

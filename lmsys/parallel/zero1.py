@@ -74,7 +74,7 @@ class Zero1(overlapped.Overlapped):
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
         self._scaled: list[Tensor] = []  # gradients that were means, times the number of ranks while a backward adds
-        self._trained, self.optimizers = structure.Among(self.trainable), WeakSet[Any]()
+        self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
         self._address = part.address(self.trainable[0]) if self.trainable else 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ class Zero1(overlapped.Overlapped):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """ValueError for an optimizer not of `make_optimizer`, and for parameters that have left their buffers."""
         super().before_step(optimizer)
-        if not self._trained.held_by(optimizer):
+        if not structure.holds_any(optimizer, self._trained):
             return
         values.hold(
             (

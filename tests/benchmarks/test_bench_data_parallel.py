@@ -152,7 +152,7 @@ def test_optimizers_are_rows_of_their_own() -> None:
     assert replace(adamw, checkpoint="whole").same_bits(adamw) and replace(muon, checkpoint="whole").same_bits(muon)
     assert not muon.same_bits(adamw) and not muon.same_bits(replace(muon, entry=TABLE["flat"]))
     steps = [Steps(case, case.impl, {"weight": 0.5}) for case in (adamw, muon, replace(adamw, entry=TABLE["flat"]))]
-    assert [(one.first.case.impl, one.second.case.impl) for one in pairs(steps)] == [("naive", "flat")]
+    assert [(first.case.impl, second.case.impl) for first, second in pairs(steps)] == [("naive", "flat")]
 
 
 def test_the_state_of_muon_is_a_moment_less_for_each_matrix() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.bench_data_parallel import DataParallel
-from benchmarks.data_parallel.cases import BITS, TOLERANCE, UNKNOWN, WRONG, ParallelCase, Steps, pair, pairs
+from benchmarks.data_parallel.cases import BITS, TOLERANCE, UNKNOWN, WRONG, ParallelCase, Steps, agreement, pairs
 from dev import steps as tool
 from lmsys.bench.ranks import Ranks
 from tests.support import harness
@@ -51,17 +51,17 @@ VERSIONS = st.builds(Steps, st.sampled_from(ALL), st.sampled_from(["x", "y"]), R
 
 @given(first=VERSIONS, second=VERSIONS)
 def test_a_pair_agrees_by_its_bits_or_else_by_the_tolerance_of_both(first: Steps, second: Steps) -> None:
-    found = pair(first, second)
-    assert pair(second, first).held_by == found.held_by and bool(found.why) == (found.held_by in (WRONG, UNKNOWN))
+    held_by, why = agreement(first, second)
+    assert agreement(second, first)[0] == held_by and bool(why) == (held_by in (WRONG, UNKNOWN))
     ratios = [one.ratios for one in (first, second)]
     if first.bits == second.bits:
-        assert found.held_by == BITS
+        assert held_by == BITS
     elif first.case.same_bits(second.case):
-        assert found.held_by == WRONG
+        assert held_by == WRONG
     elif all(one is not None and all(ratio <= 1 for ratio in one.values()) for one in ratios):
-        assert found.held_by == TOLERANCE
+        assert held_by == TOLERANCE
     else:
-        assert found.held_by in ((UNKNOWN, WRONG) if None in ratios else (WRONG,))
+        assert held_by in ((UNKNOWN, WRONG) if None in ratios else (WRONG,))
 
 
 @given(one=st.sampled_from(ALL), other=st.sampled_from(ALL))
@@ -78,8 +78,8 @@ def test_versions_that_round_otherwise_need_not_have_equal_bits(one: ParallelCas
 
 def test_both_versions_of_a_pair_have_as_many_ranks() -> None:
     versions = [Steps(case, "x", {}) for case in ALL[:: len(ALL) // 12]]
-    for one in pairs(versions):
-        assert one.first.case.world_size == one.second.case.world_size and one.first is not one.second
+    for first, second in pairs(versions):
+        assert first.case.world_size == second.case.world_size and first is not second
 
 
 def verdict_of(line: str) -> tuple[str, str, str]:
