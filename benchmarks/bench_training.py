@@ -47,9 +47,6 @@ class Curve:
         self.losses += epoch.losses
         self.norms += epoch.norms
 
-    def ratios(self, reference: "Curve", dtype: str) -> Mapping[str, float]:
-        return curve_ratios(self.losses, reference.losses, self.norms[0], reference.norms[0], dtype)
-
     def fields(self, reference: "Curve", dtype: str) -> Record:
         """At most CURVE_POINTS losses, each with its difference to the reference's as far as that goes."""
         apart = [a - b for a, b in zip(self.losses[:CURVE_STEPS], reference.losses, strict=False)]
@@ -213,7 +210,8 @@ class Training(Benchmark):
         while len(epochs) < case.epochs and (settings.timed or len(curve.losses) < CURVE_STEPS):
             epochs.append(run(epoch, case.steps))
             curve.add(epochs[-1][0])
-            candidate.judge(curve.ratios(trial.setup, dtype), dtype)
+            ratios = curve_ratios(curve.losses, trial.setup.losses, curve.norms[0], trial.setup.norms[0], dtype)
+            candidate.judge(ratios, dtype)
             if candidate.outcome == "ok" and not math.isfinite(math.fsum(curve.losses)):
                 candidate.failed("wrong", "a loss is not finite")
             if candidate.outcome != "ok":

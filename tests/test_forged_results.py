@@ -2,8 +2,8 @@
 
 A seal is a digest that a record or a file has of its content. A forger is a function that changes the content of a
 file; it is sealed again afterwards, unless the seal is what the forger changes. To add one, write a function with
-@forger(the file, what verify must say), or an entry of SIZES. Honest files pass: one of attention from one H200, and one of the loss, which
-is measured here. `tests/test_verify.py` has more alterations.
+@forger(the file, what verify must say), or an entry of SIZES. Honest files pass: one of attention from one H200, and
+one of the loss, which is measured here. `tests/test_verify.py` has more alterations.
 """
 
 import copy

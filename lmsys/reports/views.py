@@ -96,7 +96,7 @@ class View:
 
     def expression(self, text: str) -> Callable[[Record], Any]:
         """The function of a case that an expression is; ValueError for a name that no field of the cases has."""
-        known = self.fields.keys() | self.first.keys()
+        known = {**self.fields, **self.first}
         for name in expressions.names_in(text):
             hold((name in known or not self.cases, f"in {text!r}: {load.no_field(name, known)}"))
         return partial(expressions.value_of, text)

@@ -40,6 +40,7 @@ def test_the_layout_of_these_tests_is_drawn(tmp_path: Path) -> None:
         (["cut", "loss", "{precison}"], "precison", "precision"),
         (["cut", "loss", "[of {precison}]"], "precison", "precision"),
         (["only", "tme_s is not None"], "tme_s", "time_s"),
+        (["only", "xyzzy"], "xyzzy", "id or benchmark or section or impl or device"),
         (["said_also", "vocab_sise"], "vocab_sise", "vocab_size"),
         (["fields", [{"name": "twice", "of": "2 * tokns"}]], "tokns", "tokens"),
         (["computed", {"tokens": "2 * tokns"}], "tokns", "tokens"),
