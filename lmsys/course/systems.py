@@ -1,6 +1,6 @@
 """Adapters in the form in which `lmsys check` asks functions and classes of their kind; and the questions on FSDP.
 
-parts.py names these functions and classes as targets of checks, and measure.py as rows of benchmarks.
+parts.py names these functions and classes as targets of checks, and __main__.py as rows of benchmarks.
 """
 
 import os
