@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys import draws
+from lmsys.check import rotary
 from lmsys.check.question import Fault, Question, worst
 from lmsys.course.checkout import adapter
 
@@ -94,21 +95,16 @@ def softmax() -> Questions:
     )
 
 
-def rotate(x: Tensor, positions: Tensor, halves: bool = False, sign: float = 1.0, power: float = 2.0) -> Tensor:
+def rotate(
+    x: Tensor, positions: Tensor, pairs: str = rotary.NEIGHBOURS, sign: float = 1.0, theta: float = THETA
+) -> Tensor:
     """RoPE of x (..., S, D), or a mistaken form of it.
 
-    halves  channel i turns with i + D / 2, in place of its neighbour
-    sign    -1 turns in the other direction
-    power   the exponent of theta is k · power / D
+    pairs  of channels that turn together, as `lmsys.check.rotary` names them
+    sign   -1 turns in the other direction
     """
-    half = x.shape[-1] // 2
-    angles = sign * positions.double()[:, None] * THETA ** (-torch.arange(half).double() * power / x.shape[-1])
-    pairs = x.double().unflatten(-1, (2, half) if halves else (half, 2)).movedim(-2 if halves else -1, 0)
-    turned = torch.stack(
-        (pairs[0] * angles.cos() - pairs[1] * angles.sin(), pairs[0] * angles.sin() + pairs[1] * angles.cos()),
-        dim=-2 if halves else -1,
-    )
-    return turned.flatten(-2).to(x.dtype)
+    angles = sign * rotary.angles_of(x.double(), {"positions": positions, "theta": theta})
+    return rotary.turned(x.double(), angles, pairs).to(x.dtype)
 
 
 def rope() -> Questions:
@@ -116,10 +112,10 @@ def rope() -> Questions:
     for about, positions in {"from 0 on": torch.arange(S), "from 3 on": torch.arange(S) + 3}.items():
         mistakes = {
             "channels turn in halves (i with i + d / 2), not in neighbours (2 i with 2 i + 1)": rotate(
-                x, positions, halves=True
+                x, positions, rotary.HALVES
             ),
             "it turns in the other direction": rotate(x, positions, sign=-1.0),
-            "the exponent of theta is k / d, not 2 k / d": rotate(x, positions, power=1.0),
+            "the exponent of theta is k / d, not 2 k / d": rotate(x, positions, theta=THETA**0.5),
             "the first position is 1": rotate(x, positions + 1),
             "token_positions are not used": rotate(x, torch.arange(S)),
             "x is not rotated": x,

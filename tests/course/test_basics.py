@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmsys.check.rotary import HALVES
 from lmsys.course import parts
 from lmsys.course.basics import attended, block_of, heads, normed, rotate
 from lmsys.course.parts import PARTS, judged
@@ -114,7 +115,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("SiLU", {"run_silu": torch.sigmoid}, "it is the sigmoid alone"),
     ("softmax", {"run_softmax": lambda x, dim: x.exp() / x.exp().sum(dim, keepdim=True)}, "exp overflows"),
     ("softmax", {"run_softmax": lambda x, dim: x.softmax(0)}, "dimension 0, not dim"),
-    ("rotary positions", {"run_rope": with_positions(0, halves=True)}, "channels turn in halves"),
+    ("rotary positions", {"run_rope": with_positions(0, pairs=HALVES)}, "channels turn in halves"),
     ("rotary positions", {"run_rope": with_positions(1)}, "the first position is 1"),
     ("rotary positions", {"run_rope": lambda *of: torch.full_like(of[3], math.nan)}, "unwritten, as of torch.empty"),
     ("attention with a mask", {"run_scaled_dot_product_attention": attention_of(torch.logical_not)}, "the opposite"),
