@@ -13,7 +13,7 @@ HEADS and `_standings`, the page in reports/templates/leaderboard.html.
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from lmsys import commands, values
@@ -69,7 +69,9 @@ def ranked(
             times[path.name], machines[path.name] = _verified(path, benchmarks)
         except ValueError as error:
             refused[path.name] = str(error)
-    workload = _workload(times.values(), anchor)
+    counts = Counter(frozenset(rows[anchor]) for rows in times.values() if anchor in rows)
+    # Of sets of cases that occur equally often, that with the last names.
+    workload = max(counts, key=lambda cases: (counts[cases], sorted(cases)), default=frozenset())
     ours = {name for benchmark in benchmarks.values() for rows in benchmark.tables.values() for name in rows}
     places = list[Place]()
     for file, rows in times.items():
@@ -91,12 +93,6 @@ def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[Times, R
     timed = (record for record in content["records"] if record["outcome"] == "ok" and record.get("time_s"))
     rows = grouped((x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), x["time_s"])) for x in timed)
     return {row: dict(cases) for row, cases in rows.items()}, content["machine"]
-
-
-def _workload(files: Iterable[Times], anchor: str) -> frozenset[str]:
-    """The set of the anchor's cases that occurs in most files; of equally frequent ones that with the last names."""
-    counts = Counter(frozenset(rows[anchor]) for rows in files if anchor in rows)
-    return max(counts, key=lambda cases: (counts[cases], sorted(cases)), default=frozenset())
 
 
 def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: Collection[str]) -> Place:
