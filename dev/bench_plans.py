@@ -8,7 +8,8 @@
                      less), inputs transposed in memory, heads grouped 8 to 1
 
 Cases are in bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048. No sweep runs them. The plans
-themselves, and why each won, are in `lmsys/attention/flash_gluon/plans.py`; `plan_cases.py` lists the candidates.
+themselves, and why each won, are in `lmsys/attention/flash_gluon/plans.py`. `plan_cases.py` lists the candidates, and
+has `PlanCase`, a shape with its plan: `case.asked` is its case of attention.
 """
 
 import os
@@ -58,7 +59,7 @@ OURS, PEER = ATTENTION["flash_gluon"], ATTENTION["sdpa_cudnn"]
 class Form:
     """The setup that all candidates of a form share.
 
-    inputs  q, k, v and do
+    inputs  q, k, v and do, the gradient of the output
     draws   redraws them before each call
     spots   copies and judges parts of the results of timed calls
     oracle  judges whole results; made when it is first needed, and again after a redraw
@@ -83,7 +84,8 @@ Setup = Mapping[str, Form]  # by the form's name
 class Call:
     """A timed call, `run(prepare())`, of which only `run` is timed. It returns o and perhaps lse, or the gradients.
 
-    forward  for a backward: its forward alone. The runner refuses a `prepare` that takes far longer (`Step.like`)
+    forward  for a backward: its forward alone, which the runner also times (`Step.like`). It refuses a `prepare` that
+             takes far longer, which may have done the backward's work untimed
     """
 
     run: Callable[[Any], Sequence[Tensor]]
@@ -130,8 +132,8 @@ class Plans(Benchmark):
             chosen = [(form, *pair) for form in forms for pair in plans_of(replace(base, form=form), grid["plan"])]
             for shape in self.shapes(base, grid) if chosen else ():
                 yield replace(shape, entry=PEER)
-                for form, plan, own in chosen:
-                    yield replace(shape, form=form, plan=plan, planned=own)
+                for form, plan, planned in chosen:
+                    yield replace(shape, form=form, plan=plan, planned=planned)
 
     def shapes(self, base: PlanCase, grid: Grid) -> Iterator[PlanCase]:
         yield base
@@ -157,7 +159,8 @@ class Plans(Benchmark):
 
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
         case, form = candidate.case, setup[candidate.case.form]
-        if form.oracle is None and form.draws.extreme is not None:  # one oracle judges all: none may be extreme
+        if form.oracle is None and form.draws.extreme is not None:
+            # The oracle judges results as a whole, and no extreme unit alone: the inputs are drawn again without one.
             form.inputs.redraw_(form.inputs.seed)
         names = ("o", "lse") if case.direction == "fwd" else ("dq", "dk", "dv")
         outputs = dict(zip(names, call_of(case, form.inputs)(), strict=False))  # some calls return no lse
@@ -235,6 +238,7 @@ def inputs_of(case: PlanCase, seed: int) -> Inputs:
 
 
 def call_of(case: PlanCase, inputs: Inputs) -> Call:
+    """The call of the case's plan, or of the peer if the case has none."""
     causal, scale = case.causal, case.head_dim**-0.5
     plan: Any = case.plan
     q, k, v = inputs.leaves(grad=plan is None and case.direction == "bwd")
@@ -243,14 +247,14 @@ def call_of(case: PlanCase, inputs: Inputs) -> Call:
     from lmsys.attention.flash_gluon import launch
 
     if case.direction == "bwd":
-        order = case.form == DETERMINISTIC
+        deterministic = case.form == DETERMINISTIC
 
         def forward() -> Any:
             return launch._forward(q, k, v, causal, scale)
 
         def backward(made: Any) -> Sequence[Tensor]:
             o, lse = made
-            return launch._backward(q, k, v, o, lse, inputs.do, causal, scale, order, plan)
+            return launch._backward(q, k, v, o, lse, inputs.do, causal, scale, deterministic, plan)
 
         return Call(backward, forward, forward)
     if case.planned and case.calls > 1:
@@ -259,6 +263,7 @@ def call_of(case: PlanCase, inputs: Inputs) -> Call:
 
 
 def peer_call(case: PlanCase, inputs: Inputs) -> Call:
+    """The call of SDPA, for which `Plans.context` selects cuDNN."""
     backward = case.direction == "bwd"
     leaves = inputs.leaves(backward)
 

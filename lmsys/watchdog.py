@@ -1,16 +1,16 @@
-"""A process beside each rank of torchrun, which reports and ends a rank that was killed or stopped. Imports no torch.
+"""A watchdog process for each rank of torchrun: it reports a rank that died or is stopped. Imports no torch.
 
     watchdog.begin()    # in a rank, before it imports torch, which takes seconds
-    watchdog.end()      # from here on its end is in order
+    watchdog.end()      # in the same rank, before it ends as planned: the watchdog reports nothing
 
-`lmsys train` and `TorchrunGroup` call it. When its rank dies the watchdog reports which rank it was and what it was
-doing (`lmsys.doing`). torchrun then tells the other ranks of its agent to end. They have GRACE_S for that, and are
-killed after it, since they may wait for the dead rank in a collective where no signal is handled. A rank that SIGSTOP
-has stopped for $LMSYS_STOPPED_S is reported and killed. A rank whose agent is gone is told to end, and killed after
-SAVE_S.
+`lmsys train` and `TorchrunGroup` call these functions. When the rank dies, its watchdog reports which rank it was and
+what it was doing (`lmsys.doing`). torchrun's agent, the parent process of a node's ranks, then tells the other ranks
+to end. They have GRACE_S for that, and the watchdog kills them after it, since they may wait for the dead rank in a
+collective where no signal is handled. A rank that SIGSTOP has stopped for $LMSYS_STOPPED_S is reported and killed. A
+rank whose agent has died is told to end, and killed after SAVE_S. `Watchdog.watch` and `_look` have these rules.
 
-That a rank is stopped is read from /proc, not concluded from its silence: a rank that compiles, downloads or saves is
-not stopped, however long that takes.
+The watchdog reads from /proc that a rank is stopped. It does not conclude this from silence: a rank that compiles,
+downloads or saves is not stopped, however long that takes.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ STOPPED_S = 15.0  # how long a rank may be stopped; $LMSYS_STOPPED_S overrides i
 GRACE_S = 10.0  # for ranks to end when another has died
 SAVE_S = 25.0  # for a rank to save and end when its agent is gone; torchrun itself gives 30
 PACKAGES = Path(__file__).parents[1]
-# Statuses, as of waitpid(2), of a rank that was done or was told to end.
+# Exit statuses, as of waitpid(2), of a rank that was done or that obeyed when it was told to end.
 TOLD_TO_END = (0, signal.SIGTERM, (128 + signal.SIGTERM) << 8, (128 + signal.SIGINT) << 8)
-SAID = b"said"  # what a rank writes to its watchdog when it has reported its own failure
-_watchdogs: list["subprocess.Popen[bytes]"] = []  # of this rank
+SAID = b"said"  # the message to the watchdog of a rank that has reported its own failure, see `said`
+_watchdogs: list["subprocess.Popen[bytes]"] = []  # the running watchdog of this rank, if any
 
 
 def under_torchrun() -> bool:
@@ -61,7 +61,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Ends this rank's watchdog: from here on the rank's end is in order."""
+    """Ends this rank's watchdog, which reports nothing: the rank is about to end as planned."""
     while _watchdogs:
         _watchdogs.pop().communicate(b"done")
 
@@ -86,7 +86,7 @@ def stopped_s() -> float:
 class Stopped:
     """Finds processes that have been stopped for longer than a limit, by looking at them again and again.
 
-    No time is counted while the looking process is stopped too, as when a scheduler suspends a whole job.
+    Time counts only while the process that looks runs: a scheduler that suspends a whole job stops it as well.
     """
 
     def __init__(self, limit_s: float):
@@ -95,7 +95,7 @@ class Stopped:
         self._next = 0.0
 
     def among(self, pids: Iterable[int]) -> list[int]:
-        """Those of the processes that have been stopped for too long. It looks at most once in LOOK_S."""
+        """The processes that have been stopped for too long; none if called again within LOOK_S."""
         if not self.limit_s or time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + LOOK_S
@@ -114,16 +114,17 @@ def _main() -> None:
     try:
         limit_s = stopped_s()
     except ValueError:
-        return  # its rank reports the wrong value
+        return  # the rank itself reports the wrong value
     Watchdog(rank, pid, agent, doing.map_file(file), limit_s).watch()
 
 
 class Watchdog:
-    """Watches process `pid`, a rank that process `agent` has started, and whose end closes standard input.
+    """Watches process `pid`, a rank. Standard input is a pipe from the rank, which closes when the rank ends.
 
-    memory   where the rank's `doing` notes are
-    is_told  its failure was reported
-    until    when the rank is killed
+    agent    the process that has started the rank
+    memory   the shared memory where the rank notes what it does (`lmsys.doing`)
+    is_told  True once the rank's failure has been reported, by the rank itself or by the watchdog
+    until    the time, by time.monotonic, at which the rank is killed
     """
 
     def __init__(self, rank: int, pid: int, agent: int, memory: Any, limit_s: float):
@@ -131,17 +132,17 @@ class Watchdog:
         self.stopped, self.is_told, self.until = Stopped(limit_s), False, math.inf
 
     def watch(self) -> None:
-        """Watches until the rank has ended, or has called `end`."""
+        """Watches until the rank has ended or called `end`. If it has died, reports that and ends the other ranks."""
         while True:
             if select.select([0], [], [], LOOK_S)[0]:
-                word = os.read(0, len(SAID))
+                word = os.read(0, len(SAID))  # empty: the pipe was closed
                 if word != SAID:
                     break
                 self.is_told = True
             self._look()
-        if not word and not self._was_told_to_end(how := _how_it_ended(self.pid)):
+        if not word and not self._was_told_to_end(status := _exit_status(self.pid)):
             if not self.is_told:
-                self._say(_in_words(how))
+                self._say(_in_words(status))
             _end_all(_others(self.agent, self.pid), self.agent)
 
     def _look(self) -> None:
@@ -157,14 +158,15 @@ class Watchdog:
         elif time.monotonic() > self.until:
             _kill(self.pid, signal.SIGKILL)
 
-    def _was_told_to_end(self, how: int | None) -> bool:
-        """True for a rank that torchrun has told to end, as another has died.
+    def _was_told_to_end(self, status: int | None) -> bool:
+        """True for a rank that has ended because torchrun told it to, after the death of another rank.
 
-        how  its status; None where torchrun has read it before: then another rank must be missing
+        status  the rank's exit status; None if torchrun has already collected it, and /proc no longer shows it: then
+                the rank was told to end if another rank is missing, too
         """
-        if how is None:
+        if status is None:
             return len(_others(self.agent, self.pid)) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
-        return self.until < math.inf or how in TOLD_TO_END
+        return self.until < math.inf or status in TOLD_TO_END
 
     def _say(self, text: str, then: str = "") -> None:
         """Reports to standard error what happened to the rank, what it was doing, and what happens `then`."""
@@ -190,7 +192,7 @@ def _is_rank(pid: int) -> bool:
 
 
 def _end_all(ranks: list[int], agent: int) -> None:
-    """Kills those of the ranks that have not ended after GRACE_S, unless their number is another process's by then."""
+    """Kills those of the ranks that have not ended after GRACE_S. A process that got an ended rank's pid is spared."""
     until = time.monotonic() + GRACE_S
     while (ranks := [rank for rank in ranks if _parent(rank) == agent and _is_rank(rank)]) and time.monotonic() < until:
         time.sleep(0.1)
@@ -207,10 +209,10 @@ def _parent(pid: int) -> int | None:
     return int(fields[1]) if (fields := _stat(pid)) else None
 
 
-def _how_it_ended(pid: int) -> int | None:
-    """The status, as of waitpid(2), that /proc shows until the parent has read it; None: it has read it already."""
+def _exit_status(pid: int) -> int | None:
+    """The exit status, as of waitpid(2). None if the parent has collected it already: then /proc no longer shows it."""
     status = 0
-    while fields := _stat(pid):  # a process closes its files before it has ended
+    while fields := _stat(pid):  # a process closes its files, and so the pipe, a moment before it becomes a zombie
         status = int(fields[-1])
         if fields[0] == "Z":
             return status
@@ -219,7 +221,7 @@ def _how_it_ended(pid: int) -> int | None:
 
 
 def _in_words(status: int | None) -> str:
-    """How a rank has ended, by its status."""
+    """How a rank has ended, in words, by its exit status."""
     if status is None:
         return "died"
     code = os.waitstatus_to_exitcode(status)

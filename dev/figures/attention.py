@@ -1,6 +1,7 @@
 """Figures of attention in README.md and docs/results.md: `python -m dev.figures` calls `figures` and writes them.
 
-Each function reads committed runs (`runs.py`) and yields tables and sentences of the pages. A new figure is one more.
+Each function reads committed runs (`runs.py`) and yields tables and sentences of the pages. For a new figure, yield one
+more `Table` or `Sentence` (`pages.py`), which finds its place on the page by the table's head or the sentence's words.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from dev.figures.runs import H100, H200, Record, bounds, grouped, mean, publishe
 from lmsys.attention import ATTENTION
 
 README, RESULTS = "README.md", "docs/results.md"
-RUN = "attention-bf16", H200  # the run that sampled all rows of these tables together
+RUN = "attention-bf16", H200  # name and machine of the run that sampled all rows of these tables together
 BEST = "flash_attn_4", "sdpa_cudnn"  # in each shape the fastest peer is one of these
 WAYS = {"forward": "fwd", "backward": "bwd"}
 PATTERNS = {  # by line of the table: the run, its section and head dimensions
@@ -71,6 +72,7 @@ def _means() -> Iterator[Table | Sentence]:
     better = speedups(forward, "flash_gluon", *BEST)
     words = "`flash_gluon` is {} times as fast, and at least {} times in each shape"
     yield Sentence(RESULTS, words, [mean(better), bounds(better)[0]])
+    # Of the fastest of all rows: every shape has the rows of the first.
     reached = [mean(speedups(shapes, "flash_triton", *shapes[0])) for shapes in (forward, backward)]
     yield Sentence(
         RESULTS, "`flash_triton` reaches {} of the fastest row in the forward, and {} in the backward", reached
@@ -86,6 +88,7 @@ def _table_of_means() -> Iterator[Table | Sentence]:
     _, *summary = published(f"{H200}-tokens16k-summary")
     lines = []
     for name, *cells in summary:
+        # The report puts in brackets how many shapes a mean is of: here the 6 of each mask.
         forward, backward, forward_full, backward_full = (cell.removesuffix(" (6)") for cell in cells)
         lines.append([name, forward, forward_full, backward, backward_full])
     yield Table(RESULTS, ("row", "forward, causal"), lines)
@@ -130,7 +133,7 @@ def _decoding() -> Table:
         cells = []
         for length in lengths:
             rows = shapes.get((batch, length), {})
-            ours = rows.pop("flash_triton", None)
+            ours = rows.pop("flash_triton", None)  # so `rows` has the other rows alone
             (lead,) = speedups([rows | {"ours": ours}], "ours", *rows) if ours else [0.0]
             cells.append(f"{lead:.2f} ({ours['copy_ceiling_fraction']:.2f})" if ours else "")
         lines.append([str(batch), *cells])

@@ -1,4 +1,8 @@
-"""The contract of `attention`: errors for bad input, the order of "auto", views and ranks, and foreign signatures."""
+"""The contract of `attention`: errors for bad input, the order of "auto", views and ranks, and foreign signatures.
+
+A new kind of bad tensors is added to BAD, with the message that it must give; a foreign signature is one more function
+or autograd Function like those near the end. `row` means an implementation of attention, as in the README.
+"""
 
 import re
 from dataclasses import replace
@@ -116,7 +120,7 @@ def test_an_unknown_row_offers_the_nearest_names() -> None:
 
 
 def preferred(**changes: Any) -> list[str]:
-    """The rows that "auto" tries in bfloat16 on an H200, after `flash_gluon`."""
+    """The rows that "auto" tries in bfloat16 on an H200, in order, without `flash_gluon`."""
     case = AttentionCase(1, 32, 32, 8192, 8192, 64, "bfloat16", device="cuda", capability=(9, 0))
     return [name for name in ATTENTION.auto(replace(case, **changes)) if name != "flash_gluon"]
 
@@ -137,7 +141,7 @@ NEVER_TIMED = [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 4), (10, 0), (12, 0)]
 
 @pytest.mark.parametrize("capability", NEVER_TIMED)
 def test_auto_takes_torch_s_choice_on_gpus_without_measurements(capability: tuple[int, int] | None) -> None:
-    """`sdpa` is taken, but for options that it lacks or needs a mask of Q x K for, if another row runs them."""
+    """`sdpa` is taken. Another row is taken for an option that `sdpa` lacks, or needs a Q x K mask for."""
     case = AttentionCase(1, 2, 2, 32, 32, 64, "float16", causal=True, device="cuda", capability=capability)
     for plain in ({}, {"grad": True}, {"queries": 1}, {"mask": True}, {"head_dim": 512}):
         assert ATTENTION.pick("auto", replace(case, **plain)).name == "sdpa"
@@ -172,8 +176,8 @@ def test_auto_takes_nothing_that_is_interpreted(grad: bool) -> None:
 
 
 def test_a_named_row_that_cannot_run_the_case_says_why() -> None:
-    said = r"'sdpa_cudnn' cannot run q \(.*float32 on cpu: SDPA's cuDNN attention runs on CUDA only"
-    with pytest.raises(ValueError, match=said):
+    message = r"'sdpa_cudnn' cannot run q \(.*float32 on cpu: SDPA's cuDNN attention runs on CUDA only"
+    with pytest.raises(ValueError, match=message):
         attention(*3 * [zeros(1, 2, 8, 16)], impl="sdpa_cudnn")
 
 
@@ -253,53 +257,52 @@ def test_a_row_must_be_callable() -> None:
 
 
 def test_a_refusal_of_torch_without_a_reason_names_cases_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses_groups(params: Any, debug: bool) -> bool:
+    def takes_equal_heads(params: Any, debug: bool) -> bool:
         return params.query.shape[1] == params.key.shape[1]
 
     monkeypatch.setattr(peers, "_asked", lru_cache(peers._asked.__wrapped__))
-    said = partial(peers._torch_says, backend=SDPBackend.EFFICIENT_ATTENTION, can_use=refuses_groups)
-    assert said(AttentionCase(1, 2, 2, 8, 8, 16, "float32")) is None
-    reason = said(AttentionCase(1, 4, 2, 8, 8, 16, "float32"))
+    why_not = partial(peers._torch_says, backend=SDPBackend.EFFICIENT_ATTENTION, can_use=takes_equal_heads)
+    assert why_not(AttentionCase(1, 2, 2, 8, 8, 16, "float32")) is None
+    reason = why_not(AttentionCase(1, 4, 2, 8, 8, 16, "float32"))
     assert reason and reason.endswith("refuses and does not say why; it would take as many key heads as query heads")
-    nothing = partial(peers._torch_says, backend=SDPBackend.MATH, can_use=lambda *_, **__: False)
-    assert "SDPA math runs every case" in (nothing(AttentionCase(1, 4, 2, 8, 8, 16, "float32")) or "")
+    why_never = partial(peers._torch_says, backend=SDPBackend.MATH, can_use=lambda *_, **__: False)
+    assert "SDPA math runs every case" in (why_never(AttentionCase(1, 4, 2, 8, 8, 16, "float32")) or "")
 
 
 def test_torch_is_asked_about_only_the_keys_that_causal_queries_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that takes 9 keys, but no single one, cannot run one causal query: `attention` gives it one key."""
     monkeypatch.setattr(peers, "_asked", lru_cache(peers._asked.__wrapped__))
-    takes_more = partial(
-        peers._torch_says, backend=SDPBackend.MATH, can_use=lambda params, debug: params.key.shape[2] > 1
-    )
+    why_not = partial(peers._torch_says, backend=SDPBackend.MATH, can_use=lambda params, debug: params.key.shape[2] > 1)
     case = AttentionCase(1, 2, 2, 1, 9, 16, "float32")
-    assert takes_more(case) is None and takes_more(replace(case, causal=True))
-    assert takes_more(replace(case, queries=2, causal=True)) is None
+    assert why_not(case) is None and why_not(replace(case, causal=True))
+    assert why_not(replace(case, queries=2, causal=True)) is None
 
 
-def _other(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def _by_naive(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """The result of all the foreign rows below, which differ only in their signatures."""
     return naive(q, k, v, causal=causal, scale=scale)
 
 
 def no_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    return _other(q, k, v, causal, q.shape[-1] ** -0.5)
+    return _by_naive(q, k, v, causal, q.shape[-1] ** -0.5)
 
 
 def softmax_scale(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
-    return _other(q, k, v, is_causal, softmax_scale)
+    return _by_naive(q, k, v, is_causal, softmax_scale)
 
 
 def positional(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
-    return _other(q, k, v, causal, sm_scale)
+    return _by_naive(q, k, v, causal, sm_scale)
 
 
 def without_keywords(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, /) -> Tensor:
-    return _other(q, k, v, causal, sm_scale)
+    return _by_naive(q, k, v, causal, sm_scale)
 
 
 class ByPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
-        return _other(q, k, v, causal, sm_scale)
+        return _by_naive(q, k, v, causal, sm_scale)
 
 
 @pytest.mark.parametrize("foreign", [no_scale, softmax_scale, positional, without_keywords, ByPlace])

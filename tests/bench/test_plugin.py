@@ -190,7 +190,7 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
 def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: Path) -> None:
     """A limit on the size of files stands in for the full disk."""
     sizes = ("--lmsys-axis", f"size={','.join(map(str, range(16, 30)))}", "--lmsys-axis", "dtype=float32")
-    fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731 - of some ten records
+    fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731 - bytes: some ten records
     quickly = (*QUICK, "--benchmark-json", "out.json")
     before = result_of("bench_matmul.py", *sizes, *quickly)
     (folder / "out.json").write_text(before)
@@ -356,7 +356,8 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
-    """{options: (the message that they must give, the answer of `collect`)}: those in BAD, a claimed file, --help."""
+    """{options: (the message that they must give, the answer of `collect`)}: those in BAD, a result that another run is
+    writing, and --help."""
     output = tmp_path_factory.mktemp("claimed") / "out.json"
     release = claim(output)
     message = f"out.json: process {os.getpid()} is writing it; wait for its end, or write elsewhere"

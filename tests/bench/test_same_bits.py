@@ -160,7 +160,7 @@ class Asked(Telling):
     fields = (Field("size", role="axis"),)
 
     def outputs(self, candidate: Any, setup: Any, element: int | None = None) -> dict[str, Any]:
-        self._asked("outputs", candidate.case.impl)
+        self._note("outputs", candidate.case.impl)
         return {}
 
 

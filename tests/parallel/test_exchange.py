@@ -1,7 +1,9 @@
 """The exchange of gradients and parameters by copy engines (`lmsys.parallel.copy_engine`), on simulated GPUs.
 
-tests/support/streams.py runs the work of streams in random possible orders: every mean must be right in each, and a
-missing signal or wait must show. The last test runs the Triton kernel that adds the copies.
+tests/support/streams.py records the work that ranks launch, and runs it in random possible orders. Every mean must be
+right in each of them, and a missing signal or wait must show as a wrong number or a hang. `wrong_elements` does this
+for the gradients, `wrong_parameters` for the parameters; a new fault is an argument of theirs and a case of the test
+that needs it. The last test runs the Triton kernel that adds the copies.
 """
 
 from typing import Any
@@ -56,54 +58,59 @@ def wrong_elements(
 ) -> int:
     """The number of wrong elements in the means of all steps, on all ranks.
 
-    After each step gradients and buckets are overwritten, as by clipping in place.
+    Each rank launches STEPS times: the backward that makes gradients, their exchange, a comparison of every mean with
+    the right one, and NaN over all gradients and means, as if they were clipped in place. Nothing runs before `run`.
 
-    buckets         numbers of elements of the tensors in each bucket
-    queues, speeds  of each rank's `Gpu`
-    in_place        gradients are stored where their means will be, as after `zero_grad(set_to_none=False)`
-    whole           every rank gets all means; False: those of its segments
-    without         a signal that is left out, as a fault
-    fault           "inbox": the stream of incoming copies waits for no event; "never waited for": sends are not
+    buckets   the tensors of each bucket, by their numbers of elements
+    queues    for each rank, the argument of its `Gpu`; `speeds` alike
+    in_place  gradients are stored where their means will be, as after `zero_grad(set_to_none=False)`
+    whole     True: every rank gets the means of whole buckets (all-reduce); False: of its segments (reduce-scatter)
+    without   a barrier (READY, ARRIVED or DONE) that is left out, as a fault
+    fault     "inbox": copies do not wait until their half of the inbox is free; "never waited for": nobody waits for
+              the end of the exchange
     """
     ranks, dtype = range(len(queues)), torch.float64
     gpus = [Gpu(*arguments) for arguments in zip(queues, speeds, strict=True)]
     layouts = [Layout.of([torch.empty(n) for n in numels]) for numels in buckets]
-    cuts = [segments_of(x.length, len(ranks)) for x in layouts]
-    flats = [[torch.full((x.length,), torch.nan, dtype=dtype) for x in layouts] for _ in ranks]
-    room = inbox_bytes(layouts, [dtype.itemsize] * len(layouts), len(ranks))
-    inboxes = [torch.zeros(room, dtype=torch.uint8) for _ in ranks]
+    segments = [segments_of(x.length, len(ranks)) for x in layouts]
+    means = [[torch.full((x.length,), torch.nan, dtype=dtype) for x in layouts] for _ in ranks]
+    size = inbox_bytes(layouts, [dtype.itemsize] * len(layouts), len(ranks))
+    inboxes = [torch.zeros(size, dtype=torch.uint8) for _ in ranks]
     signals: set[Any] = set()
     wrong: list[int] = []
     for rank, gpu in enumerate(gpus):
-        handles = [Handle(gpu, rank, [flats[peer][n] for peer in ranks], set()) for n in range(len(buckets))]
+        handles = [Handle(gpu, rank, [means[peer][n] for peer in ranks], set()) for n in range(len(buckets))]
         inbox = Handle(gpu, rank, inboxes, signals, without)
-        outs = flats[rank] if whole else [x[cut[rank]] for x, cut in zip(flats[rank], cuts, strict=True)]
+        outs = means[rank] if whole else [x[cut[rank]] for x, cut in zip(means[rank], segments, strict=True)]
         exchange = Exchange(layouts, outs, inboxes[rank], inbox, handles if whole else [], gpu.mean, 1, gpu.copy, gpu)
         exchange._inward.forgets_events = fault == "inbox"
-        views = [layout.views(flat) for layout, flat in zip(layouts, flats[rank], strict=True)]
+        views = [layout.views(flat) for layout, flat in zip(layouts, means[rank], strict=True)]
         for step in range(STEPS):
-            pending, made = [], []
+            # The backward, and the exchange of each bucket as soon as its gradients are launched.
+            pending, all_gradients = [], []
             for number, numels in enumerate(buckets):
                 gradients = views[number] if in_place else [torch.full((n,), torch.nan, dtype=dtype) for n in numels]
                 for index, into in enumerate(gradients):
-                    new = gradient(into.numel(), step, number, index, rank)
-                    gpu.launch(into.numel(), lambda part, into=into, new=new: into[part].copy_(new[part]))
+                    values = gradient(into.numel(), step, number, index, rank)
+                    gpu.launch(into.numel(), lambda part, into=into, values=values: into[part].copy_(values[part]))
                 pending.append(exchange.send(number, gradients))
-                made += gradients
+                all_gradients += gradients
             if fault != "never waited for":
                 for sent in pending:
                     sent.wait()
             else:
-                exchange._begin()
-            for number, (layout, cut) in enumerate(zip(layouts, cuts, strict=True)):
+                exchange._begin()  # the rank forgets the buckets in flight, and goes on
+            # The comparison with the right means.
+            for number, (layout, cut) in enumerate(zip(layouts, segments, strict=True)):
                 for index, part, _ in parts_of(layout, slice(0, layout.length) if whole else cut[rank]):
                     out, numel = views[number][index][part], views[number][index].numel()
                     mean = sum(gradient(numel, step, number, index, peer)[part] for peer in ranks) / len(ranks)
                     gpu.launch(
                         out.numel(),
-                        lambda some, out=out, mean=mean: wrong.append(int((out[some] != mean[some]).sum())),
+                        lambda at, out=out, mean=mean: wrong.append(int((out[at] != mean[at]).sum())),
                     )
-            for x in (*made, *(out for outs in views for out in outs)):
+            # What a user may do to gradients after the step.
+            for x in (*all_gradients, *(out for outs in views for out in outs)):
                 gpu.launch(x.numel(), lambda part, x=x: x[part].fill_(torch.nan))
     run(gpus, seed)
     assert not signals, "a signal is left set"
@@ -121,7 +128,7 @@ def wrong_elements(
 def test_every_bucket_of_every_step_is_the_mean(
     world_size: int, buckets: list[list[int]], in_place: bool, whole: bool, seed: int, data: Any
 ) -> None:
-    """It is, however a GPU divides its streams among queues. Streams of one queue run in the order of launches."""
+    """This holds however a GPU divides its streams among queues. Streams of one queue run in the order of launches."""
     queues = [data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=3)) for _ in range(world_size)]
     assert wrong_elements(buckets, queues, [data.draw(speeds) for _ in queues], seed, in_place, whole) == 0
 
@@ -133,16 +140,20 @@ def wrong_parameters(
     seed: int,
     ahead: int,
     without: int | None = None,
-    hasty: int | None = None,
-    deaf: int | None = None,
+    no_wait: int | None = None,
+    too_early: int | None = None,
 ) -> int:
-    """The number of wrong parameters in all steps. In a step a rank updates its segments, sends them, and reads all.
+    """The number of wrong parameters in all steps.
 
-    lengths  elements of a segment in each flat buffer
-    ahead    how many buffers are sent before an earlier one is waited for
-    without  a signal that is left out, as a fault
-    hasty    a rank that, as a fault, neither waits for what it sends nor reads
-    deaf     the first buffer that is sent, as a fault, without waiting for its update
+    In a step a rank updates its segment of each flat buffer, sends it to the other ranks, and reads the whole buffer:
+    every element must be the number of the step.
+
+    lengths    elements of a segment in each flat buffer
+    queues     for each rank, the argument of its `Gpu`; `speeds` alike
+    ahead      how many buffers are sent before an earlier one is waited for
+    without    a barrier that is left out, as a fault
+    no_wait    a rank that, as a fault, neither waits for what it sends nor reads
+    too_early  the first buffer that is sent, as a fault, without waiting for its update
     """
     ranks = range(len(queues))
     gpus = [Gpu(*arguments) for arguments in zip(queues, speeds, strict=True)]
@@ -161,9 +172,9 @@ def wrong_parameters(
                 for n in lengths[len(sent) : number + 1 + ahead]:
                     own = flats[rank][len(sent)][rank * n : (rank + 1) * n]
                     gpu.launch(n, lambda part, own=own, step=step: own[part].fill_(step + 1))
-                    all_gather._stream.forgets_streams = deaf is not None and len(sent) >= deaf
+                    all_gather._stream.forgets_streams = too_early is not None and len(sent) >= too_early
                     sent.append(all_gather.send(len(sent)))
-                if rank == hasty:
+                if rank == no_wait:
                     continue
                 sent[number].wait()
                 gpu.launch(
@@ -191,8 +202,8 @@ def test_parameters_of_every_step_come_to_all_ranks(
 
 @pytest.mark.parametrize(
     "fault",
-    some([{"without": READY}, {"without": ARRIVED}, {"hasty": 0}, {"deaf": 0}, {"deaf": 1}], 2),
-    ids=["READY", "ARRIVED", "own moved while sent", "sent before moved", "later ones sent before moved"],
+    some([{"without": READY}, {"without": ARRIVED}, {"no_wait": 0}, {"too_early": 0}, {"too_early": 1}], 2),
+    ids=["READY", "ARRIVED", "updated while sent", "sent before updated", "later ones sent before updated"],
 )
 def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> None:
     """All buffers are sent before any is read.
@@ -209,7 +220,7 @@ def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> 
 
 
 def seeds_that_tell(**fault: Any) -> int:
-    """How many of twenty seeds show the fault. In each, one stream on each rank is slow."""
+    """How many of twenty seeds show the fault, by a wrong mean or a signal left set. Each rank has one slow stream."""
     count = 0
     for seed in range(20):
         slow = [[0.001 if seed // 3**rank % 3 == stream else 1.0 for stream in range(3)] for rank in range(2)]
@@ -222,7 +233,14 @@ def seeds_that_tell(**fault: Any) -> int:
 
 @pytest.mark.parametrize(
     "fault",
-    some([*({"without": one} for one in (READY, ARRIVED, DONE)), {"fault": "inbox"}, {"fault": "never waited for"}], 2),
+    some(
+        [
+            *({"without": barrier} for barrier in (READY, ARRIVED, DONE)),
+            {"fault": "inbox"},
+            {"fault": "never waited for"},
+        ],
+        2,
+    ),
     ids=["READY", "ARRIVED", "DONE", "inbox", "finish"],
 )
 def test_each_signal_and_each_wait_is_needed(fault: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
 """`lmsys report --before OLD NEW`: verdicts, the page, the exit code (1 if a row is slower), and refused comparisons.
 
-`run` makes up a result file; a factor slows down its row "flash_triton".
+There are two kinds of comparison: of two result files, OLD and NEW, and within one file of a run that measured each row
+both as it is and as it was in an earlier commit (`lmsys bench --against`). `run` makes up a file of the first kind,
+`both` one of the second; a factor slows down the row "flash_triton".
 """
 
 import json
@@ -124,7 +126,7 @@ def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def both(path: Path, factor: float) -> Path:
-    """Writes a result file of a run that measured rows as they were, and, slower by a factor, as they are today."""
+    """Writes a result file of a run that measured the earlier rows, and today's rows, slower by a factor."""
     against = {"name": "aaaaaaaaaa", "commit": "a" * 40, "margin": 0.02}
     before, today = (record_of(run(path.with_name(name), 1, by)) for name, by in (("one", 1.0), ("other", factor)))
     return save(path, [*(earlier(case, against) for case in before), *today])
@@ -159,7 +161,8 @@ def test_a_run_that_measured_both_states_is_compared_by_itself(
     )
     tables = {path.name: path.read_text() for path in (tmp_path / "site" / "tables").glob("*.csv")}
     named = [name for name, text in tables.items() if "flash_triton@aaaaaaaaaa" in text]
-    assert {name.partition("-")[2].rpartition("-")[2] for name in named} == {"attention.csv", "changed.csv", ""}, named
+    comparison = {"all-attention.csv", "changed.csv", "records.csv"}  # no other table names an earlier row
+    assert {name.removeprefix("synthetic-gpu-") for name in named} == comparison
     assert f"{'a' * 10}" in site and "Each row took turns with itself as it was" in site
 
 

@@ -1,6 +1,6 @@
-"""The committed files of reports (reports/published/) are those that pages show, as `python -m reports` makes them.
+"""reports/published/ has exactly the files that the documentation links to, as `python -m reports` makes them.
 
-If a test fails, build the report again and copy the files, as its message says.
+If a test fails, build the report again and copy the files, as its message says. A new report is added to RUNS.
 """
 
 import re
@@ -19,11 +19,11 @@ from tests.support.processes import ROOT
 
 PUBLISHED = Path("reports/published")
 RUNS = {"nvidia-h200": "*.json.gz", "nvidia-h200-energy": "energy/*.json.gz"}  # {report: its runs in reports/results}
-DRAWN, WRITTEN = plots.to_svg, page.write
+REAL_TO_SVG, REAL_WRITE = plots.to_svg, page.write  # the test replaces these two
 
 
 def shown(report: str) -> set[str]:
-    """The files of a report that pages link to or show."""
+    """The files of a report that pages of the documentation link to or show, relative to its folder."""
     linked = {Path(path) for page in PAGES for path, _ in links(page)}
     folder = PUBLISHED / report
     return {path.relative_to(folder).as_posix() for path in linked if path.is_relative_to(folder)}
@@ -42,20 +42,20 @@ def test_what_pages_show_is_what_the_committed_runs_say(
 
     def to_svg(axes: Any, name: str, title: str) -> str:
         """Draws only plots that pages show; all of them take a minute."""
-        return DRAWN(axes, name, title) if f"plots/{name}.svg" in wanted else '<svg width="1pt" height="1pt">'
+        return REAL_TO_SVG(axes, name, title) if f"plots/{name}.svg" in wanted else '<svg width="1pt" height="1pt">'
 
-    def written(out: Path, parts: Sequence[Part], *others: Any) -> Path:
-        """AssertionError if two different tables, or two different plots, have the same name."""
+    def write(out: Path, parts: Sequence[Part], *others: Any) -> Path:
+        """Writes the page. AssertionError if two different tables, or two different plots, have the same name."""
         named: dict[tuple[type, str], Table | Plot] = {}
         for _, answers, chapters in parts:
             for block in (answers, *(block for chapter in chapters for block in chapter.blocks)):
                 for item in block.items:
                     assert named.setdefault((type(item), item.name), item) == item, f"{item.name} is two"
         assert named
-        return WRITTEN(out, parts, *others)
+        return REAL_WRITE(out, parts, *others)
 
     monkeypatch.setattr(plots, "to_svg", to_svg)
-    monkeypatch.setattr(page, "write", written)
+    monkeypatch.setattr(page, "write", write)
     build(sorted((ROOT / "reports" / "results").glob(RUNS[report])), tmp_path / "site")
     ids = Counter(re.findall(r'id="([^"]+)"', (tmp_path / "site" / "index.html").read_text()))
     assert [name for name, count in ids.items() if count > 1] == []

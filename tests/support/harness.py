@@ -19,7 +19,7 @@ MACHINE = {"date": "now", "gpu": None, "name": "a machine", "ceilings": CEILINGS
 def runner(**changes: Any) -> Runner:
     """A runner on the CPU with 10 ms for each row, and MACHINE. `changes`: other settings."""
     made = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes))
-    made.__dict__["machine"] = MACHINE
+    made.__dict__["machine"] = MACHINE  # in place of the cached property that measures it
     return made
 
 
@@ -45,7 +45,7 @@ class Number(Case):
 class Telling(Benchmark):
     """A benchmark of adding a number to itself.
 
-    told    the hooks that were called, in order: "hook", or "hook row"
+    told    the hooks that the runner has called, in order: "hook", or "hook row"
     faults  {hook: exception that it raises}
     """
 
@@ -57,7 +57,7 @@ class Telling(Benchmark):
         self.told: list[str] = []
         self.faults = faults
 
-    def _asked(self, hook: str, row: Any = "") -> None:
+    def _note(self, hook: str, row: Any = "") -> None:
         """Records the call of a hook, and raises its exception if it has one."""
         self.told.append(f"{hook} {row}".strip())
         if hook in self.faults:
@@ -68,31 +68,32 @@ class Telling(Benchmark):
             yield from (Number(grid.name, row, settings.device, size) for row in self.rows.values())
 
     def why_not(self, case: Number) -> str | None:
-        self._asked("why_not", case.impl)
+        self._note("why_not", case.impl)
         return None
 
     def setup(self, cases: Sequence[Number], settings: Settings) -> list[int]:
-        self._asked("setup")
+        self._note("setup")
         return [cases[0].size]
 
     def open(self, candidate: Candidate, setup: Any) -> None:
-        self._asked("open", candidate.case.impl)
+        self._note("open", candidate.case.impl)
         super().open(candidate, setup)
 
     def check(self, candidate: Candidate, setup: Any) -> Mapping[str, float]:
-        self._asked("check", candidate.case.impl)
+        self._note("check", candidate.case.impl)
+        # The error ratio of a wrong sum is 7: any number above 1 means wrong.
         return {"sum": float(candidate.call(setup[0], setup[0]) != 2 * setup[0]) * 7}
 
     def redraw(self, setup: Any, seed: int) -> None:
         if self.told[-1] != "redraw" or "redraw" in self.faults:  # several in succession are recorded once
-            self._asked("redraw")
+            self._note("redraw")
 
     def step(self, case: Number, candidate: Candidate, setup: Any) -> Step:
-        self._asked("step", case.impl)
+        self._note("step", case.impl)
         return Step(lambda _: candidate.call(setup[0], setup[0]))
 
     def inspect(self, case: Number, candidate: Candidate, setup: Any) -> dict[str, Any]:
-        self._asked("inspect", case.impl)
+        self._note("inspect", case.impl)
         return {}
 
 

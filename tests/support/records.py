@@ -33,7 +33,7 @@ from lmsys.reports.__main__ import main
 from lmsys.reports.page import MANIFEST
 
 Record = dict[str, Any]
-EVERY_PLOT, NO_PLOT = "", r"(?!)"  # patterns for `built`
+EVERY_PLOT, NO_PLOT = "", r"(?!)"  # for `drawn` of `built`: patterns that match every name, or none
 ALL = (Attention, Model, Loss, Anatomy, Precision, Collectives, DataParallel, TrainingSteps, Tokenizers, Training)
 BENCHMARKS = {cls.name: cls for cls in ALL}
 MACHINE = {
@@ -111,9 +111,10 @@ def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok"
     made |= SIZES.get(values.get("size", made.get("size")), {}) if "d_ff" in fields else {}
     made |= {name: value for name, value in values.items() if fields[name].role == "axis"}
     assert values.keys() <= fields.keys(), values.keys() - fields.keys()
-    asked = [f"{name}{made.get(name)}" for name in fields if fields[name].role == "axis" and name not in OF_ROWS]
+    # `comparison` names the axes that rows of one comparison share; the record's id also has those of the row itself.
+    shared = [f"{name}{made.get(name)}" for name in fields if fields[name].role == "axis" and name not in OF_ROWS]
     own = [str(made[name]) for name in sorted(OF_ROWS & made.keys() - {"label", "peer", "device"})]
-    made |= {"comparison": "-".join(asked), "id": values.get("id", f"{made['section']}-" + "-".join([*asked, *own]))}
+    made |= {"comparison": "-".join(shared), "id": values.get("id", f"{made['section']}-" + "-".join([*shared, *own]))}
     made |= {"outcome": outcome, "reason": None, "clock": "cuda_event", "num_parameters": 1000 * made.get("d_ff", 1)}
     if outcome == "ok":
         rounds = Random(made["comparison"])
@@ -128,6 +129,7 @@ def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok"
 
 
 def _some_number(field: Field, record: Record) -> Any:
+    """A made-up value of a metric in its unit, the same in every run. A new unit is a line in `scales`."""
     number = Random(f"{record['id']}{field.name}").uniform(0.1, 0.9)
     scales = {"B": 8 * GIB, "FLOP": 1e12, "FLOP/s": 1e15, "B/s": 1e11, "tokens/s": 1e5, "nats": 1e-2}
     scale = scales.get(field.unit, 1.0)
