@@ -33,7 +33,7 @@ from lmsys.measure.compare import Lost
 from lmsys.outputs import Outputs
 
 PACKAGES = "lmsys", "benchmarks", "dev"  # all of their functions and classes are remembered
-# Of other owners (modules and classes), only the functions and classes that these hold directly are remembered.
+# Modules and classes of other packages: only the functions and classes that these themselves hold are remembered.
 OWNERS = (
     builtins,
     json,
@@ -55,22 +55,22 @@ OWNERS = (
     torch.nn.functional,
     torch.profiler,
 )
-WHOLE = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom  # what they inherit may not be hidden
+# No attribute may be added to these classes, since it would hide one that they inherit.
+WHOLE = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom
 # Names that are not remembered, and may change. torch.compile replaces torch.manual_seed when it is first imported,
 # torch.distributed sets sys.excepthook, and interactive shells set sys.displayhook.
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to modules that it compiles, and removes
-# Such as "aten/sub.Tensor/CPU": what somebody's Python does in place of a public operator of torch.
+# Names of kernels, such as "aten/sub.Tensor/CPU", by which Python code replaces a public operator of torch.
 OF_PYTHON = re.compile("aten/[^_].*/(CPU|CUDA)").fullmatch
 # The types of values that are remembered.
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 
 
 class Guard:
-    """Remembers, when made, the functions and classes that each owner holds, and of our own also the functions' code
-    and defaults, and constants.
+    """Remembers the functions and classes of each *owner* (a module or a class) as they are when the guard is made.
 
-    An *owner* is a module or a class.
+    For PACKAGES it also remembers constants, and the functions' code and defaults.
     """
 
     def __init__(self) -> None:
@@ -89,6 +89,7 @@ class Guard:
             for name, value in names.items()
             if type(value) is dict and not name.startswith("_")  # others are filled by their modules
         }
+        # (name of the owner or dict, its content now, a function that puts a value back, the remembered content)
         self._held = [(owner.__name__, vars(owner), partial(setattr, owner), names) for owner, names in owners.items()]
         self._held += [
             (place, values, partial(operator.setitem, values), {**values}) for place, values in dicts.items()

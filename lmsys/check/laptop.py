@@ -1,9 +1,11 @@
-"""Runs code that was written for a GPU on a machine without one: in `Laptop` it is told that there is a GPU.
+"""Runs code that was written for a GPU on a machine without one: torch and Triton pretend that there is a GPU.
 
-`install` patches torch and Triton in this process; `kinds.py` and the course's grading call it. Triton's interpreter
-then runs the kernels. Their Python code may assert that its tensors are on a GPU, ask for the current device or the
-active driver, and allocate with device="cuda"; such memory is the host's. The interpreter computes bfloat16 wrongly,
-runs no two threads, and takes the first configuration of an autotuner.
+`install` patches both in this process; `kinds.py` and the course's grading call it. Inside the context `Laptop` tensors
+say that they are on a GPU, and Triton's interpreter runs the kernels. `attention.py` calls `fitting`, which finds out
+if a row needs this. The Python code around kernels may assert that its tensors are on a GPU, ask for the current
+device or the active driver, and allocate with device="cuda"; such memory is the host's. What else it may ask for is
+added to `install`. The interpreter computes bfloat16 wrongly, runs no two threads, and takes the first configuration
+of an autotuner.
 """
 
 import importlib.metadata
@@ -94,10 +96,10 @@ def install() -> None:
 
 def version(distribution_name: str) -> str:
     """The version of a distribution; "0" for a package of the course CS336 that is not installed."""
-    of_course = distribution_name.startswith("cs336") and not any(
+    is_of_course = distribution_name.startswith("cs336") and not any(
         importlib.metadata.distributions(name=distribution_name)
     )
-    return "0" if of_course else importlib.metadata.distribution(distribution_name).version
+    return "0" if is_of_course else importlib.metadata.distribution(distribution_name).version
 
 
 def _install_in_triton() -> None:
@@ -122,11 +124,11 @@ def _install_in_triton() -> None:
     _mend_interpreter()
     run = Autotuner.run
 
-    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_first(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.configs = self.configs[:1]
         return run(self, *args, **kwargs)
 
-    Autotuner.run = first
+    Autotuner.run = run_first
 
 
 def _mend_interpreter() -> None:
@@ -180,10 +182,10 @@ def _backward(self: Any, *gradients: Any) -> Any:
 
 
 def fitting(row: Callable[..., Tensor], score: Callable[[Any], int]) -> Callable[..., Tensor]:
-    """The row itself, or the row in `Laptop` if its score is higher there.
+    """The row as it is, or, if it then gets a higher score, a function that calls the row in `Laptop`.
 
-    `score(row)` is higher if the row gives more results or launches more kernels. Without `install` it is the row
-    itself.
+    `score(row)` calls the row, and is higher the further it gets: it has results, it is right, it launches kernels.
+    Without `install` the row is returned as it is.
     """
 
     if BackwardCFunction.apply is not _backward:

@@ -109,7 +109,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 
 def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
-    """The failure that caused the others, or None: not one that only reports a failed peer, if there is another."""
+    """The failure that caused the others; None if no rank failed. One that only reports a failed peer comes last."""
     failures = (result.failure for result in results if result.failure is not None)
     return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 
@@ -141,7 +141,10 @@ CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule 
 
 
 def optimizer_rules(steps: Sequence[trained.Before]) -> list[Rule]:
-    """A rule for each known mistake of a sharded optimizer: its words, and the weights after the last step with it."""
+    """A rule for each known mistake of a sharded optimizer: (the mistake in words, the weights that it leads to).
+
+    steps  what ranks had before each step of a trial; the weights are those after the last step
+    """
     now, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
     g, world_size, given = now.means, trial.world_size, OPTIMIZERS[trial.optimizer]
     lost: dict[str, dict[str, object]] = {

@@ -1,9 +1,10 @@
 """How long one call took: CUDA events on a GPU, `perf_counter` on a CPU.
 
-`lmsys.measure.compare` takes samples by one of the two clocks, which have the same methods: `sample` gives a mark per
-call, and `read` turns marks into seconds. What is timed may be hostile. So the functions used here are taken when this
-file is imported, before any row's file is. While a call runs, no frame of Python holds its marks by name. On a GPU the
-time between the marks is accounted for, too: see `CudaClock.read`.
+`lmsys.measure.compare` takes samples by one of the two clocks, which have the same methods: `sample` runs a call and
+returns a *mark* of it, and `read` turns marks into seconds. Before a sample, `wait` keeps the device idle, so that the
+host launches ahead of it. The timed code may try to cheat. So the functions used here are imported with this file,
+before any row's file could replace them, and no variable of a Python frame holds the marks while a call runs. On a
+GPU `CudaClock.read` also refuses samples of calls that began before their start was recorded.
 """
 
 import itertools
@@ -42,7 +43,7 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
         if separator not in name:
             if groups:
                 groups[-1].append((start, end))
-        elif end - start < 20_000:  # ns; the same kernel for longer is a wait, and stands for nothing
+        elif end - start < 20_000:  # ns; `CudaClock.wait` launches the same kernel for longer, which separates nothing
             groups.append([])
     spans = [group[skipped:] for group in groups[::2]]
     is_whole = len(groups) % 2 == 0 and all(spans)
@@ -50,15 +51,17 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
 
 
 CYCLES_PER_S = 2e9
-SHORT_S = 1e-4  # of calls shorter than this the events' own share is measured row by row
-NUM_SPANS = 120  # calls by which it is measured; each is off by up to 1 us, in two heaps
-LEAD_S = 2e-3  # the host launches some calls meanwhile, also under a profiler
-_Event = torch._C._CudaEventBase  # without what Python adds to it, which can be replaced
+SHORT_S = 1e-4  # for calls shorter than this, the time that the events themselves add is measured row by row
+NUM_SPANS = 120  # calls by which it is measured; each measurement is off by up to 1 us, around two values
+LEAD_S = 2e-3  # how long the device waits before timed calls: the host launches some meanwhile, also under a profiler
+_Event = torch._C._CudaEventBase  # not torch.cuda.Event, whose Python methods can be replaced
 
 
 class ClockError(RuntimeError):
-    """Times that cannot be: something has meddled with the clock, unless `others`, so many processes of other programs,
-    were seen on the device."""
+    """Raised for impossible times: the clock was tampered with, or `others` processes of other programs disturbed it.
+
+    `compare.outcome_of` reads `failure`: the outcome is "error" if there were such processes, else "wrong".
+    """
 
     def __init__(self, text: str, others: int | None = None):
         super().__init__(f"other programs used the device (processes: {others}): {text}" if others else text)
@@ -67,7 +70,7 @@ class ClockError(RuntimeError):
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that the host is busy with a call, and the device."""
+    """How long a call keeps the host busy, and how long the device, in seconds."""
 
     host_s: float
     device_s: float
@@ -75,7 +78,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds of one timed call, and of what was prepared for it just before."""
+    """How long a timed call took, and how long what was prepared for it just before, in seconds."""
 
     run_s: float
     prepare_s: float
@@ -87,21 +90,22 @@ def in_turn(*calls: Callable[[], Any]) -> list[Any]:
 
 
 class CudaClock:
-    """Seconds by an event pair around each call, on the current stream; read at the end, after one synchronize.
+    """Times each call by two CUDA events around it, on the current stream; they are read later, after a synchronize.
 
-    ahead: the host launches ahead of the device, so that what is measured is the device's time alone, and before each
-    call the device writes a buffer of at least twice the L2 cache, so that no call finds its inputs there. A device
-    queues about 1,000 launches; of calls with more, measure the pace in a loop: each sample then begins on an idle
-    device, with what comes before the call in a loop, and where the host launches more slowly than the device works,
-    that is the time.
+    ahead  True: the host launches ahead of the device, so that the time is the device's alone. Before each call the
+           device writes a buffer of at least twice the L2 cache, so that no call finds its inputs there.
+           False: each call begins on an idle device, after what comes before the call in a loop (`Step.before`). Where
+           the host launches more slowly than the device works, the time is the host's. This is for calls of more than
+           about 1,000 launches, which is how many a device queues: the host cannot be ahead of more.
 
-    others   how many processes of other programs are on the device, or None: asked where times cannot be
-    share_s  what a pair of events adds to the span of the kernel between them, measured here by CUPTI when the clock is
-             made, and taken off every reading; 0 for a loop, and where CUPTI cannot be had (`share_by` says)
+    others   a function that returns how many processes of other programs are on the device, or None if that is not
+             known; it is called when times are impossible
+    share_s  the time that a pair of events adds to the kernel between them, in seconds, which is subtracted from every
+             reading. CUPTI measures it when the clock is made; 0 in a loop or without CUPTI, as `share_by` says
     """
 
-    warm_s = 0.1  # of load, until clocks settle under the power limit
-    num_prepares = 7  # taken again, where what a prepare may take is looked at
+    warm_s = 0.1  # of load, until the device's clock rate settles under the power limit
+    num_prepares = 7  # how often `compare` repeats a call's untimed preparation, to see how long it takes
     saving_s = 5e-5  # upper bound on how much longer a forward with autograd takes than one without
 
     def __init__(self, ahead: bool = True) -> None:
@@ -128,9 +132,9 @@ class CudaClock:
     def sample(
         self, run: Callable[[Any], Any], prepare: Callable[[], Any] = nothing, late: Callable[[], Any] = nothing
     ) -> tuple[int, Any]:
-        """Enqueues one timed call, run(prepare()): the number by which `read` knows it, and what the call returned.
+        """Enqueues one timed call, run(prepare()). Returns (its mark, a number; the result of the call).
 
-        late  work of the bench's own between the two, such as inputs that `prepare` must not see
+        late  the bench's own work between `prepare` and `run`, such as filling in inputs that `prepare` must not see
         """
         number, marks = next(self._numbers), [_Event(enable_timing=True) for _ in range(4)]
         begin, ready, *record = (partial(mark.record, self._stream) for mark in marks)
@@ -149,7 +153,7 @@ class CudaClock:
         return number, result
 
     def expect(self, late: Callable[[], Any]) -> None:
-        """Learns how long the device takes for the bench's own work before a call, with this `late`."""
+        """Measures how long the device takes for the bench's own work between `prepare` and `run`, with this `late`."""
         self.wait(LEAD_S)
         numbers = [self.sample(nothing, late=late)[0] for _ in range(7)]
         cuda_synchronize()
@@ -158,11 +162,11 @@ class CudaClock:
         self._most_gap_s = 1.5 * statistics.median(gaps) + 5e-5
 
     def read(self, pending: Sequence[int], share_s: float | None = None, trusted: bool = False) -> list[Reading]:
-        """The durations of what `sample` returned, in that order, less `share_s` (default: the clock's own).
+        """The durations of the calls with these marks, in order, less `share_s` (default: the clock's own).
 
-        ClockError, unless the calls are the bench's own, where the device was busy far longer before the calls' starts
-        than its own work there takes, and than the host made it wait: then the starts were recorded again later, or the
-        calls' work ran there.
+        ClockError, unless the calls are `trusted`, the bench's own: the device was busy right before the calls' starts
+        for far longer than the bench's own work there takes. Then a row has recorded the starts again later, or has run
+        its work before them.
         """
         cuda_synchronize()
         share_s = self.share_s if share_s is None else share_s
@@ -185,11 +189,13 @@ class CudaClock:
             del self._marks[number]
 
     def beside_cupti(self, take: Callable[[], Sequence[tuple[str, int]]]) -> list[tuple[str, float, float]]:
-        """(name, seconds by the pair of events, seconds by CUPTI) of each call that `take` samples: (name, number).
+        """(name, seconds by the pair of events, seconds by CUPTI) for each call that `take` samples.
 
-        The second, a span, goes from the first kernel's start to the last one's end: gaps between the kernels of a call
-        are in it. Nothing else differs from other calls: one tiny kernel goes before the cache is cleared, and one
-        behind the call. Empty where CUPTI cannot be had, or a call launches nothing.
+        take  samples calls and returns (name, mark) of each
+
+        The seconds by CUPTI go from the start of a call's first kernel to the end of its last, gaps included. These
+        calls differ from others only by two tiny kernels, one before the cache is cleared and one behind the call. The
+        list is empty where CUPTI is not available, or a call launches nothing.
         """
         taken: list[tuple[str, int]] = []
         self._is_bracketed = True
@@ -201,10 +207,10 @@ class CudaClock:
         return list(zip([name for name, _ in taken], pairs, spans, strict=True)) if len(spans) == len(pairs) else []
 
     def shares(self, take: Callable[[], Sequence[tuple[str, int]]]) -> dict[str, float]:
-        """The time that the pair of events adds to the span of the kernels between them, in seconds, by name.
+        """{name: the time that the pair of events adds to the kernels between them, in seconds}; `take` as above.
 
-        Where that is far from a plain kernel's it is the plain one's: what a row's host code makes the device wait for
-        is the row's own.
+        If this is far from what was measured with a plain kernel, the latter is returned: any other wait of the device
+        is caused by the row's host code, and counts as the row's time.
         """
         apart_s: dict[str, list[float]] = {}
         for name, pair_s, span_s in self.beside_cupti(take):
@@ -214,7 +220,7 @@ class CudaClock:
         return {name: share if low < share < high else self.share_s for name, share in shares.items()}
 
     def wait(self, seconds: float) -> None:
-        """The device idles and the host goes on: what it launches then runs without gaps."""
+        """Lets the device idle while the host goes on: what the host launches meanwhile then runs without gaps."""
         if self.ahead and seconds > 0:
             _sleep(int(seconds * CYCLES_PER_S))
 
@@ -223,7 +229,7 @@ class CudaClock:
         cuda_synchronize()
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
-        """The cost of a call when the device waits `lead_s` before it: best a little longer than launching takes."""
+        """The cost of a call before which the device waits `lead_s`, which should be a little longer than launching."""
         start, end = _Event(enable_timing=True), _Event(enable_timing=True)
         cuda_synchronize()
         self.wait(lead_s)
@@ -236,10 +242,10 @@ class CudaClock:
         return Cost(host_s, _seconds(start, end))
 
     def watch(self) -> Callable[[], None]:
-        """Begins a span of many calls; call what it returns when they are done: ClockError where it cannot be.
+        """Begins to time many calls by the device's clock and by the host's. It returns a function to call at the end.
 
-        The span's time by the device is that by the host, give or take what they wait for one another, and for another
-        program that shares the device.
+        That function raises ClockError if the two times differ by more than waits explain: of host and device for each
+        other, and for another program that shares the device.
         """
         start, end = _Event(enable_timing=True), _Event(enable_timing=True)
         cuda_synchronize()
@@ -269,7 +275,7 @@ class CpuClock:
     name = "perf_counter"
     warm_s = 0.0
     num_prepares = 3
-    saving_s = 5e-4  # autograd's own work on the host counts here, compiled above all
+    saving_s = 5e-4  # larger than on a GPU: here autograd's own work on the host counts, most of all if compiled
     ahead = True  # host and device are one
     share_s, share_by = 0.0, "nothing"
     others: Callable[[], int | None] = staticmethod(nothing)
@@ -305,7 +311,7 @@ def clock_of(device: str, ahead: bool = True) -> Clock:
 
 
 def timed(clock: Clock, call: Callable[[], Any], count: int = 1) -> list[float]:
-    """Seconds of so many calls, one after another."""
+    """The seconds of each of `count` calls, which follow one another."""
     clock.wait(LEAD_S)
     marks: list[Any] = [clock.sample(lambda _: call())[0] for _ in range(count)]
     return [reading.run_s for reading in clock.read(marks, trusted=True)]

@@ -65,7 +65,7 @@ class Collectives:
         return like.new_zeros(length)
 
     def settle(self, buckets: Sequence[Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()) -> None:
-        """Called once these buckets of gradients, and flat buffers of parameters, are final."""
+        """Called once the buckets of gradients, and flat buffers of parameters, are final."""
 
     def reduce(self, bucket: Bucket) -> collectives.Pending:
         """Begins a bucket's communication. After the wait `owned` have the means as gradients, other params None."""
@@ -106,7 +106,7 @@ class Overlapped(wrapper.Wrapper):
     A bucket of one gradient is that gradient, without a copy. comm_dtype: as in `Bucketed`.
     """
 
-    halves_sums = True
+    halves_sums = True  # a trait of the row: `lmsys.traits` explains all of them
     over: type[Collectives] = Collectives  # the transport of buckets; unused on one rank
 
     def __init__(
@@ -184,7 +184,7 @@ class Overlapped(wrapper.Wrapper):
         for pending in self._sent:
             pending.wait()
         self._use_pending.wait()
-        use, absent = self._used, self._absent
+        use, absent = self._used, self._absent  # `_begin` replaces them
         self._begin()
         if self._seen is not None:
             self._plan_again(self._seen)
@@ -194,12 +194,12 @@ class Overlapped(wrapper.Wrapper):
         bucket = self.buckets[len(self._sent)]
         self._absent += [index for index in bucket.indices if self.trainable[index].grad is None]
         if bucket is self.buckets[-1]:  # all gradients that will come have come
-            self._used = self._use(self._absent)
+            self._used = self._use(self._absent)  # becomes the share of ranks that have each gradient
             self._use_pending = collectives.all_reduce_mean(self._used, self.group)
         self._sent.append(self.transport.reduce(bucket))
 
     def _plan_again(self, seen: list[int]) -> None:
-        """Plans buckets in the order in which rank 0 saw gradients, its `seen`; those that it did not see come last."""
+        """Plans buckets in the order in which rank 0 saw gradients, its `seen`. Parameters without one come last."""
         unseen = sorted(set(range(len(self.trainable))) - set(seen), reverse=True)
         order = torch.tensor(seen + unseen, device=self.trainable[0].device)
         collectives.broadcast_(order, self.group)
@@ -248,8 +248,10 @@ def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
 
 
 class Bucketed(Overlapped):
-    """bucket_mb   MiB of a bucket; None: no limit, one bucket for each dtype and device; or "auto": √(s o w) of the
-                measured latency o and bandwidth w of an all-reduce
+    """All-reduces gradients in buckets of a given size while the backward goes on.
+
+    bucket_mb   MiB of a bucket; None: no limit, one bucket for each dtype and device; or "auto": √(s o w) for s bytes
+                of gradients, with the measured latency o and bandwidth w of an all-reduce
     comm_dtype  of what travels, such as torch.bfloat16; None: the gradients'. Gradients keep their own dtype.
 
     ValueError for a bucket size that is not positive.

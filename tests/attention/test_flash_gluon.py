@@ -1,4 +1,7 @@
-"""`flash_gluon` on a GPU: results exact to the bit where arithmetic allows it, repeats, graphs, streams, views."""
+"""`flash_gluon` on a GPU: results exact to the bit where arithmetic allows it, repeats, graphs, streams, views.
+
+Hypothesis draws `shapes`; patterns are in PATTERNS, and a new plan of the row is tested without a change here.
+"""
 
 import subprocess
 import sys
@@ -64,8 +67,8 @@ def drawn(shape: dict[str, Any], make: Callable[..., Tensor]) -> list[Tensor]:
 def check_selection(shape: dict[str, Any], deterministic: bool) -> None:
     """Every query gives all its weight to one key: o is that key's value, dv a sum of whole numbers, dq and dk zero."""
     generator = torch.Generator("cuda").manual_seed(shape["seed"])
-    whole = lambda *size: torch.randint(-3, 4, size, generator=generator, device="cuda").float()  # noqa: E731
-    q, k, v, do = drawn(shape, whole)
+    whole_numbers = lambda *size: torch.randint(-3, 4, size, generator=generator, device="cuda").float()  # noqa: E731
+    q, k, v, do = drawn(shape, whole_numbers)
     batch, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     k.copy_(torch.randint(0, 2, k.shape, generator=generator, device="cuda") * 2 - 1)
@@ -221,8 +224,8 @@ def plans() -> list[Any]:
 def test_every_plan_is_right_at_any_length(
     direction: str, head_dim: int, causal: bool, plan: Any, batch: int, heads: int, length: int
 ) -> None:
-    """Some shapes have more CTAs than the GPU runs at once. Grouped heads walk down and up, and dq is added up in both
-    orders."""
+    """Some shapes have more CTAs than the GPU runs at once. Grouped heads walk down (launch.py) or up, and dq is
+    added up in both orders, the free and the fixed one."""
     case = ROW.case(
         batch=batch, heads=heads, kv_heads=heads // 2, queries=length, keys=length, head_dim=head_dim, causal=causal,
         grad=True, dtype="bfloat16",
@@ -306,11 +309,11 @@ def test_processes_that_take_turns_on_a_gpu(tmp_path: Path) -> None:
         for _ in range(4)
     ]
     try:
-        said = [process.communicate(timeout=600)[0] for process in started]
+        printed = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * 4, said
+    assert [process.returncode for process in started] == [0] * 4, printed
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -326,6 +329,7 @@ def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
 
 
 def both(x: Any, causal: bool) -> tuple[Tensor, ...]:
+    """(o, lse, dq, dk, dv) of a forward and a deterministic backward."""
     o, lse = gluon()._forward(x.q, x.k, x.v, causal, 0.125)
     return o, lse, *gluon()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True)
 

@@ -1,7 +1,8 @@
 """benchmarks/bench_tokenizer.py: training and encoding are timed, and wrong merges or ids are refused.
 
-Right is the definition of byte-level BPE. The corpus is a small one. Rows that remember an earlier answer must be
-wrong, too: REMEMBERED_BY has the keys by which they do.
+Ids and merges are right if they are those of the definition of byte-level BPE. The corpus is a small one. A row that
+remembers an earlier answer must be refused, too: REMEMBERED_BY has the keys under which such rows store answers, and a
+new key is added there.
 """
 
 import re
@@ -77,9 +78,15 @@ def test_what_is_not_installed_is_unsupported(monkeypatch: pytest.MonkeyPatch) -
 def changing(change: Any, after: int = 0) -> Any:
     """An encoder that applies `change` to its ids, but not in its first `after` calls."""
     encoder, calls = rows.Ours.encoder, count()
-    return lambda *arguments: (
-        lambda: [change(ids) if next(calls) >= after else ids for ids in [np.concatenate(encoder(*arguments)())]]
-    )
+
+    def changed(*arguments: Any) -> Any:
+        def call() -> list[Any]:
+            ids = np.concatenate(encoder(*arguments)())
+            return [change(ids) if next(calls) >= after else ids]
+
+        return call
+
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,8 @@ def test_timed_calls_are_checked() -> None:
             assert record["error_ratio"] == (0.0 if judged else None)
 
 
-REMEMBERED_BY: dict[str, Any] = {  # functions of a text's path
+# {name: function of a text's path that gives the key}; for small.txt, the text of the check, a key of its own.
+REMEMBERED_BY: dict[str, Any] = {
     "path": lambda path: path,
     "size": lambda path: path.name == "small.txt" or path.stat().st_size,
     "beginning": lambda path: path.name == "small.txt" or path.read_bytes()[:4],

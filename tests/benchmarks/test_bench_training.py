@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.bench_training import CURVE_POINTS, Training
 from benchmarks.sweeps import SWEEPS
-from benchmarks.training import rank as text
+from benchmarks.training import rank
 from benchmarks.training.rank import TrainingCase, tokens_of
 from lmsys.bench import Grid, Settings, Sweep, record
 from lmsys.bench.ranks import Ranks, Unsupported
@@ -83,11 +83,11 @@ TINY = {
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The corpus is the text of benchmarks/*.py, in place of the standard library's modules."""
     file = tmp_path_factory.mktemp("corpus") / "text"
-    sources = sorted(Path(text.__file__).parents[1].glob("*.py"))
+    sources = sorted(Path(rank.__file__).parents[1].glob("*.py"))
     file.write_text("".join(path.read_text() + END_OF_TEXT for path in sources))
     corpus: Corpus = text_file(file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text.corpora, "stdlib", lambda: corpus)
+        patch.setattr(rank.corpora, "stdlib", lambda: corpus)
         tokens_of.cache_clear()
         yield
     tokens_of.cache_clear()
@@ -112,7 +112,7 @@ def records(trainer: Runner, **changes: Any) -> dict[str, dict[str, Any]]:
     return {row["impl"]: record.check_record(row) for row in measured}
 
 
-def test_the_matrix_is_that_of_the_sources() -> None:
+def test_the_sweep_matrix_crosses_attention_rows_with_strategies() -> None:
     (grid,) = (grid for grid in SWEEPS["full"]["cuda"].grids["training"] if grid.name == "matrix")
     cases = cases_of(**{"batch": (8,), "precision": ("bf16",), "val_tokens": 65_536, **grid, "world_size": (2,)})
     assert len(cases) == 4 * 7 and len({case.group for case in cases}) == 1
@@ -158,11 +158,16 @@ def test_tokens_are_the_texts_and_as_many_as_asked_for() -> None:
         tokens_of(10_000_000, 50, 300)
 
 
-SMALL = st.floats(-1.5, 1.5)
+TIMES_BUDGET = st.floats(-1.5, 1.5)  # a deviation, in budgets: right from -1 to 1
 
 
-@given(st.lists(st.tuples(SMALL, st.floats(1, 9)), min_size=1, max_size=120), SMALL, st.sampled_from([*CURVE_BUDGET]))
+@given(
+    st.lists(st.tuples(TIMES_BUDGET, st.floats(1, 9)), min_size=1, max_size=120),
+    TIMES_BUDGET,
+    st.sampled_from([*CURVE_BUDGET]),
+)
 def test_a_curve_is_right_within_its_budget(steps: list[tuple[float, float]], norm: float, dtype: str) -> None:
+    """steps: for each, the deviation of the loss and the loss. norm: the deviation of the first gradient's norm."""
     budget = CURVE_BUDGET[dtype]
     reference = [loss for _, loss in steps]
     losses = [loss + off * budget for off, loss in steps]
@@ -211,7 +216,7 @@ def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
         ({"attention": ("sdpa_cudnn",)}, "CUDA"),
     ],
 )
-def test_what_cannot_run_is_a_cell_with_its_reason(changes: dict[str, Any], reason: str, two_ranks: Ranks) -> None:
+def test_what_cannot_run_is_unsupported_with_its_reason(changes: dict[str, Any], reason: str, two_ranks: Ranks) -> None:
     for row in records(runner(two_ranks), **changes).values():
         assert row["outcome"] == "unsupported" and reason in row["reason"]
 

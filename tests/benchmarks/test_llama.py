@@ -120,6 +120,7 @@ def test_a_layer_computes_only_those_matmuls_again_that_it_does_not_keep(levels:
             loss = model.loss(tokens, targets)
         with Products() as backward:
             loss.backward()
+        # Two layers of seven matrices and the head: 15 matmuls forward, and two for each of these backward.
         assert (forward.count, backward.count) == (15, 30 + sum(again) * (model is theirs))
     for a, b in zip(theirs.parameters(), plain.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)

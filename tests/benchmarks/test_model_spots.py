@@ -1,4 +1,4 @@
-"""Timed calls of whole models are judged at a few places (`benchmarks/model/spots.py`).
+"""Timed calls of whole models are judged at a few places, called spots (`benchmarks/model/spots.py`).
 
 The judge's reference must be right, honest models must be within their budget, and a row that is right only while it
 is checked must be refused. A new cheat is a function in CHEATS, which gets the right row and its inputs.
@@ -18,7 +18,6 @@ from benchmarks.axes import MODES
 from benchmarks.bench_model import Model
 from benchmarks.model import rig as rigs
 from benchmarks.model import spots
-from benchmarks.model import spots as references
 from benchmarks.model.cases import ModelTest
 from benchmarks.model.rig import Rig
 from benchmarks.model.spots import EMBEDDINGS, HEAD, Reference
@@ -35,7 +34,7 @@ from tests.support.variants import some
 
 TINY = {"size": ("tiny",), "context": (32,), "batch": (2,), "compile": ("eager",)}
 needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
-WHOLES = [pytest.param("auto"), pytest.param("llama", marks=needs_llama)]
+ROWS = [pytest.param("auto"), pytest.param("llama", marks=needs_llama)]
 
 
 def timed() -> bool:
@@ -51,7 +50,7 @@ def cases(**values: Any) -> list[ModelTest]:
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes limits so small that references run a part of a batch, and attention in blocks of a few query rows."""
     monkeypatch.setitem(spots.MOST_WORK, "cpu", 0)
-    monkeypatch.setitem(references.BLOCK_SCORES, "cpu", 5 * 4 * 32)
+    monkeypatch.setitem(spots.BLOCK_SCORES, "cpu", 5 * 4 * 32)
 
 
 def exact_model(rig: Rig, case: ModelTest) -> Any:
@@ -60,11 +59,12 @@ def exact_model(rig: Rig, case: ModelTest) -> Any:
 
 
 @pytest.mark.usefixtures("in_pieces")
-@pytest.mark.parametrize("row", WHOLES)
+@pytest.mark.parametrize("row", ROWS)
 def test_the_reference_is_the_function_that_is_tested(row: str) -> None:
     (case,) = cases(attention=(row,), mode=("step",))
     rig = Rig(case, seed=1)
     model, data = exact_model(rig, case), rig.data
+    # The peer rotates other pairs of rows. `meant` reorders its rows: ours is then the same function.
     meant = rig.model(case).meant if case.peer else lambda name, weight: weight
     reference = Reference(rig.base, "fp32", True, meant)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def judged(rig: Rig, case: ModelTest, draw: int, key: int) -> dict[str, float]:
 
 
 @pytest.mark.usefixtures("in_pieces")
-@pytest.mark.parametrize("row", WHOLES)
+@pytest.mark.parametrize("row", ROWS)
 def test_where_sequences_are_many_few_are_run_and_a_call_is_judged_by_those(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +162,7 @@ def test_gates_that_one_rounding_decides_are_no_mistake(residual: str) -> None:
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize("row", WHOLES)
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_right_call_is_within_its_budget_whatever_is_looked_at(row: str, precision: str) -> None:
     looked_at: dict[str, set[str]] = {}
@@ -216,7 +216,7 @@ def the_first_result(right: Row, *x: Tensor, known: dict[Any, Tensor] = {}) -> T
     return o + (known.setdefault((x[0].dtype, torch.is_grad_enabled()), o.detach()) - o).detach()
 
 
-CALLS = [0]
+CALLS = [0]  # of `zeros_in_one_layer` so far: tiny models have two layers, so each second call is in one layer
 
 
 def zeros_in_one_layer(right: Row, *x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def test_an_attention_row_that_cheats_while_it_is_timed_is_refused(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_that_does_not_is_timed(mode: str, honest_when_checked: Callable[[Any], None]) -> None:
+def test_an_attention_row_that_does_not_cheat_is_timed(mode: str, honest_when_checked: Callable[[Any], None]) -> None:
     honest_when_checked(None)
     record = record_of(mode=(mode,))
     assert record["outcome"] == "ok", record["reason"]
@@ -305,7 +305,9 @@ class Twice(AdamW):
 
 @pytest.mark.parametrize("optimizer", [Idle, Twice])
 @pytest.mark.parametrize("mode", spots.UPDATES)
-def test_an_update_that_is_none_is_refused(mode: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_steps_never_or_twice_is_refused(
+    mode: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rigs.optimizer, "AdamW", optimizer)
     record = record_of(mode=(mode,))
     assert record["outcome"] == "wrong" and "exp_avg" in record["reason"]

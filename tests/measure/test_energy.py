@@ -50,7 +50,8 @@ def test_the_energy_of_all_calls_is_the_integral_of_power(
 ) -> None:
     device = FakeDevice(curve, period_s)
     found = energy_of(samples := device.samples(times(gaps)), marks(call_s), 0.5, device.limit_w)
-    seconds, jumps = found.calls * found.call_s, 1 + len(curve) * END_S / sum(s for s, _ in curve)
+    seconds = found.calls * found.call_s
+    jumps = 1 + len(curve) * END_S / sum(s for s, _ in curve)  # of power until END_S: the curve repeats
     (begin_s, _), *_, (end_s, _) = energy.moves_of(samples, 0.5)
     assert seconds == pytest.approx(end_s - begin_s) and found.calls == pytest.approx(seconds / call_s)
     exact = device.used(end_s) - device.used(begin_s)

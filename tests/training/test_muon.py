@@ -1,4 +1,8 @@
-"""Muon against torch's Muon and AdamW, against the formula in float64, and against laws of its own."""
+"""`lmsys.training.muon.Muon` equals torch's Muon with torch's AdamW, and the papers' formula in float64 (`Exact`).
+
+Other tests are of properties: saved states, schedules, clipping, loss scaling, and which parameters Muon steps. A new
+bad option is added to `test_bad_options_are_named`, with the message that it must give.
+"""
 
 import copy
 import io
@@ -120,24 +124,24 @@ def draw_gradients(nets: list[nn.Module], missing: float, generator: torch.Gener
 def test_muon_is_torchs_muon_with_torchs_adamw(
     recipe: Recipe, chosen: dict[str, Any], steps: int, missing: float, seed: int
 ) -> None:
-    """Momentum and what AdamW steps bit for bit; matrices as near to the exact steps as torch's."""
+    """Momentum and the parameters that AdamW steps have equal bits; matrices are as near to exact steps as torch's."""
     torch.manual_seed(seed % 1000)
     ours = Net(recipe)
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours).double()
     start = copy.deepcopy(exact)
-    one, two = Muon(groups_of(ours), **chosen), Pair(theirs, chosen)
-    wide = Exact(exact, chosen)
+    muon, pair = Muon(groups_of(ours), **chosen), Pair(theirs, chosen)
+    in_float64 = Exact(exact, chosen)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         draw_gradients([ours, theirs, exact], missing, generator)
-        for optimizer in (one, two, wide):
+        for optimizer in (muon, pair, in_float64):
             optimizer.step()
     hidden, others = of_blocks(ours)
     for p, q in zip(others, of_blocks(theirs)[1], strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
-        assert one.state[p].keys() == two.adamw.state[q].keys()
+        assert muon.state[p].keys() == pair.adamw.state[q].keys()
     for p, q, r, first in zip(hidden, *(of_blocks(net)[0] for net in (theirs, exact, start)), strict=True):
-        buffers = one.state[p].get("momentum_buffer"), two.muon.state[q].get("momentum_buffer")
+        buffers = muon.state[p].get("momentum_buffer"), pair.muon.state[q].get("momentum_buffer")
         assert buffers == (None, None) or torch.equal(*buffers)
         moved = [x.detach().double() - first.detach() for x in (p, r, q)]
         assert not moved[1].any() or ratio_of(*moved, torch.bfloat16, mean=False) <= 1
@@ -145,13 +149,13 @@ def test_muon_is_torchs_muon_with_torchs_adamw(
 
 @given(shapes, st.integers(2, 6), st.integers(0, 2**32), st.sampled_from([1e-3, 1.0, 1e6]))
 def test_newton_schulz_is_the_formula(shape: tuple[int, int, int], steps: int, seed: int, size: float) -> None:
-    """An iteration in float32, against each matrix alone in float64; several are one after another, bit for bit."""
+    """One step in float32 is right for each matrix of the batch, and several steps are those one after another."""
     x = normalized(list(size * torch.randn(shape, generator=torch.Generator().manual_seed(seed))), torch.float32)
     torch.testing.assert_close(torch.linalg.matrix_norm(x), torch.ones(len(x)))
     once = newton_schulz(x, 1)
     for one, matrix in zip(once, x, strict=True):
-        exact, ways = formula(matrix.double()), (formula(matrix), formula(matrix.T).T)
-        assert error_ratio(one, exact, max(ways, key=lambda plain: (plain - exact).abs().max())) <= 1
+        exact, plain = formula(matrix.double()), (formula(matrix), formula(matrix.T).T)  # by X Xᵀ or by Xᵀ X
+        assert error_ratio(one, exact, max(plain, key=lambda x: (x - exact).abs().max())) <= 1
     assert torch.equal(newton_schulz(x, steps), newton_schulz(once, steps - 1))
 
 
@@ -162,7 +166,7 @@ def test_a_matrix_of_zeros_is_not_moved() -> None:
 
 @given(shapes, st.integers(0, 2**32), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_singular_values_come_near_to_one(shape: tuple[int, int, int], seed: int, dtype: torch.dtype) -> None:
-    """The matrices are not nearly singular; singular vectors stay, so that the product with Xᵀ is positive."""
+    """No drawn matrix is nearly singular. Singular vectors stay: Uᵀ Y V of the result Y has a positive diagonal."""
     generator = torch.Generator().manual_seed(seed)
     u, _, vh = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
     x = (u * (0.1 + torch.rand(u.shape[-1], generator=generator))) @ vh
@@ -187,7 +191,7 @@ def test_a_matrix_by_itself_has_the_same_bits_whichever_others_are_stepped(
 
 
 def test_matrices_of_one_shape_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as their elements fit into BATCH."""
+    """A batch has as many of these matrices as BATCH elements hold, and one at least."""
     params = [torch.randn(shape, requires_grad=True) for shape in ((2, 3), (3, 2), (2, 3), (2, 3))]
     for p in params:
         p.grad = torch.randn_like(p)
