@@ -128,10 +128,13 @@ def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rule
     if not (wrong := trained.wrong_parameters(results, last.weights, ordinary.weights)):
         return None
     name, mistake = max(wrong, key=lambda name: wrong[name]), explain(ask, trial, rules)
-    of, kind = (last.grads, "trained parameters") if wrong.keys() & last.grads.keys() else (last.weights, "tensors")
-    count = len(wrong.keys() & of.keys())
+    # Frozen parameters and buffers are counted only if they alone are wrong.
+    tensors, kind = (
+        (last.grads, "trained parameters") if wrong.keys() & last.grads.keys() else (last.weights, "tensors")
+    )
+    count = len(wrong.keys() & tensors.keys())
     text = (
-        f"  after {trial.steps} step{'s' * (trial.steps > 1)} {count} of {len(of)} {kind}"
+        f"  after {trial.steps} step{'s' * (trial.steps > 1)} {count} of {len(tensors)} {kind}"
         f" {'are' if count > 1 else 'is'} wrong; the largest error, in {name}, is {question.times_allowed(wrong[name])}"
     )
     return question.Fault.explained(text, mistake, wrong[name])
@@ -145,11 +148,11 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[Rule]:
 
     steps  what ranks had before each step of a trial; the weights are those after the last step
     """
-    now, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
-    g, world_size, given = now.means, trial.world_size, OPTIMIZERS[trial.optimizer]
-    lost: dict[str, dict[str, object]] = {
-        "a group's own options are ignored: the first group's options are used": now.optimizer.param_groups[0],
-        "a group's own options are ignored: the constructor's defaults are used": now.optimizer.defaults,
+    last, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
+    means, world_size, given = last.means, trial.world_size, OPTIMIZERS[trial.optimizer]
+    wrong_options: dict[str, dict[str, object]] = {
+        "a group's own options are ignored: the first group's options are used": last.optimizer.param_groups[0],
+        "a group's own options are ignored: the constructor's defaults are used": last.optimizer.defaults,
         "the options of the constructor are ignored: torch's defaults are used": (
             getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
         ),
@@ -157,37 +160,39 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[Rule]:
     changes = [
         (
             f"changes of {' and '.join(names)} in param_groups are not used",
-            now.after(g, {name: given[name] for name in names}),
+            last.after(means, {name: given[name] for name in names}),
         )
         for names in (CHANGED if trial.schedule and not is_first else ())
     ]
     averaged = [
         (
             "the optimizer sums gradients over ranks again; they are averaged already",
-            now.after({name: world_size * x for name, x in g.items()}),
+            last.after({name: world_size * x for name, x in means.items()}),
         ),
         (
             "the optimizer divides gradients by the number of ranks; they are averaged already",
-            now.after({name: x / world_size for name, x in g.items()}),
+            last.after({name: x / world_size for name, x in means.items()}),
         ),
     ]
     of_options = [
-        (words, now.after(g, {name: value for name, value in options.items() if name != "params"}))
-        for words, options in lost.items()
+        (words, last.after(means, {name: value for name, value in options.items() if name != "params"}))
+        for words, options in wrong_options.items()
     ]
-    made = [("no rank updates {names}", now.weights)] + changes + averaged + of_options
+    known = [("no rank updates {names}", last.weights)] + changes + averaged + of_options
     if not is_first:
-        left = steps[-2].means
-        made += [
-            ("the optimizer's state is lost between steps", now.after(g, afresh=True)),
+        earlier_means = steps[-2].means
+        known += [
+            ("the optimizer's state is lost between steps", last.after(means, afresh=True)),
             (
                 "zero_grad() leaves gradients of parameters that other ranks own, and the next step's are added to"
                 " them",
-                now.after({name: x + left[name] * (world_size - 1) / world_size for name, x in g.items()}),
+                last.after(
+                    {name: x + earlier_means[name] * (world_size - 1) / world_size for name, x in means.items()}
+                ),
             ),
             (
                 "zero_grad() leaves gradients, and the next step's are added to them",
-                now.after({name: x + left[name] for name, x in g.items()}),
+                last.after({name: x + earlier_means[name] for name, x in means.items()}),
             ),
         ]
-    return made + [("the update is applied twice", now.after(g, times=2))]
+    return known + [("the update is applied twice", last.after(means, times=2))]

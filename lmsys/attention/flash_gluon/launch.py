@@ -46,7 +46,7 @@ DQ_TILE = 4096  # numbers of dq (16 KiB of float32) that a consumer adds to in a
 # int64 slots: five scalars that preprocess_kernel writes and one of padding, so that dq_semaphore behind them is
 # 16-byte aligned, as the compiler assumes.
 NUM_PARAMETERS = 6
-# By causal: with a fixed order of additions to dq, as many heads are worked on in turns as read and add to so many MiB.
+# {causal: MiB}. With a fixed order of additions to dq, heads take turns: as many as read and add to so much together.
 IN_ORDER_MIB = {True: 8, False: 16}
 MOST_DOWN = 32  # key tiles of a head that walks down: with more, CTAs wait for one another at each tile of dq
 DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where heads walk down
@@ -391,7 +391,7 @@ def _backward(
     return dq, dk, dv
 
 
-# They take bfloat16 and float16, D 64 and 128. dq is added up in no fixed order, unless
+# Both functions take bfloat16 and float16, D 64 and 128. They add dq up in no fixed order, unless
 # `torch.use_deterministic_algorithms(True)` is set.
 FlashGluon, flash_gluon = custom_ops.flash(
     "flash_gluon", "FlashGluon", _forward, _backward, registered=partial(_backward, together=False)

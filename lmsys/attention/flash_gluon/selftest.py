@@ -2,8 +2,9 @@
 
 `support.py` has it run once on a GPU, by `run`, before the row is used on such a version. Inputs are whole numbers for
 which every result is exact, so results are compared bit for bit. Keys come in pairs that differ only in the last
-element, where queries are 0. So a query weights both keys of one pair by 1/2, or by 1 the only one it sees, and all
-other keys by exactly 0. All results are then small whole numbers or halves.
+element, where queries are 0. A query attends to one pair: it gives each of the two keys a weight of 1/2, or a weight
+of 1 to one key if the mask hides the other. All other weights are exactly 0, so all results are small whole numbers or
+halves.
 
 Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimension.
 """
