@@ -147,7 +147,10 @@ class Measurement:
 
 
 def verdict(ratios: Mapping[str, float], judged_as: str = "") -> tuple[float | None, Failure | None]:
-    """(the worst of errors over their budgets, None if it is no number; the failure if it is above 1 or no number)."""
+    """(the worst error ratio, None if it is NaN or inf; a failure if it is above 1 or NaN, else None).
+
+    ratios  {tensor: its error over its budget}; `judged_as` stands in brackets behind the failure's reason
+    """
     name, ratio = max(ratios.items(), key=lambda item: item[1] if not math.isnan(item[1]) else math.inf)
     worst = ratio if math.isfinite(ratio) else None
     if ratio <= 1:

@@ -31,10 +31,10 @@ class Checkout:
     """
 
     def __init__(self, text: str, temporary: Path):
-        """ValueError where the text is neither, or both.
+        """Makes the folder in `temporary`. ValueError unless the text is either a git reference or a folder.
 
-        text       a git reference or a folder
-        temporary  an empty folder, which the caller removes: this folder is made there, and a commit's files are
+        text       names the earlier state
+        temporary  an empty folder, which the caller removes; a commit's files are unpacked there, too
         """
         self.text = text
         self.root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd())  # without git the folder itself
@@ -60,7 +60,7 @@ class Checkout:
         bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
         for path in (*bench, *(PACKAGE / name for name in JUDGES)):
             self.use_today(path)
-        # Today's registry, and names of it that rows of earlier states use.
+        # Today's registry, with the names added that rows of earlier states import from it.
         registry = self._mapped(PACKAGE / "registry.py")
         if registry.is_symlink():
             text = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()
@@ -93,7 +93,7 @@ class Checkout:
         place.symlink_to(path)
 
     def target(self, target: str) -> str:
-        """A row's target, which may name a file by its whole path."""
+        """The place in the checkout of a row's target, `path:name`; `module:name` stays as it is."""
         path, colon, attribute = target.rpartition(":")
         return f"{self._mapped(Path(path))}{colon}{attribute}" if Path(path).is_absolute() else target
 

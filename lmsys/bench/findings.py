@@ -43,7 +43,7 @@ def source_of(entry: Entry) -> fields.Record:
 
 @contextmanager
 def loaded_kernels() -> Iterator[dict[str, str]]:
-    """Within: a dict that gets the name and Triton's hash of each kernel when the process first loads it."""
+    """A context whose dict {name: Triton's hash} gets each kernel that the process first loads within it."""
     hashes: dict[str, str] = {}
 
     def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
@@ -61,7 +61,7 @@ def loaded_kernels() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def interpreted_kernels() -> Iterator[list[Any]]:
-    """Within: a list that gets every kernel that Triton's interpreter runs."""
+    """A context whose list gets every kernel that Triton's interpreter runs within it."""
     launched: list[Any] = []
     with ExitStack() as stack:
         if importlib.util.find_spec("triton"):

@@ -60,13 +60,14 @@ class Paired(isolation.Isolated):
         return super().ready()
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
-        there = {
+        # {row: where the earlier state's tables have it}, as changes of an `Entry`
+        places = {
             name: place
             for name, place in self.earlier.ask("places", benchmark).items()
-            if any(name in table for table in benchmark.tables.values())  # else a row of a file may have the name
+            if any(name in table for table in benchmark.tables.values())  # a row from a user's file may have its name
         }
         earlier = [
-            replace(case, entry=replace(row, **there.get(row.name, {"target": self.state.target(row.target)})))
+            replace(case, entry=replace(row, **places.get(row.name, {"target": self.state.target(row.target)})))
             for case, row in ((case, case.entry) for case in cases)
         ]
         results = None
@@ -80,7 +81,7 @@ class Paired(isolation.Isolated):
         """(today's results, the earlier ones); None if a row has ended one of the workers and was blamed for it."""
         results: tuple[list[Any], list[Any]] = [], []
         streams = [group.results(in_turns=True) for group in groups]
-        going = {0, 1}
+        going = {0, 1}  # sides (0 today, 1 earlier) that still have results
         try:
             while going:
                 for side in sorted(going):

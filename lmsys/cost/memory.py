@@ -116,17 +116,18 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
 def _activations(config: ModelConfig, tokens: int, precision: str, world_size: int, stage: int) -> dict[str, int]:
     """The fields `activations` and `recomputed` of a `Footprint`."""
     narrow = MATMUL_BYTES[precision]
-    after = recomputed = 0  # after: what the groups behind this one keep, which is free when its backward begins
+    after = recomputed = 0  # after: what later groups keep, which is free again when this group's backward begins
     for group in reversed(config.groups):
         blocks = group.stop - group.first
-        runs_again, alike = (blocks, 1) if group.level == "whole" else (1, blocks)
+        # A group of the level "whole" keeps the input of its first block, and runs all of its blocks again together.
+        run_again, keeping = (blocks, 1) if group.level == "whole" else (1, blocks)
         kept, whole = (
             kept_bytes(config, level, tokens, precision, world_size, stage) for level in (group.level, "none")
         )
         if group.level != "none":
             gradients = 2 * tokens * narrow * config.d_ff  # of w1 x and w3 x, while all of the block is held
-            recomputed = max(recomputed, runs_again * whole - kept + gradients - after)
-        after += alike * kept
+            recomputed = max(recomputed, run_again * whole - kept + gradients - after)
+        after += keeping * kept
     last = (WIDE + narrow) * config.d_model + WIDE + 8  # ln_final: input, scale; gradient of its output; token id
     head = WIDE * config.vocab_size * config.d_model  # the head's gradient, which the forward computes
     return {"activations": after + tokens * last + head, "recomputed": recomputed}
@@ -164,7 +165,7 @@ def _gathers(world_size: int, stage: int) -> bool:
 
 
 def again_flops(config: ModelConfig, level: str, tokens: int, context: int) -> float:
-    """Operations of the matmuls that a step recomputes if all blocks have this level; of whole blocks also w2's."""
+    """Operations of the matmuls that a step recomputes if all blocks have this level; for "whole" also w2's."""
     width = config.d_model
     forward = 2 * block_matrices(config) + 2 * context * width  # with causal attention, as in `model_flops`
     of_a_token = {"none": 0, "matmuls": 0, "attention": 4 * width * config.d_ff, "whole": forward}[level]

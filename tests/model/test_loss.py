@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: its memory, gradients of a graph that is kept, and targets that are no class."""
+"""`linear_cross_entropy`: its memory, repeated backwards (retain_graph=True), and targets that are no class."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def head(device: str, dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden, weight (both leaves) and targets."""
+    """(hidden (T, M), weight (V, M), targets (T,)); the first two are leaves that require gradients."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, WIDTH, device=device).to(dtype).requires_grad_() for n in (tokens, VOCABULARY))
     return hidden, weight, torch.randint(VOCABULARY, (tokens,), device=device)

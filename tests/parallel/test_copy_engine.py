@@ -62,7 +62,9 @@ def test_it_trains_as_one_process_on_the_whole_batch(
 
 @on_first(2)
 def _places(group: Any, comm_dtype: torch.dtype | None) -> Any:
-    """([(True if gradients are views of buckets, addresses of buckets)] of four steps, number of buckets, dtypes)"""
+    """(for each of four steps (True if gradients are views of buckets, addresses of buckets), number of buckets,
+    dtypes of buckets, dtypes of gradients)
+    """
     by_step = []
     with stand_in():
         wrapper = CopyEngine(Net(Recipe(width=8)), group, 1e-4, comm_dtype)
@@ -79,7 +81,7 @@ def _places(group: Any, comm_dtype: torch.dtype | None) -> Any:
 
 @pytest.mark.parametrize("comm_dtype", [None, torch.bfloat16])
 def test_buckets_stay_and_gradients_are_their_views(ranks: WorkerGroup, comm_dtype: torch.dtype | None) -> None:
-    """From the second step on, since the first one tells how to plan buckets.
+    """Gradients are views from the second step on, since the first step decides how buckets are planned.
 
     If gradients are sent in another dtype, they keep their own memory and dtype.
     """
@@ -132,7 +134,7 @@ def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.Monk
         check_gpus(nn.Identity(), None)
 
 
-class _OfTwo:
+class _GroupOfTwo:
     """A stand-in for a process group, with the name that symmetric memory asks for."""
 
     group_name = "two"
@@ -149,7 +151,7 @@ def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pyt
 
     monkeypatch.setattr("lmsys.parallel.copy_engine.collectives.gather_objects", gather_objects)
     monkeypatch.setattr(CopyEngines, "shared", 3)
-    transport = EnginesOverGloo(nn.Identity(), _OfTwo())
+    transport = EnginesOverGloo(nn.Identity(), _GroupOfTwo())
     for shared in (3, 4):
         with pytest.raises(ValueError, match=f"ranks have shared memory {shared}, 5 times, and must have as"):
             transport.settle([])
