@@ -46,16 +46,38 @@ def gradient(numel: int, step: int, number: int, index: int, rank: int) -> Tenso
     return 12.0 * torch.randint(-99, 99, (numel,), generator=generator).double()
 
 
+def launch_backward(
+    gpu: Gpu, exchange: Exchange, buckets: list[list[int]], places: list[list[Tensor]] | None, step: int, rank: int
+) -> tuple[list[Pending], list[Tensor]]:
+    """Launches a backward, and the exchange of each bucket behind its gradients: (what to wait for, all gradients).
+
+    places  where gradients are stored, by bucket; None: each in memory of its own
+    """
+    pending, made = [], list[Tensor]()
+    for number, numels in enumerate(buckets):
+        gradients = places[number] if places else [torch.full((n,), torch.nan, dtype=torch.float64) for n in numels]
+        for index, into in enumerate(gradients):
+            values = gradient(into.numel(), step, number, index, rank)
+            gpu.launch(into.numel(), lambda part, into=into, values=values: into[part].copy_(values[part]))
+        pending.append(exchange.send(number, gradients))
+        made += gradients
+    return pending, made
+
+
+def launch_comparison(
+    gpu: Gpu, parts: list[Any], views: list[Tensor], number: int, step: int, ranks: range, wrong: list[int]
+) -> None:
+    """Launches a comparison of a bucket's `parts` (see `parts_of`) with the right means; adds wrong ones to `wrong`."""
+    for index, part, _ in parts:
+        out, numel = views[index][part], views[index].numel()
+        mean = sum(gradient(numel, step, number, index, peer)[part] for peer in ranks) / len(ranks)
+        gpu.launch(out.numel(), lambda at, out=out, mean=mean: wrong.append(int((out[at] != mean[at]).sum())))
+
+
 def wrong_elements(
-    buckets: list[list[int]],
-    queues: list[Any],
-    speeds: list[Any],
-    seed: int,
-    in_place: bool = False,
-    whole: bool = True,
-    without: int | None = None,
-    fault: str = "",
-) -> int:
+    buckets: list[list[int]], queues: list[Any], speeds: list[Any], seed: int, in_place: bool = False,
+    whole: bool = True, without: int | None = None, fault: str = "",
+) -> int:  # fmt: skip
     """The number of wrong elements in the means of all steps, on all ranks.
 
     Each rank launches STEPS times: the backward that makes gradients, their exchange, a comparison of every mean with
@@ -86,31 +108,17 @@ def wrong_elements(
         exchange._inward.forgets_events = fault == "inbox"
         views = [layout.views(flat) for layout, flat in zip(layouts, means[rank], strict=True)]
         for step in range(STEPS):
-            # The backward, and the exchange of each bucket as soon as its gradients are launched.
-            pending, all_gradients = [], []
-            for number, numels in enumerate(buckets):
-                gradients = views[number] if in_place else [torch.full((n,), torch.nan, dtype=dtype) for n in numels]
-                for index, into in enumerate(gradients):
-                    values = gradient(into.numel(), step, number, index, rank)
-                    gpu.launch(into.numel(), lambda part, into=into, values=values: into[part].copy_(values[part]))
-                pending.append(exchange.send(number, gradients))
-                all_gradients += gradients
+            pending, gradients = launch_backward(gpu, exchange, buckets, views if in_place else None, step, rank)
             if fault != "never waited for":
                 for sent in pending:
                     sent.wait()
             else:
                 exchange._begin()  # the rank forgets the buckets in flight, and goes on
-            # The comparison with the right means.
             for number, (layout, cut) in enumerate(zip(layouts, segments, strict=True)):
-                for index, part, _ in parts_of(layout, slice(0, layout.length) if whole else cut[rank]):
-                    out, numel = views[number][index][part], views[number][index].numel()
-                    mean = sum(gradient(numel, step, number, index, peer)[part] for peer in ranks) / len(ranks)
-                    gpu.launch(
-                        out.numel(),
-                        lambda at, out=out, mean=mean: wrong.append(int((out[at] != mean[at]).sum())),
-                    )
+                parts = parts_of(layout, slice(0, layout.length) if whole else cut[rank])
+                launch_comparison(gpu, parts, views[number], number, step, ranks, wrong)
             # What a user may do to gradients after the step.
-            for x in (*all_gradients, *(out for outs in views for out in outs)):
+            for x in (*gradients, *(out for outs in views for out in outs)):
                 gpu.launch(x.numel(), lambda part, x=x: x[part].fill_(torch.nan))
     run(gpus, seed)
     assert not signals, "a signal is left set"
@@ -134,15 +142,9 @@ def test_every_bucket_of_every_step_is_the_mean(
 
 
 def wrong_parameters(
-    lengths: list[int],
-    queues: list[Any],
-    speeds: list[Any],
-    seed: int,
-    ahead: int,
-    without: int | None = None,
-    no_wait: int | None = None,
-    too_early: int | None = None,
-) -> int:
+    lengths: list[int], queues: list[Any], speeds: list[Any], seed: int, ahead: int,
+    without: int | None = None, no_wait: int | None = None, too_early: int | None = None,
+) -> int:  # fmt: skip
     """The number of wrong parameters in all steps.
 
     In a step a rank updates its segment of each flat buffer, sends it to the other ranks, and reads the whole buffer:
