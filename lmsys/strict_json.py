@@ -165,7 +165,9 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
     for kind in kinds:
         if kind is NoneType and value is None:
             return None
-        if (kind in (bool, int, str) or is_dataclass(kind)) and type(value) is kind:
+        if (kind in (bool, int, str) and type(value) is kind) or (
+            isinstance(kind, type) and is_dataclass(kind) and isinstance(value, kind)
+        ):
             return value
         if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)

@@ -335,7 +335,7 @@ CALLS: dict[str, Call] = {
     ),
     "get_batch": Call(
         sampling.get_batch,
-        {"ids": (IDS, NONE), "batch_size": (2, NONE), "context_length": (4, NONE), "device": ("cpu", {"text?"}),
+        {"ids": (IDS, NONE), "batch_size": (2, NONE), "context_length": (4, NONE), "device": ("cpu", DEVICE),
          "generator": (None, OR_NONE)},
     ),
     "text_file": Call(corpora.text_file, {"path": ("text", FILE), "valid": ("text", FILE | OR_NONE)}),

@@ -56,8 +56,10 @@ class SideBySide(nn.Module):
 class Embedding(nn.Embedding):
     """A row of W (V, M) for each token id; W standard normal, cut off at three."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any):
-        super().__init__(*values.counts(num_embeddings=num_embeddings, embedding_dim=embedding_dim), **options)
+    def __init__(self, num_embeddings: int, embedding_dim: int, *options: Any, device: Any = None, **more: Any):
+        super().__init__(
+            *values.counts(num_embeddings=num_embeddings, embedding_dim=embedding_dim), *options, device=device, **more
+        )
 
     def reset_parameters(self) -> None:
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
@@ -70,13 +72,22 @@ class RMSNorm(nn.RMSNorm):
     where autocast would make three.
     """
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = None, **options: Any):
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(
             normalized_shape
             if isinstance(normalized_shape, list | tuple)
             else values.whole("normalized_shape", normalized_shape, least=1),
             eps if eps is None else values.finite("eps", eps, least=0),
-            **options,
+            elementwise_affine,
+            device,
+            dtype,
         )
 
     def forward(self, x: Tensor) -> Tensor:

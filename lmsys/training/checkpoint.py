@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
@@ -271,6 +271,14 @@ def _manifests(folder: Path) -> dict[int, Path]:
 File = str | os.PathLike[str] | IO[bytes]
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """A module, an optimizer, or what joins several of them: anything with a state dict."""
+
+    def state_dict(self) -> Any:
+        """The state, as `torch.save` takes it."""
+
+
 def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int, out: File) -> None:
     """Saves a dictionary of `model`, `optimizer` (their state dicts) and `iteration` to a path or a binary file.
 
@@ -281,8 +289,8 @@ def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int
         (isinstance(out, str | os.PathLike) or hasattr(out, "write"), f"{out=} must be a path or a binary file")
     )
     state = {
-        "model": values.instance("model", model, torch.nn.Module).state_dict(),
-        "optimizer": values.instance("optimizer", optimizer, Optimizer).state_dict(),
+        "model": values.instance("model", model, Stateful).state_dict(),
+        "optimizer": values.instance("optimizer", optimizer, Stateful).state_dict(),
         "iteration": values.whole("iteration", iteration, least=0),
     }
     with files.replacing(Path(out)) if isinstance(out, str | os.PathLike) else nullcontext(out) as file:

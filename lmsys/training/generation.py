@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from lmsys import strict_json, values
 from lmsys.attention import attention
+from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM, functions
 
 
@@ -159,7 +160,8 @@ def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: C
 
 
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int | None) -> None:
-    config = values.instance("model", model, TransformerLM).config
+    # Not by the model's own class: torch.compile and other wrappers pass on what they do not have themselves.
+    config = values.instance("model.config", getattr(model, "config", None), ModelConfig)
     values.whole("max_new_tokens", max_new_tokens, least=0)
     lengths = list(map(len, values.several("prompts", prompts, Collection)))
     longest, most = max(lengths, default=0) + max_new_tokens, config.context_length

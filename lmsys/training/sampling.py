@@ -15,7 +15,7 @@ def get_batch(
     ids: np.ndarray | Tensor,
     batch_size: int,
     context_length: int,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | int | None = "cpu",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets, (B, S) int64 on `device`: the targets are the inputs' next tokens.
@@ -42,5 +42,5 @@ def get_batch(
         ids[places.to(ids.device)].long()
         if isinstance(ids, Tensor)
         else torch.from_numpy(ids[places.numpy()].astype(np.int64))
-    ).to(values.instance("device", device, str | torch.device))
+    ).to(values.instance("device", device, torch.device | str | int | None))
     return windows[:, :-1], windows[:, 1:]
