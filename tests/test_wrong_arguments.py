@@ -331,7 +331,7 @@ CALLS: dict[str, Call] = {
     "tokenize_files": Call(
         data.tokenize_files,
         {"tokenizer": (tokenizer(), NONE), "files": (["text"], NONE), "output": ("new.npy", TEXT),
-         "processes": (1, NONE), "rank": (0, INDEX), "world_size": (1, NONE)},
+         "processes": (1, NONE), "engine": (None, OR_NONE), "rank": (0, INDEX), "world_size": (1, NONE)},
     ),
     "get_batch": Call(
         sampling.get_batch,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module, metadata
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,7 @@ FASTER = ("gigatoken", "fastokens")  # than ours, the fastest first: docs/traini
 def choose(
     name: str,
     tokenizer: codec.Tokenizer,
-    parts: Sequence[chunks.Chunk],
+    parts: Sequence[str | Path | chunks.Chunk],
     threads: int = 1,
     say: Callable[[str], None] = print,
 ) -> Engine | None:
@@ -145,7 +146,9 @@ def choose(
     """
     values.one_of("engine", name, ("own", "auto", *ENGINES))
     pieces = (
-        list(chunks.chunks(parts, pretokens.Pretokenizer(tokenizer.special_tokens), PIECE)) if name != "own" else []
+        list(chunks.chunks(map(chunks.whole, parts), pretokens.Pretokenizer(tokenizer.special_tokens), PIECE))
+        if name != "own"
+        else []
     )
     others = pieces[FIRST:]
     compared = pieces[:FIRST] + random.Random(0).sample(others, min(DRAWN, len(others)))

@@ -33,8 +33,15 @@ def encode_files(
     """The ids of the files' text, one file after another, in arrays; each process holds one chunk of text at a time.
 
     engine  encodes in the place of `tokenizer`, in this process and in threads of its own, see `engines.choose`
-    ValueError for a file that is absent or not UTF-8.
+    ValueError for a file that is absent or not UTF-8, and for an engine of another tokenizer.
     """
+    values.instance("engine", engine, engines.Engine | None)
+    values.hold(
+        (
+            engine is None or engine.tokenizer.fingerprint == tokenizer.fingerprint,
+            "engine must have been made for the tokenizer that is given",
+        )
+    )
     encode, processes = partial(_encode, engine or tokenizer), 1 if engine else processes
     return chunks.each_chunk(encode, files, tokenizer.special_tokens, processes)
 
@@ -57,7 +64,8 @@ def tokenize_files(
 
     Ids are uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path. The
     engine, as in `encode_files`, is named in the .json.
-    ValueError: no text, a file that is absent or not UTF-8, a rank outside of 0 to world_size - 1.
+    ValueError: no text, a file that is absent or not UTF-8, an engine of another tokenizer, a rank outside of 0 to
+    world_size - 1.
     """
     values.whole("rank", rank, least=0, most=values.whole("world_size", world_size, least=1) - 1)
     parts = [chunks.whole(file) for file in values.several("files", files)]
@@ -66,9 +74,10 @@ def tokenize_files(
     pretokenizer = pretokens.Pretokenizer(values.instance("tokenizer", tokenizer, Tokenizer).special_tokens)
     share = chunks.split(parts, pretokenizer, world_size)[rank]
     path = shards(values.path("output", output), world_size)[rank]
+    ids = encode_files(tokenizer, share, processes, engine)
     path.with_suffix(".json").unlink(missing_ok=True)  # until the new array is whole, nothing may describe it
     with replacing(path) as file:
-        count = _write_array(file, encode_files(tokenizer, share, processes, engine), tokenizer.dtype)
+        count = _write_array(file, ids, tokenizer.dtype)
     facts = {
         "tokens": count,
         "vocab_size": tokenizer.vocab_size,

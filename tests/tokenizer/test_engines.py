@@ -179,3 +179,23 @@ def test_the_engine_is_named_beside_the_tokens_which_any_engine_may_have_made(tm
         assert ids.dtype == np.uint16 and ids.tolist() == AB.encode(text.read())
         facts = strict_json.read_json(path.with_suffix(".json"))
         assert facts["engine"] == (engine.name if engine else "own")
+
+
+def test_an_engine_of_another_tokenizer_is_refused_and_files_stay(tmp_path: Path) -> None:
+    text, path = part(tmp_path, "cd ab"), tmp_path / "ids.npy"
+    data.tokenize_files(AB, [text], path)
+    other: list[Any] = [Right(Tokenizer(AB.vocab, [], [END])), "gigatoken"]
+    for engine in other:
+        with pytest.raises(ValueError, match="engine"):
+            data.tokenize_files(AB, [text], path, engine=engine)
+    assert data.open_tokens(path, AB).tolist() == AB.encode("cd ab") and path.with_suffix(".json").is_file()
+    equal = Tokenizer(AB.vocab, AB.merges, AB.special_tokens)
+    assert data.tokenize_files(AB, [text], path, engine=Right(equal)) == path
+
+
+@pytest.mark.usefixtures("fakes")
+def test_files_are_given_by_their_names(tmp_path: Path) -> None:
+    path = part(tmp_path, "cd ab").path
+    assert type(engines.choose("right", AB, [path])) is Right
+    with pytest.raises(ValueError, match="absent: there is no such file"):
+        engines.choose("right", AB, [tmp_path / "absent"])
