@@ -220,8 +220,8 @@ class Trainer:
             values.hold(
                 (
                     x.isfinite().all(),
-                    f"step {self.step}: {name} is not finite, and is not saved: the last checkpoint stands; lower"
-                    " train.lr",
+                    f"step {self.step}: {name} is not finite, so this step is not saved, and earlier checkpoints stay;"
+                    " lower train.lr",
                 ),
                 error=NonFiniteError,
             )

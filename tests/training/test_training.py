@@ -212,7 +212,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("spoiled", "message"),
-    [(3, "up to step 7"), (4, "step 4: token_embeddings.weight is not finite, and is not saved")],
+    [(3, "up to step 7"), (4, "step 4: token_embeddings.weight is not finite, so this step is not saved")],
 )
 def test_weights_that_are_not_finite_replace_no_good_checkpoint(
     spoiled: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
