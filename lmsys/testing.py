@@ -263,7 +263,7 @@ class Oracle:
         far = self._pattern.alibi is not None and self.dtype == torch.float32
         if self.grad and (far or (spot and spot.extreme)):
             self._carried = self._carry()
-        elif spot and spot.extreme:
+        if spot and spot.extreme:
             self._carried["o"] = self._carry_forward(merges=case.queries <= FEW_QUERIES)
         for name, bound in self._carried.items():
             self.budget[name] += _norm_max(bound)

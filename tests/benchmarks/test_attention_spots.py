@@ -89,7 +89,8 @@ def test_parts_of_the_keys_merged_in_float32_are_right(kind: str) -> None:
     assert oracle.error_ratios({"o": divided(inputs.q, inputs.k, inputs.v, 16, off=0.03)})["o"] > 1
 
 
-def test_a_spot_in_which_few_roundings_decide_is_right() -> None:
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_spot_in_which_few_roundings_decide_is_right(grad: bool) -> None:
     """The channel of outliers in the results of four heads is four numbers, and few keys may have all weight.
 
     By chance plain PyTorch rounds all of these well: before the budget allowed for that, one in forty rows that round P
@@ -99,7 +100,7 @@ def test_a_spot_in_which_few_roundings_decide_is_right() -> None:
     for seed in range(100):
         inputs = make_inputs(case, seed)
         plant("outlier", *unit_tensors(inputs.tensors, (0, 0)), causal=True)
-        oracle = Oracle(case, inputs, grad=False, spot=spot, pattern=Pattern(True, offset=case.keys - 1))
+        oracle = Oracle(case, inputs, grad=grad, spot=spot, pattern=Pattern(True, offset=case.keys - 1))
         scores = inputs.q.float() @ inputs.k.float().mT * case.head_dim**-0.5
         p = (scores - scores.amax(dim=-1, keepdim=True)).exp()
         o = p.to(inputs.q.dtype).float() @ inputs.v.float() / p.sum(dim=-1, keepdim=True)
