@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks import axes, layouts
 from lmsys import draws
@@ -105,12 +104,12 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
 
 
 def _times(
-    call: Callable[[], Tensor], inputs: "Inputs", drawn: list[int], checked: list[int], group: Any
+    call: Callable[[], torch.Tensor], inputs: "Inputs", drawn: list[int], checked: list[int], group: Any
 ) -> tuple[list[float], dict[int, Any]]:
     """(seconds of each call, by number copies of the results that are checked), whose memory is there beforehand."""
     room = [torch.empty_like(inputs.out) for _ in checked]
 
-    def keep(result: Tensor, key: int | None) -> Tensor | None:
+    def keep(result: torch.Tensor, key: int | None) -> torch.Tensor | None:
         return None if key is None else room.pop().copy_(result)
 
     step = Step(lambda _: call(), redraw=inputs.fill, keep=keep)
@@ -133,22 +132,22 @@ class Inputs:
         self.out = (part if case.impl == "reduce_scatter" else x).clone()
         self.drawn = {"reduce_scatter": x, "all_gather": part}.get(case.impl, self.out)
 
-    def stream_of(self, rank: int) -> Tensor:
+    def stream_of(self, rank: int) -> torch.Tensor:
         """Whole numbers of 16 bits, in float32: any order of addition gives the same sum, and whatever is narrower
         than float32 another one."""
         stream, count = draws.key(self.seed, f"rank {rank}"), self.case.numel + draws.STARTS
         return draws.whole_numbers(stream, 0, count, 2**16, device()).float() - 2**15
 
-    def window(self, stream: Tensor, rank: int, draw: int) -> Tensor:
+    def window(self, stream: torch.Tensor, rank: int, draw: int) -> torch.Tensor:
         return stream[draws.start(draw, f"rank {rank}") :][: len(self.drawn)]
 
     def fill(self, draw: int) -> None:
         self.drawn.copy_(self.window(self.stream, self.rank, draw))
 
-    def expected(self, drawn: Iterable[int]) -> dict[int, Tensor]:
+    def expected(self, drawn: Iterable[int]) -> dict[int, torch.Tensor]:
         """By draw: what this rank's result should be, of a mean the sum."""
         world_size, rank, kind = self.case.world_size, self.rank, self.case.impl
-        by_draw: dict[int, list[Tensor]] = {draw: [] for draw in drawn}
+        by_draw: dict[int, list[torch.Tensor]] = {draw: [] for draw in drawn}
         for sender in range(1 if kind == "broadcast" else world_size):
             stream = self.stream if sender == rank else self.stream_of(sender)
             for draw, parts in by_draw.items():
@@ -162,11 +161,11 @@ class Inputs:
         return {draw: torch.cat(parts) for draw, parts in by_draw.items()}
 
 
-def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], Tensor]:
+def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], torch.Tensor]:
     operation, out = case.entry.load(), inputs.out
     sent = () if inputs.drawn is out else (inputs.drawn,)
 
-    def run() -> Tensor:
+    def run() -> torch.Tensor:
         if case.impl == "broadcast":
             operation(out, group=group, group_src=0)
         else:
@@ -176,7 +175,7 @@ def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], Tens
     return run
 
 
-def _plain(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Any]:
+def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], Any]:
     """One call of torch.distributed, as its documentation has it."""
     part = x.chunk(case.world_size)[dist.get_rank()].clone()
     out = torch.empty_like(x)
@@ -189,7 +188,7 @@ def _plain(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Any]:
     }[case.impl]
 
 
-def _differences(inputs: Inputs, results: Mapping[int, Tensor]) -> dict[int, str]:
+def _differences(inputs: Inputs, results: Mapping[int, torch.Tensor]) -> dict[int, str]:
     """Says what is wrong with which results, by the draws of their inputs."""
     case, differences = inputs.case, dict[int, str]()
     scale = case.world_size if case.impl in MEANS else 1

@@ -31,10 +31,9 @@ from benchmarks.data_parallel.cases import (
 from benchmarks.data_parallel.layout import DATA_PARALLEL as LAYOUT
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
+from lmsys import parallel, traits
 from lmsys.bench import Axis, Candidate, Field, Grid, OnRanks, Record, Settings, bench, fields, ranks
 from lmsys.cost.operations import model_parameters
-from lmsys.parallel import STRATEGIES
-from lmsys.traits import StrategyTraits
 
 # The number of passes of each row, by backend. A GPU's clock moves between passes, so rows are compared within one.
 PASSES = {"gloo": 2, "nccl": 3}
@@ -72,7 +71,7 @@ class DataParallel(ParallelBenchmark):
     name = "data_parallel"
     layout = LAYOUT
     case_type = ParallelCase
-    tables = {"strategy": STRATEGIES}
+    tables = {"strategy": parallel.STRATEGIES}
     axes: tuple[Axis, ...] = axes.named(
         "--size --context --batch --precision --compile --strategy",
         "--world-size --bucket-mb --comm-dtype --sharded-optimizer --optimizer",
@@ -190,11 +189,11 @@ class DataParallel(ParallelBenchmark):
         for model, world_size, entry in product(
             grid.product("size", "context", "batch", "precision", "compile"),
             ranks.world_sizes(grid, ranks.backend_of(settings.device)),
-            STRATEGIES.select(grid["strategy"] or STRATEGIES),
+            parallel.STRATEGIES.select(grid["strategy"] or parallel.STRATEGIES),
         ):
             ways = product(variants(grid, entry), grid.product("checkpoint", "residual", "optimizer"))
             for variant, (kept, stream, optimizer) in (
-                ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ()
+                ways if world_size > 1 or not traits.StrategyTraits.of(entry).synchronizes else ()
             ):
                 asked = grid.name, entry, settings.device, *model, world_size, *variant
                 yield ParallelCase(*asked, checkpoint=kept, residual=stream, optimizer=optimizer)

@@ -18,13 +18,11 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks import axes, bench_data_parallel, models
 from benchmarks.data_parallel import check, passes, rank, steps_layout
 from benchmarks.data_parallel.cases import MODELS, ParallelCase, StepsCase
-from lmsys import attention, checkpointing
+from lmsys import attention, checkpointing, traits
 from lmsys.bench import (
     Axis,
     Candidate,
@@ -45,7 +43,6 @@ from lmsys.measure import memory, profile, sensors
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
-from lmsys.traits import StrategyTraits
 
 STEPS = 20
 KERNELS = {  # labels of the kinds of kernels that have a field each; the optimizer's kernels have one of their own
@@ -85,12 +82,12 @@ class TrainingRig(rank.Rig):
             super().update()
 
     @property
-    def parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def finite(self) -> bool:
         """True where no weight of this rank's is NaN or inf."""
-        parts = (p.to_local() if hasattr(p, "to_local") else p for p in map(Tensor.detach, self.parameters))
+        parts = (p.to_local() if hasattr(p, "to_local") else p for p in map(torch.Tensor.detach, self.parameters))
         return all(math.isfinite(torch.linalg.vector_norm(p, math.inf).item()) for p in parts if p.numel())
 
 
@@ -136,7 +133,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         (rig,) = rigs
         held = sum(rig.breakdown().values())
         ranks.release()
-        losses, readings, device_sensors = list[Tensor](), list[sensors.Reading](), sensors.sensors_of(kind)
+        losses, readings, device_sensors = list[torch.Tensor](), list[sensors.Reading](), sensors.sensors_of(kind)
 
         def timed(_: object) -> None:
             losses.append(rig.step())
@@ -147,10 +144,10 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         if kind == "cpu":
             readings.append(device_sensors.read())
         sums = torch.stack(losses).double()
-        dist.all_reduce(sums, group=group)
+        torch.distributed.all_reduce(sums, group=group)
         finite = rig.finite()
-        sent = profile.communication_of(rig.step, rig.finish, partial(dist.barrier, group), kind)
-        dist.barrier(group)
+        sent = profile.communication_of(rig.step, rig.finish, partial(torch.distributed.barrier, group), kind)
+        torch.distributed.barrier(group)
         taken = profile.profile_call(step, kind, steps=1)
     kinds, optimizer_s = by_kind(taken)
     most = {
@@ -274,7 +271,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         for work, world_size, row, model, kept, residual, optimizer in product(
             grid.product("size", "context", "batch", "precision", "compile"),
             [size for size in ranks.world_sizes(grid, ranks.backend_of(settings.device)) if size > 1],
-            [row for row in STRATEGIES.select(grid["strategy"]) if StrategyTraits.of(row).synchronizes],
+            [row for row in STRATEGIES.select(grid["strategy"]) if traits.StrategyTraits.of(row).synchronizes],
             grid["model"],
             grid["checkpoint"],
             grid["residual"],

@@ -18,14 +18,12 @@ from benchmarks import axes
 from benchmarks.models import AUTO, DTYPES, LLAMA, MODEL_ROWS, finite, why_not
 from benchmarks.training.layout import TRAINING as LAYOUT
 from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
-from lmsys.attention import ATTENTION
+from lmsys import attention, parallel, traits
 from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive, ranks
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
-from lmsys.parallel import STRATEGIES
 from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
-from lmsys.traits import StrategyTraits
 
 CURVE_POINTS = 100  # of a curve that travels with a record
 
@@ -71,7 +69,7 @@ class Training(Benchmark):
 
     name = "training"
     layout = LAYOUT
-    tables = {"attention": ATTENTION, "strategy": STRATEGIES}
+    tables = {"attention": attention.ATTENTION, "strategy": parallel.STRATEGIES}
     clock = "host"
     opens = False
     streams = True
@@ -140,12 +138,12 @@ class Training(Benchmark):
                 ranks.world_sizes(grid, ranks.backend_of(settings.device)),
             ),
             [row for row in MODEL_ROWS.select(grid["attention"] or [AUTO.name]) if row != LLAMA],
-            STRATEGIES.select(grid["strategy"]),
+            parallel.STRATEGIES.select(grid["strategy"]),
         ):
-            traits = StrategyTraits.of(entry)
-            buckets = grid["bucket_mb"] if traits.takes_bucket_mb or traits.tuned_bucket_mb else (None,)
+            strategy = traits.StrategyTraits.of(entry)
+            buckets = grid["bucket_mb"] if strategy.takes_bucket_mb or strategy.tuned_bucket_mb else (None,)
             ways = product(buckets, grid["reproducible"])
-            for bucket_mb, same in ways if num_ranks > 1 or not traits.synchronizes else ():
+            for bucket_mb, same in ways if num_ranks > 1 or not strategy.synchronizes else ():
                 asked = *model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1
                 case = TrainingCase(grid.name, entry, settings.device, *asked)
                 if grid.given & {"train_tokens", "val_tokens"}:

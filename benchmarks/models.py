@@ -16,16 +16,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lmsys import checkpointing, testing
+from lmsys import checkpointing, testing, traits
 from lmsys.attention import ATTENTION, AttentionCase, compiled
 from lmsys.bench import Case, Entry, Field, Record, Table, ranks
 from lmsys.config import ModelConfig, model_config
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
 from lmsys.training.prepare import AUTOCAST, run_blocks
-from lmsys.traits import AttentionTraits, StrategyTraits
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what matmuls read
 MEASURED = DTYPES | {"tf32": None}  # the dtype in which the machine's large matmul was measured, for shares of it
@@ -64,7 +62,7 @@ def matmuls(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def widened(logits: Tensor) -> Tensor:
+def widened(logits: torch.Tensor) -> torch.Tensor:
     """The logits in float32, in which losses are computed, or in float64 if they have it.
 
     It stands here, as lmsys.model is of an earlier state under --against, which may have no such function.
@@ -73,11 +71,11 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def ratio_by_group(
-    x: Tensor,
-    reference: Tensor,
-    plain: Tensor,
+    x: torch.Tensor,
+    reference: torch.Tensor,
+    plain: torch.Tensor,
     dtype: torch.dtype,
-    groups: Tensor,
+    groups: torch.Tensor,
     rows: Sequence[int] | None = None,
     times: float = 2,
 ) -> float:
@@ -102,7 +100,9 @@ def ratio_by_group(
     return max(ratios)
 
 
-def mean_ratio(mean: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
+def mean_ratio(
+    mean: torch.Tensor, terms: torch.Tensor, plain: torch.Tensor, groups: torch.Tensor | None = None
+) -> float:
     """The error of a mean over its budget: the root-mean-square error of its terms in the `plain` computation.
 
     No mean of errors is larger than that. The error of the plain mean itself is no budget: errors of both signs may
@@ -153,7 +153,7 @@ VOCABULARIES = {"tiny": 1000}  # of other sizes as of any model: of tiny that wo
 
 
 @dataclass(frozen=True)
-class ModelTraits(AttentionTraits):
+class ModelTraits(traits.AttentionTraits):
     """Facts about what stands in the place of an attention row.
 
     whole_model  it is a model of its own, and not the attention of ours
@@ -291,16 +291,16 @@ class TrainedCase(ModelCase):
         return ranks.backend_of(self.device)
 
     @property
-    def traits(self) -> StrategyTraits:
-        return StrategyTraits.of(self.entry)
+    def traits(self) -> traits.StrategyTraits:
+        return traits.StrategyTraits.of(self.entry)
 
 
 @dataclass(frozen=True)
 class Batch:
     """Random token ids and what comes after each, both (B, S)."""
 
-    tokens: Tensor
-    targets: Tensor
+    tokens: torch.Tensor
+    targets: torch.Tensor
 
     @classmethod
     def draw(cls, config: ModelConfig, batch: int, device: str, seed: int) -> "Batch":

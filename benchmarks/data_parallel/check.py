@@ -22,7 +22,6 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
@@ -77,7 +76,7 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
             testing.ratio_of(moved[0], moved[1], moved[2].to(torch.float32), dtype) if moved[1].any() else 0.0
         )
     worst = torch.tensor(list(ratios.values()), dtype=torch.float64, device=device())
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.subgroup(case.world_size))
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX, group=ranks.subgroup(case.world_size))
     return dict(zip(ratios, worst.tolist(), strict=True))
 
 
@@ -93,7 +92,7 @@ def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
 
 def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object], seed: int) -> State:
     """The parameters after STEPS steps under the strategy, by the names of our model."""
-    rank = dist.get_rank()
+    rank = torch.distributed.get_rank()
     model = model_of(case, config, seed + rank)
     prepared = prepare(model, execution(case, options=options, precision="fp32"), torch.optim.SGD, **SGD)
     (strategy, optimizer, _), gradients = prepared, prepared.gradients(case.replayed)

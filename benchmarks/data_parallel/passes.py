@@ -24,8 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.data_parallel.cases import Narrow, ParallelCase
 from benchmarks.models import ROUNDING, Batch, build, matmuls
@@ -51,7 +49,7 @@ WARM_STEPS = {"cpu": 2, "cuda": 3}
 MAX_LINES, MAX_NUMBERS = 16, 2**22
 # Plain steps split a batch so that naive attention has at most MAX_SCORES scores in all blocks together.
 MAX_SCORES = 2**28
-Slices = dict[str, Tensor]  # {name of a parameter: some of its rows, or the whole vector}, on the host
+Slices = dict[str, torch.Tensor]  # {name of a parameter: some of its rows, or the whole vector}, on the host
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Batches:
     def __init__(self, config: ModelConfig, batch: int, asked: Pass):
         number = WARM_STEPS[device().type] + asked.steps
         length = config.context_length + 1
-        stream = draws.key(asked.draw, f"{asked.seed} rank {dist.get_rank()}")
+        stream = draws.key(asked.draw, f"{asked.seed} rank {torch.distributed.get_rank()}")
         numbers = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device())
         self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in numbers.view(number, batch, length)]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
@@ -99,7 +97,7 @@ class Batches:
         self._next += 1
 
 
-def keep(case: ParallelCase, asked: Pass, state: Mapping[str, Tensor]) -> str:
+def keep(case: ParallelCase, asked: Pass, state: Mapping[str, torch.Tensor]) -> str:
     """Keeps slices of the weights at which the case's steps ended, until they are judged or a pass has another `draw`.
 
     Returns the sha256 of the slices: two cases have one sha256 if and only if all bits of their kept slices are equal.
@@ -148,7 +146,7 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
     }
 
 
-def _with_usual_error(right: Tensor, ordinary: Tensor, share: float) -> Tensor:
+def _with_usual_error(right: torch.Tensor, ordinary: torch.Tensor, share: float) -> torch.Tensor:
     """`ordinary`, with its distance from `right` enlarged to `share` of the length of `right` where it is less.
 
     Where the two are equal there is no distance to enlarge: then every number errs by `share` of itself.
@@ -163,12 +161,12 @@ def _moved(start: Slices, end: Slices) -> Slices:
     return {name: end[name].double() - first.double() for name, first in start.items()}
 
 
-def _norm(parts: Iterable[Tensor]) -> float:
+def _norm(parts: Iterable[torch.Tensor]) -> float:
     """The Euclidean norm of all parts as one vector."""
     return float(sum(x.square().sum().item() for x in parts) ** 0.5)
 
 
-def _slices_of(state: Mapping[str, Tensor], key: int) -> Slices:
+def _slices_of(state: Mapping[str, torch.Tensor], key: int) -> Slices:
     """Copies of the same number of random rows of each matrix, and of whole vectors."""
     named = {name.removeprefix("module."): x.detach() for name, x in state.items() if x.is_floating_point()}
     count = max(1, min(MAX_LINES, MAX_NUMBERS // sum(x[:1].numel() for x in named.values())))
@@ -216,7 +214,7 @@ def _have_room(case: ParallelCase) -> bool:
     has_room = torch.tensor(
         float(total >= 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)), device=device()
     )
-    dist.all_reduce(has_room, dist.ReduceOp.MIN, group=subgroup(case.world_size))
+    torch.distributed.all_reduce(has_room, torch.distributed.ReduceOp.MIN, group=subgroup(case.world_size))
     return bool(has_room.item())
 
 
@@ -258,9 +256,9 @@ def _optimizers(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype)
     return [of_matrices, torch.optim.AdamW(others, **of_both, betas=MUON["betas"], eps=ADAMW["eps"])]
 
 
-def _average(params: Iterable[Tensor], world_size: int, narrow: Narrow) -> None:
+def _average(params: Iterable[torch.Tensor], world_size: int, narrow: Narrow) -> None:
     """Makes each gradient the mean over ranks. Gradients are sent in the dtype of `narrow` if it is a `comm_dtype`."""
     for p in params if world_size > 1 else ():
         sent = p.grad.to(narrow[1] if narrow and narrow[0] == "comm_dtype" else p.dtype).contiguous()
-        dist.all_reduce(sent, group=subgroup(world_size))
+        torch.distributed.all_reduce(sent, group=subgroup(world_size))
         p.grad = (sent / world_size).to(p.dtype)

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.data_parallel import cases, passes
 from benchmarks.models import RECOMPILE_LIMIT, build, matmuls
@@ -106,7 +105,7 @@ class Rig:
         self.batches = passes.Batches(case.config, case.batch, asked)
         self.data = self.batches.now
 
-    def loss(self) -> Tensor:
+    def loss(self) -> torch.Tensor:
         """The loss of a forward on the present batch."""
         return self.prepared.loss(self.data.tokens, self.data.targets)
 
@@ -118,7 +117,7 @@ class Rig:
             self.batches.advance()
             self.step()
 
-    def step(self) -> Tensor:
+    def step(self) -> torch.Tensor:
         """Takes a training step on the present batch. Returns its loss, before the update."""
         loss = self.gradients(self.data.tokens, self.data.targets)
         self.update()

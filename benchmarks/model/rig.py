@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from benchmarks.model import cases, spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
@@ -58,7 +57,9 @@ class Update:
     group: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: Optimizer | None) -> "Update":
+    def of(
+        cls, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: torch.optim.Optimizer | None
+    ) -> "Update":
         """An update that is still to come, of rows that the draw selects, since no key is known before a call."""
         chance = random.Random(draw)
         name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
@@ -78,7 +79,7 @@ class Update:
         if self.replaced is not None and self.parameter.grad is not None:
             self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
 
-    def done(self, optimizer: Optimizer) -> "Update":
+    def done(self, optimizer: torch.optim.Optimizer) -> "Update":
         self.gradient, self.group = self.parameter.grad[self.rows], dict(optimizer.param_groups[0])
         self.count = float(optimizer.state[self.parameter]["step"])
         self.new = _state(self.parameter, self.rows, optimizer)
@@ -120,7 +121,7 @@ def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
     return testing.error_ratio(new, exact, plain.float())
 
 
-def _state(parameter: Tensor, rows: list[int], optimizer: Optimizer | None) -> dict[str, Tensor]:
+def _state(parameter: Tensor, rows: list[int], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Weights and moments of these rows; moments are zeros if the optimizer has made no step."""
     weights, state = parameter.detach()[rows], optimizer.state.get(parameter, {}) if optimizer else {}
     return {"weights": weights} | {m: state[m][rows] if m in state else torch.zeros_like(weights) for m in MOMENTS}

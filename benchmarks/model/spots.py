@@ -28,9 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.model.cases import ModelTest
 from benchmarks.models import LOSS_SCALE, ROUNDING, Batch, matmuls, mean_ratio, ratio_by_group, widened
 from lmsys.attention.naive import naive
-from lmsys.bench.plain import check_plain
+from lmsys.bench import Kept, plain
 from lmsys.extremes.model import group_of
-from lmsys.measure.step import Kept
 from lmsys.model import TransformerLM, linear
 from lmsys.testing import BLOCK_SCORES, SPOT_TIMES
 from lmsys.training.prepare import AUTOCAST, autocast
@@ -188,7 +187,7 @@ class Spots:
         names = [LOGITS] if case.mode == "forward" else [LOSS, LOGITS if case.peer else STATES]
         parts = dict(zip(names, [result] if case.mode == "forward" else result, strict=True))
         for name, x in parts.items():
-            check_plain(name, x, self._like(name), (self.data.tokens, self.data.targets))
+            plain.check_plain(name, x, self._like(name), (self.data.tokens, self.data.targets))
         if key is None:
             return None
         spot = self.spot(key)
@@ -214,7 +213,7 @@ class Spots:
         spot, gradients = self.spot(key), {}
         for name, rows in {EMBEDDINGS: self._ids(spot), **(spot.rows if self.whole else {})}.items():
             p = self.parameters[name]
-            check_plain(f"the gradient of {name}", p.grad, p, (self.data.tokens, self.data.targets))
+            plain.check_plain(f"the gradient of {name}", p.grad, p, (self.data.tokens, self.data.targets))
             gradients[name] = p.grad[rows] / scale
         return gradients
 
@@ -234,14 +233,14 @@ class Spots:
                 parts[LOSS], *(x.losses(parts[ALL_STATES], self.data.targets) for x in references)
             )
         make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
-        exact, plain = (make(reference, spot) for reference in references)
+        exact, ordinary = (make(reference, spot) for reference in references)
         if EMBEDDINGS in parts:
             parts[EMBEDDINGS] = parts[EMBEDDINGS][self._sequences(spot)[1]]
         for name in parts.keys() - {LOSS, ALL_STATES}:
             ratios[name] = ratio_by_group(
                 parts[name],
                 exact[name],
-                plain[name],
+                ordinary[name],
                 ROUNDING[self.precision],
                 self._groups(name, spot),
                 spot.rows.get(name),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_case, attention_row
-from lmsys import config, values
+from lmsys import config, traits, values
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench import Entry, Record, findings, ranks
 from lmsys.measure import clock, memory, sensors
@@ -23,7 +23,6 @@ from lmsys.parallel import STRATEGIES, group
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
 from lmsys.training import corpora, data, loop, reproducible
 from lmsys.training.config import RunConfig, TrainConfig
-from lmsys.traits import StrategyTraits
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class TrainingCase(TrainedCase):
         return replace(
             self,
             attention=ATTENTION["naive"],
-            entry=next(row for row in STRATEGIES.values() if not StrategyTraits.of(row).synchronizes),
+            entry=next(row for row in STRATEGIES.values() if not traits.StrategyTraits.of(row).synchronizes),
             micro=max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting),
             bucket_mb=None,
             compile="eager",
@@ -158,10 +157,9 @@ class TrainingCase(TrainedCase):
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
-        traits = self.traits
         values.hold(
-            (self.compile != "fused" or not traits.why_not_fused, traits.why_not_fused),
-            (not self.reproducible or not traits.why_not_reproducible, traits.why_not_reproducible),
+            (self.compile != "fused" or not self.traits.why_not_fused, self.traits.why_not_fused),
+            (not self.reproducible or not self.traits.why_not_reproducible, self.traits.why_not_reproducible),
         )
         steps = self.steps * self.epochs
         train = TrainConfig(

@@ -11,24 +11,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase, adapt, why_not_called, why_not_told
 from lmsys.bench.findings import interpreted_kernels
-from lmsys.check import extremes, laptop, patterns, question
-from lmsys.check.cases import (
-    LIKE,
-    USES,
-    Task,
-    Use,
-    answer,
-    larger,
-    pattern_of,
-    tasks,
-    tasks_of_options,
-    two_forwards,
-    two_threads,
-)
+from lmsys.check import cases, extremes, laptop, patterns, question
 from lmsys.measure.repeats import apart, repeated
 from lmsys.registry import Entry
 from lmsys.testing import MEMORY, Oracle, make_inputs, run
@@ -40,21 +26,21 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
         row = _row(entry, options, launched)
         why_not = partial(_why_not, entry, launched)
 
-        def passes(task: Task) -> bool:
+        def passes(task: cases.Task) -> bool:
             task = replace(task, case=replace(task.case, dtype=dtype_passed))
             return failure(row, task, False, options.seed, named=False) is None
 
         simple = next(_cases(options)).case
         dtype_passed = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
         usual = _cases(options, passes if options.uses else lambda task: True)
-        with_options = (task for task in tasks_of_options(simple) if why_not_told(row, task.case.options) is None)
-        more = larger(replace(simple, dtype=dtype_passed)) if options.uses else ()
+        with_options = (task for task in cases.tasks_of_options(simple) if why_not_told(row, task.case.options) is None)
+        more = cases.larger(replace(simple, dtype=dtype_passed)) if options.uses else ()
         for task in () if options.extremes else chain(usual, with_options, more):
             yield question.Question(
                 f"{task.about}, {task.case.dtype}",
                 partial(failure, row, task, options.grad, options.seed),
                 f"{task.about} ({task})",
-                laptop.NO_THREADS if launched and task.use is two_threads else why_not(task.case),
+                laptop.NO_THREADS if launched and task.use is cases.two_threads else why_not(task.case),
                 aspect=task.aspect,
             )
         for dtype in options.dtypes:
@@ -72,7 +58,7 @@ def of_a_handout(
     options: question.Options,
     causal: bool,
     shapes: Sequence[tuple[int, int, int]] = TESTED,
-    use: Use | None = None,
+    use: cases.Use | None = None,
 ) -> Iterator[question.Question]:
     """Questions within what CS336's handout promises to a kernel: one head, lengths that are powers of two, float32.
 
@@ -84,7 +70,7 @@ def of_a_handout(
     """
     case = replace(next(_cases(options)).case, heads=1, kv_heads=1)
     promises = [
-        Task(
+        cases.Task(
             f"{length} queries{', causal' * masked}",
             replace(case, batch=batch, queries=length, keys=length, head_dim=head_dim, causal=masked),
             aspect="lengths of 16",
@@ -102,7 +88,7 @@ def of_a_handout(
             )
 
 
-def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simple: Task | None = None) -> Any:
+def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simple: cases.Task | None = None) -> Any:
     """The row's function. Without a GPU, one from a file is run in `Laptop` if it runs better so.
 
     `simple` is the task by which that is found out, `launched` the list of kernels that Triton has interpreted.
@@ -112,19 +98,19 @@ def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simpl
 
     def score(row: Any) -> int:
         before = len(launched)
-        outputs, fault = answer(row, simple, make_inputs(simple.case, options.seed), options.grad)
+        outputs, fault = cases.answer(row, simple, make_inputs(simple.case, options.seed), options.grad)
         return bool(outputs) + (fault is None) + (len(launched) > before)
 
     return row if entry.supports or not options.uses else laptop.fitting(row, score)
 
 
-def _of_sequences(row: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _of_sequences(row: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A row for (B, S, H, D) as a row for (B, H, S, D). Contiguous inputs reach it contiguous."""
 
-    def exchanged(x: Tensor) -> Tensor:
+    def exchanged(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2).contiguous() if x.is_contiguous() else x.transpose(1, 2)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         return row(*map(exchanged, (q, k, v)), **options).transpose(1, 2)
 
     return call
@@ -151,7 +137,7 @@ def _of_extremes(
     # A row without float32 is also judged in root mean square, which shows errors that a narrow dtype hides.
     rms = why_not(replace(simple, dtype="float32")) is not None
     for about, case in cases_of_extremes.items():
-        task = Task(about, case)
+        task = cases.Task(about, case)
         yield question.Question(
             f"{about}, {case.dtype}",
             partial(extremes.failure, row, case, options.grad, options.seed, rms),
@@ -162,10 +148,10 @@ def _of_extremes(
         )
 
 
-def _cases(options: question.Options, passes: Callable[[Task], bool] = lambda task: True) -> Iterator[Task]:
+def _cases(options: question.Options, passes: Callable[[cases.Task], bool] = lambda task: True) -> Iterator[cases.Task]:
     """The tasks in the dtypes of `options`, on a GPU if there is one. `passes`: see `cases.tasks`."""
     cuda = torch.cuda.is_available()
-    all_tasks = tasks(
+    all_tasks = cases.tasks(
         "cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None, options.head_dim, passes
     )
     return (task for task in all_tasks if task.case.dtype in options.dtypes)
@@ -195,21 +181,21 @@ def _but_for(differ: Mapping[str, float]) -> str:
     return f"no ({', '.join(differ)})" if differ else "yes"
 
 
-def failure(row: Any, task: Task, grad: bool, seed: int, named: bool = True) -> question.Fault | None:
+def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = True) -> question.Fault | None:
     """The fault of the row's results of a task; None if they are right. named: its mistake is searched for."""
     case = task.case
     inputs = make_inputs(case, seed, memory=task.memory)
-    pattern = pattern_of(case, seed) if case.options else None
-    outputs, fault = answer(row, task, inputs, grad, pattern)
+    pattern = cases.pattern_of(case, seed) if case.options else None
+    outputs, fault = cases.answer(row, task, inputs, grad, pattern)
     if not outputs:
         return fault
     oracle = Oracle(case, inputs, scale=case.scale, grad="dq" in outputs, pattern=pattern)
     oracle.budget = {name: budget + task.room for name, budget in oracle.budget.items()}
-    for name in filter(outputs.__contains__, list(LIKE) + ["lse"]):
+    for name in filter(outputs.__contains__, list(cases.LIKE) + ["lse"]):
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
             mistake = None if case.options else ""  # "": it was not searched for
-            if named and (task.use in USES.values() or task.memory not in ("", "transposed")):
+            if named and (task.use in cases.USES.values() or task.memory not in ("", "transposed")):
                 mistake = _of_circumstances(row, task, grad, seed, name)
             elif named and not case.options:
                 mistake = patterns.explain(case, inputs, outputs, name, 2 * oracle.budget[name])
@@ -217,11 +203,11 @@ def failure(row: Any, task: Task, grad: bool, seed: int, named: bool = True) -> 
     return fault
 
 
-def _of_circumstances(row: Any, task: Task, grad: bool, seed: int, name: str) -> str | None:
+def _of_circumstances(row: Any, task: cases.Task, grad: bool, seed: int, name: str) -> str | None:
     """The mistake of a row that is right in fresh memory and in a single call; None if it is wrong there too."""
     if failure(row, replace(task, memory="", use=None), grad, seed, named=False) is not None:
         return None
-    if task.use is two_forwards and name == "o":
+    if task.use is cases.two_forwards and name == "o":
         return "results share a buffer: the next call overwrites the result of the call before"
     return (
         f"{name} is right in a single call on contiguous inputs, and wrong for"
@@ -230,7 +216,12 @@ def _of_circumstances(row: Any, task: Task, grad: bool, seed: int, name: str) ->
 
 
 def _fault(
-    name: str, outputs: Mapping[str, Tensor], oracle: Oracle, case: AttentionCase, ratio: float, mistake: str | None
+    name: str,
+    outputs: Mapping[str, torch.Tensor],
+    oracle: Oracle,
+    case: AttentionCase,
+    ratio: float,
+    mistake: str | None,
 ) -> question.Fault:
     output, budget = outputs[name], oracle.budget[name]
     expected = oracle.reference[name].unflatten(0, (case.batch, case.kv_heads)).flatten(1, 2)  # (B, H, S, D)
@@ -241,5 +232,5 @@ def _fault(
         f" the largest error is {question.times_allowed(ratio)}",
         f"  wrong in {question.where(wrong)}",
     ]
-    right = list(LIKE)[: list(LIKE).index(name)] if name in LIKE else []
+    right = list(cases.LIKE)[: list(cases.LIKE).index(name)] if name in cases.LIKE else []
     return question.Fault.explained("\n".join(lines), mistake, ratio, right)

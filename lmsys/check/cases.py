@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys.attention import AttentionCase, Documents, Pattern
 from lmsys.attention.pattern import OPTIONS
@@ -23,9 +22,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 HEADS, LONGER = "batches and heads", "lengths of models"  # aspects
 # By result, the input that has its shape. They are judged in this order: a wrong result makes the later ones wrong.
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
-Row = Callable[..., Tensor]
+Row = Callable[..., torch.Tensor]
 Use = Callable[
-    [Row, Inputs, bool], dict[str, Tensor]
+    [Row, Inputs, bool], dict[str, torch.Tensor]
 ]  # from a call of q, k and v, its inputs, and whether there are gradients
 
 
@@ -151,13 +150,13 @@ def pattern_of(case: AttentionCase, seed: int) -> Pattern:
     }
     given = {name: made.get(name, value) for name, value in case.options.items()}
     return Pattern(
-        case.causal, **{name: x.to(case.device) if isinstance(x, Tensor) else x for name, x in given.items()}
+        case.causal, **{name: x.to(case.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     )
 
 
 def answer(
     row: Row, task: Task, inputs: Inputs, grad: bool, pattern: Pattern | None = None
-) -> tuple[dict[str, Tensor], Fault | None]:
+) -> tuple[dict[str, torch.Tensor], Fault | None]:
     """(results of the row by name, fault): the fault is an exception, a changed input, or a wrong shape or dtype.
 
     It is None if there is no such fault. If the fault is in the backward, the results of the forward are returned too.
@@ -186,41 +185,41 @@ def answer(
     return outputs, None
 
 
-def _forward(call: Row, inputs: Inputs, grad: bool) -> Tensor:
+def _forward(call: Row, inputs: Inputs, grad: bool) -> torch.Tensor:
     with torch.set_grad_enabled(grad):
         return call(*inputs.leaves(grad))
 
 
-def _results(o: Tensor, inputs: Inputs, grad: bool, retain: bool = False) -> dict[str, Tensor]:
+def _results(o: torch.Tensor, inputs: Inputs, grad: bool, retain: bool = False) -> dict[str, torch.Tensor]:
     gradients = torch.autograd.grad(o, inputs.leaves(grad), inputs.do, retain_graph=retain) if grad else ()
     return {"o": o.detach().clone(), **dict(zip(("dq", "dk", "dv"), gradients, strict=False))}
 
 
-def _once(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+def _once(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
     return _results(_forward(call, inputs, grad), inputs, grad)
 
 
-def two_forwards(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+def two_forwards(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
     """Calls twice, then reads the first result and runs its backward."""
     o = _forward(call, inputs, grad)
     _forward(call, inputs.others(), grad)
     return _results(o, inputs, grad)
 
 
-def second_backward(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+def second_backward(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
     """Runs a backward twice on a retained graph; the results of the second."""
     o = _forward(call, inputs, grad)
     _results(o, inputs, grad, retain=True)
     return _results(o, inputs, grad)
 
 
-def changed_inputs(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+def changed_inputs(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
     """Calls twice, with inputs that are overwritten in place between the calls, as a cache is; the second results."""
     _once(call, inputs, grad)
     return _once(call, inputs.redraw_(inputs.seed + 1), grad)
 
 
-def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
     """Calls from two threads at once, four times with these inputs; a result that differs from a single call."""
     alone, both = _once(call, inputs, grad), [inputs, inputs.others()]
     with ThreadPoolExecutor(2) as threads:

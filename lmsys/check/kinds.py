@@ -17,14 +17,8 @@ from typing import Any
 
 import torch
 
-from lmsys import signature
-from lmsys.attention import ATTENTION
-from lmsys.check import laptop
-from lmsys.check.question import Fault, Holds, Options, Question, poison
-from lmsys.outputs import Outputs
-from lmsys.parallel import STRATEGIES
-from lmsys.registry import Entry, Table, load_target
-from lmsys.values import hold, sentences_of
+from lmsys import attention, outputs, parallel, registry, signature, values
+from lmsys.check import laptop, question
 
 LIMIT_S = 600.0  # for the check of one implementation
 
@@ -37,32 +31,32 @@ class Kind:
     asks   `module:function` of its questions. The module may also have `remark(entry, options)`, a last line
     """
 
-    table: Table
+    table: registry.Table
     asks: str
 
-    def questions(self, entry: Entry, options: Options) -> Iterator[Question]:
-        yield from load_target(self.asks)(entry, options)
+    def questions(self, entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
+        yield from registry.load_target(self.asks)(entry, options)
 
-    def remark(self, entry: Entry, options: Options) -> str | None:
+    def remark(self, entry: registry.Entry, options: question.Options) -> str | None:
         remark = getattr(importlib.import_module(self.asks.partition(":")[0]), "remark", None)
         return remark(entry, options) if remark else None
 
 
 OURS = {  # our own implementations of kinds that have no table
-    "sharded_optimizer": Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
-    "optimizer": Entry("AdamW", "lmsys.training.optimizer:AdamW"),
-    "loss": Entry("linear_cross_entropy", "lmsys.model.loss:linear_cross_entropy"),
-    "norm": Entry("RMSNorm", "lmsys.model.transformer:RMSNorm"),
+    "sharded_optimizer": registry.Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
+    "optimizer": registry.Entry("AdamW", "lmsys.training.optimizer:AdamW"),
+    "loss": registry.Entry("linear_cross_entropy", "lmsys.model.loss:linear_cross_entropy"),
+    "norm": registry.Entry("RMSNorm", "lmsys.model.transformer:RMSNorm"),
 }
 KINDS = {
-    "attention": Kind(ATTENTION, "lmsys.check.attention:questions"),
-    "strategy": Kind(STRATEGIES, "lmsys.check.strategy:questions"),
+    "attention": Kind(attention.ATTENTION, "lmsys.check.attention:questions"),
+    "strategy": Kind(parallel.STRATEGIES, "lmsys.check.strategy:questions"),
     "sharded_optimizer": Kind(
-        Table("sharded_optimizer", [OURS["sharded_optimizer"]]),
+        registry.Table("sharded_optimizer", [OURS["sharded_optimizer"]]),
         "lmsys.check.strategy:optimizer_questions",
     ),
 } | {
-    name: Kind(Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
+    name: Kind(registry.Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
     for name in ("optimizer", "loss", "norm", "rotary", "swiglu")
 }
 # By kind: a parameter of the call, or of the class's constructor, has one of these names. The first kind that fits
@@ -76,7 +70,7 @@ MARKS = {
 OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter for torch's optimizer has such a name
 
 
-def find(target: str, kind: str | None) -> tuple[str, Entry]:
+def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
     """The kind, and the row, of a name in a table or of path.py:attribute. ValueError for others, with all kinds.
 
     kind: None: the one that it looks like.
@@ -86,8 +80,8 @@ def find(target: str, kind: str | None) -> tuple[str, Entry]:
     if kind is not None:
         # Code from a file may have a name of the table, such as AdamW: nothing is compared by name here.
         table = KINDS[kind].table
-        return kind, (Table(kind, [], traits=table.traits) if ".py" in target else table).select([target])[0]
-    return find(target, kind_of(Table("implementation", []).select([target])[0].load()))
+        return kind, (registry.Table(kind, [], traits=table.traits) if ".py" in target else table).select([target])[0]
+    return find(target, kind_of(registry.Table("implementation", []).select([target])[0].load()))
 
 
 def kind_of(implementation: Any) -> str:
@@ -101,7 +95,7 @@ def kind_of(implementation: Any) -> str:
         ) from None
     is_class = inspect.isclass(implementation)
     is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
-    kinds = sentences_of(
+    kinds = values.sentences_of(
         (not OF_SHARDED_OPTIMIZERS.isdisjoint(own), "sharded_optimizer"),
         (is_class and issubclass(implementation, torch.optim.Optimizer), "optimizer"),
         *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
@@ -112,7 +106,7 @@ def kind_of(implementation: Any) -> str:
     kind = next(kinds, "")
     name = getattr(implementation, "__name__", implementation)
     advice = f"say --kind, one of {', '.join(KINDS)}; attention is a function of q, k, v, not a module"
-    hold((kind, f"it cannot be told what {name!r} is: {advice}"))
+    values.hold((kind, f"it cannot be told what {name!r} is: {advice}"))
     return kind
 
 
@@ -121,21 +115,21 @@ ALLOWED = "  what is allowed: twice the error of plain PyTorch in this dtype, an
 SCHEMA = 1  # the version of the JSON lines: docs/check.md
 
 
-def check_target(target: str, kind: str | None, options: Options, as_json: bool = False) -> int:
+def check_target(target: str, kind: str | None, options: question.Options, as_json: bool = False) -> int:
     """`check` of a name in a table or of path.py:attribute. ValueError as in `find`.
 
     It changes torch and Triton in this process (`laptop.install`), which should be one of its own.
     """
     laptop.install()
-    with closing(Outputs()) as outputs:
+    with closing(outputs.Outputs()) as mended:
         with laptop.Laptop() if ".py:" in target else nullcontext():
             kind, entry = find(target, kind)
-        return check(entry, options, kind, as_json, outputs.mend)
+        return check(entry, options, kind, as_json, mended.mend)
 
 
 def check(
-    entry: Entry,
-    options: Options,
+    entry: registry.Entry,
+    options: question.Options,
     kind: str = "attention",
     as_json: bool = False,
     mend_outputs: Callable[[], Any] = lambda: None,
@@ -148,16 +142,16 @@ def check(
     mend_outputs  called before each line: puts back stdout, which the row may have closed
     """
 
-    def say(text: str, /, **values: Any) -> None:
-        """Prints the text for people, or with `as_json` the values as a JSON object in a line."""
+    def say(text: str, /, **fields: Any) -> None:
+        """Prints the text for people, or with `as_json` the fields as a JSON object in a line."""
         mend_outputs()
         if not as_json:
             print(text, end="", flush=True)
-        elif values:
-            print(json.dumps({"schema": SCHEMA, "name": entry.name, "kind": kind, **values}), flush=True)
+        elif fields:
+            print(json.dumps({"schema": SCHEMA, "name": entry.name, "kind": kind, **fields}), flush=True)
 
-    poison(setattr)
-    held = Holds(options.grad) if kind == "attention" else None
+    question.poison(setattr)
+    held = question.Holds(options.grad) if kind == "attention" else None
     start, answer = time.perf_counter(), verdict_on(entry, options, kind, held is not None, say=say, held=held)
     right = held.right if held else answer.right > 0 and not answer.fault
     if answer.fault and held is None:
@@ -210,48 +204,48 @@ class Answer:
 
 
 def verdict_on(
-    entry: Entry,
-    options: Options,
+    entry: registry.Entry,
+    options: question.Options,
     kind: str,
     may_raise: bool = False,
     most: int | None = None,
-    say: Callable[..., None] = lambda text, /, **values: None,
-    held: Holds | None = None,
+    say: Callable[..., None] = lambda text, /, **fields: None,
+    held: question.Holds | None = None,
 ) -> Answer:
     """Asks a row the questions of its kind, up to the first wrong answer.
 
     may_raise  an exception counts as a refusal of the case, not as a fault
     most       how many right cases are enough; None: all are asked
-    say        called for each case with a text and with values
+    say        called for each case with a text and with fields
     held       counts the answers; every question is asked then
     """
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
     right, asked, refused, wrong = 0, 0, dict[str, list[str]](), ""
-    for question in KINDS[kind].questions(entry, options):
-        if question.reason is not None:
-            refused.setdefault(question.reason, [])
-            say("", case=question.about, verdict="not asked", reason=question.reason)
+    for case in KINDS[kind].questions(entry, options):
+        if case.reason is not None:
+            refused.setdefault(case.reason, [])
+            say("", case=case.about, verdict="not asked", reason=case.reason)
             continue
         if right == most:
             break
         asked += 1
-        say(f"  {question.about}: ")  # before it is judged: if the process dies, the reader knows in which case
-        fault = question.judge(named=False) if wrong else question.judge()
+        say(f"  {case.about}: ")  # before it is judged: if the process dies, the reader knows in which case
+        fault = case.judge(named=False) if wrong else case.judge()
         if held is not None:
-            held.add(question.aspect, fault)
+            held.add(case.aspect, fault)
         if fault is None:
-            say("right\n", case=question.about, verdict="right")
+            say("right\n", case=case.about, verdict="right")
             right += 1
         elif may_raise and fault.raises:
-            refused.setdefault(fault.line, []).append(question.about)
+            refused.setdefault(fault.line, []).append(case.about)
             verdict = "the forward is right, the backward refused" if fault.backward else "refused"
-            say(f"{verdict}\n", case=question.about, verdict="refused", reason=fault.line)
+            say(f"{verdict}\n", case=case.about, verdict="refused", reason=fault.line)
         else:
-            shape = question.shape or question.about
-            values = {"shape": shape, "text": fault.text, "mistake": fault.mistake, "error_ratio": _number(fault)}
+            shape = case.shape or case.about
+            fields = {"shape": shape, "text": fault.text, "mistake": fault.mistake, "error_ratio": _number(fault)}
             text = f"\n{shape}\n{fault.text}\n{ALLOWED * (_number(fault) is not None)}" + "\n" * (held is not None)
-            say("wrong\n" + ("" if wrong else text), case=question.about, verdict="wrong", **values)
-            wrong = wrong or f"{question.about}: {fault.line}"
+            say("wrong\n" + ("" if wrong else text), case=case.about, verdict="wrong", **fields)
+            wrong = wrong or f"{case.about}: {fault.line}"
             if held is None:
                 break
     return Answer(
@@ -265,6 +259,6 @@ def verdict_on(
     )
 
 
-def _number(fault: Fault) -> float | None:
+def _number(fault: question.Fault) -> float | None:
     """The fault's error ratio, for JSON: None if it is not finite."""
     return fault.error_ratio if fault.error_ratio is not None and math.isfinite(fault.error_ratio) else None

@@ -18,10 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_map
 
 GPU = torch.device("cuda", 0)  # the device that code is told of; it does not exist
 NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloat16 wrongly", "runs no two threads"))
@@ -38,14 +36,16 @@ class Laptop(TorchFunctionMode, ContextDecorator):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = {Tensor.is_cuda.__get__: True, Tensor.device.__get__: GPU, Tensor.get_device: 0}.get(function)
+        answer = {torch.Tensor.is_cuda.__get__: True, torch.Tensor.device.__get__: GPU, torch.Tensor.get_device: 0}.get(
+            function
+        )
         if answer is not None:
             return answer
-        if function in (Tensor.cuda, Tensor.pin_memory):
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if kwargs and isinstance(kwargs.get("device"), int):  # as torch.cuda.current_device() names it
             kwargs = kwargs | {"device": GPU}
-        args, kwargs = tree_map(_on_host, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map(_on_host, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -181,7 +181,7 @@ def _backward(self: Any, *gradients: Any) -> Any:
         return _apply(self, *gradients)
 
 
-def fitting(row: Callable[..., Tensor], score: Callable[[Any], int]) -> Callable[..., Tensor]:
+def fitting(row: Callable[..., torch.Tensor], score: Callable[[Any], int]) -> Callable[..., torch.Tensor]:
     """The row as it is, or, if it then gets a higher score, a function that calls the row in `Laptop`.
 
     `score(row)` calls the row, and is higher the further it gets: it has results, it is right, it launches kernels.

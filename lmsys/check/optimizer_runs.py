@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from lmsys import draws, values
 from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
@@ -40,7 +39,7 @@ class Claim:
         return f"compared with torch.optim.{self.algorithm}, because {self.why}"
 
     @property
-    def plain(self) -> Callable[..., Optimizer]:
+    def plain(self) -> Callable[..., torch.optim.Optimizer]:
         """torch's optimizer of this algorithm, whose error in a dtype is the error allowed."""
         return getattr(torch.optim, self.algorithm)
 
@@ -205,7 +204,7 @@ def run_of(case: Case, seed: int) -> Run:
 
 
 def trace_of(
-    make: Callable[..., Optimizer],
+    make: Callable[..., torch.optim.Optimizer],
     claim: Claim,
     run: Run,
     begins: Trace | None = None,
@@ -242,7 +241,7 @@ def trace_of(
 
 def _made(
     make: Any, claim: Claim, run: Run, parameters: list[torch.nn.Parameter], settings: Sequence[Settings]
-) -> Optimizer:
+) -> torch.optim.Optimizer:
     groups = [
         {"params": [parameters[i] for i in members], **claim.taken(given)}
         for members, given in zip(run.groups, settings, strict=True)

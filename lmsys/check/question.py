@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lmsys.registry import message_of, place_of
-from lmsys.values import sentences_of
+from lmsys import registry, values
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,10 @@ class Fault:
     @classmethod
     def raised(cls, error: Exception, backward: bool = False) -> "Fault":
         """The fault of an implementation that raises an exception: its type, its first line, and where in its file."""
-        line = message_of(error).splitlines()[0]
-        text = f"  {'its backward' if backward else 'it'} raises {type(error).__name__}: {line}{place_of(error)}"
+        line = registry.message_of(error).splitlines()[0]
+        text = (
+            f"  {'its backward' if backward else 'it'} raises {type(error).__name__}: {line}{registry.place_of(error)}"
+        )
         return cls(text, raises=True, backward=backward)
 
     @classmethod
@@ -108,8 +108,8 @@ def poison(replace: Callable[[Any, str, Any], Any]) -> None:
     `replace(owner, name, function)` patches them, as setattr does. A second call changes nothing.
     """
 
-    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = allocate(*args, **kwargs)
             if x.is_floating_point() and x.device.type != "meta":
                 x.detach().fill_(float("nan"))
@@ -118,7 +118,7 @@ def poison(replace: Callable[[Any, str, Any], Any]) -> None:
         wrapper.poisoned = True  # type: ignore[attr-defined]
         return wrapper
 
-    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]:
+    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]:
         if not hasattr(getattr(owner, name), "poisoned"):
             replace(owner, name, poisoned(getattr(owner, name)))
 
@@ -126,7 +126,7 @@ def poison(replace: Callable[[Any, str, Any], Any]) -> None:
 AXES = ("batch", "head", "row", "column")
 
 
-def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
+def where(wrong: torch.Tensor, axes: Sequence[str] = AXES) -> str:
     """Describes a mask, by default (B, H, S, D), by the axes on which only some indices are wrong; it follows "in".
 
     For example "rows 214 to 236 of 237, the last 23 (9.7 % of the elements)".
@@ -150,7 +150,7 @@ def _of_axis(name: str, at: Sequence[int], size: int) -> str:
     together, ends = count == last - first + 1, f"{names} {first} to {last} of {size}"
     by_steps = list(at) == list(range(first, last + 1, max(1, second - first)))
     return next(
-        sentences_of(
+        values.sentences_of(
             (count == 1, f"{name} {first} of {size}"),
             (together and last == size - 1, f"{ends}, the last {count}"),
             (together and first == 0, f"{ends}, the first {count}"),
@@ -166,7 +166,7 @@ def times_allowed(ratio: float) -> str:
     return f"{ratio:.3g} times what is allowed" if math.isfinite(ratio) else "not finite"
 
 
-def worst(output: Tensor, expected: Tensor) -> tuple[int, ...]:
+def worst(output: torch.Tensor, expected: torch.Tensor) -> tuple[int, ...]:
     """The index of the largest error; NaN counts as the largest."""
     error = (output.double() - expected).abs().nan_to_num(nan=float("inf"))
     return tuple(map(int, torch.unravel_index(error.argmax(), error.shape)))

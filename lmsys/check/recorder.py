@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lmsys import doing
 
@@ -97,7 +96,7 @@ class Recorder:
             if not (delayed and tensors and all(x.is_contiguous() for x in _tensors(args))):
                 return method(group, *args, **kwargs)
             copies, before = (
-                torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), args) for _ in range(2)
+                torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), args) for _ in range(2)
             )
             work = method(group, *copies, **kwargs)
             self.unwaited[work] = what
@@ -117,7 +116,7 @@ class Recorder:
 
         return call
 
-    def _words(self, kind: str, tensors: list[Tensor]) -> str:
+    def _words(self, kind: str, tensors: list[torch.Tensor]) -> str:
         if not tensors:
             return kind
         count = sum(x.numel() for x in tensors)
@@ -189,11 +188,11 @@ def _read(keys: list[str], timeout_s: float) -> list[str] | None:
     return [note.decode() for note in _store().multi_get(keys)]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
-def _same_bits(x: Tensor, y: Tensor) -> bool:
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 

@@ -21,8 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
-from lmsys.check import question, recorder, trained
-from lmsys.check.strategy_mistakes import Ask, Rule, Rules, explain, rules
+from lmsys.check import question, recorder, strategy_mistakes, trained
 from lmsys.extremes.strategy import OPTIMIZERS, Trial, trials
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
@@ -38,7 +37,7 @@ def questions(
     options: question.Options,
     ranks: "Ranks | None" = None,
     trials: Callable[[int, int], Sequence[Trial]] = trials,
-    rules: Rules = rules,
+    rules: strategy_mistakes.Rules = strategy_mistakes.rules,
 ) -> Iterator[question.Question]:
     """A question for each trial, from the simplest to the rarest. Ranks are started again only if a trial ended them.
 
@@ -114,7 +113,12 @@ def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
     return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 
 
-def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rules = rules) -> question.Fault | None:
+def fault(
+    ask: strategy_mistakes.Ask,
+    trial: Trial,
+    results: Sequence[trained.Result],
+    rules: strategy_mistakes.Rules = strategy_mistakes.rules,
+) -> question.Fault | None:
     """The fault of the ranks' results of a trial; None if they are right. `ask` runs shorter trials to explain it."""
     failure = blamed(results)
     if failure is not None and failure.kind == recorder.Mismatch.__name__:
@@ -127,7 +131,7 @@ def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rule
             return question.Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
     if not (wrong := trained.wrong_parameters(results, last.weights, ordinary.weights)):
         return None
-    name, mistake = max(wrong, key=lambda name: wrong[name]), explain(ask, trial, rules)
+    name, mistake = max(wrong, key=lambda name: wrong[name]), strategy_mistakes.explain(ask, trial, rules)
     # Frozen parameters and buffers are counted only if they alone are wrong.
     tensors, kind = (
         (last.grads, "trained parameters") if wrong.keys() & last.grads.keys() else (last.weights, "tensors")
@@ -143,7 +147,7 @@ def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rule
 CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
 
 
-def optimizer_rules(steps: Sequence[trained.Before]) -> list[Rule]:
+def optimizer_rules(steps: Sequence[trained.Before]) -> list[strategy_mistakes.Rule]:
     """A rule for each known mistake of a sharded optimizer: (the mistake in words, the weights that it leads to).
 
     steps  what ranks had before each step of a trial; the weights are those after the last step

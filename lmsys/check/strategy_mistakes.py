@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from lmsys.check.trained import Before, Result, State, plain, ratio, wrong_parameters
 from lmsys.extremes.strategy import OPTIMIZERS, Trial
@@ -34,23 +33,23 @@ class StepGradients:
     weights  the parameter before the step
     """
 
-    grads: Tensor
-    early: Tensor
-    used: Tensor
-    sizes: Tensor
-    weights: Tensor
+    grads: torch.Tensor
+    early: torch.Tensor
+    used: torch.Tensor
+    sizes: torch.Tensor
+    weights: torch.Tensor
 
     @property
-    def local(self) -> Tensor:
+    def local(self) -> torch.Tensor:
         """(world_size, ...): each rank's gradient."""
         return self.grads.sum(dim=1)
 
     @property
-    def mean(self) -> Tensor:
+    def mean(self) -> torch.Tensor:
         """(1, ...): the mean over ranks, which is the right gradient on all of them."""
         return over_ranks(self.local)
 
-    def resummed(self, factor: float) -> Tensor:
+    def resummed(self, factor: float) -> torch.Tensor:
         """(1, ...): the sum over ranks, if each micro-batch multiplies the sum of earlier ones by `factor`."""
         summed = torch.zeros_like(self.mean)
         for micro in self.grads.unbind(dim=1):
@@ -68,7 +67,7 @@ class StepGradients:
         }[condition]
 
 
-def over_ranks(x: Tensor) -> Tensor:
+def over_ranks(x: torch.Tensor) -> torch.Tensor:
     """The mean over ranks of x (world_size, ...): (1, ...)."""
     return x.mean(dim=0, keepdim=True)
 
@@ -78,7 +77,7 @@ EARLY = "are synchronized too early, before both uses of the weight have added t
 TWICE = "are synchronized twice, once after each use of the weight"
 # Each mistake is (the condition under which it can be made, what happens to gradients, the gradient that ranks step
 # by). If two mistakes give equal results, the first is named.
-MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], Tensor]], ...] = (
+MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] = (
     ("", "are never synchronized: each rank steps by its own gradients", lambda s: s.local),
     (
         "unused",
@@ -203,7 +202,7 @@ def _seen(before: Before, name: str) -> StepGradients:
     return StepGradients(g, before.early.get(name, torch.zeros_like(g)).sum(dim=1), used, sizes, before.weights[name])
 
 
-def _stepped(before: Before, grads: Mapping[str, Tensor]) -> State:
+def _stepped(before: Before, grads: Mapping[str, torch.Tensor]) -> State:
     """The weights after a step of SGD by these gradients, (world_size, ...) or (1, ...) each."""
     named, options = dict(before.module.named_parameters()), OPTIMIZERS["SGD"]
     after = State()

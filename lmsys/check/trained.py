@@ -15,15 +15,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lmsys import doing, processes, registry, testing, values
+from lmsys import doing, processes, registry, testing, traits, values
 from lmsys.check import laptop, question
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
 from lmsys.parallel import adapter, baselines
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
-from lmsys.traits import StrategyTraits
 
 OTHERS_S = 2.0  # how long a rank that raised waits for the other ranks to end
 SMALL_MB = 2.0**-13  # 32 float32: each layer has more, so it needs several buckets
@@ -87,8 +85,8 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
     `number` identifies this training among all; it is the same on all ranks. An exception becomes a `Failure` in the
     result if all ranks have ended, and is raised if another rank still waits.
     """
-    group = dist.group.WORLD if group is None else group
-    module = probe(trial, dist.get_rank(group)).to(device())
+    group = torch.distributed.group.WORLD if group is None else group
+    module = probe(trial, torch.distributed.get_rank(group)).to(device())
     counts = Counter(p.numel() for p in module.parameters())
     alone = {p.numel(): name for name, p in module.named_parameters() if counts[p.numel()] == 1}
     recorder = Recorder(number, group, alone)
@@ -102,14 +100,14 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
         if not recorder.others_end(OTHERS_S):
             raise
         text = registry.message_of(error).partition("\n")[0] + registry.place_of(error)
-        return Result(failure=Failure(dist.get_rank(group), type(error).__name__, text, doing.last()))
+        return Result(failure=Failure(torch.distributed.get_rank(group), type(error).__name__, text, doing.last()))
 
 
 def _trained(
     entry: registry.Entry, trial: Trial, module: Probe, recorder: Recorder, options: Mapping[str, Any]
 ) -> Result:
     """The training itself. For a sharded optimizer the strategy is `Naive`, which only averages gradients."""
-    loaded, rank, unwaited = entry.load(), dist.get_rank(recorder.group), list[str]()
+    loaded, rank, unwaited = entry.load(), torch.distributed.get_rank(recorder.group), list[str]()
     doing.now("as it wraps the module")
     options = {**options, "bucket_mb": SMALL_MB} if trial.small_buckets else options
     strategy = adapter.Adapter(baselines.Naive if trial.sharded else loaded, module, recorder.group, **options)
@@ -143,16 +141,16 @@ def _trained(
 
 def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
     """None, or why the row cannot run the trial. `loaded` is what the row's entry loads."""
-    traits, takes_sizes, accumulates = StrategyTraits.of(entry), True, trial.micro_batches > 1
+    strategy, takes_sizes, accumulates = traits.StrategyTraits.of(entry), True, trial.micro_batches > 1
     with suppress(TypeError, ValueError):
         takes_sizes = not {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters)
     refusals = values.sentences_of(
-        (not traits.synchronizes, "it synchronizes nothing"),
+        (not strategy.synchronizes, "it synchronizes nothing"),
         (trial.small_buckets and not takes_sizes, "it takes no size of buckets"),
         (accumulates and not hasattr(loaded, "no_sync"), "it has no no_sync()"),
-        (accumulates and not traits.accumulates, "it does not accumulate"),
-        (not {"once", "idle", "rare"}.isdisjoint(trial.parts), traits.why_not_unused or ""),
-        ("rare" in trial.parts, traits.why_not_unequal),
+        (accumulates and not strategy.accumulates, "it does not accumulate"),
+        (not {"once", "idle", "rare"}.isdisjoint(trial.parts), strategy.why_not_unused or ""),
+        ("rare" in trial.parts, strategy.why_not_unequal),
     )
     return next(refusals, None)
 

@@ -1,17 +1,16 @@
 """SiLU, softmax and widening as functions of tensors; checks of ids that users give: tokens, classes, positions."""
 
 import torch
-from torch import Tensor
 
 from lmsys import autograd, values
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(x: torch.Tensor) -> torch.Tensor:
     """x · sigmoid(x), element by element (Elfwing et al. 2017, arXiv 1702.03118)."""
     return torch.nn.functional.silu(x)
 
 
-def softmax(x: Tensor, dim: int) -> Tensor:
+def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
     """exp(x) divided by its sum along `dim`, of x's shape and dtype.
 
     The largest element is subtracted before, so that no exponential overflows.
@@ -19,7 +18,7 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     return torch.softmax(x, dim)
 
 
-def widened(x: Tensor) -> Tensor:
+def widened(x: torch.Tensor) -> torch.Tensor:
     """x in float32, or in float64 if it is that."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -36,7 +35,7 @@ def check_ids(name: str, x: object, kind: str, shapes: list[Shape] | None, below
     Values are checked on a CPU only: the host would have to wait for a GPU, and neither a compiler nor torch.func can
     read them.
     """
-    if not isinstance(x, Tensor):
+    if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a tensor of {kind}; got {values.shortly(x)}")
     if x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be {kind} in int64 or int32; got {x.dtype}")

@@ -11,24 +11,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 MATMUL = torch.ops.aten.mm.default
 
 
-def run_selectively(block: Any, level: str, x: Tensor, *attend: Any) -> Tensor:
+def run_selectively(block: Any, level: str, x: torch.Tensor, *attend: Any) -> torch.Tensor:
     """The output of a `Block`, which keeps for its backward what `level` says, "matmuls" or "attention".
 
     attend  the arguments of `Attention.mix` behind the projections
     """
     attn, ffn = block.attn, block.ffn
 
-    def up(x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def up(x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = x + mixed
         return y, *ffn.up(block.ln2(y))
 
-    def feed(x: Tensor, mixed: Tensor) -> Tensor:
+    def feed(x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         y, gate, value = up(x, mixed)
         return y + _up_to_matmuls(ffn.down, gate, value)
 
@@ -46,7 +45,7 @@ def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def _up_to_matmuls(function: Callable[..., Any], *inputs: Tensor) -> Any:
+def _up_to_matmuls(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     """Like `run_again`, but the second run skips the final matmuls: their backward needs only their inputs."""
     return run_again(
         function,
