@@ -160,9 +160,11 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
         record |= {f"predicted_{name}_bytes": getattr(predicted, name) for name in HELD_IN_A_STEP}
     rig.base.zero_grad(set_to_none=True)
     timeline = memory.timeline(phases, case.device)
-    keep = TIMELINE_POINTS // len(timeline)
     record["timeline"] = [
-        {"name": name, "points": [(float(f"{at:.7f}"), size) for at, size in thinned(points, keep)]}
+        {
+            "name": name,
+            "points": [(float(f"{at:.7f}"), size) for at, size in thinned(points, TIMELINE_POINTS // len(timeline))],
+        }
         for name, points in timeline.items()
     ]
     return record

@@ -112,8 +112,13 @@ def _times(
     def keep(result: torch.Tensor, key: int | None) -> torch.Tensor | None:
         return None if key is None else room.pop().copy_(result)
 
-    step = Step(lambda _: call(), redraw=inputs.fill, keep=keep)
-    return ranks.times(step, drawn, group, keys=dict.fromkeys(checked, 0), lead_s=LEAD_S)
+    return ranks.times(
+        Step(lambda _: call(), redraw=inputs.fill, keep=keep),
+        drawn,
+        group,
+        keys=dict.fromkeys(checked, 0),
+        lead_s=LEAD_S,
+    )
 
 
 class Inputs:
@@ -289,9 +294,13 @@ class Collectives(OnRanks):
         """Checks the only case of the turn, and takes its samples: seconds of each call, of the slowest rank."""
         (case,) = turn
         settings, candidate, measurement = trial.settings, trial.candidate(case), trial.measurements[case.id]
-        seconds = settings.seconds_per_row if settings.timed else None
         answers: list[Measured] | None = candidate.attempt(
-            trial.runner.ranks.ask, case, measure, seconds, settings.min_rounds, settings.seed
+            trial.runner.ranks.ask,
+            case,
+            measure,
+            settings.seconds_per_row if settings.timed else None,
+            settings.min_rounds,
+            settings.seed,
         )
         wrong = [answer.wrong for answer in answers or () if answer.wrong]
         if wrong:

@@ -322,8 +322,7 @@ class DataParallel(ParallelBenchmark):
 
 def _entropy(turn: Sequence[ParallelCase], trial: Any) -> int:
     """A number that the first rank draws now: no row can foresee it."""
-    world_size = max(case.world_size for case in turn)
-    return int(trial.runner.ranks.run(world_size, turn[0].backend, ranks.entropy)[0])
+    return int(trial.runner.ranks.run(max(case.world_size for case in turn), turn[0].backend, ranks.entropy)[0])
 
 
 test_data_parallel = bench(DataParallel)

@@ -60,14 +60,15 @@ class ModelBenchmark(Benchmark):
         return case.row
 
     def why_not(self, case: ModelTest) -> str | None:
-        if reason := models.why_not(case.entry, case.asked, case.precision, case.compile):
-            return reason
-        if case.peer and (case.keeps or case.compile == "fused"):
-            return "a narrow residual stream, fused blocks and levels of checkpointing are settings of our model alone"
-        if case.compile == "fused" and case.checkpoint != "none":
-            return "fused blocks keep all that their backward reads"
+        fused = case.compile == "fused"
+        of_ours = "a narrow residual stream, fused blocks and levels of checkpointing are settings of our model alone"
         try:
-            reason = case.why_not_runtime
+            reason = (
+                models.why_not(case.entry, case.asked, case.precision, case.compile)
+                or (case.peer and (case.keeps or fused) and of_ours)
+                or (fused and case.checkpoint != "none" and "fused blocks keep all that their backward reads")
+                or case.why_not_runtime
+            )
             _ = reason or case.computed
         except ValueError as error:
             return str(error)
@@ -195,15 +196,15 @@ class Model(ModelBenchmark):
 
 def predicted_bytes(case: ModelTest, record: Record) -> int | None:
     """Bytes held and the peak above them, where `training_memory` says them: ours, eager, and keeping no scores."""
+    runtime = case.runtime | ({"checkpoint_blocks": record["levels"]} if record.get("levels") else {})
     if (
         (case.mode, case.compile) != ("step", "eager")
         or case.peer
         or traits.AttentionTraits.of(case.attention).keeps_scores
+        or record["outcome"] == "unsupported"
+        or runtime.get("checkpoint_blocks") == checkpointing.FIT  # nothing has been chosen
     ):
         return None
-    runtime = case.runtime | ({"checkpoint_blocks": record["levels"]} if record.get("levels") else {})
-    if record["outcome"] == "unsupported" or runtime.get("checkpoint_blocks") == checkpointing.FIT:
-        return None  # nothing has been chosen
     return memory.training_memory(replace(case.config, **runtime), case.batch, case.context, case.precision).peak
 
 

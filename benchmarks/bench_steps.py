@@ -150,25 +150,24 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         torch.distributed.barrier(group)
         taken = profile.profile_call(step, kind, steps=1)
     kinds, optimizer_s = by_kind(taken)
-    most = {
-        "first_step_s": first_step_s,
-        "held_bytes": held + rig.outside_bytes,
-        "total_bytes": phases["step"]["peak_bytes"] + rig.outside_bytes,
-    }
-    times_s = {f"{name}_s": seconds for name, seconds in kinds.items()} | {
-        "optimizer_s": optimizer_s,
-        "profiled_s": taken.profiled_s,
-        "communication_s": sent.time_s,
-        "exposed_s": sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
-    }
     return Alone(
-        str(rank.config_of(case).checkpoint_blocks),
-        most,
-        samples,
-        (sums / case.world_size).tolist(),
-        finite,
-        times_s,
-        readings,
+        levels=str(rank.config_of(case).checkpoint_blocks),
+        most={
+            "first_step_s": first_step_s,
+            "held_bytes": held + rig.outside_bytes,
+            "total_bytes": phases["step"]["peak_bytes"] + rig.outside_bytes,
+        },
+        samples=samples,
+        losses=(sums / case.world_size).tolist(),
+        finite=finite,
+        times={f"{name}_s": seconds for name, seconds in kinds.items()}
+        | {
+            "optimizer_s": optimizer_s,
+            "profiled_s": taken.profiled_s,
+            "communication_s": sent.time_s,
+            "exposed_s": sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
+        },
+        readings=readings,
     )
 
 

@@ -14,8 +14,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from benchmarks import axes
-from benchmarks.models import AUTO, DTYPES, LLAMA, MODEL_ROWS, finite, why_not
+from benchmarks import axes, models
 from benchmarks.training.layout import TRAINING as LAYOUT
 from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
 from lmsys import attention, parallel, traits
@@ -53,13 +52,13 @@ class Curve:
         return {
             "steps": len(self.losses),
             "curve_steps": [place + 1 for place in places],
-            "curve_losses": [finite(self.losses[place]) for place in places],
-            "curve_differences": [finite(apart[place]) for place in places if place < len(apart)],
-            "curve_difference": finite(max(map(abs, apart))),
+            "curve_losses": [models.finite(self.losses[place]) for place in places],
+            "curve_differences": [models.finite(apart[place]) for place in places if place < len(apart)],
+            "curve_difference": models.finite(max(map(abs, apart))),
             "curve_budget": CURVE_BUDGET[dtype],
-            "norm_difference": finite(abs(self.norms[0] / reference.norms[0] - 1)),
-            "loss": finite(self.losses[-1]),
-            "valid_loss": None if self.valid_loss is None else finite(self.valid_loss),
+            "norm_difference": models.finite(abs(self.norms[0] / reference.norms[0] - 1)),
+            "loss": models.finite(self.losses[-1]),
+            "valid_loss": None if self.valid_loss is None else models.finite(self.valid_loss),
         }
 
 
@@ -137,7 +136,7 @@ class Training(Benchmark):
                 grid.product("size", "context", "batch", "precision", "compile"),
                 ranks.world_sizes(grid, ranks.backend_of(settings.device)),
             ),
-            [row for row in MODEL_ROWS.select(grid["attention"] or [AUTO.name]) if row != LLAMA],
+            [row for row in models.MODEL_ROWS.select(grid["attention"] or [models.AUTO.name]) if row != models.LLAMA],
             parallel.STRATEGIES.select(grid["strategy"]),
         ):
             strategy = traits.StrategyTraits.of(entry)
@@ -156,7 +155,9 @@ class Training(Benchmark):
     def why_not(self, case: TrainingCase) -> str | None:
         try:
             _ = case.steps, case.windows
-            reason = why_not(case.attention, case.asked, case.precision, case.compile) or case.entry.why_not(case)
+            reason = models.why_not(case.attention, case.asked, case.precision, case.compile) or case.entry.why_not(
+                case
+            )
             _ = reason or case.run_config(seed=0)
         except ValueError as error:
             return str(error)
@@ -190,7 +191,7 @@ class Training(Benchmark):
         candidate, curve = trial.candidate(case), Curve()
         candidate.attempt(self._train, case, candidate, curve, trial)
         if curve.losses:
-            candidate.notes |= curve.fields(trial.setup, DTYPES[case.precision])
+            candidate.notes |= curve.fields(trial.setup, models.DTYPES[case.precision])
         trial.runner.say(
             f"  [{trial.cases.index(case) + 1}/{len(trial.cases)}] {case.impl}: {self._figures(case, candidate, trial)}"
         )
@@ -198,7 +199,7 @@ class Training(Benchmark):
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
         """The first look, the epochs, each held to the reference before the next, and the model at the end."""
         run, measurement = partial(_on_ranks, case, trial.runner), trial.measurements[case.id]
-        settings, dtype, text = trial.settings, DTYPES[case.precision], tokens_of(*case.text)
+        settings, dtype, text = trial.settings, models.DTYPES[case.precision], tokens_of(*case.text)
         refused, first_steps, peaks = zip(*run(inspect, text, settings.seed), strict=True)
         if refused[0] is not None:
             candidate.failed("unsupported", refused[0])
@@ -215,16 +216,16 @@ class Training(Benchmark):
             if candidate.outcome != "ok":
                 run(clear)
                 return
-        valid_losses, models = zip(*run(end), strict=True)
+        valid_losses, weights = zip(*run(end), strict=True)
         curve.valid_loss = valid_losses[0]
-        if len(set(models)) > 1:
+        if len(set(weights)) > 1:
             candidate.failed("wrong", "after the last epoch ranks have different parameters")
-        elif case.reproducible and (others := _other_weights(case, models[0], trial.setup)):
+        elif case.reproducible and (others := _other_weights(case, weights[0], trial.setup)):
             candidate.failed("wrong", others)
         elif settings.timed:
             clocks = [rank.sm_clock_mhz for ranks in epochs[1:] for rank in ranks if rank.sm_clock_mhz is not None]
             measurement.samples = [max(rank.seconds for rank in ranks) for ranks in epochs[1:]]
-            candidate.notes["weights"] = models[0] if case.reproducible else None
+            candidate.notes["weights"] = weights[0] if case.reproducible else None
             measurement.record = {
                 "peak_bytes": max(peaks),
                 "rank_peak_bytes": list(peaks),

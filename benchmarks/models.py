@@ -149,7 +149,8 @@ NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
 LR_BY_WIDTH = 0.256
-VOCABULARIES = {"tiny": 1000}  # of other sizes as of any model: of tiny that would be five sixths of its parameters
+# Of other sizes as of any model: of tiny that would be five sixths of its parameters.
+VOCABULARIES = {"tiny": {"vocab_size": 1000}}
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,7 @@ WHAT_IS_KEPT = (  # fields of a ModelCase's records
 
 def config_of(size: str, context: int) -> ModelConfig:
     """The model of a named size as it is benchmarked."""
-    words = {"vocab_size": VOCABULARIES[size]} if size in VOCABULARIES else {}
-    return model_config(size, context_length=context, **words)
+    return model_config(size, context_length=context, **VOCABULARIES.get(size, {}))
 
 
 def attention_case(config: ModelConfig, batch: int, precision: str, device: str, grad: bool = True) -> AttentionCase:

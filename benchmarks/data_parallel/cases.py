@@ -278,8 +278,11 @@ def step_rates(case: ParallelCase, time_s: float, machine: Record) -> Record:
     """Operations of a step and tokens/s, of all ranks; a rank's rate and its share of measured and stated peaks."""
     tokens = case.world_size * case.batch * case.context
     flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
-    rates = model_rates(flops / case.world_size, time_s, case.precision, machine)
-    return {"flops": flops, "tokens_per_s": tokens / time_s} | rates
+    return {
+        "flops": flops,
+        "tokens_per_s": tokens / time_s,
+        **model_rates(flops / case.world_size, time_s, case.precision, machine),
+    }
 
 
 def communication(row: Row, rows: Sequence[Row]) -> Record:

@@ -83,8 +83,13 @@ class Batches:
     def __init__(self, config: ModelConfig, batch: int, asked: Pass):
         number = WARM_STEPS[device().type] + asked.steps
         length = config.context_length + 1
-        stream = draws.key(asked.draw, f"{asked.seed} rank {torch.distributed.get_rank()}")
-        numbers = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device())
+        numbers = draws.whole_numbers(
+            draws.key(asked.draw, f"{asked.seed} rank {torch.distributed.get_rank()}"),
+            0,
+            number * batch * length,
+            config.vocab_size,
+            device(),
+        )
         self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in numbers.view(number, batch, length)]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
         self._next = 0
@@ -252,8 +257,10 @@ def _optimizers(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype)
     matrices = muon.hidden_matrices(module)
     others = [p for p in module.parameters() if p not in matrices]
     of_both = {"lr": ADAMW["lr"], "weight_decay": MUON["weight_decay"]}
-    of_matrices = torch.optim.Muon(list(matrices), adjust_lr_fn=MUON["adjust_lr_fn"], **of_both)
-    return [of_matrices, torch.optim.AdamW(others, **of_both, betas=MUON["betas"], eps=ADAMW["eps"])]
+    return [
+        torch.optim.Muon(list(matrices), adjust_lr_fn=MUON["adjust_lr_fn"], **of_both),
+        torch.optim.AdamW(others, **of_both, betas=MUON["betas"], eps=ADAMW["eps"]),
+    ]
 
 
 def _average(params: Iterable[torch.Tensor], world_size: int, narrow: Narrow) -> None:

@@ -129,8 +129,7 @@ class LlamaTuned(Llama):
 def _theirs(name: str) -> str:
     """Llama's name of a parameter of ours."""
     layer, _, part = name.removesuffix(".weight").partition(".")[2].partition(".")
-    known = NAMES.get(name.removesuffix(".weight"))
-    return f"{known or f'model.layers.{layer}.{NAMES[part]}'}.weight"
+    return f"{NAMES.get(name.removesuffix('.weight')) or f'model.layers.{layer}.{NAMES[part]}'}.weight"
 
 
 ATEN = torch.ops.aten
