@@ -115,7 +115,6 @@ def tasks(
 
 def larger(case: AttentionCase) -> list[Task]:
     """Variants of a small case as real models have them: more heads and keys, other head dimensions, and USES."""
-    widths = [replace(case, head_dim=width) for width in (40, 80, 96)]
     usual = [
         Task("a negative scale", replace(case, scale=-0.3), aspect="scale"),
         Task("six heads", replace(case, heads=6, kv_heads=6), aspect=HEADS),
@@ -123,7 +122,10 @@ def larger(case: AttentionCase) -> list[Task]:
         Task("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER),
         Task("a last tile of one key", replace(case, keys=65, queries=65), aspect=LONGER),
     ]
-    wide = [Task(f"head dimension {x.head_dim}", x, aspect="head dimensions") for x in widths]
+    wide = [
+        Task(f"head dimension {width}", replace(case, head_dim=width), aspect="head dimensions")
+        for width in (40, 80, 96)
+    ]
     return usual + wide + [Task(about, case, aspect="calls of models", use=use) for about, use in USES.items()]
 
 

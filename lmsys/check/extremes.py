@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
+from lmsys import values
 from lmsys.attention.contract import DTYPES, AttentionCase
 from lmsys.check import cases, question
 from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
-from lmsys.values import sentences_of
 
 HEADS = 2  # key heads: a batch entry holds so many kinds
 # Queries and keys: no multiple of a tile. On a CPU fewer, since interpreters are slow and their tiles small.
@@ -101,7 +101,7 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
     begin = least - (SMALLEST + DENORMAL) / 2  # the middle, since a GPU may or may not flush denormals to zero
     about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
     has_least, has_most = math.isfinite(least), math.isfinite(most)
-    mistakes = sentences_of(
+    mistakes = values.sentences_of(
         (
             has_least and has_most and abs(number) < 2 * RESOLUTION,
             "no maximum is subtracted before the exponential",
@@ -133,8 +133,7 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
     near = torch.arange(0.0, 256.0, RESOLUTION)
     scores = torch.cat([-far.flip(0), -near.flip(0)[:-1], near, far])
     lost, leaks = _lost(row, case, keys, grad, scores)
-    if lost[scores.abs() < 16].any():
-        raise ValueError("it is wrong at ordinary scores")
+    values.hold((not lost[scores.abs() < 16].any(), "it is wrong at ordinary scores"))
     below, above = scores[lost & (scores < 0)], scores[lost & (scores > 0)]
     most = above.min().item() if len(above) else math.inf
     if not len(below):

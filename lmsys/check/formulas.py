@@ -230,8 +230,9 @@ def judge(
     plain = {name: testing.larger_error(reference[name], x, other[name]) for name, x in plain.items()}
     for name, right in reference.items():
         if name not in outputs:
-            detached = "the result is detached, or the backward returns no gradient"
-            return question.Fault.explained(f"  no gradient reaches {name}", detached, None)
+            return question.Fault.explained(
+                f"  no gradient reaches {name}", "the result is detached, or the backward returns no gradient", None
+            )
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
         if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
             given = f"{outputs[name].dtype} of shape {tuple(outputs[name].shape)}"

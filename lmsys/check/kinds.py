@@ -163,11 +163,13 @@ def check(
         return WRONG
     remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(held) else None
     seconds = time.perf_counter() - start
-    lines = [f"the first wrong case: {answer.fault}"] * bool(answer.fault) + [str(remark)] * bool(remark)
-    lines += [
-        "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd",
-    ] * (held is not None and not answer.right and options.layout == "bhsd")
-    lines += [x if x.startswith("refused") else f"not asked: {x}" for x in answer.refused]
+    other_layout = "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd"
+    lines = values.sentences_of(
+        (answer.fault, f"the first wrong case: {answer.fault}"),
+        (remark, str(remark)),
+        (held is not None and not answer.right and options.layout == "bhsd", other_layout),
+        *((True, x if x.startswith("refused") else f"not asked: {x}") for x in answer.refused),
+    )
     say(
         (f"\n{held}\n\n" if held else "")
         + "".join(f"  {line}\n" for line in lines)

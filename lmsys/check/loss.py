@@ -86,8 +86,7 @@ def faults_of_options(entry: registry.Entry) -> dict[str, float]:
         name for option in loss_mistakes.OPTIONS for name in ROLES[option]
     }
     chosen = questions(entry, question.Options(dtypes=("float32",)), cases) if taken or cases is CASES else ()
-    judged = {x.about: x.judge() for x in chosen if x.reason is None}
-    return {about: fault.error_ratio or math.inf for about, fault in judged.items() if fault}
+    return {x.about: fault.error_ratio or math.inf for x in chosen if x.reason is None and (fault := x.judge())}
 
 
 def roles_of(implementation: object) -> signature.Roles:

@@ -101,9 +101,10 @@ def failure(
         return question.Fault.raised(error)
     if changed and not case.in_place:
         step, i = changed[0]
-        place = f"  step {step + 1} of {case.steps}, parameter {i}: the gradient differs after the step"
         return question.Fault.explained(
-            place, "step() changes the gradient in place; gradients must stay as they are", None
+            f"  step {step + 1} of {case.steps}, parameter {i}: the gradient differs after the step",
+            "step() changes the gradient in place; gradients must stay as they are",
+            None,
         )
     begins = None if case.masters else [list(run.parameters)] + made[:-1]
     exact = optimizer_formula.Formula((form or optimizer_formula.FORMS[claim.algorithm][0]).rule).trace(run, begins)
@@ -224,8 +225,8 @@ def _gives(
 
 
 Changes = dict[str, dict[str, Any]]  # by mistake in words: fields of a rule or of a `Formula` that make it
-DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": lambda lr, decay, p: lr * decay * p}
-IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": lambda lr, decay, p: 0.0}}
+DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": optimizer_formula.Adam.taken}
+IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": optimizer_formula.Sgd.taken}}
 
 MOMENTS: Changes = {
     "bias correction is forgotten: m / (1 - beta1 ** t), v / (1 - beta2 ** t)": {
@@ -262,7 +263,7 @@ RULES: Mapping[str, Changes] = {
     | {
         "weight decay is coupled: it is added to the gradient, as in Adam, not taken from the weights": {
             "in_gradient": 1.0,
-            "taken": lambda lr, decay, p: 0.0,
+            "taken": optimizer_formula.Sgd.taken,
         },
         "weight decay is taken from the weights and added to the gradient as well": {"in_gradient": 1.0},
         "weights decay twice in a step": {"taken": lambda lr, decay, p: (1 - (1 - lr * decay) ** 2) * p},

@@ -215,7 +215,7 @@ def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: fl
 
 
 _ADAMW = Adam()
-_ADAM = Adam(taken=lambda lr, decay, p: 0.0, in_gradient=1.0)
+_ADAM = Adam(taken=Sgd.taken, in_gradient=1.0)
 _LARGER_EPS = (
     "eps is added to √v before bias correction, and so acts as eps / √(1 - beta2 ** t): 32 eps at t = 1, beta2 = 0.999"
 )

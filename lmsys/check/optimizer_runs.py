@@ -127,10 +127,12 @@ class Case:
 
     def why_not(self, claim: Claim) -> str | None:
         """None, or why an optimizer with this claim is not asked this case."""
-        if lacking := sorted(set().union(*self.given, *self.changes.values()) - claim.settings):
-            return f"it takes no {', '.join(lacking)}"
-        claims_none = "it claims no float32 masters: its bfloat16 weights round as torch's do"
-        return claims_none if self.masters and claim.masters is None else None
+        lacking = sorted(set().union(*self.given, *self.changes.values()) - claim.settings)
+        unkept = "it claims no float32 masters: its bfloat16 weights round as torch's do"
+        refusals = values.sentences_of(
+            (lacking, f"it takes no {', '.join(lacking)}"), (self.masters and claim.masters is None, unkept)
+        )
+        return next(refusals, None)
 
 
 def cases_of(claim: Claim) -> list[Case]:

@@ -360,11 +360,10 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
             by_tiles = f", P in tiles of {tile} keys, each with the maximum so far" if tile < case.keys else ""
             for words, (of_given, rounded) in places.items():
                 if "P" in rounded or not by_tiles:
-                    forward = partial(online, right(case), tile, rounded=rounded, near=near)
                     made[
                         words.format(f"rounded to {kind}{by_tiles}: float32 inputs need float32 products")
                         + ' (in Triton tl.dot with input_precision="ieee")'
-                    ] = forward(*(x.double() for x in of_given))
+                    ] = online(right(case), tile, *(x.double() for x in of_given), rounded=rounded, near=near)
     return made
 
 

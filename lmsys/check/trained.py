@@ -99,8 +99,14 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
         recorder.fail(error)
         if not recorder.others_end(OTHERS_S):
             raise
-        text = registry.message_of(error).partition("\n")[0] + registry.place_of(error)
-        return Result(failure=Failure(torch.distributed.get_rank(group), type(error).__name__, text, doing.last()))
+        return Result(
+            failure=Failure(
+                torch.distributed.get_rank(group),
+                type(error).__name__,
+                registry.message_of(error).partition("\n")[0] + registry.place_of(error),
+                doing.last(),
+            )
+        )
 
 
 def _trained(
