@@ -150,10 +150,8 @@ def _of_extremes(
 
 def _cases(options: question.Options, passes: Callable[[cases.Task], bool] = lambda task: True) -> Iterator[cases.Task]:
     """The tasks in the dtypes of `options`, on a GPU if there is one. `passes`: see `cases.tasks`."""
-    cuda = torch.cuda.is_available()
-    all_tasks = cases.tasks(
-        "cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None, options.head_dim, passes
-    )
+    device, capability = ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
+    all_tasks = cases.tasks(device, capability, options.head_dim, passes)
     return (task for task in all_tasks if task.case.dtype in options.dtypes)
 
 

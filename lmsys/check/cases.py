@@ -109,8 +109,7 @@ def tasks(
         plain = [simple[0], simple[3 if masked else 2]] + simple[6:] * (length == ODD)
         for task in plain + [rare[-2]] + memory[2:]:
             # A kernel that refuses grouped heads says nothing about dtypes, so that task keeps its aspect.
-            aspect = task.aspect if task is rare[-2] else dtype
-            yield replace(task, case=replace(task.case, dtype=dtype), aspect=aspect)
+            yield replace(task, case=replace(task.case, dtype=dtype), aspect=task.aspect if task is rare[-2] else dtype)
 
 
 def larger(case: AttentionCase) -> list[Task]:

@@ -32,8 +32,14 @@ Wrong = tuple[Unit, str, float, Oracle]  # the unit, its first wrong tensor, its
 def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCase:
     """A small case with one unit for each kind, and the dtype, head dimension, mask and grouping of `case`."""
     length = length or LENGTH[case.device]
-    heads = HEADS if case.heads == case.kv_heads else 2 * HEADS
-    return replace(case, batch=len(KINDS) // HEADS, heads=heads, kv_heads=HEADS, queries=length, keys=length)
+    return replace(
+        case,
+        batch=len(KINDS) // HEADS,
+        heads=HEADS if case.heads == case.kv_heads else 2 * HEADS,
+        kv_heads=HEADS,
+        queries=length,
+        keys=length,
+    )
 
 
 def failure(
@@ -101,26 +107,28 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
     begin = least - (SMALLEST + DENORMAL) / 2  # the middle, since a GPU may or may not flush denormals to zero
     about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
     has_least, has_most = math.isfinite(least), math.isfinite(most)
-    mistakes = values.sentences_of(
-        (
-            has_least and has_most and abs(number) < 2 * RESOLUTION,
-            "no maximum is subtracted before the exponential",
+    return next(
+        values.sentences_of(
+            (
+                has_least and has_most and abs(number) < 2 * RESOLUTION,
+                "no maximum is subtracted before the exponential",
+            ),
+            (has_least and has_most, f"a fixed number, about {number:.3g}, is subtracted in place of the row maximum"),
+            (has_most, f"exp overflows for scores above about {most:.4g}: it must be taken of score - row maximum"),
+            (has_least, f"the running maximum starts at about {about}, not at -inf: rows of lower scores are lost"),
+            (
+                math.isfinite(least_of_tail),
+                "keys that pad the last tile count in the maximum, with a score of 0, not -inf",
+            ),
+            (
+                leaks,
+                f"masked scores are set to about {least_masked:.4g}, not to -inf: in rows whose visible scores are"
+                " lower, masked keys get the weight",
+            ),
+            (math.isfinite(least_masked), "masked keys count in the maximum, which must be that of visible keys"),
         ),
-        (has_least and has_most, f"a fixed number, about {number:.3g}, is subtracted in place of the row maximum"),
-        (has_most, f"exp overflows for scores above about {most:.4g}: it must be taken of score - row maximum"),
-        (has_least, f"the running maximum starts at about {about}, not at -inf: rows of lower scores are lost"),
-        (
-            math.isfinite(least_of_tail),
-            "keys that pad the last tile count in the maximum, with a score of 0, not -inf",
-        ),
-        (
-            leaks,
-            f"masked scores are set to about {least_masked:.4g}, not to -inf: in rows whose visible scores are lower,"
-            " masked keys get the weight",
-        ),
-        (math.isfinite(least_masked), "masked keys count in the maximum, which must be that of visible keys"),
+        None,
     )
-    return next(mistakes, None)
 
 
 def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> tuple[float, float, bool]:

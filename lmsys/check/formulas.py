@@ -15,15 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys import draws, signature, testing
 from lmsys.check import question
 
-Inputs = Mapping[str, Tensor]  # by name, as in `Problem`
+Inputs = Mapping[str, torch.Tensor]  # by name, as in `Problem`
 Settings = Mapping[str, Any]  # other arguments, by role
-Outputs = dict[str, Tensor]  # "result", and the gradient of each input by its name
-Formula = Callable[[Inputs, Settings], Tensor]
+Outputs = dict[str, torch.Tensor]  # "result", and the gradient of each input by its name
+Formula = Callable[[Inputs, Settings], torch.Tensor]
 RESULT = "result"
 BLOCKS = (32, 64, 128, 256, 512, 1024)  # columns that a kernel may take at a time
 NARROW = torch.bfloat16, torch.float16
@@ -100,7 +99,7 @@ class Problem:
 
     inputs: Inputs
     settings: Settings
-    grad_output: Tensor
+    grad_output: torch.Tensor
     grad: bool = True
     extreme: bool = False
 
@@ -110,20 +109,20 @@ class Problem:
 
     @classmethod
     def of(
-        cls, case: Case, options: question.Options, inputs: Inputs, settings: Settings, grad_output: Tensor
+        cls, case: Case, options: question.Options, inputs: Inputs, settings: Settings, grad_output: torch.Tensor
     ) -> "Problem":
         """The problem of a case: all tensors on the device, and all but the settings in the dtype of the case."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(
             {name: x.to(device, case.dtype) for name, x in inputs.items()},
-            {name: x.to(device) if isinstance(x, Tensor) else x for name, x in settings.items()},
+            {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()},
             grad_output.to(device, case.dtype),
             options.grad,
             bool(case.extreme),
         )
 
 
-def drawn(options: question.Options, name: str, *shape: int) -> Tensor:
+def drawn(options: question.Options, name: str, *shape: int) -> torch.Tensor:
     """Standard normal values of this shape. They depend on the seed and on `name` alone."""
     return draws.values(draws.key(options.seed, name), 0, math.prod(shape)).view(shape)
 
@@ -268,7 +267,7 @@ def run(call: signature.Called, problem: Problem) -> Outputs:
     return outputs
 
 
-def _ratio(output: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
+def _ratio(output: torch.Tensor, reference: torch.Tensor, plain: torch.Tensor, mean: bool = False) -> float:
     """The error over its budget in the dtype of `plain`; with `mean`, in a narrow dtype also in root mean square."""
     return testing.ratio_of(output, reference, plain, plain.dtype, mean and plain.dtype != torch.float32)
 
@@ -301,7 +300,9 @@ def explain(
     )
 
 
-def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor, mean: bool = False) -> bool:
+def _alike(
+    output: torch.Tensor, made: torch.Tensor, right: torch.Tensor, plain: torch.Tensor, mean: bool = False
+) -> bool:
     """True if `output` and `made` are finite at the same places, and equal there within the budget of the right one.
 
     mean  as in `_ratio`
@@ -319,10 +320,10 @@ def _called(name: str) -> str:
 
 
 def _fault(
-    name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio: float, mistake: str | None
+    name: str, names: Sequence[str], output: torch.Tensor, right: torch.Tensor, ratio: float, mistake: str | None
 ) -> question.Fault:
     at = question.worst(output, right)
-    place = f"[{', '.join(map(str, at))}]" if at else ""
+    place = f"[{', '.join(map(str, at))}]" * bool(at)
     lines = [
         f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
         f" {question.times_allowed(ratio)}"

@@ -129,10 +129,12 @@ class Case:
         """None, or why an optimizer with this claim is not asked this case."""
         lacking = sorted(set().union(*self.given, *self.changes.values()) - claim.settings)
         unkept = "it claims no float32 masters: its bfloat16 weights round as torch's do"
-        refusals = values.sentences_of(
-            (lacking, f"it takes no {', '.join(lacking)}"), (self.masters and claim.masters is None, unkept)
+        return next(
+            values.sentences_of(
+                (lacking, f"it takes no {', '.join(lacking)}"), (self.masters and claim.masters is None, unkept)
+            ),
+            None,
         )
-        return next(refusals, None)
 
 
 def cases_of(claim: Claim) -> list[Case]:

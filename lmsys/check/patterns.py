@@ -181,8 +181,11 @@ def _masks(case: AttentionCase) -> dict[str, Any]:
             f"the causal mask is j % {tile} <= i % {tile}, not j <= i": lambda i, j, t=tile: j % t <= i % t,
         }
     if case.queries != case.keys:
-        last = "the causal mask is aligned to the bottom right; the contract is the top left: query i sees keys j <= i"
-        masks[last] = lambda i, j: j <= i + case.keys - case.queries
+        masks |= {
+            "the causal mask is aligned to the bottom right; the contract is the top left: query i sees keys j <= i": (
+                lambda i, j: j <= i + case.keys - case.queries
+            )
+        }
     return masks
 
 
@@ -317,14 +320,13 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
     q, k, v, do = (
         torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in inputs.tensors.values()
     )
-    made = {
+    return {
         "every batch has the result of batch 0": good[:1].expand_as(good),
         "every head has the result of head 0": good[:, :1].expand_as(good),
         "strides are ignored: the inputs are read as if they were contiguous": outputs_of(
             right(case).forward, Inputs(q, k, v, do, inputs.seed)
         )[name],
-    }
-    return made | ({"batches and heads are exchanged": good.transpose(0, 1)} if good.shape[0] == good.shape[1] else {})
+    } | ({"batches and heads are exchanged": good.transpose(0, 1)} if good.shape[0] == good.shape[1] else {})
 
 
 def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ class Fault:
         before  what is right in the same answer, in words; the result of the forward is first
         """
         likely = f"\n  likely mistake: {mistake}" if mistake else "\n  no known mistake gives this result"
-        more = f"\n  right in the same answer: {', '.join(before)}" if before else ""
+        more = f"\n  right in the same answer: {', '.join(before)}" * bool(before)
         return cls(place + likely * (mistake != "") + more, mistake or None, error_ratio, backward=bool(before))
 
     @property
@@ -211,9 +211,9 @@ class Holds:
 
     def __str__(self) -> str:
         width = max(map(len, self.counts), default=0) + 2
-        lines = ["  " + " " * width + f"{DIRECTIONS[0]:24}{DIRECTIONS[1] if self.grad else ''}".rstrip()]
+        lines = ["  " + " " * width + f"{DIRECTIONS[0]:24}{DIRECTIONS[1] * self.grad}".rstrip()]
         lines += [
-            f"  {aspect:{width}}{_cell(of['forward']):24}{_cell(of['backward']) if self.grad else ''}".rstrip()
+            f"  {aspect:{width}}{_cell(of['forward']):24}{_cell(of['backward']) * self.grad}".rstrip()
             for aspect, of in self.counts.items()
         ]
         return "\n".join(lines)

@@ -15,7 +15,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys import registry, signature
 from lmsys.check import formulas, question
@@ -110,31 +109,36 @@ def _problem(case: formulas.Case, options: question.Options, pairs: str) -> form
         ROWS[case.extreme](x.view(-1, head_dim))
     positions = torch.arange(case.shape[2]) * case.more.get("step", 1) + case.more.get("first position", 0)
     angles = angles_of(x.double(), {"positions": positions, "theta": theta})
-    settings = {
-        "positions": positions,
-        "theta": theta,
-        "pairs": pairs,
-        "cos": angles.cos().float(),
-        "sin": angles.sin().float(),
-    }
-    return formulas.Problem.of(case, options, {"x": x}, settings, formulas.drawn(options, "upstream", *case.shape))
+    return formulas.Problem.of(
+        case,
+        options,
+        inputs={"x": x},
+        settings={
+            "positions": positions,
+            "theta": theta,
+            "pairs": pairs,
+            "cos": angles.cos().float(),
+            "sin": angles.sin().float(),
+        },
+        grad_output=formulas.drawn(options, "upstream", *case.shape),
+    )
 
 
 NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"
 THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)
 
 
-def angles_of(x: Tensor, settings: formulas.Settings) -> Tensor:
+def angles_of(x: torch.Tensor, settings: formulas.Settings) -> torch.Tensor:
     """positions · theta^(-2i / D) (S, D / 2), in x's dtype, at least float32."""
     return settings["positions"][:, None] * frequencies(x, settings["theta"])
 
 
-def frequencies(x: Tensor, theta: float) -> Tensor:
+def frequencies(x: torch.Tensor, theta: float) -> torch.Tensor:
     columns = torch.arange(0, x.shape[-1], 2, device=x.device).to(torch.promote_types(x.dtype, torch.float32))
     return theta ** (-columns / x.shape[-1])
 
 
-def turned(x: Tensor, angles: Tensor, pairs: str, columns: str = "") -> Tensor:
+def turned(x: torch.Tensor, angles: torch.Tensor, pairs: str, columns: str = "") -> torch.Tensor:
     """x (..., S, D) with `pairs`, HALVES or NEIGHBOURS, rotated by angles (S, D / 2), in x's dtype.
 
     columns  the pairs that the tables of cosines and sines are laid out for; "": `pairs`
@@ -145,7 +149,7 @@ def turned(x: Tensor, angles: Tensor, pairs: str, columns: str = "") -> Tensor:
     return x * both.cos().to(x.dtype) + across * both.sin().to(x.dtype)
 
 
-def by(angles: Callable[[Tensor, formulas.Settings], Tensor]) -> formulas.Formula:
+def by(angles: Callable[[torch.Tensor, formulas.Settings], torch.Tensor]) -> formulas.Formula:
     """The formula that rotates x by angles(x, settings), which are (S, D / 2)."""
     return lambda inputs, settings: turned(inputs["x"], angles(inputs["x"], settings), settings["pairs"])
 
@@ -153,7 +157,7 @@ def by(angles: Callable[[Tensor, formulas.Settings], Tensor]) -> formulas.Formul
 right = by(angles_of)
 
 
-def plain(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
+def plain(inputs: formulas.Inputs, settings: formulas.Settings) -> torch.Tensor:
     """`right` with angles that are off by eps of float32. Twice that error, 2 units in the last place, is allowed.
 
     A frequency is a power or an exponential, mostly inverted, which rounds by at most one unit. Its product with the
@@ -210,7 +214,7 @@ def _mixed(pairs: str, columns: str) -> formulas.Formula:
     return lambda inputs, settings: turned(inputs["x"], angles_of(inputs["x"], settings), pairs, columns)
 
 
-def _half_turned(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
+def _half_turned(inputs: formulas.Inputs, settings: formulas.Settings) -> torch.Tensor:
     (x, rest), angles = inputs["x"].chunk(2, dim=-1), angles_of(inputs["x"], settings)
     return torch.cat([turned(x, angles[:, : x.shape[-1] // 2], settings["pairs"]), rest], dim=-1)
 
@@ -235,7 +239,7 @@ ANGLES: dict[str, formulas.Formula] = {
 
 
 def _rounded(dtype: torch.dtype) -> dict[str, formulas.Formula]:
-    def rounded(x: Tensor) -> Tensor:
+    def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).to(torch.float32)
 
     return {
@@ -252,7 +256,7 @@ def _rounded(dtype: torch.dtype) -> dict[str, formulas.Formula]:
     }
 
 
-def _over_heads(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
+def _over_heads(inputs: formulas.Inputs, settings: formulas.Settings) -> torch.Tensor:
     x = inputs["x"]
     angles = angles_of(x, {**settings, "positions": torch.arange(x.shape[1], device=x.device)})  # (H, D / 2)
     return turned(x, angles[:, None, :], settings["pairs"])

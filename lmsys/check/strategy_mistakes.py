@@ -284,8 +284,9 @@ def _fitting(
 
     fitting: dict[str, set[str]] = {}
     for (rule, wide), (_, narrow) in zip(rules(exact), rules(ordinary), strict=True):
-        fits = {name for name in names if name in wide and len(ranks(name, wide, narrow)) == len(results)}
-        fitting.setdefault(rule, set()).update(fits)
+        fitting.setdefault(rule, set()).update(
+            name for name in names if name in wide and len(ranks(name, wide, narrow)) == len(results)
+        )
     before, last = exact[-1], ordinary[-1]
     after = before.after(before.means), last.after(last.means)
     keepers: dict[str, list[str]] = {}

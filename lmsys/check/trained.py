@@ -150,15 +150,17 @@ def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
     strategy, takes_sizes, accumulates = traits.StrategyTraits.of(entry), True, trial.micro_batches > 1
     with suppress(TypeError, ValueError):
         takes_sizes = not {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters)
-    refusals = values.sentences_of(
-        (not strategy.synchronizes, "it synchronizes nothing"),
-        (trial.small_buckets and not takes_sizes, "it takes no size of buckets"),
-        (accumulates and not hasattr(loaded, "no_sync"), "it has no no_sync()"),
-        (accumulates and not strategy.accumulates, "it does not accumulate"),
-        (not {"once", "idle", "rare"}.isdisjoint(trial.parts), strategy.why_not_unused or ""),
-        ("rare" in trial.parts, strategy.why_not_unequal),
+    return next(
+        values.sentences_of(
+            (not strategy.synchronizes, "it synchronizes nothing"),
+            (trial.small_buckets and not takes_sizes, "it takes no size of buckets"),
+            (accumulates and not hasattr(loaded, "no_sync"), "it has no no_sync()"),
+            (accumulates and not strategy.accumulates, "it does not accumulate"),
+            (not {"once", "idle", "rare"}.isdisjoint(trial.parts), strategy.why_not_unused or ""),
+            ("rare" in trial.parts, strategy.why_not_unequal),
+        ),
+        None,
     )
-    return next(refusals, None)
 
 
 @dataclass(frozen=True)
