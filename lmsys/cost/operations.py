@@ -81,8 +81,7 @@ def model_parameters(config: ModelConfig) -> int:
 
 def block_matrices(config: ModelConfig) -> int:
     """How many numbers the seven matrices of a layer hold."""
-    attention = 2 * config.d_model * config.head_dim * (config.num_heads + config.kv_heads)
-    return attention + 3 * config.d_model * config.d_ff
+    return config.d_model * (2 * config.head_dim * (config.num_heads + config.kv_heads) + 3 * config.d_ff)
 
 
 def model_flops(config: ModelConfig, *, tokens: int, context: int, mode: str) -> float:

@@ -30,17 +30,6 @@ PART = "part: "  # the prefix of our ranges in a trace
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
 
 _SUFFIX = r"(_backward)?(_data)?_?$"  # the end of an operator's name
-_MATMUL = "mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|vdot|einsum|mkldnn_linear|_scaled_mm|_grouped_mm|convolution"
-_COPY = r"copy|_to_copy|to|clone|contiguous|cat|repeat\w*|index\w*|_index_put_impl|gather|scatter\w*|embedding"
-_REDUCTION = (
-    r"sum|mean|amax|amin|max|min|argmax|argmin|prod|all|any|var|std|norm|linalg_vector_norm|_?softmax|_?log_softmax|"
-    r"_?logsumexp|cumsum|topk|nll_loss\w*|cross_entropy_loss|(native_)?layer_norm|_?(fused_)?rms_norm|embedding_dense"
-)
-_ELEMENTWISE = (
-    r"add|sub|rsub|mul|div|neg|abs|exp|exp2|log|log2|sqrt|rsqrt|reciprocal|square|pow|sin|cos|tanh|sigmoid|silu|gelu|"
-    r"relu|threshold|erf|clamp\w*|maximum|minimum|where|masked_fill|tril|triu|lerp|addcmul|addcdiv|fill|zero|ones|zeros|"
-    r"full|arange|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|isnan|normal|uniform|(native_)?dropout|_foreach_\w+|_fused_\w+"
-)
 
 PATTERNS = (  # kernels of torch and its libraries: the first pattern that is found in a name says its kind
     (r"^triton_(poi|for)_|distribution_elementwise", "elementwise"),  # Inductor's names tell all that was fused
@@ -48,18 +37,37 @@ PATTERNS = (  # kernels of torch and its libraries: the first pattern that is fo
     (r"nccl|gloo:|c10d::|_c10d_functional|multimem_|(all|shot)_reduce_|Memcpy PtoP", "communication"),
     (r"(?i)flash|fmha|sdpa|scaled_dot_product|attention|attn", "attention"),
     (r"(?i)gemm|gemv|cutlass|xmma|nvjet|cublas|splitk|^triton_(tem|mm|bmm)_|^triton_\w*_mm_", "matmul"),
-    (rf"^aten::({_MATMUL}){_SUFFIX}", "matmul"),
+    (
+        r"^aten::(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|vdot|einsum|mkldnn_linear|_scaled_mm|_grouped_mm|"
+        rf"convolution){_SUFFIX}",
+        "matmul",
+    ),
     (r"Memcpy|Memset|copy_kernel|::Copy<|BatchedCopy|chunk_cat|split_with_sizes|(?i:gather|scatter)", "copy"),
     (r"indexSelect|index_elementwise|index_kernel|^aten::_foreach_copy", "copy"),
-    (rf"^aten::({_COPY}){_SUFFIX}", "copy"),
+    (
+        r"^aten::(copy|_to_copy|to|clone|contiguous|cat|repeat\w*|index\w*|_index_put_impl|gather|scatter\w*|"
+        rf"embedding){_SUFFIX}",
+        "copy",
+    ),
     (
         r"(?i)reduce|softmax|norm_|norm<|lpnorm|layernorm|rmsnorm|layer_norm|rms_norm|GammaBeta|_scan_|DeviceScan",
         "reduction",
     ),
     (r"nll_loss|compute_grad_weight|embedding_backward|cross_entropy|^aten::_foreach_norm", "reduction"),
-    (rf"^aten::({_REDUCTION}){_SUFFIX}", "reduction"),
+    (
+        r"^aten::(sum|mean|amax|amin|max|min|argmax|argmin|prod|all|any|var|std|norm|linalg_vector_norm|_?softmax|"
+        r"_?log_softmax|_?logsumexp|cumsum|topk|nll_loss\w*|cross_entropy_loss|(native_)?layer_norm|"
+        rf"_?(fused_)?rms_norm|embedding_dense){_SUFFIX}",
+        "reduction",
+    ),
     (r"elementwise|multi_tensor_apply|pointwise|fused_dropout|triu_tril", "elementwise"),
-    (rf"^aten::({_ELEMENTWISE}){_SUFFIX}", "elementwise"),
+    (
+        r"^aten::(add|sub|rsub|mul|div|neg|abs|exp|exp2|log|log2|sqrt|rsqrt|reciprocal|square|pow|sin|cos|tanh|sigmoid|"
+        r"silu|gelu|relu|threshold|erf|clamp\w*|maximum|minimum|where|masked_fill|tril|triu|lerp|addcmul|addcdiv|fill|"
+        r"zero|ones|zeros|full|arange|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|isnan|normal|uniform|"
+        rf"(native_)?dropout|_foreach_\w+|_fused_\w+){_SUFFIX}",
+        "elementwise",
+    ),
 )
 
 _parts_are_on = _nvtx = False
@@ -272,7 +280,7 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
         for name in names:
             total[name] += item.duration_s
             kinds[name][kind_of(item.name)] += item.duration_s / steps
-    parts = [Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count]
+    parts = (Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count)
     return sorted(parts, key=lambda part: -(part.total_s + part.backward_s))
 
 

@@ -125,8 +125,10 @@ def add_norm(
     total = x if branch is None else torch.empty_like(x)
     normalised = torch.empty_like(x, dtype=dtype)
     rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    given = x, x if branch is None else branch, weight, total, normalised, rstd, eps
-    launch(_add_norm_forward_kernel, len(x), *given, **norm_options(x.shape[-1]), ADDS=branch is not None)
+    launch(
+        _add_norm_forward_kernel, len(x), x, x if branch is None else branch, weight, total, normalised, rstd, eps,
+        **norm_options(x.shape[-1]), ADDS=branch is not None,
+    )  # fmt: skip
     return total, normalised, rstd
 
 
@@ -163,9 +165,8 @@ def _sum_rows(parts: Tensor) -> Tensor:
     num_rows, width = parts.shape
     rows = triton.next_power_of_2(num_rows)
     total = parts.new_empty(width)
-    num_warps = max(1, min(16, rows * SUM_COLUMNS // 256))
-    options = {"M": width, "BLOCK_M": SUM_COLUMNS, "ROWS": rows, "num_warps": num_warps}
-    launch(_sum_rows_kernel, triton.cdiv(width, SUM_COLUMNS), parts, total, num_rows, **options)
+    options = {"BLOCK_M": SUM_COLUMNS, "ROWS": rows, "num_warps": max(1, min(16, rows * SUM_COLUMNS // 256))}
+    launch(_sum_rows_kernel, triton.cdiv(width, SUM_COLUMNS), parts, total, num_rows, M=width, **options)
     return total
 
 
