@@ -77,8 +77,12 @@ class ModelBenchmark(Benchmark):
     def no_sample(self, case: ModelTest) -> Failure | None:
         if not case.replayed or (case.mode == "step" and case.device == "cuda"):
             return None
-        of_cuda = "forward and backward are one graph: only whole steps can be timed"
-        return "unsupported", of_cuda if case.device == "cuda" else "CUDA graphs need a CUDA device"
+        return (
+            "unsupported",
+            "forward and backward are one graph: only whole steps can be timed"
+            if case.device == "cuda"
+            else "CUDA graphs need a CUDA device",
+        )
 
     def context(self, cases: Sequence[ModelTest]) -> AbstractContextManager[None]:
         return models.arithmetic(cases[0].precision)

@@ -22,7 +22,7 @@ import torch
 from benchmarks import axes, bench_data_parallel, models
 from benchmarks.data_parallel import check, passes, rank, steps_layout
 from benchmarks.data_parallel.cases import MODELS, ParallelCase, StepsCase
-from lmsys import attention, checkpointing, traits
+from lmsys import attention, checkpointing, parallel, traits
 from lmsys.bench import (
     Axis,
     Candidate,
@@ -40,7 +40,6 @@ from lmsys.bench import (
 )
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.measure import memory, profile, sensors
-from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
 
@@ -199,7 +198,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     name = "steps"
     layout = steps_layout.STEPS
     case_type = StepsCase
-    tables = {"strategy": STRATEGIES}
+    tables = {"strategy": parallel.STRATEGIES}
     streams = True  # each case is a turn of its own: two models do not fit in memory together
     axes: tuple[Axis, ...] = axes.named(
         "--size --context --batch --precision --compile --strategy",
@@ -270,7 +269,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         for work, world_size, row, model, kept, residual, optimizer in product(
             grid.product("size", "context", "batch", "precision", "compile"),
             [size for size in ranks.world_sizes(grid, ranks.backend_of(settings.device)) if size > 1],
-            [row for row in STRATEGIES.select(grid["strategy"]) if traits.StrategyTraits.of(row).synchronizes],
+            [row for row in parallel.STRATEGIES.select(grid["strategy"]) if traits.StrategyTraits.of(row).synchronizes],
             grid["model"],
             grid["checkpoint"],
             grid["residual"],

@@ -17,12 +17,11 @@ from typing import Any
 from benchmarks import axes, models
 from benchmarks.training.layout import TRAINING as LAYOUT
 from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
-from lmsys import attention, parallel, traits
+from lmsys import attention, parallel, testing, traits
 from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive, ranks
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
-from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
 
 CURVE_POINTS = 100  # of a curve that travels with a record
 
@@ -46,7 +45,7 @@ class Curve:
 
     def fields(self, reference: "Curve", dtype: str) -> Record:
         """At most CURVE_POINTS losses, each with its difference to the reference's as far as that goes."""
-        apart = [a - b for a, b in zip(self.losses[:CURVE_STEPS], reference.losses, strict=False)]
+        apart = [a - b for a, b in zip(self.losses[: testing.CURVE_STEPS], reference.losses, strict=False)]
         number = len(self.losses)
         places = sorted({number - 1}.union(range(0, number, -(-number // CURVE_POINTS))))
         return {
@@ -55,7 +54,7 @@ class Curve:
             "curve_losses": [models.finite(self.losses[place]) for place in places],
             "curve_differences": [models.finite(apart[place]) for place in places if place < len(apart)],
             "curve_difference": models.finite(max(map(abs, apart))),
-            "curve_budget": CURVE_BUDGET[dtype],
+            "curve_budget": testing.CURVE_BUDGET[dtype],
             "norm_difference": models.finite(abs(self.norms[0] / reference.norms[0] - 1)),
             "loss": models.finite(self.losses[-1]),
             "valid_loss": None if self.valid_loss is None else models.finite(self.valid_loss),
@@ -107,7 +106,7 @@ class Training(Benchmark):
             "nats",
             "Off the reference",
             about="How far the loss of a step is at most from that of naive attention in one process, over the first "
-            f"{CURVE_STEPS} steps",
+            f"{testing.CURVE_STEPS} steps",
         ),
         Field(
             "norm_difference",
@@ -179,7 +178,7 @@ class Training(Benchmark):
 
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
         """As far as curves are compared."""
-        run, left = partial(_on_ranks, plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
+        run, left = partial(_on_ranks, plain, runner), min(testing.CURVE_STEPS, plain.epochs * plain.steps)
         run(begin, tokens_of(*plain.text), runner.settings.seed)
         while left > len(reference.losses):
             (first_rank,) = run(epoch, min(left - len(reference.losses), plain.steps))
@@ -206,10 +205,10 @@ class Training(Benchmark):
             return
         run(begin, text, settings.seed)
         epochs: list[list[Epoch]] = []  # by rank
-        while len(epochs) < case.epochs and (settings.timed or len(curve.losses) < CURVE_STEPS):
+        while len(epochs) < case.epochs and (settings.timed or len(curve.losses) < testing.CURVE_STEPS):
             epochs.append(run(epoch, case.steps))
             curve.add(epochs[-1][0])
-            ratios = curve_ratios(curve.losses, trial.setup.losses, curve.norms[0], trial.setup.norms[0], dtype)
+            ratios = testing.curve_ratios(curve.losses, trial.setup.losses, curve.norms[0], trial.setup.norms[0], dtype)
             candidate.judge(ratios, dtype)
             if candidate.outcome == "ok" and not math.isfinite(math.fsum(curve.losses)):
                 candidate.failed("wrong", "a loss is not finite")

@@ -32,8 +32,7 @@ from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
-from lmsys.parallel import structure
-from lmsys.parallel.group import device
+from lmsys.parallel import group, structure
 from lmsys.training import prepare, reproducible
 
 # Settings of AdamW in plain steps and in `rank.py`. With eps far above a gradient's size AdamW moves in proportion to
@@ -81,14 +80,14 @@ class Batches:
     """
 
     def __init__(self, config: ModelConfig, batch: int, asked: Pass):
-        number = WARM_STEPS[device().type] + asked.steps
+        number = WARM_STEPS[group.device().type] + asked.steps
         length = config.context_length + 1
         numbers = draws.whole_numbers(
             draws.key(asked.draw, f"{asked.seed} rank {torch.distributed.get_rank()}"),
             0,
             number * batch * length,
             config.vocab_size,
-            device(),
+            group.device(),
         )
         self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in numbers.view(number, batch, length)]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
@@ -213,11 +212,11 @@ def _have_room(case: ParallelCase) -> bool:
     They hold float64 numbers, of 8 bytes: four of each parameter (weight, gradient and AdamW's two moments) and a
     quarter of these for the rest, and three tensors of attention's scores.
     """
-    if device().type == "cpu":
+    if group.device().type == "cpu":
         return True
     total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()
     has_room = torch.tensor(
-        float(total >= 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)), device=device()
+        float(total >= 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)), device=group.device()
     )
     torch.distributed.all_reduce(has_room, torch.distributed.ReduceOp.MIN, group=subgroup(case.world_size))
     return bool(has_room.item())
@@ -228,7 +227,7 @@ def _take_steps(
 ) -> tuple[Slices, Slices]:
     """(slices before, slices after) plain steps on all batches of the pass. Arguments as in `_plain`."""
     config = replace(case.config, attention="naive", residual=case.residual)
-    module = Loss(build(config, str(device()), asked.seed)).to(dtype)
+    module = Loss(build(config, str(group.device()), asked.seed)).to(dtype)
     params = dict(module.named_parameters())
     rounded = narrow[1] if narrow and narrow[0] == "compute_dtype" else dtype
     optimizers = _optimizers(case, module, dtype)
@@ -236,7 +235,7 @@ def _take_steps(
     at_once = max(1, MAX_SCORES // (config.num_layers * config.num_heads * config.context_length**2))  # sequences
     for batch in Batches(config, case.batch, asked).all:
         for inputs in zip(batch.tokens.split(at_once), batch.targets.split(at_once), strict=True):
-            with prepare.autocast(precision, device().type):
+            with prepare.autocast(precision, group.device().type):
                 loss = torch.func.functional_call(module, {name: p.to(rounded) for name, p in params.items()}, inputs)
             (loss * (len(inputs[0]) / case.batch)).backward()
         _average(params.values(), case.world_size, narrow)

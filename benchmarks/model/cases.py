@@ -128,8 +128,11 @@ class ModelTest(models.ModelCase):
     def computed(self) -> config.ModelConfig:
         """The config of the row's model. ValueError where no levels of checkpointing fit."""
         model = replace(self.config, **self.runtime)
-        fits = model.checkpoint_blocks == checkpointing.FIT
-        return memory.fit(model, self.batch, self.context, self.precision, gpu_memory()) if fits else model
+        return (
+            memory.fit(model, self.batch, self.context, self.precision, gpu_memory())
+            if model.checkpoint_blocks == checkpointing.FIT
+            else model
+        )
 
     @property
     def asked(self) -> AttentionCase:

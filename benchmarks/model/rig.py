@@ -211,8 +211,11 @@ class Rig:
     def step_of(self, case: cases.ModelTest) -> Step:
         """The call to time, on tokens of its own; a backward's forward, and an optimizer's gradients, are made untimed
         just before."""
-        keep = partial(self.spots.outputs if case.mode in spots.OUTPUTS else self._keep_gradients, case)
-        return replace(self._timed(case), redraw=partial(self._redraw, case), keep=keep)
+        return replace(
+            self._timed(case),
+            redraw=partial(self._redraw, case),
+            keep=partial(self.spots.outputs if case.mode in spots.OUTPUTS else self._keep_gradients, case),
+        )
 
     def _timed(self, case: cases.ModelTest) -> Step:
         def whole() -> None:

@@ -162,24 +162,24 @@ class TrainingCase(TrainedCase):
             (not self.reproducible or not self.traits.why_not_reproducible, self.traits.why_not_reproducible),
         )
         steps = self.steps * self.epochs
-        train = TrainConfig(
-            steps=steps,
-            batch_size=self.global_batch,
-            micro_batch_size=self.micro or self.batch,
-            reproducible=self.reproducible,
-            lr=self.lr,
-            min_lr=0.1 * self.lr,
-            warmup_steps=int(0.1 * steps),
-            seed=seed,
-            precision=self.precision,
-            compile=self.compile in COMPILED,
-            fused=self.compile == "fused",
-            graph=self.replayed,
-            strategy=self.entry.target if ".py:" in self.entry.target else self.entry.name,
-            bucket_mb=self.bucket_mb,
-        )
         return RunConfig(
-            model=replace(self.config, attention=attention_row(self.attention, self.asked).name), train=train
+            model=replace(self.config, attention=attention_row(self.attention, self.asked).name),
+            train=TrainConfig(
+                steps=steps,
+                batch_size=self.global_batch,
+                micro_batch_size=self.micro or self.batch,
+                reproducible=self.reproducible,
+                lr=self.lr,
+                min_lr=0.1 * self.lr,
+                warmup_steps=int(0.1 * steps),
+                seed=seed,
+                precision=self.precision,
+                compile=self.compile in COMPILED,
+                fused=self.compile == "fused",
+                graph=self.replayed,
+                strategy=self.entry.target if ".py:" in self.entry.target else self.entry.name,
+                bucket_mb=self.bucket_mb,
+            ),
         )
 
 
