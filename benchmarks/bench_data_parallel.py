@@ -306,8 +306,14 @@ class DataParallel(ParallelBenchmark):
         if answers[0] is None:
             candidate.notes["unchecked"] = "plain steps, which divide nothing among ranks, do not fit in this memory"
             return None
-        named = [pair for ratios in answers for pair in ratios.items()]
-        worst = dict([max(named, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])])
+        worst = dict(
+            [
+                max(
+                    (pair for ratios in answers for pair in ratios.items()),
+                    key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1],
+                )
+            ]
+        )
         call = (asked.steps - 1) * len(row.passes) + number  # of the pass's last step, among `row.samples`
         trial.measurements[case.id].proof.append({"call": call, "error_ratios": worst} | asdict(asked))
         before = candidate.error_ratio or 0.0

@@ -38,18 +38,17 @@ def sums(low: torch.dtype, device: str) -> Record:
     rounded after each step loses far more.
     """
     exact, rounded, name = torch.tensor(ADDEND, dtype=torch.float32), torch.tensor(ADDEND, dtype=low), _name(low)
-    ways = [
-        ("float32", "float32", _total(torch.float32, exact)),
-        (name, name, _total(low, rounded)),
-        ("float32", name, _total(torch.float32, rounded)),
-        ("float32", f"{name}, cast to float32", _total(torch.float32, rounded.float())),
-    ]
     return {
         "addend": ADDEND,
         "times": TIMES,
         "sums": [
             {"accumulator": accumulator, "addend": addend, "result": result, "error": result - ADDEND * TIMES}
-            for accumulator, addend, result in ways
+            for accumulator, addend, result in (
+                ("float32", "float32", _total(torch.float32, exact)),
+                (name, name, _total(low, rounded)),
+                ("float32", name, _total(torch.float32, rounded)),
+                ("float32", f"{name}, cast to float32", _total(torch.float32, rounded.float())),
+            )
         ],
     }
 

@@ -173,8 +173,10 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 def by_kind(taken: profile.Profile) -> tuple[dict[str, float], float]:
     """(seconds by kind without the optimizer's, the optimizer's), of one step."""
     update: dict[str, float] = next((part.kinds for part in taken.parts if part.name == UPDATE), {})
-    others = {kind: max(0.0, taken.shares[kind] * taken.kernel_s - update.get(kind, 0.0)) for kind in profile.KINDS}
-    return others, sum(update.values())
+    return (
+        {kind: max(0.0, taken.shares[kind] * taken.kernel_s - update.get(kind, 0.0)) for kind in profile.KINDS},
+        sum(update.values()),
+    )
 
 
 def why_wrong(ranks: list[Alone]) -> str | None:

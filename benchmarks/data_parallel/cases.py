@@ -243,8 +243,10 @@ class Row:
 
     def steps(self, settings: Settings, passes: int) -> int:
         """Steps of one pass: as many as fit the time, at most 50, but enough for the rounds that are asked for."""
-        fitting = int(settings.seconds_per_row / passes / max(seen.step_s for seen in self.seen))
-        return max(-(-settings.min_rounds // passes), min(50, fitting))
+        return max(
+            -(-settings.min_rounds // passes),
+            min(50, int(settings.seconds_per_row / passes / max(seen.step_s for seen in self.seen))),
+        )
 
 
 def why_not(case: ParallelCase) -> str | None:

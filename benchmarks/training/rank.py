@@ -248,10 +248,13 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
     config = case.run_config(seed)
     if config.train.compile:
         torch.compiler.reset()  # the blocks of one case are not to count as those of another again
-    windows = data.fixed_windows(data.TokenFiles(tokens[1:]), case.context, case.windows)
     with torch.random.fork_rng():  # a trainer seeds torch, and the rank is others' next
         return loop.Trainer(
-            config, data.TokenFiles(tokens[:1]), windows, group.device(), group=ranks.subgroup(case.world_size)
+            config,
+            data.TokenFiles(tokens[:1]),
+            data.fixed_windows(data.TokenFiles(tokens[1:]), case.context, case.windows),
+            group.device(),
+            group=ranks.subgroup(case.world_size),
         )
 
 
