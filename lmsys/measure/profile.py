@@ -238,8 +238,10 @@ def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tup
     for item in work:
         total[item.name] += item.duration_s
     count, longest = Counter(item.name for item in work), sorted(total.items(), key=lambda kernel: -kernel[1])
-    kernels = [Kernel(name, kind_of(name), s / steps, count[name] / steps) for name, s in longest]
-    return kernels, _parts(by_category, work, steps)
+    return (
+        [Kernel(name, kind_of(name), s / steps, count[name] / steps) for name, s in longest],
+        _parts(by_category, work, steps),
+    )
 
 
 def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
@@ -353,8 +355,10 @@ def communication_of(
     own time. Nothing may be under way when a recording begins or ends, since torch's profiler may crash on what a
     thread of gloo's is recording.
     """
-    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity], schedule=schedule(wait=0, warmup=1, active=1)) as recorded:
+    with profile(
+        activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU],
+        schedule=schedule(wait=0, warmup=1, active=1),
+    ) as recorded:
         step()
         finish()
         clock.synchronize(device)

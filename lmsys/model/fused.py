@@ -18,7 +18,6 @@ Legend: B batch, S sequence length, M d_model, F d_ff.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys import autograd, values
 from lmsys.config import ModelConfig
@@ -34,7 +33,7 @@ def kernels() -> Any:
     return fused_triton
 
 
-def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + branch, its RMSNorm in the dtype that matmuls read), each (..., M); the sum is x where branch is None.
 
     norm  an `RMSNorm` of transformer.py
@@ -47,7 +46,7 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tenso
         return _AddNorm.apply(x.contiguous(), branch, norm.weight, norm.eps, linear.matmul_dtype(x))
 
 
-def swiglu(halves: Tensor) -> Tensor:
+def swiglu(halves: torch.Tensor) -> torch.Tensor:
     """silu(gate) · value (..., F), from gate and value side by side in `halves` (..., 2 F).
 
     Kernels compute in float32. Differentiable once."""
@@ -74,7 +73,7 @@ def check_levels(config: ModelConfig) -> None:
     )
 
 
-def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, positions: Any) -> Tensor:
+def run(layers: list[Any], last: Any, x: torch.Tensor, attend: list[Any], rope: Any, positions: Any) -> torch.Tensor:
     """All blocks and the last norm: x (B, S, M) -> (B, S, M), in the dtype that matmuls read.
 
     layers           the `Block`s
@@ -94,7 +93,7 @@ def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, p
     return add_norm(x, branch, last)[1]
 
 
-def is_plain(x: Tensor) -> bool:
+def is_plain(x: torch.Tensor) -> bool:
     """True where PyTorch's functions take x: off CUDA, in float64, without Triton, and inside of torch.func."""
     return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or autograd.is_transformed()
 
@@ -102,8 +101,8 @@ def is_plain(x: Tensor) -> bool:
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         flat, other = (None if t is None else t.contiguous().view(-1, x.shape[-1]) for t in (x, branch))
         total, normalised, rstd = kernels().add_norm(flat, other, weight, eps, dtype)
         ctx.save_for_backward(total, weight, rstd)
@@ -113,7 +112,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @autograd.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         total, weight, rstd = ctx.saved_tensors
         d_total, d_normalised = (None if g is None else g.contiguous().view(total.shape) for g in grads)
         d_normalised = torch.zeros_like(total) if d_normalised is None else d_normalised  # nobody has read the norm
@@ -124,11 +123,11 @@ class _AddNorm(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, halves: Tensor) -> Tensor:
+    def forward(ctx: Any, halves: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(halves)
         return kernels().swiglu(halves)
 
     @staticmethod
     @autograd.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return kernels().swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)

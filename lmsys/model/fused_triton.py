@@ -148,8 +148,10 @@ def add_norm_backward(
     cores = torch.cuda.get_device_properties(total.device).multi_processor_count if total.is_cuda else 1
     programs = min(triton.cdiv(len(total), options["ROWS"]), WARPS // options["num_warps"] * cores)
     parts = torch.empty(programs, width, dtype=torch.float32, device=total.device)
-    given = d_normalised, total if d_total is None else d_total, total, weight, rstd, dx, d_branch, parts, len(total)
-    launch(_add_norm_backward_kernel, programs, *given, **options, ADDS=d_total is not None, BOTH=both)
+    launch(
+        _add_norm_backward_kernel, programs, d_normalised, total if d_total is None else d_total, total, weight, rstd,
+        dx, d_branch, parts, len(total), **options, ADDS=d_total is not None, BOTH=both,
+    )  # fmt: skip
     return dx, None if dtype is None else d_branch, _sum_rows(parts)
 
 

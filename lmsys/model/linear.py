@@ -100,13 +100,11 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _follow_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """True where contiguous tensors of that dtype lie in one storage, each from the end of the one before."""
-    if not all(w.dtype == dtype and w.is_contiguous() for w in weights):
-        return False
-    for before, after in pairwise(weights):
-        together = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-        if not together or after.data_ptr() - before.data_ptr() != before.nbytes:
-            return False
-    return True
+    return all(w.dtype == dtype and w.is_contiguous() for w in weights) and all(
+        before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        and after.data_ptr() - before.data_ptr() == before.nbytes
+        for before, after in pairwise(weights)
+    )
 
 
 _recordings: list[set["RoundedWeights"]] = []
