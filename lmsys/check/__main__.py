@@ -70,8 +70,15 @@ def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -
         for number, (kind, entry) in enumerate(rows, start=1):
             print("" if as_json else f"{number:3} of {len(rows)}, {kind} {entry.name}: ", end="", flush=True)
             try:
-                most = MOST_COMPILED if registry.Traits.of(entry).compiles else None
-                answer = worker.call(verdict_on, entry, options, kind, kind == "attention", most, timeout_s=LIMIT_S)
+                answer = worker.call(
+                    verdict_on,
+                    entry,
+                    options,
+                    kind,
+                    kind == "attention",
+                    MOST_COMPILED if registry.Traits.of(entry).compiles else None,
+                    timeout_s=LIMIT_S,
+                )
             except Exception as error:
                 answer = Answer(0, (str(error),), "" if isinstance(error, ImportError) else _reason(error))
             verdicts[answer.verdict] += 1

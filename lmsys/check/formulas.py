@@ -112,7 +112,7 @@ class Problem:
         cls, case: Case, options: question.Options, inputs: Inputs, settings: Settings, grad_output: torch.Tensor
     ) -> "Problem":
         """The problem of a case: all tensors on the device, and all but the settings in the dtype of the case."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = question.device()
         return cls(
             {name: x.to(device, case.dtype) for name, x in inputs.items()},
             {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()},
@@ -169,8 +169,11 @@ def _ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
 def _backward(formula: Formula, made: Gradients, problem: Problem) -> Outputs:
     if not problem.grad:
         return {}
-    inputs = {name: x.detach().double() for name, x in problem.inputs.items()}
-    exact = replace(problem, inputs=inputs, grad_output=problem.grad_output.double())
+    exact = replace(
+        problem,
+        inputs={name: x.detach().double() for name, x in problem.inputs.items()},
+        grad_output=problem.grad_output.double(),
+    )
     return made(exact, outputs_of(formula, exact))
 
 
@@ -234,9 +237,9 @@ def judge(
             )
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
         if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
-            given = f"{outputs[name].dtype} of shape {tuple(outputs[name].shape)}"
             return question.Fault(
-                f"  {_called(name)} is {given}; expected {problem.dtype} of shape {tuple(right.shape)}"
+                f"  {_called(name)} is {outputs[name].dtype} of shape {tuple(outputs[name].shape)};"
+                f" expected {problem.dtype} of shape {tuple(right.shape)}"
             )
         ratio = _ratio(outputs[name], right, plain[name], mean=not problem.extreme)
         if ratio > 1:

@@ -95,15 +95,17 @@ def kind_of(implementation: Any) -> str:
         ) from None
     is_class = inspect.isclass(implementation)
     is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
-    kinds = values.sentences_of(
-        (not OF_SHARDED_OPTIMIZERS.isdisjoint(own), "sharded_optimizer"),
-        (is_class and issubclass(implementation, torch.optim.Optimizer), "optimizer"),
-        *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
-        (hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"], "strategy"),
-        # q, k, v by any names
-        (signature.is_function(implementation) or (len(own) >= 3 and not is_class), "attention"),
+    kind = next(
+        values.sentences_of(
+            (not OF_SHARDED_OPTIMIZERS.isdisjoint(own), "sharded_optimizer"),
+            (is_class and issubclass(implementation, torch.optim.Optimizer), "optimizer"),
+            *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
+            (hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"], "strategy"),
+            # q, k, v by any names
+            (signature.is_function(implementation) or (len(own) >= 3 and not is_class), "attention"),
+        ),
+        "",
     )
-    kind = next(kinds, "")
     name = getattr(implementation, "__name__", implementation)
     advice = f"say --kind, one of {', '.join(KINDS)}; attention is a function of q, k, v, not a module"
     values.hold((kind, f"it cannot be told what {name!r} is: {advice}"))
@@ -174,7 +176,7 @@ def check(
         (f"\n{held}\n\n" if held else "")
         + "".join(f"  {line}\n" for line in lines)
         + f"\n{entry.name}:{' WRONG,' if answer.fault else ''} {answer.right} of {answer.asked} cases right on this"
-        f" {'cuda' if torch.cuda.is_available() else 'cpu'},"
+        f" {question.device()},"
         f" in {seconds:.0f} s\n",
         verdict="right" if right else "wrong",
         right=answer.right,
@@ -240,8 +242,12 @@ def verdict_on(
             right += 1
         elif may_raise and fault.raises:
             refused.setdefault(fault.line, []).append(case.about)
-            verdict = "the forward is right, the backward refused" if fault.backward else "refused"
-            say(f"{verdict}\n", case=case.about, verdict="refused", reason=fault.line)
+            say(
+                "the forward is right, the backward " * fault.backward + "refused\n",
+                case=case.about,
+                verdict="refused",
+                reason=fault.line,
+            )
         else:
             shape = case.shape or case.about
             fields = {"shape": shape, "text": fault.text, "mistake": fault.mistake, "error_ratio": _number(fault)}

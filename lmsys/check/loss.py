@@ -116,8 +116,11 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
     targets[:ignored] = ignore_index
     logits = hidden.to(case.dtype).double() @ weight.to(case.dtype).double().mT
     inputs = {"hidden": hidden, "weight": weight} if call.has("weight") else {"logits": logits}
-    given = {name: value for name, value in case.more.items() if name in loss_mistakes.OPTIONS}
-    settings = {"targets": targets, "ignore_index": ignore_index} | given
+    settings = {
+        "targets": targets,
+        "ignore_index": ignore_index,
+        **{name: value for name, value in case.more.items() if name in loss_mistakes.OPTIONS},
+    }
     if "token_weights" in settings:
         settings["token_weights"] = formulas.drawn(options, "token_weights", tokens).abs()
     upstream = (

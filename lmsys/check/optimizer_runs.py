@@ -177,8 +177,13 @@ def cases_of(claim: Claim) -> list[Case]:
     about, before_each = "float32 masters, saved and loaded before each of many tiny steps", range(1, MASTER_STEPS)
     given, dtype = ({"lr": MASTER_LR},), torch.bfloat16
     tiny = Case("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
-    of_masters = [tiny, replace(tiny, about=about, reloads=frozenset(before_each))]
-    return [Case("several steps", 6)] + (of_sgd if sgd else of_adam) + of_all + of_extremes + of_masters
+    return (
+        [Case("several steps", 6)]
+        + (of_sgd if sgd else of_adam)
+        + of_all
+        + of_extremes
+        + [tiny, replace(tiny, about=about, reloads=frozenset(before_each))]
+    )
 
 
 def run_of(case: Case, seed: int) -> Run:

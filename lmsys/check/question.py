@@ -102,6 +102,11 @@ class Question:
     aspect: str = ""
 
 
+def device() -> str:
+    """The kind of device that implementations are asked on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def poison(replace: Callable[[Any, str, Any], Any]) -> None:
     """Makes torch.empty and its like fill floating-point memory with NaN, so that results left unwritten show.
 

@@ -92,8 +92,13 @@ class Recorder:
             tensors = _tensors(args[written or 0]) if args else []
             what = self._words(kind, tensors)
             self.mark(what, group)
-            delayed = written is not None and group.name() == "gloo" and _caller_is_a_users()
-            if not (delayed and tensors and all(x.is_contiguous() for x in _tensors(args))):
+            if (
+                written is None
+                or group.name() != "gloo"
+                or not _caller_is_a_users()
+                or not tensors
+                or not all(x.is_contiguous() for x in _tensors(args))
+            ):
                 return method(group, *args, **kwargs)
             copies, before = (
                 torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), args) for _ in range(2)

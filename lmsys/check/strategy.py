@@ -63,13 +63,6 @@ def questions(
             )
 
 
-def optimizer_questions(
-    entry: Entry, options: question.Options, ranks: "Ranks | None" = None
-) -> Iterator[question.Question]:
-    """A question for each trial of a sharded optimizer; see `questions`."""
-    return questions(entry, options, ranks, partial(trials, sharded=True), optimizer_rules)
-
-
 class Ranks(AbstractContextManager["Ranks"]):
     """Two ranks that run trials. They start when first asked, and again after a trial has ended them."""
 
@@ -200,3 +193,7 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[strategy_mistakes.R
             ),
         ]
     return known + [("the update is applied twice", last.after(means, times=2))]
+
+
+# A question for each trial of a sharded optimizer, asked as those of `questions`.
+optimizer_questions = partial(questions, trials=partial(trials, sharded=True), rules=optimizer_rules)

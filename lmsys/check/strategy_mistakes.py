@@ -183,8 +183,10 @@ def rules(steps: Sequence[Before]) -> Iterator[Rule]:
     before = steps[-1]
     seen = {name: _seen(before, name) for name in before.grads}
     for condition, words, gradient in MISTAKES:
-        grads = {name: gradient(s) for name, s in seen.items() if s.holds(condition)}
-        yield "{gradients} " + words, _stepped(before, grads)
+        yield (
+            "{gradients} " + words,
+            _stepped(before, {name: gradient(s) for name, s in seen.items() if s.holds(condition)}),
+        )
     for rank in range(before.trial.world_size):
         words = f"{{gradients}} come from rank {rank} alone on every rank: they are not averaged"
         yield words, _stepped(before, {name: s.local[rank : rank + 1] for name, s in seen.items()})

@@ -127,8 +127,10 @@ def _trained(
         for micro in range(trial.micro_batches):
             with nullcontext() if micro == trial.micro_batches - 1 else strategy.no_sync():
                 doing.now(f"in the forward of step {step + 1}")
-                tokens = batch(trial, step, micro, rank).to(device())
-                loss = strategy(tokens, **trial.switches(rank, micro)) / trial.micro_batches
+                loss = (
+                    strategy(batch(trial, step, micro, rank).to(device()), **trial.switches(rank, micro))
+                    / trial.micro_batches
+                )
                 doing.now(f"in the backward of step {step + 1}")
                 loss.backward()
         doing.now(f"in finish_gradient_synchronization of step {step + 1}")
@@ -141,8 +143,11 @@ def _trained(
         if trial.schedule:
             change_options(optimizer)
     doing.now("in full_state_dict()")
-    state = {name.removeprefix("module."): x.detach().cpu().clone() for name, x in strategy.full_state_dict().items()}
-    return Result(state, tuple(unwaited), tuple(recorder.raced))
+    return Result(
+        {name.removeprefix("module."): x.detach().cpu().clone() for name, x in strategy.full_state_dict().items()},
+        tuple(unwaited),
+        tuple(recorder.raced),
+    )
 
 
 def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
