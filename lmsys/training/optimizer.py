@@ -135,9 +135,10 @@ class AdamW(Optimizer):
         """The bundles of a group's parameters that have a gradient, with new state where one has none."""
         for p in live:
             state = self.state[p]
-            if not state:
-                state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             home = p.device if p.is_cuda else "cpu"
+            if not state:
+                step = torch.zeros((), dtype=torch.float32, device=home)  # the host would wait for a copy of a number
+                state.update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
         return [
             _Bundle(params, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")))
