@@ -14,6 +14,7 @@ kernel moves tiles as attention's kernels do, by TMA or by addresses.
 Legend: N matrices, R rows, C columns, R' columns of tiles, at least R.
 """
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -23,7 +24,9 @@ from lmsys.attention.flash_triton_kernels import _load, _store
 from lmsys.kernels.launch import arch_of, by_tma, describable, launch
 from lmsys.measure.profile import register_kernels
 
-SMALLEST = 256  # rows below which a matmul of torch is as fast: it is short, and the host launches it sooner
+# With fewer rows, or fewer tiles in all, a matmul of torch is as fast: it is short, and the host launches it sooner.
+# Measured on an H200: one matrix of 512 rows gains nothing, 24 of them do, and so does one of 1024 rows, of 36 tiles.
+SMALLEST, FEWEST = 512, 36
 
 register_kernels(r"^_symmetric_kernel$", "matmul")
 
@@ -61,14 +64,31 @@ def _symmetric_kernel(
         _store(out, matrix, i, j * SIDE, tl.trans(total), SIDE, SIDE)
 
 
-def tile_options(rows: int, tma: bool) -> dict[str, int]:
-    """Constants, warps and stages of the kernel for matrices of so many rows, whatever their number."""
-    return {"SIDE": 128} | ({"DEPTH": 64, "num_warps": 4} if tma else {"DEPTH": 32, "num_warps": 8}) | {"num_stages": 3}
+def tile_options(count: int, rows: int, device: torch.device) -> dict[str, int]:
+    """Constants, warps and stages of the kernel for so many matrices of so many rows.
+
+    With TMA they depend on how many tiles of 128 rows there are for each multiprocessor: few are cut into smaller
+    ones; those of one wave load far ahead; of more, two run side by side. Chunks are of one width, so that sums are made
+    in one order: on an H200 tiles of 64 and of 128 rows, with 3 to 6 stages, gave the same bits.
+    """
+    if not by_tma(device):
+        return {"SIDE": 128, "DEPTH": 32, "num_warps": 8, "num_stages": 3}
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    tiles = num_programs(count, rows)
+    side, stages = 64 if 3 * tiles <= processors else 128, 6 if tiles <= processors else 3
+    return {"SIDE": side, "DEPTH": 64, "num_warps": 4, "num_stages": stages}
+
+
+def num_programs(count: int, rows: int, side: int = 128) -> int:
+    """How many tiles the lower triangles have."""
+    num_tiles = triton.cdiv(rows, side)
+    return count * num_tiles * (num_tiles + 1) // 2
 
 
 def takes(x: Tensor) -> bool:
     """True where the kernel computes products of x (N, R, C) faster than torch, or nearly so."""
-    return x.itemsize == 2 and x.shape[1] >= SMALLEST and arch_of(x.device) >= 80
+    is_large = x.shape[1] >= SMALLEST and num_programs(*x.shape[:2]) >= FEWEST
+    return x.itemsize == 2 and is_large and arch_of(x.device) >= 80
 
 
 def polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
@@ -88,7 +108,7 @@ def symmetric(
     addend  symmetric, and as such a result (N, R, R'); None: the product alone, and no diagonal
     """
     count, rows, columns = x.shape
-    options = tile_options(rows, by_tma(x.device))
+    options = tile_options(count, rows, x.device)
     side, depth, num_tiles = options["SIDE"], options["DEPTH"], triton.cdiv(rows, options["SIDE"])
     out = x.new_empty(count, rows, num_tiles * side)
     tiles = [
@@ -97,7 +117,7 @@ def symmetric(
     ]
     launch(
         _symmetric_kernel,
-        num_tiles * (num_tiles + 1) // 2,
+        num_programs(1, rows, side),
         triton.cdiv(columns, depth),
         num_tiles,
         alpha,
