@@ -270,8 +270,12 @@ def _triples(coefficients: Any) -> Sequence[Any]:
 
 
 def _halved(x: Tensor) -> Any:
-    """The module whose kernels compute half of a symmetric product, where they take x; None: torch's matmuls do."""
-    if torch.compiler.is_compiling() or x.requires_grad or not (HAS_TRITON and x.is_cuda):
+    """The module whose kernels compute half of a symmetric product, where they take x; None: torch's matmuls do.
+
+    Kernels take the address of x, which tensors of subclasses, such as DTensor, and those within vmap do not have.
+    """
+    has_address = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_compiling() or x.requires_grad or not (HAS_TRITON and x.is_cuda and has_address):
         return None
     from lmsys.training import muon_triton  # here, as it imports Triton
 

@@ -68,7 +68,7 @@ def tile_options(count: int, rows: int, device: torch.device) -> dict[str, int]:
     """Constants, warps and stages of the kernel for so many matrices of so many rows.
 
     With TMA they depend on how many tiles of 128 rows there are for each multiprocessor: few are cut into smaller
-    ones; those of one wave load far ahead; of more, two run side by side. Chunks are of one width, so that sums are made
+    ones; those of one wave load far ahead; of more, two run side by side. Chunks are of one width, so sums are made
     in one order: on an H200 tiles of 64 and of 128 rows, with 3 to 6 stages, gave the same bits.
     """
     if not by_tma(device):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from lmsys.kernels import launch
 from lmsys.testing import error_ratio, ratio_of
@@ -227,3 +228,18 @@ def test_an_iteration_that_is_differentiated_is_torchs(launches: list[int]) -> N
     assert launches == [] and x.grad.any()
     newton_schulz(x.detach(), 1)
     assert launches == [1024]
+
+
+def test_tensors_without_an_address_take_torchs_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DTensor does, whose `data_ptr` is 0: `fully_shard(model)` gives Muon such parameters."""
+    monkeypatch.setattr(muon_triton, "takes", lambda x: True)
+    with FakeTensorMode():
+        assert muon._halved(torch.empty(1, 1024, 1024, dtype=torch.bfloat16, device="cuda")) is None
+
+    def taken(x: Tensor) -> Tensor:
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        assert muon._halved(x) is None
+        monkeypatch.undo()
+        return x
+
+    torch.vmap(taken)(torch.zeros(2, 1, 4, 4))
