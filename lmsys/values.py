@@ -19,16 +19,16 @@ BEYOND = 1e100  # measured numbers lie between 1 / BEYOND and BEYOND, or are 0
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Holds `value` to be a whole number of 64 bits, not a bool, from `least` to `most`."""
+    """Holds `value` to be a whole number, not a bool, from `least` to `most`; of 64 bits where `most` is not given."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    size = " of at most 64 bits" * (number is not None and number.bit_length() > 64)
-    if number is None or size or isinstance(value, bool):
-        raise ValueError(f"{name}={shortly(value)} must be a whole number{size}")
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"{name}={shortly(value)} must be a whole number")
     if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name}={shortly(value)} must be {_bounds(least, most)}")
+    hold((most is not None or number.bit_length() <= 64, f"{name}={shortly(value)} must have at most 64 bits"))
     return number
 
 
