@@ -111,7 +111,7 @@ class Inputs:
         """q, k, v for a row: the same three objects at every call, so that a row that caches answers is found out."""
         if grad not in self._leaves:
             q, k, v = (x.detach().requires_grad_(grad) for x in (self.q, self.k, self.v))
-            self._leaves[grad] = q, k, v
+            self._leaves.setdefault(grad, (q, k, v))  # another thread may have come first: all get its objects
         return self._leaves[grad]
 
     def others(self) -> "Inputs":

@@ -4,7 +4,10 @@ It looks at a few places of a result, on ordinary and on extreme inputs (KINDS).
 float32 with small errors, or make a small mistake.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +149,21 @@ def test_sums_of_one_product_after_another_are_right(kind: str) -> None:
         assert max(ratios.values()) <= 0.3, ratios  # far from the limit, as thousands of calls are judged
         is_seen = oracle.error_ratios(gradients(inputs, delta_of=0.99))["dk"] > 1
         assert is_seen or kind == "lowest"  # with "lowest" the log-sum-exp itself has larger errors
+
+
+def test_two_threads_get_the_leaves_of_one() -> None:
+    """Else one thread may differentiate by the leaves of the other, which its graph does not have."""
+    inputs, barrier = make_inputs(CASE, 0), Barrier(2, timeout=60)
+
+    class Empty(dict[bool, Any]):
+        """Both threads find it empty before one of them writes."""
+
+        def __contains__(self, grad: object) -> bool:
+            barrier.wait()
+            return False
+
+    inputs._leaves = Empty()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(inputs.leaves, [True, True])
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert all(a is b for a, b in zip(first, dict.__getitem__(inputs._leaves, True), strict=True))
