@@ -390,7 +390,7 @@ def words_of(name: str) -> str:
 
 
 def outcome(call: Call, name: str, value: Any) -> str:
-    """What the call does with a value of one parameter: "works", "refuses" it by its name, or what else it raises."""
+    """The call with a value of one parameter: "works", "refuses" it by its name, or another error in words."""
     arguments = {other: made(right) for other, (right, _) in call.parameters.items()}
     try:
         call.use(call.function(**{**arguments, name: value}))
@@ -401,7 +401,7 @@ def outcome(call: Call, name: str, value: Any) -> str:
 
 
 def faults(call: Call) -> list[str]:
-    """What the call does with the values of which it should do something else."""
+    """A line for each value that the call should have refused, or taken, and did not."""
     found = []
     for name, (_, right) in call.parameters.items():
         for label in VALUES.keys() - {label.removesuffix("?") for label in right if label.endswith("?")}:

@@ -68,10 +68,11 @@ def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
     """
     if groups is None:
         return list(module.parameters())
+    instance("groups", groups, Callable)
     by_options: dict[str, dict[str, Any]] = {}
     for name, p in module.named_parameters():
         if p.requires_grad:
-            options = instance("groups", groups, Callable)(name, p)
+            options = groups(name, p)
             by_options.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(p)
     return list(by_options.values())
 

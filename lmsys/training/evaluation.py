@@ -68,6 +68,8 @@ def evaluate(
         (_count(targets), "no token of the windows has a target: name a longer text to evaluate on"),
     )
     device = next(values.instance("model", model, nn.Module).parameters()).device
+    values.instance("autocast", autocast, Callable)
+    loss_function = values.instance("loss_of", model.loss if loss_of is None else loss_of, Callable)
     was_training, total = model.training, 0.0
     model.eval()
     try:
@@ -75,9 +77,8 @@ def evaluate(
             some = slice(first, first + batch_size)
             count = _count(targets[some])
             if count:  # else the mean loss is not defined
-                with values.instance("autocast", autocast, Callable)():
-                    function = values.instance("loss_of", model.loss if loss_of is None else loss_of, Callable)
-                    loss = function(*model_inputs(inputs[some], targets[some], device))
+                with autocast():
+                    loss = loss_function(*model_inputs(inputs[some], targets[some], device))
                 total += loss.item() * count
     finally:
         model.train(was_training)

@@ -183,7 +183,7 @@ def test_records_have_the_errors_of_each_output() -> None:
 
 @pytest.mark.parametrize("output", range(3))
 def test_an_error_shows_where_it_is(output: int) -> None:
-    """Of one output, and as a share of the largest value among rows of its kind."""
+    """The error of one output shows there alone, as a share of the largest value among rows of its kind."""
     inputs = checked(drawn(tokens=300, vocab_size=400))
     answer = [inputs.exact[0].mean(), *(x.clone() for x in inputs.exact[1:])]
     answer[output] *= 1 + 2**-10

@@ -55,7 +55,7 @@ def judge(y: Tensor, exact: Tensor, plain: Tensor) -> None:
 
 
 def test_products_are_symmetric_and_right(anywhere: str, examples: int) -> None:
-    """Of any sizes and layouts; of several matrices at once bit for bit as of each alone."""
+    """They are so for any sizes and layouts. Several matrices at once give each the bits that it has alone."""
 
     @settings(max_examples=examples)
     @given(shapes, st.sampled_from(["plain", "mT", "padded"]), st.integers(0, 99), st.sampled_from(DEVICES[anywhere]))
