@@ -215,4 +215,9 @@ def chunks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple
     counts = (elements + block - 1) // block
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]  # 0, 1, ... in each tensor
-    return elements.to(device), owners.int().to(device), numbers.int().to(device)
+    on_cuda = device.type == "cuda"  # from pinned memory the host copies without waiting for the GPU
+    elements, owners, numbers = (
+        (table.pin_memory() if on_cuda else table).to(device, non_blocking=on_cuda)
+        for table in (elements, owners.int(), numbers.int())
+    )
+    return elements, owners, numbers
