@@ -20,10 +20,14 @@ from lmsys.parallel import collectives, structure, traits, wrapper
 
 
 class _Peer(nn.Module):
-    """The base of torch's own strategies: their backward averages gradients by itself."""
+    """The base of torch's own strategies, whose backward averages gradients by itself. `wrapped` is torch's module."""
 
     zero_stage = 0
     why_not_reproducible = "torch adds gradients in an order of its own: take a strategy of ours, such as bucketed"
+    wrapped: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapped(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
         """A no-op: the backward ends when gradients are averaged."""
@@ -46,17 +50,14 @@ class TorchDDP(_Peer):
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, **options: Any):
         super().__init__()
         device = next(module.parameters()).device
-        self.ddp = DistributedDataParallel(
+        self.wrapped = DistributedDataParallel(
             module, device_ids=[device.index] if device.type == "cuda" else None, process_group=process_group, **options
         )
         self.module, self.group = module, process_group
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.ddp(*args, **kwargs)
-
     def no_sync(self) -> Any:
         """As torch's: the forward must run inside too, since DDP decides there."""
-        return self.ddp.no_sync()
+        return self.wrapped.no_sync()
 
 
 class TorchDDPTuned(TorchDDP):
@@ -126,12 +127,9 @@ class TorchFSDP2(_Peer):
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
         )
         for part in chain(structure.blocks_of(module), [module]):
-            self.module = fully_shard(
+            self.module = self.wrapped = fully_shard(
                 part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshards_after_forward
             )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
