@@ -285,13 +285,11 @@ def _halved(x: Tensor) -> Any:
 def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     """The matrices that Muon steps: trained parameters of two dimensions in one block (an entry of a ModuleList), but
     for embeddings. So the head, and weights that are tied to something outside of a block, are left to AdamW."""
-    embeddings: set[nn.Parameter] = set()
-    for child in module.modules():
-        embeddings.update(child.parameters(recurse=False) if isinstance(child, nn.Embedding) else ())
-    matrices: set[nn.Parameter] = set()
-    for block in structure.parameters_by_block(module)[1:]:
-        matrices.update(p for p in block if p.dim() == 2 and p.requires_grad and p not in embeddings)
-    return matrices
+    embeddings = {
+        p for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters(recurse=False)
+    }
+    in_blocks = chain(*structure.parameters_by_block(module)[1:])
+    return {p for p in in_blocks if p.dim() == 2 and p.requires_grad and p not in embeddings}
 
 
 def matrix_groups(module: nn.Module, more: structure.Groups | None = None) -> structure.Groups:
