@@ -251,7 +251,6 @@ class Row:
 
 def why_not(case: ParallelCase) -> str | None:
     """The reason why a case cannot run here, or None."""
-    fused = case.compile == "fused"
     try:
         reason = case.why_not_runtime
     except ValueError as error:
@@ -261,16 +260,17 @@ def why_not(case: ParallelCase) -> str | None:
         or (case.compile in COMPILED and why_no_compiler(case.device))
         or (case.replayed and case.device != "cuda" and "CUDA graphs need a CUDA device")
         or (case.replayed and case.traits.why_not_graphed)
-        or (fused and (fused_blocks.why_not(torch.device(case.device)) or case.traits.why_not_fused))
-        or (fused and case.checkpoint != "none" and "fused blocks keep all that their backward reads")
+        or (
+            case.compile == "fused"
+            and (
+                fused_blocks.why_not(torch.device(case.device))
+                or case.traits.why_not_fused
+                or (case.checkpoint != "none" and "fused blocks keep all that their backward reads")
+            )
+        )
         or (
             case.precision == "fp16"
             and "float16 gradients need loss scaling, which no strategy here does: --precision bf16"
-        )
-        or (
-            case.optimizer == "muon"
-            and case.traits.fused_adamw
-            and "its parameters are DTensors, and Muon steps plain tensors: --optimizer adamw"
         )
         or case.entry.why_not(case)
     )
@@ -325,9 +325,12 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row that a row's communication is compared with, if it has been timed: on as many ranks, stepped alike."""
-    timed = [other for other in rows if other.passes and other.case.traits.baseline]
-    alike = [other for other in timed if other.case.stepped_by == row.case.stepped_by]
-    return max(alike, key=lambda other: other.case.traits.baseline, default=None)
+    alike = [other for other in rows if other.passes and other.case.stepped_by == row.case.stepped_by]
+    return max(
+        (other for other in alike if other.case.traits.baseline),
+        key=lambda other: other.case.traits.baseline,
+        default=None,
+    )
 
 
 def memory(row: Row) -> Record:

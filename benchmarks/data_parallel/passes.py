@@ -32,7 +32,7 @@ from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
-from lmsys.parallel import group, structure
+from lmsys.parallel import collectives, group, structure
 from lmsys.training import prepare, reproducible
 
 # Settings of AdamW in plain steps and in `rank.py`. With eps far above a gradient's size AdamW moves in proportion to
@@ -215,11 +215,8 @@ def _have_room(case: ParallelCase) -> bool:
     if group.device().type == "cpu":
         return True
     total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()
-    has_room = torch.tensor(
-        float(total >= 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)), device=group.device()
-    )
-    torch.distributed.all_reduce(has_room, torch.distributed.ReduceOp.MIN, group=subgroup(case.world_size))
-    return bool(has_room.item())
+    needed = 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)
+    return all(collectives.gather_objects(total >= needed, subgroup(case.world_size)))
 
 
 def _take_steps(
@@ -230,7 +227,7 @@ def _take_steps(
     module = Loss(build(config, str(group.device()), asked.seed)).to(dtype)
     params = dict(module.named_parameters())
     rounded = narrow[1] if narrow and narrow[0] == "compute_dtype" else dtype
-    optimizers = _optimizers(case, module, dtype)
+    optimizer = _optimizer(case, module, dtype)
     start = _slices_of(params, asked.key)
     at_once = max(1, MAX_SCORES // (config.num_layers * config.num_heads * config.context_length**2))  # sequences
     for batch in Batches(config, case.batch, asked).all:
@@ -239,27 +236,45 @@ def _take_steps(
                 loss = torch.func.functional_call(module, {name: p.to(rounded) for name, p in params.items()}, inputs)
             (loss * (len(inputs[0]) / case.batch)).backward()
         _average(params.values(), case.world_size, narrow)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return start, _slices_of(params, asked.key)
 
 
-def _optimizers(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """The optimizers of plain steps, or of exact ones where `dtype` is float64."""
+class TorchMuon(torch.optim.Optimizer):
+    """torch's Muon for the param groups with `use_muon`, and torch's AdamW, on a GPU the fused one, for the others.
+
+    Matrices that are DTensors, as under FSDP2, torch's Muon orthogonalizes by products of DTensors, which gather what
+    they need. State dicts are not loaded into it.
+    """
+
+    def __init__(self, params: Any, adjust_lr_fn: str, betas: tuple[float, float], eps: float = 1e-8, **of_both: float):
+        super().__init__(params, of_both)
+        matrices, others = (
+            [options for options in self.param_groups if options["use_muon"] is chosen] for chosen in (True, False)
+        )
+        self._steppers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, adjust_lr_fn=adjust_lr_fn, **of_both),
+            torch.optim.AdamW(others, betas=betas, eps=eps, fused=group.device().type == "cuda", **of_both),
+        ]
+        for stepper in self._steppers:
+            stepper.state = self.state
+
+    def step(self, closure: Any = None) -> None:
+        for stepper in self._steppers:
+            stepper.step()
+
+
+def _optimizer(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """The optimizer of plain steps, or of exact ones where `dtype` is float64."""
     if case.optimizer == "adamw":
-        return [torch.optim.AdamW(module.parameters(), **ADAMW)]
+        return torch.optim.AdamW(module.parameters(), **ADAMW)
     from lmsys.training import muon  # here, as an earlier state of the code under --against may not have it
 
+    groups = structure.grouped(module, muon.matrix_groups(module))
     if dtype == torch.float64:
-        return [muon.Muon(structure.grouped(module, muon.matrix_groups(module)), ns_dtype=dtype, **ADAMW | MUON)]
-    matrices = muon.hidden_matrices(module)
-    others = [p for p in module.parameters() if p not in matrices]
-    of_both = {"lr": ADAMW["lr"], "weight_decay": MUON["weight_decay"]}
-    return [
-        torch.optim.Muon(list(matrices), adjust_lr_fn=MUON["adjust_lr_fn"], **of_both),
-        torch.optim.AdamW(others, **of_both, betas=MUON["betas"], eps=ADAMW["eps"]),
-    ]
+        return muon.Muon(groups, ns_dtype=dtype, **ADAMW | MUON)
+    return TorchMuon(groups, **ADAMW | MUON)
 
 
 def _average(params: Iterable[torch.Tensor], world_size: int, narrow: Narrow) -> None:

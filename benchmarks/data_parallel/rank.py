@@ -7,6 +7,7 @@ subclasses `Rig`. A new measurement is an attribute of one of these two results,
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -96,7 +97,10 @@ class Rig:
         if case.optimizer == "muon":
             from lmsys.training import muon  # here, as an earlier state of the code under --against may not have it
 
-            cls, more = muon.Muon, passes.MUON | {"groups": muon.matrix_groups(model)}
+            cls = passes.TorchMuon if case.entry.peer else muon.Muon
+            # Asked for once parameters are where they stay: FSDP2 puts others in the place of the model's.
+            groups = cache(muon.matrix_groups)
+            more = passes.MUON | {"groups": lambda name, p: groups(model)(name, p)}
         elif case.traits.fused_adamw:
             cls, more = torch.optim.AdamW, {"fused": on != "cpu"}
         self.prepared = prepare.prepare(model, execution(case), cls, **more | adamw)

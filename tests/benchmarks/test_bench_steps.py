@@ -154,7 +154,7 @@ def test_llama_trains_as_our_model_does_by_whatever_it_keeps() -> None:
         assert record["losses"] == pytest.approx(ours["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "torch_ddp", "torch_fsdp2"])
 def test_steps_by_muon_train(strategy: str) -> None:
     (result,) = harness.results(TrainingSteps(), cases_of(strategy=(strategy,), optimizer=("muon",), steps=8))
     record = result.record

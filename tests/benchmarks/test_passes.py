@@ -78,6 +78,10 @@ def test_cheats_are_wrong(cheat: type, two_ranks: Ranks) -> None:
         ("zero1", {"bucket_mb": (1,)}),
         ("fsdp", {"precision": ("bf16",)}),
         ("torch_ddp", {}),
+        ("torch_ddp_tuned", {"bucket_mb": (1,)}),
+        ("torch_zero1", {}),
+        ("torch_fsdp2", {}),
+        ("torch_fsdp2_zero2", {"precision": ("bf16",)}),
     ],
 )
 def test_honest_steps_by_muon_are_right(strategy: str, values: dict[str, Any], two_ranks: Ranks) -> None:

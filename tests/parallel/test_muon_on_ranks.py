@@ -1,5 +1,6 @@
 """Muon on ranks that own matrices: bit for bit the steps of ranks that each do all the work, with shared-out state."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from benchmarks.data_parallel.passes import TorchMuon
 from lmsys.config import model_config
 from lmsys.cost.operations import newton_schulz_flops
 from lmsys.model import TransformerLM
@@ -17,6 +20,7 @@ from lmsys.parallel.buckets import plan_segments
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.parallel.structure import grouped
+from lmsys.parallel.wrapper import whole
 from lmsys.testing import ratio_of
 from lmsys.training.muon import Muon, matrix_groups
 from tests.support import ranks as on_ranks
@@ -169,6 +173,52 @@ def _whole_states(strategy: str, world_size: int) -> Any:
         held = wrapper.full_optimizer_state_dict(optimizer)
         states.append({key: {k: v.cpu() for k, v in state.items()} for key, state in held["state"].items()})
     return states
+
+
+@settings(max_examples=12)
+@given(
+    recipe=st.builds(Recipe, width=st.integers(2, 9), layers=st.integers(1, 3), tied=flags, frozen=flags, unused=flags),
+    strategy=st.sampled_from(["torch_ddp", "torch_fsdp2", "torch_fsdp2_zero2"]),
+    seed=st.integers(0, 99),
+)
+def test_torchs_muon_steps_on_ranks_as_in_one_process(
+    ranks: WorkerGroup, recipe: Recipe, strategy: str, seed: int
+) -> None:
+    """Also DTensors, whose products it divides among ranks, and adds up in bfloat16.
+
+    A DTensor has as many rows as ranks here, or more: torch refuses to step others.
+    """
+    for moved, exact in ranks.run(_steps_of_torch, recipe, strategy, seed)[:2]:
+        assert (moved - exact).norm() <= 4 * torch.finfo(torch.bfloat16).eps * exact.norm()
+
+
+def _steps_of_torch(recipe: Recipe, strategy: str, seed: int) -> Any:
+    """On a rank: how far three steps by given gradients move parameters, under the strategy and in float64 without it.
+
+    Gradients are of full rank: rounding decides how far a step goes in directions that a gradient lacks.
+    """
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return None
+    moved = []
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-2}
+    for is_exact in (False, True):
+        torch.manual_seed(seed)
+        net = Net(recipe).to(device(), torch.float64 if is_exact else None)
+        before = [p.detach().clone().double() for p in net.parameters()]
+        if not is_exact:
+            STRATEGIES[strategy].load()(net, group)
+        kind = partial(Muon, ns_dtype=torch.float64) if is_exact else TorchMuon
+        optimizer = kind(grouped(net, matrix_groups(net)), adjust_lr_fn="match_rms_adamw", **options)
+        for _ in range(3):
+            for p in net.parameters():
+                grad = torch.randn(p.shape).to(p.device, p.dtype)
+                divided = isinstance(p, DTensor)
+                p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if divided else grad
+            optimizer.step()
+        steps = [whole(p.detach()).double() - x for p, x in zip(net.parameters(), before, strict=True)]
+        moved.append(torch.cat([x.flatten() for x in steps]))
+    return moved
 
 
 costs = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
