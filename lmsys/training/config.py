@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from lmsys import config, strict_json, values
 
-PRECISIONS = ("fp32", "bf16")
+MATMUL_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what matmuls read, by precision
 OPTIMIZERS = ("adamw", "muon")
 ENGINES = ("own", "auto", "gigatoken", "fastokens", "tiktoken", "tokenizers")  # see `lmsys.tokenizer.engines`
 MATRIX_SCALES = ("original", "match_rms_adamw")  # of `lmsys.training.muon.Muon`: its adjust_lr_fn
@@ -102,7 +102,7 @@ class TrainConfig(strict_json.Checked):
                       all decay
     clip_norm         the norm that gradients are clipped to; 0: they are not clipped
     seed              seed of the initial weights and of the order of the batches
-    precision         fp32, or bf16 by autocast
+    precision         fp32; or bf16 or fp16 by autocast, fp16 with loss scaling as of torch.amp.GradScaler
     compile           compile the blocks by torch.compile, several to a graph where the strategy is none
     fused             run the blocks by the kernels of lmsys.model.fused, without a compiler, on CUDA; best with graph;
                       not with activation checkpointing, nor with strategies whose ranks step a part of the parameters
@@ -114,7 +114,8 @@ class TrainConfig(strict_json.Checked):
     device            cpu or cuda; None: cuda where there is one
     memory_gib        memory of a rank in GiB, for model.checkpoint_blocks=fit; None: 90 % of its GPU's
     threads           CPU threads of a rank; many threads of a small model wait for each other; None: torch's default
-    max_nonfinite     steps in a row that are skipped as their loss or gradient is not finite; one more ends the run
+    max_nonfinite     steps in a row that are skipped as their loss or gradient is not finite; one more ends the run.
+                      Where a smaller loss scale may help, as under fp16, a step does not count
     max_seconds       wall time after which a speedrun ends; None: all steps are done
     log_interval      steps between lines for the reader
     """
@@ -137,7 +138,7 @@ class TrainConfig(strict_json.Checked):
     undecayed: str | None = None
     clip_norm: values.Amount = 1.0
     seed: values.Seed = 0
-    precision: Annotated[str, partial(values.one_of, known=PRECISIONS)] = "fp32"
+    precision: Annotated[str, partial(values.one_of, known=MATMUL_DTYPES)] = "fp32"
     compile: bool = False
     fused: bool = False
     graph: bool = False

@@ -139,6 +139,7 @@ class Gradients:
     loss_of  the loss of a micro-batch under the strategy
     divisor  what that loss is divided by before its backward: the number of a rank's micro-batches, as the strategy
              averages over ranks; in a reproducible training the number of all ranks' leaves (`reproducible.py`)
+    scale    multiplies that by a loss scale, as `torch.amp.GradScaler.scale` does
     tree     parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs, for a
              reproducible training on one rank; None: each backward adds to the gradients that are there
     """
@@ -148,9 +149,10 @@ class Gradients:
         strategy: adapter.Adapter,
         loss_of: Callable[..., Tensor],
         divisor: int,
+        scale: Callable[[Tensor], Tensor],
         tree: Iterable[torch.nn.Parameter] | None = None,
     ):
-        self._strategy, self._loss_of, self._divisor = strategy, loss_of, divisor
+        self._strategy, self._loss_of, self._divisor, self._scale = strategy, loss_of, divisor, scale
         self._tree = None if tree is None else list(tree)
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
@@ -188,7 +190,7 @@ class Gradients:
         loss = self._loss_of(*inputs)
         if weight != 1:
             loss = loss * weight
-        (loss / self._divisor).backward()
+        self._scale(loss / self._divisor).backward()
         return loss.detach()
 
 

@@ -58,13 +58,19 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Step:
-    """loss: mean over the global batch; norm: of the gradient before clipping; lr: the learning rate; taken: False if
-    loss or norm was not finite, so that weights have not changed."""
+    """loss: mean over the global batch; norm: of the gradient before clipping; lr: the learning rate; scale: what the
+    loss was multiplied by; taken: False if loss or norm was not finite, so that weights have not changed."""
 
     loss: float
     norm: float
     lr: float
+    scale: float
     taken: bool
+
+    @property
+    def overflowed(self) -> bool:
+        """True if the loss scale alone may have made gradients infinite, so that a smaller one helps."""
+        return not self.taken and math.isfinite(self.loss) and self.scale > 1
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,13 @@ class Trainer:
         possible.check_accumulation(config, self.world_size, able=self.strategy.can_stay_local)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         tree = self._parameters if train.reproducible and self.world_size == 1 else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "fp16")
         self._gradients: Any = gradients.Gradients(
-            self.strategy, prepared.loss, train.leaves if train.reproducible else plan.micro_batches, tree
+            self.strategy,
+            prepared.loss,
+            train.leaves if train.reproducible else plan.micro_batches,
+            self.scaler.scale,
+            tree,
         )
         if train.graph:
             self._gradients = gradients.ReplayedGradients(self._gradients, self.strategy)
@@ -143,6 +154,8 @@ class Trainer:
             group.update(of_this_run)  # the state dict has brought the settings of the run that saved it
         self.step, progress = saved.step, shared["progress"]
         self.skipped, self.in_a_row, self.seconds = progress["skipped"], progress["in_a_row"], progress["seconds"]
+        if progress.get("scaler"):  # empty in other precisions, in which the run may have begun
+            self.scaler.load_state_dict(progress["scaler"])
         if self.rank < saved.world_size:
             training_state.set_rng_state(saved.own(self.rank, "rng")["rng"], self.device)
 
@@ -169,19 +182,25 @@ class Trainer:
         weights = [self.batches.weight(self.step, micro) for micro in micros]
         with reproducible.deterministic(self.device) if train.reproducible else nullcontext():
             total = self._gradients([self._batch(self.step, micro) for micro in micros], weights)
+            self.scaler.unscale_(self.optimizer)
             gradient_norm = self._gradient_norm()
             if train.clip_norm:
                 optimizer.scale_gradients(self.optimizer, optimizer.clip_factor(gradient_norm, train.clip_norm))
-            mean, stop = self._agree(total, stop)
-            norm = float(gradient_norm)  # the host waits here
-            taken = math.isfinite(mean) and math.isfinite(norm)
-            if taken:
+            mean, finite, stop = self._agree(total, gradient_norm, stop)
+            # The host waits here.
+            step = Step(mean, float(gradient_norm), lr, self.scaler.get_scale(), finite and math.isfinite(mean))
+            if step.taken:
                 self.optimizer.step()
+            elif self.scaler.is_enabled():
+                # Ranks have one scale, also where a strategy from elsewhere leaves infinities on one of them.
+                for found in self.scaler._found_inf_per_device(self.optimizer).values():
+                    found.fill_(1.0)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.skipped += not taken
-        self.in_a_row = 0 if taken else self.in_a_row + 1
+        self.skipped += not step.taken
+        self.in_a_row = 0 if step.taken or step.overflowed else self.in_a_row + 1
         self.step += 1
-        return Step(mean, norm, lr, taken), stop
+        return step, stop
 
     def _gradient_norm(self) -> Tensor:
         """The norm of all ranks' gradients; in a reproducible training bitwise equal for any number of ranks."""
@@ -194,17 +213,18 @@ class Trainer:
     def _batch(self, step: int, micro: int) -> tuple[Any, ...]:
         return evaluation.model_inputs(*self.batches.batch(step, micro), self.device)
 
-    def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:
-        """(mean over ranks of the loss, the largest `stop` of any rank)."""
+    def _agree(self, loss: Tensor, norm: Tensor, stop: int) -> tuple[float, bool, int]:
+        """(mean over ranks of the loss, True if the norm is finite on all, the largest `stop` of any rank)."""
         if self.world_size == 1:
-            return loss.item(), stop
-        sums = torch.zeros(1 + _TIME, dtype=torch.float64, device=self.device)  # the loss; ranks that ask, by stop
-        sums[0] = loss.double() / self.world_size
+            return loss.item(), math.isfinite(norm), stop
+        # The loss; ranks that ask, by stop; ranks whose norm is not finite.
+        sums = torch.zeros(2 + _TIME, dtype=torch.float64, device=self.device)
+        sums[0], sums[-1] = loss.double() / self.world_size, ~norm.isfinite()
         if stop:
             sums[stop] = 1.0
         torch.distributed.all_reduce(sums, group=self.group)
-        mean, *stops = sums.tolist()
-        return mean, max((number for number, count in enumerate(stops, start=1) if count), default=0)
+        mean, *stops, infinite = sums.tolist()
+        return mean, not infinite, max((number for number, count in enumerate(stops, start=1) if count), default=0)
 
     def evaluate(self) -> evaluation.Evaluation:
         """Evaluates the same windows on every rank. All ranks call it."""
@@ -225,7 +245,12 @@ class Trainer:
                 ),
                 error=NonFiniteError,
             )
-        shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
+        shared["progress"] = {
+            "skipped": self.skipped,
+            "in_a_row": self.in_a_row,
+            "seconds": self.seconds,
+            "scaler": self.scaler.state_dict(),
+        }
         of_rank["rng"] = training_state.rng_state(self.device)
         return checkpoint.save(
             folder, self.step, shared, of_rank, facts=self.facts | {"schedule": self.schedule},
@@ -285,11 +310,13 @@ class Trainer:
             loss=step.loss,
             lr=step.lr,
             grad_norm=step.norm,
+            loss_scale=step.scale,
             skipped=self.skipped,
             time_s=round(self.seconds, 3),
         )
         if not step.taken:
-            say(f"step {self.step:,}: loss {step.loss}, gradient norm {step.norm}: skipped, {self.in_a_row} in a row")
+            why = f"as the loss scale was {step.scale:,g}" if step.overflowed else f"{self.in_a_row} in a row"
+            say(f"step {self.step:,}: loss {step.loss}, gradient norm {step.norm}: skipped, {why}")
         if self.in_a_row > self.config.train.max_nonfinite:
             raise NonFiniteError(
                 f"{self.in_a_row} steps in a row were not finite, up to step {self.step}; {self._where()}the last"

@@ -15,7 +15,7 @@ from lmsys.model import BLOCKS_PER_GRAPH, fused, transformer
 from lmsys.parallel import STRATEGIES, StrategyTraits, collectives
 from lmsys.tokenizer import Tokenizer
 from lmsys.training import corpora, data, prepare
-from lmsys.training.config import RunConfig
+from lmsys.training.config import MATMUL_DTYPES, RunConfig
 
 
 class Plan(NamedTuple):
@@ -59,8 +59,8 @@ def _execution(
     train, options = config.train, dict[str, Any]()
     if train.bucket_mb is not None:
         options["bucket_mb"] = train.bucket_mb
-    if traits.compute_dtype and train.precision == "bf16" and not train.reproducible:
-        options["compute_dtype"] = torch.bfloat16
+    if traits.compute_dtype and train.precision in prepare.AUTOCAST and not train.reproducible:
+        options["compute_dtype"] = prepare.AUTOCAST[train.precision]
     blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
     # Graphs of several blocks add in another order, and leave strategies no place for hooks between blocks.
     one_a_graph = train.reproducible or traits.synchronizes
@@ -154,9 +154,8 @@ def check_attention(config: RunConfig, batch_size: int, device: torch.device) ->
     """ValueError, with the rows that can, where model.attention cannot train with these settings on this device."""
     model, train, packed = config.model, config.train, config.data.packing == "documents"
     case = transformer.attention_case(
-        model, batch_size, model.context_length, "bfloat16" if train.precision == "bf16" else "float32", device,
-        grad=True, documents=packed,
-    )  # fmt: skip
+        model, batch_size, model.context_length, MATMUL_DTYPES[train.precision], device, grad=True, documents=packed
+    )
     try:
         reason = _why_no_attention(ATTENTION.pick(model.attention, case), case)
     except ValueError as error:

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Container
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,55 @@ def nan_on_one_rank(run: RunConfig) -> list[bool]:
     taken = [training.train_step()[0].taken for _ in range(4)]
     assert all(x.isfinite().all() for x in training.strategy.full_state_dict().values())
     return taken
+
+
+def scaled(first: float, growth: int) -> Any:
+    """A context in which trainings in float16 begin with this loss scale; it grows after `growth` steps in a row."""
+    return use((torch.amp, "GradScaler", lambda cls: partial(cls, init_scale=first, growth_interval=growth)))
+
+
+def infinite_on_one_rank(training: Trainer, steps: Container[int], rank: int = 0) -> None:
+    """Makes the gradients of a rank infinite in these steps, and the loss stays what it is."""
+    loss_of = training.model.loss
+
+    def loss(*batch: torch.Tensor) -> torch.Tensor:
+        value = loss_of(*batch)
+        if training.rank == rank and training.step in steps and value.requires_grad:
+            value.register_hook(lambda grad: grad * torch.inf)
+        return value
+
+    training.model.loss = loss
+
+
+def scales_on_rank(
+    run: RunConfig,
+    first: float,
+    growth: int,
+    steps: int,
+    world_size: int = 1,
+    folder: str = "",
+    infinite: Container[int] = (),
+) -> tuple[list[float], list[float], str]:
+    """On a rank, or on one process: (losses, loss scales, the sha256 of the weights) of a training up to `steps` steps.
+
+    first, growth  of `scaled`
+    folder         a folder of checkpoints: training resumes from the newest, and saves a new one at the end
+    infinite       steps in which the gradients of the last rank are infinite
+    Ranks beyond `world_size` take no part.
+    """
+    group = group_of(world_size) if world_size > 1 else None
+    if world_size > 1 and size_and_rank(None)[1] >= world_size:
+        return [], [], ""
+    source = source_of(run)
+    windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
+    with scaled(first, growth):
+        training = Trainer(run, source, windows, CPU, newest(Path(folder)) if folder else None, group=group)
+    infinite_on_one_rank(training, infinite, world_size - 1)
+    taken = [training.train_step()[0] for _ in range(training.step, steps)]
+    if folder:
+        training.save(Path(folder))
+    digest = weights_sha256(training.strategy.full_state_dict())
+    return [step.loss for step in taken], [step.scale for step in taken], digest
 
 
 def error_on_rank(run: RunConfig) -> str:

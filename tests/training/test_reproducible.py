@@ -53,6 +53,7 @@ def test_weights_have_one_sha256(
 
 TRAINED = [
     ("train.precision=bf16",),
+    ("train.precision=fp16",),
     ("model.d_model=12", "model.d_ff=21", "model.vocab_size=307", "model.num_layers=3"),
     ("train.leaves=8",),
     ("train.leaves=2", "train.clip_norm=0"),
