@@ -46,10 +46,25 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
-    """The sweeps that --sweep names."""
-    from benchmarks.sweeps import SWEEPS
+    """The sweeps that --sweep names, those of a GPU without bfloat16 in other dtypes."""
+    from benchmarks.sweeps import SWEEPS, without_bfloat16
 
-    return SWEEPS
+    if has_bfloat16():
+        return SWEEPS
+    return {name: {**sweeps, "cuda": without_bfloat16(sweeps["cuda"])} for name, sweeps in SWEEPS.items()}
+
+
+def pytest_report_header() -> list[str]:
+    """Says that sweeps are other ones where the GPU has no bfloat16."""
+    if has_bfloat16():
+        return []
+    instead = "in its place sweeps take float16, and float32 where a benchmark scales no loss"
+    return [f"{torch.cuda.get_device_name()} has no bfloat16: {instead}"]
+
+
+def has_bfloat16() -> bool:
+    """True on a CPU, and on GPUs of compute capability 8.0 or later."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()  # by mark: the number of tests that were left out

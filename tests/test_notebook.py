@@ -35,8 +35,8 @@ A100 = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 * 2**30)
 RTX_3090 = SimpleNamespace(name="RTX 3090", major=8, minor=6, total_memory=24 * 2**30)
 MACHINES = {  # how many GPUs, of which kind; then the dtype of attention, the precision of training, its processes
     "CPU": (0, None, "float32", "fp32", 1),
-    "one T4": (1, T4, "float16", "fp32", 1),
-    "two T4": (2, T4, "float16", "fp32", 2),
+    "one T4": (1, T4, "float16", "fp16", 1),
+    "two T4": (2, T4, "float16", "fp16", 2),
     "two RTX 3090": (2, RTX_3090, "bfloat16", "bf16", 2),
     "four A100": (4, A100, "bfloat16", "bf16", 2),
 }

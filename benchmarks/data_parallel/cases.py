@@ -270,7 +270,7 @@ def why_not(case: ParallelCase) -> str | None:
         )
         or (
             case.precision == "fp16"
-            and "float16 gradients need loss scaling, which no strategy here does: --precision bf16"
+            and "float16 gradients need loss scaling, which this benchmark does not do: --precision bf16"
         )
         or case.entry.why_not(case)
     )

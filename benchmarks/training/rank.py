@@ -158,6 +158,11 @@ class TrainingCase(TrainedCase):
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
         values.hold(
+            (
+                self.precision != "fp16",
+                "with fp16 each row may skip other steps at first, until its loss scale fits, and has another curve:"
+                " --precision bf16",
+            ),
             (self.compile != "fused" or not self.traits.why_not_fused, self.traits.why_not_fused),
             (not self.reproducible or not self.traits.why_not_reproducible, self.traits.why_not_reproducible),
         )
