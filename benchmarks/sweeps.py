@@ -524,20 +524,18 @@ SWEEPS = {
 }
 
 
-UNSCALED = ("data_parallel", "steps", "training")  # benchmarks that scale no loss, and so take no float16
-
-
 def without_bfloat16(sweep: Sweep) -> Sweep:
     """The sweep for a GPU that computes no bfloat16: in float16, and in float32 where no loss is scaled."""
     grids = dict[str, tuple[Grid, ...]]()
     for benchmark, given in sweep.grids.items():
-        taken = {"bfloat16": "float16", "bf16": "fp32" if benchmark in UNSCALED else "fp16"}
+        taken = {"bfloat16": "float16", "bf16": "fp16" if benchmark in ("model", "anatomy", "loss") else "fp32"}
         grids[benchmark] = tuple(_exchanged(grid, taken) for grid in given)
     return replace(sweep, grids=grids)
 
 
 def _exchanged(grid: Grid, taken: dict[str, str]) -> Grid:
     """The grid with other dtypes and precisions in place of some; a precision that it leaves out is bf16."""
-    values = {"precision": ("bf16",), **grid}
-    dtypes = {axis: values[axis] for axis in ("dtype", "precision", "comm_dtype") if axis in values}
-    return grid.but(**{axis: tuple(dict.fromkeys(taken.get(x, x) for x in names)) for axis, names in dtypes.items()})
+    values: dict[str, Any] = {"precision": ("bf16",), **grid}
+    for axis in values.keys() & {"dtype", "precision", "comm_dtype"}:
+        values[axis] = tuple(dict.fromkeys(taken.get(name, name) for name in values[axis]))
+    return grid.but(**values)

@@ -167,8 +167,10 @@ def _sum_rows(parts: Tensor) -> Tensor:
     num_rows, width = parts.shape
     rows = triton.next_power_of_2(num_rows)
     total = parts.new_empty(width)
-    options = {"BLOCK_M": SUM_COLUMNS, "ROWS": rows, "num_warps": max(1, min(16, rows * SUM_COLUMNS // 256))}
-    launch(_sum_rows_kernel, triton.cdiv(width, SUM_COLUMNS), parts, total, num_rows, M=width, **options)
+    launch(
+        _sum_rows_kernel, triton.cdiv(width, SUM_COLUMNS), parts, total, num_rows,
+        M=width, BLOCK_M=SUM_COLUMNS, ROWS=rows, num_warps=max(1, min(16, rows * SUM_COLUMNS // 256)),
+    )  # fmt: skip
     return total
 
 

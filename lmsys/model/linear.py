@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -107,18 +108,9 @@ def _follow_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
     )
 
 
-_recordings: list[set["RoundedWeights"]] = []
-
-
-@contextmanager
-def recorded() -> Iterator[set["RoundedWeights"]]:
-    """Inside, collects the `RoundedWeights` that are read. Each replay of a CUDA graph must `refresh` them first."""
-    read: set[RoundedWeights] = set()
-    _recordings.append(read)
-    try:
-        yield read
-    finally:
-        _recordings.pop()
+# The `RoundedWeights` that forwards have read since it was last cleared. Whoever captures a CUDA graph clears it first:
+# each replay must `refresh` those that the capture has read.
+READ: WeakSet["RoundedWeights"] = WeakSet()
 
 
 class RoundedWeights:
@@ -154,8 +146,7 @@ class RoundedWeights:
                 copies = torch.empty(sum(rows), group[0].shape[-1], dtype=dtype, device=device).split(rows)
                 self._copies.update(zip(map(id, group), copies, strict=True))
         self.refresh()
-        for recording in _recordings:
-            recording.add(self)
+        READ.add(self)
         self._shown = True
         for weight in weights:
             weight.rounded = self._copies[id(weight)]

@@ -131,8 +131,11 @@ def save(
     reports = gather((written, failure))
     if rank == 0 and not any(failed for _, failed in reports):
         files = {name: entry for entries, _ in reports for name, entry in entries.items()}
-        content = {"format": _FORMAT, "step": step, "world_size": world_size, "facts": facts or {}, "files": files}
-        failure = _failure_of(_commit, manifest, content)
+        failure = _failure_of(
+            _commit,
+            manifest,
+            {"format": _FORMAT, "step": step, "world_size": world_size, "facts": facts or {}, "files": files},
+        )
     reports += gather((None, failure))
     failures = dict.fromkeys(failed for _, failed in reports if failed)
     if failures:

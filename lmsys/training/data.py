@@ -78,14 +78,16 @@ def tokenize_files(
     path.with_suffix(".json").unlink(missing_ok=True)  # until the new array is whole, nothing may describe it
     with replacing(path) as file:
         count = _write_array(file, ids, tokenizer.dtype)
-    facts = {
-        "tokens": count,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-        "end_of_text": end_of_text(tokenizer),
-        "engine": engine.name if engine else "own",
-    }
-    write_json(path.with_suffix(".json"), facts)
+    write_json(
+        path.with_suffix(".json"),
+        {
+            "tokens": count,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.fingerprint,
+            "end_of_text": end_of_text(tokenizer),
+            "engine": engine.name if engine else "own",
+        },
+    )
     return path
 
 
@@ -246,8 +248,12 @@ class Batches:
     end_of_text: int | None = None
 
     def __post_init__(self) -> None:
-        values.counts(context_length=self.context_length, batch_size=self.batch_size)
-        values.counts(world_size=self.world_size, accumulation=self.accumulation)
+        values.counts(
+            context_length=self.context_length,
+            batch_size=self.batch_size,
+            world_size=self.world_size,
+            accumulation=self.accumulation,
+        )
         values.flag("neighbours", self.neighbours)
         values.whole("end_of_text", 0 if self.end_of_text is None else self.end_of_text, least=0)
         values.hold(
@@ -339,5 +345,6 @@ def fixed_windows(
     values.whole("count", count, least=1)
     num_windows = Batches(source, context_length, 1, end_of_text=end_of_text).num_windows
     places = np.arange(min(count, num_windows)) * num_windows // min(count, num_windows) * context_length
-    windows = np.stack([source.read(int(place), int(place) + context_length + 1) for place in places])
-    return _divided(windows, end_of_text)
+    return _divided(
+        np.stack([source.read(int(place), int(place) + context_length + 1) for place in places]), end_of_text
+    )

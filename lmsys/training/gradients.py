@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmsys.model.linear import RoundedWeights, recorded
+from lmsys.model import linear
 from lmsys.parallel import adapter, buckets
 from lmsys.training.reproducible import Tree
 from lmsys.values import hold
@@ -93,7 +93,6 @@ class GraphedGradients:
         self._function, self._warm_ups = compute, warm_ups
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._read: set[RoundedWeights] = set()  # copies of weights in the autocast dtype, which the graph reads
 
     def record(self, *inputs: Tensor) -> None:
         """Captures the graph, unless that has been done; the first call does it by itself."""
@@ -106,10 +105,12 @@ class GraphedGradients:
                 self._compute()
         buckets.clear_gradients(self._parameters)
         graph = torch.cuda.CUDAGraph()
+        linear.READ.clear()
         # The warm-ups have made cuBLAS's workspace, so that it is not allocated in the graph's pool. Thread-local:
         # NCCL's watchdog thread queries events meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), recorded() as self._read:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._loss = self._compute()
+        self._read = set(linear.READ)  # copies of weights in the autocast dtype
         self._gradients = [p.grad for p in self._parameters]
         self._graph = graph
 

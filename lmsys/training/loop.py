@@ -38,6 +38,7 @@ from lmsys.training import (
     training_state,
 )
 from lmsys.training.config import RunConfig
+from lmsys.traits import StrategyTraits
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # a model's fields that a resumed run may change
 Say = Callable[[str], None]
@@ -66,11 +67,6 @@ class Step:
     lr: float
     scale: float
     taken: bool
-
-    @property
-    def overflowed(self) -> bool:
-        """True if the loss scale alone may have made gradients infinite, so that a smaller one helps."""
-        return not self.taken and math.isfinite(self.loss) and self.scale > 1
 
 
 @dataclass(frozen=True)
@@ -109,15 +105,16 @@ class Trainer:
         self.config, self.windows, self.group = config, values.several("windows", windows), group
         self.device = values.instance("device", device, torch.device)
         self.world_size, self.rank = collectives.size_and_rank(group)
-        plan = possible.plan(config, device, group)
-        self._divided = plan.traits.shards_gradients and self.world_size > 1  # this rank has parts of the gradients
+        model, execution = possible.plan(config, device, group)
+        traits, micro_batches = StrategyTraits.of(execution.strategy), train.accumulation(self.world_size)
+        self._divided = traits.shards_gradients and self.world_size > 1  # this rank has parts of the gradients
         self.batches = data.Batches(
-            source, config.model.context_length, plan.batch_size, train.seed, self.rank, self.world_size,
-            plan.micro_batches, train.reproducible and not plan.traits.sums_each_backward,
+            source, config.model.context_length, train.sequences_at_once, train.seed, self.rank, self.world_size,
+            micro_batches, train.reproducible and not traits.sums_each_backward,
             source.end_of_text if config.data.packing == "documents" else None,
         )  # fmt: skip
         torch.manual_seed(train.seed)
-        self.model = TransformerLM(plan.model, device=device)
+        self.model = TransformerLM(model, device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | values.instance("facts", {} if facts is None else facts, dict)
         shared = None
@@ -125,9 +122,8 @@ class Trainer:
             values.instance("saved", saved, checkpoint.Checkpoint).require(**self.facts)
             shared = saved.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
-        self._warmup = train.warmup
         optimizer_cls, self._settings, groups = muon.optimizer_of(train, self.model)
-        prepared = prepare.prepare(self.model, plan.execution, optimizer_cls, lr=train.lr, **self._settings, **groups)
+        prepared = prepare.prepare(self.model, execution, optimizer_cls, lr=train.lr, **self._settings, **groups)
         self.strategy, self.optimizer, self.autocast = prepared
         possible.check_accumulation(config, self.world_size, able=self.strategy.can_stay_local)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -136,7 +132,7 @@ class Trainer:
         self._gradients: Any = gradients.Gradients(
             self.strategy,
             prepared.loss,
-            train.leaves if train.reproducible else plan.micro_batches,
+            train.leaves if train.reproducible else micro_batches,
             self.scaler.scale,
             tree,
         )
@@ -168,9 +164,9 @@ class Trainer:
             "train.steps": train.steps,
             "train.lr": train.lr,
             "train.min_lr": train.min_lr,
-            "train.warmup_steps": self._warmup,
+            "train.warmup_steps": train.warmup,
             "the rate of the next step": optimizer.cosine_schedule(
-                self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=self._warmup, total_steps=train.steps
+                self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup, total_steps=train.steps
             ),
         }
 
@@ -198,7 +194,8 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped += not step.taken
-        self.in_a_row = 0 if step.taken or step.overflowed else self.in_a_row + 1
+        # With a finite loss it may be the scale alone that has made gradients infinite: then a smaller one helps.
+        self.in_a_row = 0 if step.taken or (math.isfinite(mean) and step.scale > 1) else self.in_a_row + 1
         self.step += 1
         return step, stop
 
@@ -315,7 +312,7 @@ class Trainer:
             time_s=round(self.seconds, 3),
         )
         if not step.taken:
-            why = f"as the loss scale was {step.scale:,g}" if step.overflowed else f"{self.in_a_row} in a row"
+            why = f"{self.in_a_row} in a row" if self.in_a_row else f"as the loss scale was {step.scale:,g}"
             say(f"step {self.step:,}: loss {step.loss}, gradient norm {step.norm}: skipped, {why}")
         if self.in_a_row > self.config.train.max_nonfinite:
             raise NonFiniteError(

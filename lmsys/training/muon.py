@@ -165,8 +165,7 @@ class Muon(AdamW):
             momentum = [self.state[p]["momentum_buffer"] for p in params]
             if params[0] in self._flats:
                 costs = [self.cost(x, **group) for p in params for x in self._whole(p)]
-                parts = assembly.Assembly([self._flats[p] for p in params], costs)
-                bundles.append(_Matrices(params, momentum, parts))
+                bundles.append(_Matrices(params, momentum, assembly.Assembly([self._flats[p] for p in params], costs)))
                 continue
             for places in in_batches([p.shape for p in params], group["batched"]):  # which bounds a step's memory
                 bundles.append(_Matrices([params[place] for place in places], [momentum[place] for place in places]))

@@ -149,12 +149,14 @@ def make_tokens(context: RunContext, anew: bool) -> None:
         context.corpus()  # one rank makes or downloads it
     context.wait()
     corpus, tokenizer, folder = context.corpus(), context.tokenizer(), context.config.folder / "tokens"
-    made = {
-        "tokenizer": tokenizer.fingerprint,
-        "text": [_facts(corpus.train), _facts(corpus.valid)],
-        **_names(context.config),
-    }
-    (made, *_) = collectives.gather_objects(made, None)  # ranks on other machines may have copies of the text
+    made, *_ = collectives.gather_objects(  # ranks on other machines may have copies of the text
+        {
+            "tokenizer": tokenizer.fingerprint,
+            "text": [_facts(corpus.train), _facts(corpus.valid)],
+            **_names(context.config),
+        },
+        None,
+    )
     if not anew:
         before = _read(folder / "made.json") or {}
         if before | made == before:
@@ -202,11 +204,13 @@ def train_model(context: RunContext) -> loop.Outcome:
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
     if config.model.checkpoint_blocks == checkpointing.FIT:
         context.say(f"model.checkpoint_blocks=fit is {trainer.model.config.checkpoint_blocks} here")
-    lines = None
     if context.rank == 0:
-        (context.config.folder / "config.json").write_text(config.to_json())
-        lines = log.JsonLines(context.config.folder / "log.jsonl", trainer.step)
-    with closing(lines) if lines is not None else nullcontext():
+        (config.folder / "config.json").write_text(config.to_json())
+    with (
+        closing(log.JsonLines(config.folder / "log.jsonl", trainer.step))
+        if context.rank == 0
+        else nullcontext() as lines
+    ):
         outcome = trainer.fit(context.checkpoints, lines, context.say)
     _tell_outcome(context, trainer, outcome)
     return outcome
@@ -288,8 +292,9 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
             context.say(
                 f"{folder}: has the tokens of {name}={was!r}, not of {text!r}; the step `tokenize` makes them anew"
             )
-    source = data.TokenFiles(data.shards(folder / "train.npy", made["shards"]), tokenizer)
-    valid = data.TokenFiles(data.shards(folder / "valid.npy", made["shards"]), tokenizer)
+    source, valid = (
+        data.TokenFiles(data.shards(folder / name, made["shards"]), tokenizer) for name in ("train.npy", "valid.npy")
+    )
     return source, data.fixed_windows(
         valid, config.model.context_length, config.evaluate.windows,
         valid.end_of_text if config.data.packing == "documents" else None,

@@ -1,10 +1,10 @@
 """Decides how a training runs here, from its settings and the machine alone, and refuses one that cannot run.
 
-The pipeline calls `plan` before any work, and the training loop acts on the `Plan`. A setting that does not go with
+The pipeline calls `plan` before any work, and the training loop acts on it. A setting that does not go with
 another, or with a strategy's traits, is refused in `_check_strategy`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,26 +18,12 @@ from lmsys.training import corpora, data, prepare
 from lmsys.training.config import MATMUL_DTYPES, RunConfig
 
 
-class Plan(NamedTuple):
-    """How a training runs on this device and these ranks.
+def plan(
+    config: RunConfig, device: torch.device, group: collectives.Group = None
+) -> tuple[ModelConfig, prepare.Execution]:
+    """How a training with these settings runs: (the model's config, what `prepare` takes). All ranks call it.
 
-    model          the model's config, where it says "fit" with the levels of checkpointing that fit
-    execution      strategy, precision, blocks: what `prepare` takes
-    traits         those of the strategy
-    batch_size     sequences of a micro-batch
-    micro_batches  how many a rank has in a step
-    """
-
-    model: ModelConfig
-    execution: prepare.Execution
-    traits: StrategyTraits
-    batch_size: int
-    micro_batches: int
-
-
-def plan(config: RunConfig, device: torch.device, group: collectives.Group = None) -> Plan:
-    """The plan of a training with these settings. It reads no data and makes no model. All ranks call it.
-
+    Where the config says "fit", the plan has the levels of checkpointing that fit. No data is read, no model is made.
     ValueError with the setting and the reason where `device` or the ranks cannot train so.
     """
     train = config.train
@@ -50,7 +36,7 @@ def plan(config: RunConfig, device: torch.device, group: collectives.Group = Non
     model = _fitted(config, execution, batch_size, micro_batches, device)
     _check_strategy(config, row, traits, device, world_size)
     check_accumulation(config, world_size, able=traits.accumulates)
-    return Plan(model, execution, traits, batch_size, micro_batches)
+    return model, execution
 
 
 def _execution(
