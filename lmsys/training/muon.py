@@ -309,12 +309,18 @@ def matrix_groups(module: nn.Module, more: structure.Groups | None = None) -> st
 def optimizer_of(train: TrainConfig, model: nn.Module) -> tuple[type[AdamW], dict[str, Any], dict[str, Any]]:
     """(class, options for all its param groups, `groups` where there are several) of the optimizer of a training.
 
-    In a reproducible one a matrix is orthogonalized by itself: ranks that own other matrices beside it get its bits.
+    In a reproducible one a matrix is orthogonalized by itself: ranks that own other matrices beside it get its bits. In
+    fp16 the iteration is in float16, too: the GPU may have no bfloat16.
     ValueError as of `undecayed` and `matrix_groups`.
     """
     options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay}
     groups = None if train.undecayed is None else undecayed(model, train.undecayed)
     if train.optimizer == "adamw":
         return AdamW, options, {} if groups is None else {"groups": groups}
-    options |= {"momentum": train.momentum, "adjust_lr_fn": train.adjust_lr_fn, "batched": not train.reproducible}
+    options |= {
+        "momentum": train.momentum,
+        "adjust_lr_fn": train.adjust_lr_fn,
+        "ns_dtype": torch.float16 if train.precision == "fp16" else torch.bfloat16,
+        "batched": not train.reproducible,
+    }
     return Muon, options, {"groups": matrix_groups(model, groups)}

@@ -37,9 +37,10 @@ def test_on_a_cpu_a_fused_training_has_the_bits_of_an_eager_one(tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_a_resumed_training_reads_no_old_copies(tmp_path: Path) -> None:
-    """In bfloat16 a training reads rounded copies of weights; a resumed one makes them again from the checkpoint."""
-    run = config(tmp_path, *ALONE, "train.fused=true", "train.precision=bf16")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_resumed_training_reads_no_old_copies(tmp_path: Path, precision: str) -> None:
+    """A training reads rounded copies of weights; a resumed one makes them again from the checkpoint."""
+    run = config(tmp_path, *ALONE, "train.fused=true", f"train.precision={precision}")
     whole, casting, first = trainer(run), trainer(run), trainer(run)
     casting.model.rounded = casting.optimizer.rounded = None
     expected = digest(whole, 4)

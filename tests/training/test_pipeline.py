@@ -19,6 +19,7 @@ from lmsys.model.linear import matmul_dtype
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main, parser, read_config
+from lmsys.training.config import MATMUL_DTYPES
 from lmsys.training.corpora import END_OF_TEXT
 from lmsys.training.data import TokenFiles
 from lmsys.training.run_context import RunContext
@@ -138,7 +139,7 @@ def test_a_prompt_that_is_too_long_is_named_before_the_training(
     assert f"generate.prompt='{'?' * 40}' is 40 tokens; model.context_length is 16" in line
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_model_is_evaluated_and_read_in_the_precision_of_its_training(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +157,7 @@ def test_a_model_is_evaluated_and_read_in_the_precision_of_its_training(
     for step in ("evaluate", "generate"):
         seen.clear()
         assert pipeline.run(run, (step,)) == 0
-        assert set(seen) == {{"fp32": "float32", "bf16": "bfloat16"}[precision]}, step
+        assert set(seen) == {MATMUL_DTYPES[precision]}, step
 
 
 @pytest.mark.parametrize(("encoding", "written"), [("ascii", b"na\\xefve \\u4e2d\n"), ("utf-8", "naïve 中\n".encode())])
