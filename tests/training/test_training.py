@@ -377,24 +377,25 @@ SLOW = ("--set", "train.steps=60", "--set", "checkpoint.interval=1")
 
 @pytest.mark.long
 @pytest.mark.parametrize("kills", [range(20, 21), pytest.param(range(100), marks=pytest.mark.on_request)])
-def test_a_killed_run_goes_on(data: Path, tmp_path: Path, kills: range) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_killed_run_goes_on(data: Path, tmp_path: Path, kills: range, precision: str) -> None:
     """Each run saves in every step, and is killed in a step that differs from run to run.
 
     `-m on_request` kills a hundred runs.
     """
     whole = copy_of(data, tmp_path / "whole")
-    run = config(whole, "train.steps=60", "checkpoint.interval=0")
-    assert pipeline.run(run, ("train",)) == 0
+    settings = "train.steps=60", f"train.precision={precision}"
+    assert pipeline.run(config(whole, *settings, "checkpoint.interval=0"), ("train",)) == 0
     for number in kills:
         folder, step = copy_of(data, tmp_path / f"killed-{number}"), 1 + number % 50
-        process = start(folder, "train", *SLOW)
+        process = start(folder, "train", *SLOW, "--set", settings[-1])
         while process.poll() is None and not [*folder.glob(f"checkpoints/step-{step:08}.json")]:
             time.sleep(0.001)
         time.sleep(random.Random(number).uniform(0, 0.03))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=PATIENCE_S)
         assert process.returncode == -signal.SIGKILL, "the run had ended before it was killed"
-        assert pipeline.run(config(folder, "train.steps=60"), ("train",)) == 0
+        assert pipeline.run(config(folder, *settings), ("train",)) == 0
         expected, resumed = weights(whole), weights(folder)
         assert all(torch.equal(resumed[name], x) for name, x in expected.items())
         assert losses(folder) == losses(whole)
