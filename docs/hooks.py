@@ -1,4 +1,7 @@
-"""For MkDocs: pages may link to files outside docs/, as on GitHub. Such files join the site, at their own paths."""
+"""Hooks of MkDocs, which calls them while it builds the site: pages may link to files outside docs/, as on GitHub.
+
+Such files join the site at their own paths. A page in docs/ has its path in docs/.
+"""
 
 import re
 from os.path import normpath, relpath
@@ -7,15 +10,16 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(\]\()([^):#\s]+)((?:#[^)\s]*)?\))")
+LINK = re.compile(r"(\]\()([^):#\s]+)((?:#[^)\s]*)?\))")  # "](", a relative path, and an anchor with ")"
 
 
 def targets(source, text):
-    """Paths in the repository that a page links to; `source` is the page's own."""
+    """Paths in the repository that a page with this text links to; `source` is the page's own path there."""
     return [normpath(Path(source).parent / link) for _, link, _ in LINK.findall(text)]
 
 
 def on_files(files, config):
+    """MkDocs' files of the site, with all files outside docs/ that its pages link to, directly or by other pages."""
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()] + ["CONTRIBUTING.md", "CHANGELOG.md"]
     while waiting:
         source = waiting.pop()
@@ -25,12 +29,13 @@ def on_files(files, config):
         elif not source.startswith("docs/"):
             continue
         if source.endswith(".md"):
-            found = targets(source, (ROOT / source).read_text())
-            waiting += [page_of(one) for one in found if not one.startswith(("docs/", ".."))]
+            paths = targets(source, (ROOT / source).read_text())
+            waiting += [page_of(path) for path in paths if not path.startswith(("docs/", ".."))]
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
+    """The Markdown of a page, its links changed from paths in the repository to paths in the site."""
     source = page.file.src_uri if page.file.generated_by else f"docs/{page.file.src_uri}"
 
     def moved(match):
@@ -41,7 +46,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def page_of(path):
-    """A folder is shown by its page."""
+    """The index.html or README.md of a folder, which the site shows for the folder; any other path as it is."""
     names = ("index.html", "README.md")
     return next((f"{path}/{name}" for name in names if (ROOT / path / name).is_file()), path)
 

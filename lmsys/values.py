@@ -1,7 +1,7 @@
-"""Checks of values that users give: each function returns the value, or raises a ValueError that names it.
+"""Checks of values that users give. A function that *holds* a value to be something returns it if it is.
 
-The message says what would be right. The types at the end are for fields of `lmsys.strict_json.Checked`. Imports no
-torch.
+Else it raises a ValueError whose message names the value and says what would be right. The types at the end are for
+fields of `lmsys.strict_json.Checked`. Imports no torch.
 """
 
 import difflib
@@ -19,7 +19,7 @@ BEYOND = 1e100  # measured numbers lie between 1 / BEYOND and BEYOND, or are 0
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Holds `value` to be a whole number, not a bool, from `least` to `most`; of 64 bits where `most` is not given."""
+    """Holds `value` to be a whole number, not a bool, from `least` to `most`; without `most`, of at most 64 bits."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -85,7 +85,7 @@ def several(name: str, value: Any, kind: Any = object) -> list[Any]:
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | set | frozenset | Mapping):
         raise ValueError(f"{name}={shortly(value)} must be a list or tuple: a set has no order, and text no entries")
     of_kind = (instance(f"{name}[{place}]", entry, kind) for place, entry in enumerate(value))
-    return list(value if kind is object else of_kind)  # the first is quick for many numbers
+    return list(value if kind is object else of_kind)  # without a kind no entry is looked at: quick for many numbers
 
 
 def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
@@ -102,7 +102,7 @@ def hold(*laws: tuple[object, str], error: type[ValueError] = ValueError) -> Non
 
 
 def sentences_of(*facts: tuple[object, str]) -> Iterator[str]:
-    """Yields the sentence of each (condition, sentence) whose condition is true, and that is not empty."""
+    """Yields the sentence of each (condition, sentence) whose condition is true, but no empty sentence."""
     return (sentence for is_so, sentence in facts if is_so and sentence)
 
 

@@ -1,14 +1,14 @@
 """`lmsys verify RESULT.json ... [--benchmarks FOLDER] ...`: recomputes what result files say, on any machine.
 
 It checks the seal of the file and of every record; the statistics of samples; every field that is a function of others;
-work and rates from shapes; and whether anything can be that fast there. Of the timed calls that were checked, it draws
-the inputs again, and compares the recorded rows with the oracle. The benchmarks' own code, from each FOLDER (default:
-benchmarks and dev), does that, so the command verifies benchmarks of your own, too.
+work and rates from shapes; and whether that machine can be so fast. For timed calls whose results a record holds in
+part, it draws the inputs again, and compares these parts with the oracle. The benchmarks' own code, from each FOLDER
+(default: benchmarks and dev), does that, so the command verifies benchmarks of your own, too.
 
 A time is *not proved* where its record has no seal, holds fewer checked calls than its benchmark keeps, one call twice,
-or not all parts of a call, and where its benchmark is not known here. What was *not recomputed*, such as a head that is
-too large or a row that is not known here, is told and is no fault. Exit code 1: something is wrong or not proved; 2:
-bad usage; 130: interrupted (Ctrl-C). A file that takes long says on stderr how far it is.
+or not all parts of a call, and where its benchmark is not known here. *Not recomputed* is no fault: a sentence names
+what it was, such as a head that is too large or a row that is not known here. Exit code 1: something is wrong or not
+proved; 2: bad usage; 130: interrupted (Ctrl-C). Progress in a long file is printed to stderr.
 
 Whoever has this code can forge a result that agrees with itself: see NO_FILE_PROVES.
 """
@@ -33,15 +33,15 @@ from lmsys.measure.machine import Limits
 from lmsys.values import sentences_of, shortly
 
 _ROOT = Path() if any(Path("benchmarks").glob("bench_*.py")) else commands.FOLDER
-FOLDERS = _ROOT / "benchmarks", _ROOT / "dev"  # here, or in the checkout that lmsys is of
+FOLDERS = _ROOT / "benchmarks", _ROOT / "dev"  # in the current folder if it has benchmarks, else in lmsys's checkout
 NOT_RECOMPUTED = "not recomputed: "  # begins a sentence on what cannot be recomputed, which is no fault
 NO_SEAL = f"{NOT_RECOMPUTED}the file has no seal, so nothing shows a changed machine or a record left out"
-NOT_PROVED = "not proved: "  # begins, perhaps behind the call that is meant, a fault for want of proof
+NOT_PROVED = "not proved: "  # begins a fault for want of proof; "timed call N: " may stand before it
 NO_FILE_PROVES = (
     "No file proves how long a call took, nor facts of the machine and of the run that no rate depends on, such as its"
     " name, clocks and temperatures: a seal shows only that they were not changed without sealing them again."
 )
-TOLD_S = 5.0  # seconds between two lines on how far the work is
+TOLD_S = 5.0  # seconds between two lines of progress
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Recomputed:
     """How much of a file was recomputed.
 
     records, calls, elements  the numbers of records, of timed calls that were judged again, and of elements of these
-    left_out                  sentences on what was not recomputed, such as NO_SEAL, each with how often that was so
+    left_out                  sentences on what was not recomputed, such as NO_SEAL, each with how often it came up
     """
 
     records: int = 0
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tell(path: Path, recomputed: Recomputed, faults: Sequence[str]) -> int:
-    """Prints what was found in a file. Returns the number of things that are wrong with it or not proved."""
+    """Prints a file's faults and how much was recomputed. Returns the number of things wrong with it or not proved."""
     for sentence in faults:
         print(f"{path}: {sentence}")
     for sentence, times in recomputed.left_out.items():
@@ -116,7 +116,7 @@ def benchmarks_of(path: Path) -> dict[str, Benchmark]:
 
 
 def _module(path: Path) -> ModuleType:
-    """The module of a file, as pytest would import it: of the package that the folder is, else by its own name."""
+    """The module of a file, imported as pytest would: as part of its folder if that is a package, else by itself."""
     path, in_package = path.resolve(), (path.parent / "__init__.py").is_file()
     root = path.parent.parent if in_package else path.parent
     if str(root) not in sys.path:
@@ -127,9 +127,9 @@ def _module(path: Path) -> ModuleType:
 def verify(
     path: Path, benchmarks: Mapping[str, Benchmark], say: Callable[[str], None] = lambda _: None
 ) -> tuple[Recomputed, list[str]]:
-    """How much was recomputed, and sentences on what is wrong with the file or not proved. ValueError for no result.
+    """How much was recomputed, and sentences on what is wrong with the file or not proved.
 
-    say  called every few seconds with a line on how far the work is
+    ValueError where the file is no result. `say` is called every TOLD_S seconds with a line of progress.
     """
     file = load_file(path)
     content, faults = file["lmsys"], list(_of_entries(file))
@@ -146,13 +146,13 @@ def verify(
             for fault in _of_any_record(record, benchmarks.get(record["benchmark"]), content["machine"], recomputed)
         ]
     faults += [("the file", fault) for fault in _of_seal(file)]
-    # A fault alone says what it is: an id, which the file may choose, stands before it.
+    # The test is on the fault alone, before an id is put in front: a file could choose an id that passes the test.
     recomputed.left_out.update(fault for _, fault in faults if fault.startswith(NOT_RECOMPUTED))
     return recomputed, [f"{where}: {fault}" for where, fault in faults if not fault.startswith(NOT_RECOMPUTED)]
 
 
 def _of_seal(file: fields.Record) -> list[str]:
-    """A sentence on what the file's seal does not show, or shows to be changed; [] where all is as it was."""
+    """[the first sentence that is true of the file's seal], or [] where the seal shows that nothing was changed."""
     content = file["lmsys"]
     sealed, has_others = content.get("seal"), content.get("others") == others_seal(file)
     sentences = sentences_of(
@@ -176,7 +176,7 @@ def _of_seal(file: fields.Record) -> list[str]:
 
 
 def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
-    """(id, fault) where records contradict one another, or pytest-benchmark's entries, which a file may lack."""
+    """(id, fault) where two records have one id, or pytest-benchmark's entries, if there are any, fit no record."""
     ids = Counter((record["benchmark"], record["id"]) for record in file["lmsys"]["records"])
     yield from ((id, f"there are {count} such records") for (_, id), count in ids.items() if count > 1)
     records = {(record["benchmark"], record["id"]): record for record in file["lmsys"]["records"]}
@@ -196,7 +196,7 @@ def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
 def _of_any_record(
     record: fields.Record, benchmark: Benchmark | None, machine: fields.Record, recomputed: Recomputed
 ) -> Iterator[str]:
-    """As `_of_record`; values of kinds that no run writes are a fault, and no traceback."""
+    """Yields what `_of_record` does. An exception, which a record that no run wrote may cause, is a fault as well."""
     try:
         yield from _of_record(record, benchmark, machine, recomputed)
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
@@ -206,6 +206,7 @@ def _of_any_record(
 def _of_record(
     record: fields.Record, benchmark: Benchmark | None, machine: fields.Record, recomputed: Recomputed
 ) -> Iterator[str]:
+    """Yields what is wrong with a record, not proved or not recomputed; counts its calls into `recomputed`."""
     samples, ratio = record.get("samples_s"), record.get("error_ratio") or 0.0
     yield from sentences_of(
         ("seal" not in record, f"{NOT_PROVED}it has no seal, so nothing shows what was changed in it"),
@@ -214,9 +215,9 @@ def _of_record(
         (record["outcome"] == "ok" and ratio > 1, f"it is ok, with an error of {ratio:.3g} times what is allowed"),
     )
     yield from _differences(summarize(samples) if samples else {}, record, "its samples")
-    record = today(record)
+    record = today(record)  # a row of an earlier commit gets the name that benchmarks know
     if benchmark is None:
-        # Only its benchmark says how many checked calls prove a time.
+        # How many checked calls prove a time is known to its benchmark alone.
         lacks = NOT_PROVED if samples else NOT_RECOMPUTED
         yield f"{lacks}there is no benchmark {record['benchmark']!r} here: name its folder by --benchmarks"
         return
@@ -258,6 +259,7 @@ def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.R
 
 
 def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, recomputed: Recomputed) -> Iterator[str]:
+    """Yields what is wrong with a timed call of a record or not recomputed; counts its elements into `recomputed`."""
     where, ratios = f"timed call {call['call']}", call["error_ratios"]
     rounds, of_record = record.get("rounds", 0), record.get("error_ratio")
     is_right = ratios and all(ratio <= 1 for ratio in ratios.values())
@@ -280,6 +282,7 @@ def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, r
 
 
 def _differences(right: Mapping[str, Any], found: Mapping[str, Any], source: str) -> Iterator[str]:
+    """Yields a sentence for each field of `found` that differs from `right`, which was computed from `source`."""
     for name, value in right.items():
         if name in found and not _same(value, found[name]):
             yield f"{name} is {shortly(found[name])}; by {source} it is {shortly(value)}"
@@ -288,7 +291,7 @@ def _differences(right: Mapping[str, Any], found: Mapping[str, Any], source: str
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, float | int) and isinstance(other, float | int) and not isinstance(one, bool):
         try:
-            return math.isclose(one, other, rel_tol=1e-9)  # pure Python on the same numbers
+            return math.isclose(one, other, rel_tol=1e-9)  # Python computes the same from the same numbers, or nearly
         except OverflowError:  # an int beyond every float
             pass
     return bool(one == other)

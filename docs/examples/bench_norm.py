@@ -1,4 +1,6 @@
-"""A norm beside torch's: forward, backward alone, and both, checked before they are timed and while they are.
+"""Times norms beside torch's: forward, backward alone, and both. Results are checked before and during the timing.
+
+`fwd`, `bwd` and `fwdbwd` are the directions. To time a norm of yours, name it by --axis row, or add it to ROWS:
 
 cp docs/examples/bench_norm.py docs/examples/mine.py .
 python -m pytest bench_norm.py --axis row=torch,mine.py:my_norm --axis direction=bwd --benchmark-json norm.json
@@ -67,11 +69,11 @@ class Norm(Benchmark):
                 yield NormCase(grid.name, row, settings.device, *shape)
 
     def setup(self, cases, settings):
-        one = cases[0]
-        shapes = {"x": (one.tokens, one.width), "weight": (one.width,), "dy": (one.tokens, one.width)}
-        dtype = getattr(torch, one.dtype)
+        case = cases[0]
+        shapes = {"x": (case.tokens, case.width), "weight": (case.width,), "dy": (case.tokens, case.width)}
+        dtype = getattr(torch, case.dtype)
         return Draws(
-            {name: torch.empty(s, dtype=dtype, device=one.device) for name, s in shapes.items()}, settings.seed
+            {name: torch.empty(s, dtype=dtype, device=case.device) for name, s in shapes.items()}, settings.seed
         )
 
     def redraw(self, setup, draw):
@@ -93,7 +95,7 @@ class Norm(Benchmark):
         return Step(backward, prepare=forward)
 
     def errors(self, setup, result):
-        """Over twice what torch itself loses in the same dtype, against float64."""
+        """The error of each result against float64, over what is allowed: about twice torch's own in this dtype."""
         inputs = list(setup.tensors.values())
         names, direction = (("y",), "fwd") if torch.is_tensor(result) else (("dx", "dweight"), "bwd")
         exact = run(formula, [x.double() for x in inputs], direction)

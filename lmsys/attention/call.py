@@ -128,10 +128,13 @@ def attention(
 
 
 def row_of(impl: str, case: contract.AttentionCase) -> tuple[Callable[..., Any], bool]:
-    """(the function of the row that runs a case, its trait `isolates`). ValueError if no row, or not `impl`, can."""
+    """(the function of the row that runs a case, its trait `isolates`). ValueError if no row, or not `impl`, can.
+
+    A row that `isolates` keeps NaN in hidden keys out of its results by itself; `hidden.kept_apart` does it for others.
+    """
     return (
         getattr(_TRACED, _traced(impl, *contract.constants_of(case)))
-        if torch.compiler.is_compiling()  # one answer then holds for many lengths
+        if torch.compiler.is_compiling()  # the case then has typical lengths, so that one graph serves many
         else _picked(impl, case)[1]
     )
 
@@ -152,6 +155,7 @@ _TRACED = SimpleNamespace()
 
 @constant
 def _traced(impl: str, *fields: Any) -> str:
+    """The name of the row that runs the case of these fields; its function is put into _TRACED."""
     name, row = _picked(impl, contract.AttentionCase(*fields))
     setattr(_TRACED, name, row)
     return name

@@ -48,9 +48,9 @@ from lmsys.kernels.launch import INTERPRETED, Kernel, arch_of, by_tma, describab
 TILE_BYTES = 1024 if INTERPRETED else 32 * 1024
 ROOM = 200 * 1024  # bytes of shared memory that hold three stages of such tiles of keys and of values
 SOME_ROOM = 160 * 1024  # bytes from which a multiprocessor runs two programs with three stages of half such tiles
-MOST_ROWS = 64  # rows of a tile of queries at most: its heads times its queries
+MOST_ROWS = 64  # the most rows of a tile of queries: its heads times its queries
 MOST_WAVES = 8  # the most waves of programs that `parts_of` considers
-FULL = 0.9  # a share of the GPU's places for programs that counts as all of them, over all waves
+FULL = 0.9  # where this share of the GPU's places for programs is used, over all waves, it counts as full
 BEYOND = {"documents", "prefix", "alibi"}  # options that `decode` does not know
 UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr", "offset_ptr"]
 UNSPECIALISED += ["q_desc", "k_desc", "v_desc", "o_desc"]
@@ -177,7 +177,7 @@ class Plan:
     """How a call is divided and compiled.
 
     heads, queries  heads and queries of a tile of queries
-    num_tiles       tiles of queries that the heads of a group need; all but the first find the keys in L2
+    num_tiles       tiles of queries that the heads of a group need; all but the first find the keys in the L2 cache
     block_k         keys of a tile
     parts           parts that the keys of a group are divided into
     """
@@ -242,8 +242,10 @@ def parts_of(owners: int, most: int, places: int) -> int:
 
 @cache
 def _gpu(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, shared memory of a program in bytes). For Triton's interpreter it is a GPU so small that few
-    keys are divided."""
+    """(number of multiprocessors, bytes of shared memory that a program may have).
+
+    For Triton's interpreter the GPU is so small that few parts fill it.
+    """
     if device.type != "cuda":
         return 8, ROOM
     properties = torch.cuda.get_device_properties(device)
@@ -330,6 +332,7 @@ _kernels: dict[tuple[Any, ...], Any] = {}
 
 
 def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...], tile_d: int) -> Any:
+    """The compiled `_split_keys_kernel` for calls like this one; `tensors` are q, k and v, `others` its arguments."""
     q, precision, (part_o, _, lengths, offset, softcap) = tensors[0], dot_precision(tensors[0]), others[:5]
     sizes = plan.heads, plan.queries, plan.block_k, plan.num_warps, plan.num_stages
     columns, is_result = part_o.shape[-1], plan.parts == 1
@@ -356,6 +359,7 @@ def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...]
 
 
 def _combine(o: Tensor, others: tuple[Any, ...], tile_d: int) -> Any:
+    """The compiled `_combine_kernel` for calls like this one; `others` are its arguments after `o_desc`."""
     key = o.dtype, o.device, o.shape[-1]
     if key not in _kernels:
         options: dict[str, Any] = {"D": tile_d, "PARTS": 32, "CHAINED": _can_chain(o.device), "num_warps": 4}

@@ -184,6 +184,7 @@ class Pattern:
 
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
         """This pattern without options that hide nothing, such as a window as long as the sequence."""
+        # Documents with keys of their own have other positions than the numbers compared below.
         others = self.documents is not None and self.documents.keys is not self.documents
         if isinstance(self.offset, Tensor) or others or self.alibi is not None:
             return self
@@ -213,9 +214,9 @@ def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.d
 def _bounds_of(
     documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
 ) -> Bounds:
-    """The bounds of a pattern of these options, with their `of_keys` where they are kept.
+    """The bounds of a pattern of these options; with their `of_keys` if this result is kept for later calls.
 
-    `of_keys` is computed here rather than on first use: a later call may run in inference mode or be traced.
+    `of_keys` is computed here and not at its first use: a later call may run in inference mode or be traced.
     """
     bounds = Pattern(causal, window, offset, documents, prefix=prefix)._intervals(*shape)
     if not autograd.is_watched() and (documents is None or documents.kept is not None):
@@ -261,7 +262,7 @@ def checked_pattern(
     if key_lengths is not None:
         _check_lengths("key_lengths", key_lengths, q, batch, k.shape[-2])
     heads = q.shape[-3:-2] if q.dim() > 3 else (1,)
-    scores, numbers = (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32)
+    scores, numbers = (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32)  # the scores' shape; dtypes of numbers
     tensors = ("mask", mask, scores, torch.bool), ("bias", bias, scores, *numbers)
     for name, x, shape, *dtypes in (*tensors, ("alibi", alibi, heads, *numbers), ("sinks", sinks, heads, *numbers)):
         if x is not None:
@@ -333,6 +334,7 @@ def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
 
 
 def _check_lengths(name: str, x: Any, q: Tensor, batch: int, most: int | None = None) -> None:
+    """ValueError unless x is (batch,) integers on q's device; with `most`, on a CPU, each from 0 to `most`."""
     check_integers(name, x)
     if x.shape != (batch,):
         raise ValueError(f"{name} must be one for each batch entry, of shape ({batch},); got {tuple(x.shape)}")

@@ -1,8 +1,9 @@
-"""Plots of a view: `lines`, `bars` and `heat_map`, which are steps of layouts, and helpers of other plots.
+"""`lines`, `bars` and `heat_map` draw plots of a view, which is some cases of one benchmark (`views.py`).
 
-Each returns an `items.Plot`, an SVG text with title and caption, or None where there is too little to draw. The same
-cases give the same bytes. `canvas` makes axes in the style of all plots, `drawn` turns them into an `items.Plot`;
-`special` and `answers` draw their own plots between these two. Colours of rows come from the view's `styles`.
+Layouts name these functions as steps. Each returns an `items.Plot`, an SVG text with title and caption, or None where
+there is too little to draw. The same cases give the same bytes. `canvas` makes axes in the style of all plots, `drawn`
+turns them into an `items.Plot`; `special` and `answers` draw their own plots between these two. Colours of rows come
+from the view's `styles`.
 """
 
 import io
@@ -39,7 +40,7 @@ RC = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a dollar sign of a result file is a dollar sign
 }
-DARK = {  # colours on a dark page: paper, ink, black and grid, and rows that LIFT alone would leave too dark
+DARK = {  # colours on a dark page: of paper, ink, black and grid, and of rows that LIFT alone would leave too dark
     "#ffffff": "#111827",
     INK: "#e5e7eb",
     "#000000": "#e5e7eb",
@@ -51,10 +52,10 @@ DARK = {  # colours on a dark page: paper, ink, black and grid, and rows that LI
 }
 FULL_COLOUR = 4.0  # the speedup, or its inverse, from which on a heat map's colour stays the same
 ON_COLOUR = "#1f2937"  # text on a heat map's cells, which stay pale on a dark page
-LIFT = 0.25  # the share of white that colours of other rows get on a dark page, so that a row keeps its hue
+LIFT = 0.25  # the share of white mixed into the colours of other rows on a dark page, so that a row keeps its hue
 MOST_DOTS = 40  # a line with more points has no markers
 APART = " Points of one place come from several runs: not comparable within a few per cent."
-MOST_PLACES = 6  # labels of an axis with even steps; an axis with no more values has a label for each
+MOST_PLACES = 6  # the most labels of an x axis whose values are evenly spaced; fewer values have a label each
 
 
 def canvas(height_in: float) -> Any:
@@ -96,12 +97,12 @@ def add_legend(axes: Any) -> None:
 
 
 def crowded(labels: Sequence[str]) -> bool:
-    """True where labels side by side on an x axis would overlap unless they are slanted."""
+    """True where labels side by side on an x axis, which has room for 45 characters, would overlap unless slanted."""
     return len(labels) * max(map(len, labels), default=0) > 45
 
 
 def add_places(axes: Any, labels: Sequence[str]) -> None:
-    """Labels the x axis at 0, 1, ..."""
+    """Labels the x axis: the first label stands at 0, the next at 1, and so on."""
     slanted = crowded(labels)
     axes.set_xticks(range(len(labels)), labels, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     axes.set_xlim(-0.5, len(labels) - 0.5)  # bars without a height would not widen it to the words in their places
@@ -121,7 +122,7 @@ def plain(value: float, _: object = None) -> str:
 def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> None:
     """Scales the y axis for these values: from 0 to `room` times the greatest, or logarithmic.
 
-    A logarithmic axis has as many labels between the decades as about six in all allow.
+    A logarithmic axis has about six labels: the more decades it covers, the fewer it has in each.
     """
     if not log:
         axes.set_ylim(0, room * max(values))
@@ -129,7 +130,7 @@ def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> 
         axes.set_yscale("log")
         positive = [value for value in values if value > 0]
         decades = math.log10(max(positive) / min(positive))
-        steps = [(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
+        steps = [(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]  # labels of one decade
         subs = next((subs for subs in steps if len(subs) * decades <= 6), steps[-1])
         axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -185,7 +186,7 @@ def lines(
     text, height = (view.first.get(name, name) for name in (ceilings or {}).get(metric, ("", None)))
     if height:
         _add_ceiling(axes, text, height, sum(value > height for value in values))
-        scaled += [height] * (not log)
+        scaled += [height] * (not log)  # a logarithmic axis need not reach the ceiling
     scale_values(axes, scaled, log, 1.08)
     if numbers:
         _scale_places(axes, places)
@@ -246,7 +247,7 @@ def bars(
     ten times or more. `word`, `head`, `about` replace the metric's own in file name, title and caption.
     """
     field, groups = view.fields[metric], view.values(axis)
-    last = _with_heights(view.of(list(view.index([by, axis]).values())), metric)  # of several cases of one place
+    last = _with_heights(view.of(list(view.index([by, axis]).values())), metric)  # the last case of each bar
     heights = last.only("drawn").column("drawn")
     if not heights:
         return None
@@ -259,7 +260,7 @@ def bars(
         cases = {
             groups.index(place) + offset: case for (place,), case in last.having(by, [value]).index([axis]).items()
         }
-        axes.bar(  # without a height it has no bar, but a colour in the legend
+        axes.bar(  # a case without a height has no bar, but its row still has a colour in the legend
             list(cases),
             [case["drawn"] or math.nan for case in cases.values()],
             0.92 * width,
