@@ -13,16 +13,18 @@ judged as float32; so is a float64 result, as the reference is no more exact tha
 
 A flash backward makes errors that naive does not. The budget allows for them; they matter in float32, not in bfloat16.
 P is recomputed as exp(score - lse), so the budget of dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may
-cancel wholly (a query that sees one key), so that of dq has 4 eps32 scale max‖do‖ max‖v‖ max|k| more (norms of rows,
-whose product bounds dP), and that of dk the same with q for k, times sqrt(max(1, G Q / K)) for its sum over queries.
+cancel wholly (a query that sees one key), so the budget of dq has 4 eps32 scale max‖do‖ max‖v‖ max|k| more (norms of
+rows, whose product bounds dP). The budget of dk has the same with q for k, times sqrt(max(1, G Q / K)) for its sum over
+queries.
 
-A row that has no float32 form must also hold a bound in root mean square, since in bfloat16 the bound above lets an
-error of 1 % pass: rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is `naive` with float32
-scores and accumulation, and only P, dS and the o of the backward rounded to t.
+A row that has no float32 form must also keep below a bound in root mean square, since in bfloat16 the bound above lets
+an error of 1 % pass: rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is `naive` with
+float32 scores and accumulation, and only P, dS and the o of the backward rounded to t.
 
-A `Spot` is the part of a timed call's outputs that is judged. There every row must hold such a bound, 3 rms(naive_t -
-ref): a row may be less exact in timed calls than in its check. On the few elements of a spot naive_t may by chance be
-almost exact, so the budget of o has 4 eps32 max|lse| max|o| more there, as that of dv has above.
+A `Spot` is the part of a timed call's outputs that is judged. There every row must keep below such a bound,
+3 rms(naive_t - ref), since a row might be less exact in timed calls than in its check. On the few elements of a spot
+naive_t may by chance be almost exact, so the budget of o has 4 eps32 max|lse| max|o| more there, as that of dv has
+above.
 
 On extreme inputs, which a normal draw does not have (`lmsys.extremes`), |lse| may be thousands, and q hundreds. The
 budget of an extreme spot adds what every flash backward then loses, to first order: P_ij is off by 4 eps32 max(1,
@@ -66,14 +68,14 @@ MAX_ELEMENTS = 2**27  # elements of q or k in the sample: 1 GiB for each float64
 CURVE_STEPS = 100
 CURVE_BUDGET = {"float32": 1e-3, "bfloat16": 0.03}  # nats
 NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
-MEMORY = {  # layouts of inputs in memory: (the layout of `_laid_out`, the tensors that have it, the whole in words)
+MEMORY = {  # layouts of inputs in memory: (layout of `_laid_out`, names of the tensors that have it, description)
     "transposed": ("transposed", ("q", "k", "v", "do"), "inputs transposed in memory"),
     "unaligned": ("unaligned", ("q", "k", "v", "do"), "inputs that are not aligned to 16 bytes"),
     "unaligned gradient": ("unaligned", ("do",), "a gradient that is not aligned to 16 bytes"),
     "expanded": ("expanded", ("k", "v"), "keys and values that are expanded, of stride 0"),
     "constant gradient": ("constant", ("do",), "a gradient of stride 0, as that of o.sum() is"),
 }
-SPOT_TIMES = 3  # a spot may lose so often what plain PyTorch loses, in root mean square: its elements round alike
+SPOT_TIMES = 3  # in root mean square, a spot's error may be so many times plain PyTorch's: few elements round alike
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 
@@ -93,7 +95,7 @@ class Spot:
 
 @dataclass
 class Inputs:
-    """q, do (B, H, Q, D) and k, v (B, Hkv, K, D), drawn in the dtype that is tested. std: of q and k."""
+    """q, do (B, H, Q, D) and k, v (B, Hkv, K, D), drawn in the dtype that is tested; q and k with deviation `std`."""
 
     q: Tensor
     k: Tensor
@@ -127,7 +129,7 @@ class Inputs:
         """Draws new values in place. Autograd does not see it: storage, layout and version stay the same."""
         self.seed = seed
         generator = torch.Generator(self.q.device).manual_seed(seed)
-        for x in (self.q, self.k, self.v, self.do):
+        for x in (self.q, self.k, self.v, self.do):  # only the first element of a dimension of stride 0 exists
             x.data[tuple(slice(None if stride else 1) for stride in x.stride())].normal_(
                 std=self.std if x is self.q or x is self.k else 1.0, generator=generator
             )
@@ -259,18 +261,18 @@ class Oracle:
         if self.grad:
             for name, more in self._recomputing().items():
                 self.budget[name] += more
-        self._carried: dict[str, Tensor] = {}
-        far = self._pattern.alibi is not None and self.dtype == torch.float32
+        self._bounds: dict[str, Tensor] = {}
+        far = self._pattern.alibi is not None and self.dtype == torch.float32  # |lse| may be hundreds
         if self.grad and (far or (spot and spot.extreme)):
-            self._carried = self._carry()
+            self._bounds = self._bounds_of_gradients()
         if spot and spot.extreme:
-            self._carried["o"] = self._carry_forward(merges=case.queries <= FEW_QUERIES)
-        for name, bound in self._carried.items():
+            self._bounds["o"] = self._bound_of_o(merges=case.queries <= FEW_QUERIES)
+        for name, bound in self._bounds.items():
             self.budget[name] += _norm_max(bound)
         self._spot_budget: dict[str, float] = {}  # in root mean square
         if spot and self.dtype != torch.float32:
             for name, ref in others.items():
-                self._spot_budget[name] = rms_budget(ref, plain[name], SPOT_TIMES) + self._carried_rms(name)
+                self._spot_budget[name] = rms_budget(ref, plain[name], SPOT_TIMES) + self._bound_rms(name)
 
     def error_ratios(self, outputs: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
         """Error over budget of each tensor, in the shapes the row gave them; 1 or less is right.
@@ -300,11 +302,11 @@ class Oracle:
     @cached_property
     def _rms_budget(self) -> dict[str, float]:
         mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
-        return {x: rms_budget(self.reference[x], mixed[x]) + self._carried_rms(x) for x in mixed.keys() - {"lse"}}
+        return {x: rms_budget(self.reference[x], mixed[x]) + self._bound_rms(x) for x in mixed.keys() - {"lse"}}
 
-    def _carried_rms(self, name: str) -> float:
-        """The share of an extreme spot in a budget in root mean square."""
-        return norm_rms(self._carried[name]) if name in self._carried else 0.0
+    def _bound_rms(self, name: str) -> float:
+        """The addition of `_bounds` to a budget in root mean square."""
+        return norm_rms(self._bounds[name]) if name in self._bounds else 0.0
 
     def _recomputing(self) -> dict[str, float]:
         """Additions to the budgets of dq, dk, dv for a flash backward, which keeps only the log-sum-exp."""
@@ -319,15 +321,18 @@ class Oracle:
             "dv": self._exponent("dv"),
         }
 
-    def _carry_forward(self, merges: bool) -> Tensor:
-        """By element a bound of the errors in o (U, G, Q, D): P and o are rounded, and weights if a row `merges`."""
+    def _bound_of_o(self, merges: bool) -> Tensor:
+        """By element a bound of the errors in o (U, G, Q, D): P and o are rounded.
+
+        merges  the row combines results of parts of the keys, whose weights are rounded, too
+        """
         bound, eps32 = self.reference["o"].abs(), torch.finfo(torch.float32).eps
         weights = eps32 * _finite(self.reference["lse"]).abs().unsqueeze(-1) * bound if merges else 0.0
         for units, rows, _, _, _, v, p in self._probabilities():
             bound[units, :, rows] += (p.square() @ v.square()).sqrt()
         return torch.finfo(self.dtype).eps / 2 * bound + weights
 
-    def _carry(self) -> dict[str, Tensor]:
+    def _bounds_of_gradients(self) -> dict[str, Tensor]:
         """By element bounds of the errors in dq (U, G, Q, D), dk and dv (U, 1, K, D) that come from P and delta."""
         eps, eps32 = torch.finfo(self.dtype).eps, 4 * torch.finfo(torch.float32).eps
         bounds = {name: torch.zeros_like(self.reference[name]) for name in ("dq", "dk", "dv")}
@@ -363,6 +368,7 @@ class Oracle:
         return 4 * torch.finfo(torch.float32).eps * lse * _norm_max(self.reference[name])
 
     def _pick(self, x: Tensor) -> Tensor:
+        """The sampled heads of x (B, H, ...): (U, G, ...)."""
         return x.detach().unflatten(1, (self._kv_heads, -1))[self._batch, self._head]  # (U, G, ...)
 
     def _picked(self, pattern: Pattern, case: AttentionCase) -> Pattern:
@@ -450,11 +456,12 @@ def ratio_of(
 ) -> float:
     """The error of `output` over its budget: what the `plain` computation loses when it is rounded to `dtype`.
 
-    `error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's largest
-    value. Tensors are also held in root mean square, as attention rows without a float32 form are.
+    `error_ratio` has absolute terms and gradients are small, so all tensors are first divided by a power of two near
+    the reference's largest value. All but scalars are also judged in root mean square, as attention rows without a
+    float32 form are.
 
-    mean   False: not in root mean square, as for what plain PyTorch computes exactly
-    times  how often the loss of plain PyTorch is allowed in root mean square
+    mean   False: no root mean square, as for results that plain PyTorch computes exactly
+    times  how many times plain PyTorch's error is allowed in root mean square
     """
     _, exponent = math.frexp(reference.abs().max().item())
     output, reference, plain = (x.double() / 2.0**exponent for x in (output, reference, plain))
@@ -466,9 +473,10 @@ def ratio_of(
 def curve_ratios(
     losses: Sequence[float], reference: Sequence[float], norm: float, reference_norm: float, dtype: str
 ) -> dict[str, float]:
-    """By name, in words, errors of a training in `dtype` over their budgets: of its worst loss, of its first gradient.
+    """Two errors of a training in `dtype` over their budgets, by their description: of its worst loss, and of `norm`.
 
-    losses, reference  by step; as many are compared as both have, CURVE_STEPS at most
+    losses, reference     by step; as many are compared as both have, CURVE_STEPS at most
+    norm, reference_norm  of the first gradient
     1 or less is right; inf where anything is not finite.
     """
     differences = [a - b for a, b in zip(losses[:CURVE_STEPS], reference, strict=False)]
@@ -484,7 +492,7 @@ def curve_ratios(
 
 
 def rms_budget(reference: Tensor, plain: Tensor, times: float = 2) -> float:
-    """The error in root mean square that is allowed to a row; plain: the result of plain PyTorch."""
+    """The error in root mean square that a row may have: `times` that of `plain`, plain PyTorch's, and 4 eps32."""
     return times * norm_rms(plain - reference) + 4 * torch.finfo(torch.float32).eps * max(1.0, _norm_max(reference))
 
 
@@ -521,6 +529,7 @@ def _mixed(
     first_query: int,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Attention as `naive` computes it, but with the roundings of `_Mixed`."""
     scores, blind = masked_scores(q, k, pattern, scale, first_query)
     v = repeat_heads(v, q.shape[1])
     v = v if pattern.sinks is None else F.pad(v, (0, 0, 0, 1))

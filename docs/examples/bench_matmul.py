@@ -24,7 +24,7 @@ class Product(Case):
 class Matmul(Benchmark):
     name, case_type = "matmul", Product
     axes = (Axis("size", positive, (64, 256)), Axis("dtype", default=DTYPES))
-    fields = fields.columns("size dtype", fields.RATE.called(of=lambda one: 2 * one["size"] ** 3 / one["time_s"]))
+    fields = fields.columns("size dtype", fields.RATE.called(of=lambda case: 2 * case["size"] ** 3 / case["time_s"]))
 
     def cases(self, grid, settings):
         for size, dtype in grid.product("size", "dtype"):
@@ -42,7 +42,7 @@ class Matmul(Benchmark):
 
     def errors(self, setup, product):
         a, b = (x.double() for x in setup.tensors.values())
-        rounding = torch.finfo(product.dtype).eps * len(a) ** 0.5  # of a sum: grows as the root of its number of terms
+        rounding = torch.finfo(product.dtype).eps * len(a) ** 0.5  # a sum's error grows as the root of its terms
         return {"product": ((product - a @ b).abs() / (rounding * a.abs() @ b.abs())).max().item()}
 
 

@@ -1,4 +1,5 @@
-// FlashAttention-2 in CUDA C++: the algorithm and the names of flash_triton.py, one level down.
+// FlashAttention-2 in CUDA C++: the algorithm and the names of flash_triton.py. flash_cuda.py compiles this file and
+// calls the functions at its end. The instructions and the copies between memories are in flash_cuda.cuh.
 //
 // Forward (Dao 2023, arXiv 2307.08691, Algorithm 1): a thread block owns a tile of queries and walks over the keys
 // that it sees; o and the log-sum-exp leave the chip once. Backward (Algorithm 2) in two passes that recompute P:
@@ -10,12 +11,13 @@
 //   from one product into the next in registers.
 // - Two stages of shared memory: while a tile is used, cp.async brings the next. One barrier a tile. (sm_75 has no
 //   cp.async: there each thread loads and stores its part of the next tile, and then computes.)
-// - What the walk does not change (Q and dO of dq_kernel, K and V of dkdv_kernel) is kept in registers where they
-//   suffice, else read from shared memory by each product.
+// - The tiles that a thread block owns (Q and dO in dq_kernel, K and V in dkdv_kernel) are kept in registers where
+//   these suffice, else each product reads them from shared memory.
 // - A warp skips what its own rows do not see, and masks only the tiles that its diagonal or the end of the keys cuts.
-// - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
-// - With a window, which is causal, query i sees keys i - window + 1 to i, and the walk begins and ends at the tiles that
-//   are seen. A query that comes more than a window after the last key sees none: o is 0, and the log-sum-exp -inf.
+// - Under a causal mask the tiles of queries that see most keys come first, in groups of heads whose keys and values
+//   stay in L2 together.
+// - With a window, which is causal, query i sees keys i - window + 1 to i, and only tiles that some query sees are
+//   visited. A query that comes more than a window after the last key sees none: o is 0, and the log-sum-exp -inf.
 //
 // Compiled for one dtype and head dimension, for a window or without: -DELEMENT=__nv_bfloat16 -DHEAD_DIM=128 -DWINDOWED=0,
 // and a tile for each kernel, -DFWD_TILE=... -DDQ_TILE=... -DDKDV_TILE=... (flash_cuda.py chooses).
@@ -31,8 +33,8 @@ constexpr int SHARED_BYTES = (LMSYS_TURING ? 64 : 99) * 1024; // of a thread blo
 
 struct Tile {
     int block_q, block_k, warps;
-    int at_once; // columns of scores that a warp of the backward holds
-    bool kept;   // whether what the walk does not change is kept in registers
+    int at_once; // columns of scores that a warp of the backward holds at a time
+    bool kept;   // true: the owned tiles are kept in registers
     int blocks;  // thread blocks that a multiprocessor should hold
 };
 constexpr Tile FWD{FWD_TILE}, DQ{DQ_TILE}, DKDV{DKDV_TILE};
@@ -126,7 +128,7 @@ __device__ inline void softmax(float (&scores)[BLOCKS][COLUMNS][4], float (&acc)
         for (int j = 0; j < 2 * COLUMNS; ++j) {
             float& x = scores[i / 2][j / 2][i % 2 * 2 + j % 2];
             x = exp2_fast(fmaf(x, scale, -shift));
-            total[i / 2][i % 2] += x; // of this thread's columns
+            total[i / 2][i % 2] += x; // only this thread's columns; row_sum adds those of the others at the end
         }
     }
 }
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
 
     Rows<BLOCKS, FWD.kept> q(q_tile);
     load_tile<BLOCK_Q, THREADS>(q_tile, p.q.head(batch, head), row, p.queries);
-    if (FWD.kept) { // the stages take its place
+    if (FWD.kept) { // then the stages take the place of q in shared memory
         wait_for_copies();
         __syncthreads();
         q.keep();
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
     for (int i = 0; i < 2 * BLOCKS; ++i) top[i / 2][i % 2] = -INF;
     for (int col = start, stage = 0; col < stop; col += BLOCK_K, stage ^= 1) {
         wait_for_copies();
-        __syncthreads(); // this stage is here, and all have done with the other
+        __syncthreads(); // this stage has arrived, and no warp reads the other one any more
         if (col + BLOCK_K < stop) load(col + BLOCK_K, stage ^ 1);
         if (p.causal && col > last_row) continue;
         if (WINDOWED && col + BLOCK_K <= first_key(own_row, p)) continue;
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
 #pragma unroll
         for (int j = 0; j < D / 4; ++j) acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= inverse;
     }
-    if (WINDOWED) wait_for_copies(); // of all, where no query sees a key
+    if (WINDOWED) wait_for_copies(); // where no query sees a key, the loop has not waited
     __syncthreads();
     store_rows(q_tile, acc, p.o.head(batch, head), row, p.queries);
 }
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
     }
 #pragma unroll
     for (int i = 0; i < BLOCKS * D / 2; ++i) dq[i / (D / 2)][i / 4 % (D / 8)][i % 4] *= p.scale;
-    if (WINDOWED) wait_for_copies(); // of all, where no query sees a key
+    if (WINDOWED) wait_for_copies(); // where no query sees a key, the loop has not waited
     __syncthreads();
     store_rows(q_tile, dq, p.dq.head(batch, head), row, p.queries);
 }
@@ -340,14 +342,14 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
     }
 #pragma unroll
     for (int i = 0; i < BLOCKS * D / 2; ++i) dk[i / (D / 2)][i / 4 % (D / 8)][i % 4] *= p.scale;
-    wait_for_copies(); // of k and v, where no query sees these keys
+    wait_for_copies(); // where no query sees these keys, the loop has not waited for k and v
     __syncthreads();
     store_rows(k_tile, dk, p.dk.head(batch, kv_head), col, p.keys);
     __syncwarp();
     store_rows(k_tile, dv, p.dv.head(batch, kv_head), col, p.keys);
 }
 
-// Bytes of shared memory: rows that are kept share theirs with the stages.
+// Bytes of shared memory: tiles that are kept in registers leave their place to the stages.
 constexpr int shared_bytes(int row_tiles, int rows, int stage_rows, bool kept) {
     const int owned = row_tiles * rows, staged = 2 * 2 * stage_rows;
     return (kept ? (owned > staged ? owned : staged) : owned + staged) * D * int(sizeof(T));
@@ -368,8 +370,8 @@ static cudaError_t launch(void (*kernel)(Problem), int heads, int tiles, int war
     return cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(warps * 32), arguments, bytes, p.stream);
 }
 
-// Each returns a cudaError_t. fwd reads q, k, v and writes o and lse; dq reads those and d_o and writes dq and stats;
-// dkdv, after it, reads q, k, v, d_o and stats and writes dk and dv.
+// Each function launches a kernel and returns a cudaError_t. fwd reads q, k, v and writes o and lse; dq reads those and
+// d_o and writes dq and stats; dkdv, after it, reads q, k, v, d_o and stats and writes dk and dv.
 extern "C" int flash_fwd(const Problem* p) {
     return launch(fwd_kernel, p->heads, num_tiles(p->queries, FWD.block_q), FWD.warps, FWD_BYTES, *p);
 }

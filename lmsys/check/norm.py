@@ -31,7 +31,7 @@ BUILT: signature.Roles = {
     "eps": ROLES["eps"],
 }
 EPS = 2.0**-10  # exact, and not a value that an implementation would have built in
-ODD = 33, 237  # no multiple of a tile
+ODD = 33, 237  # no multiples of a kernel's tile
 CASES: tuple[formulas.Case, ...] = (
     (
         formulas.Case("a few rows", (8, 64)),
@@ -64,6 +64,7 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
 def _judged(
     implementation: Any, with_bias: bool, options: question.Options, case: formulas.Case
 ) -> question.Fault | None:
+    """The fault of the implementation in a case, or None."""
     problem = _problem(case, options, with_bias)
     formula, mistakes = (layer_norm, layer_norm_mistakes) if with_bias else (rms_norm, rms_norm_mistakes)
     call = (
@@ -75,7 +76,7 @@ def _judged(
 
 
 def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Called:
-    """A module of the class as a function of x, weight and bias, which replace its parameters."""
+    """A module of the class `implementation` as a function of x, weight and bias, which replace its parameters."""
     x = problem.inputs["x"]
     module = signature.built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
 
@@ -171,8 +172,8 @@ def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
         **formulas.forwards(
             {"squares overflow in the dtype of x: x must be squared in float32": of_parts(rms, False)}, x.dtype
         ),
-        **formulas.forwards(_of_divisors(x.shape[-1], False)),
-        **formulas.backwards(rms_norm, _of_dx(False) | _of_weights(x, False)),
+        **formulas.forwards(_forward_mistakes(x.shape[-1], False)),
+        **formulas.backwards(rms_norm, _dx_mistakes(False) | _weight_gradient_mistakes(x, False)),
     }
 
 
@@ -193,15 +194,15 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
         for more in formulas.padding(width)
     }
     return {
-        **formulas.forwards(plainest | _of_divisors(width, True) | padded),
+        **formulas.forwards(plainest | _forward_mistakes(width, True) | padded),
         **formulas.forwards(
             {"the variance is mean(x^2) - mean(x)^2, which cancels; use mean((x - mean)^2)": _one_pass}, x.dtype
         ),
         **formulas.forwards({"the bias is not added": of_parts(rms, True, bias=0.0)}),
         **formulas.backwards(
             layer_norm,
-            _of_dx(True)
-            | _of_weights(x, True)
+            _dx_mistakes(True)
+            | _weight_gradient_mistakes(x, True)
             | {
                 "the gradients of weight and bias are exchanged": (
                     lambda exact, right: {"weight": right["bias"], "bias": right["weight"]}
@@ -222,6 +223,7 @@ def _with_squares_of_mean(times: float) -> formulas.Formula:
 
 
 def _one_pass(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
+    """LayerNorm in float32 with the variance mean(x^2) - mean(x)^2."""
     x = inputs["x"].float()
     mean = mean_of(x)
     variance = mean_of(x * x) - mean * mean
@@ -231,6 +233,7 @@ def _one_pass(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
 
 
 def _over(width: int, columns: int) -> Divisor:
+    """The divisor of RMSNorm whose sum of squares, of `width` columns, is divided by `columns`."""
     return lambda x, eps: (mean_of(x * x) * width / columns + eps).sqrt()
 
 
@@ -239,7 +242,8 @@ def _root(columns: int | None = None, eps: float | None = None) -> Divisor:
     return lambda x, given: rms(x[..., :columns], given if eps is None else eps)
 
 
-def _of_divisors(width: int, centred: bool) -> dict[str, formulas.Formula]:
+def _forward_mistakes(width: int, centred: bool) -> dict[str, formulas.Formula]:
+    """Mistakes in the divisor, and in how the weight is applied. centred: in LayerNorm, else in RMSNorm."""
     squares = "var" if centred else "mean(x^2)"
     divisors: dict[str, Divisor] = {
         f"eps is added to the root, not under it: sqrt({squares}) + eps": lambda x, eps: rms(x, 0.0) + eps,
@@ -283,20 +287,20 @@ def _of_divisors(width: int, centred: bool) -> dict[str, formulas.Formula]:
     }
 
 
-def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
+def _dx_mistakes(centred: bool) -> dict[str, formulas.Gradients]:
     """Mistakes in dx = rstd (g - mean(g) - n mean(g n)), where g = upstream · weight. Only LayerNorm has mean(g)."""
     less, squares = partial(less_mean, centred=centred), "var" if centred else "mean(x^2)"
     n, root = ("n = (x - mean) / sqrt(var + eps)", "root") if centred else ("n = x / rms", "rms")
 
-    def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:
+    def with_dx(dx_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:
         def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
             do, x = exact.grad_output, less(exact.inputs["x"])
             rstd = 1 / rms(x, exact.settings["eps"])
-            return {"x": made(do * exact.inputs["weight"], x * rstd, rstd, do)}
+            return {"x": dx_of(do * exact.inputs["weight"], x * rstd, rstd, do)}
 
         return gradients
 
-    dx: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    dx: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {  # (g, y, r, do) -> dx; y is n, r is rstd
         f"dx lacks the term n mean(dy w n), {n}: the {root} is treated as a constant": lambda g, y, r, _: r * less(g),
         f"dx adds the term n mean(dy w n), {n}; it must be subtracted": (
             lambda g, y, r, _: r * (less(g) + y * mean_of(g * y))
@@ -314,12 +318,14 @@ def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
             lambda g, y, r, _: r * (g - 2 * mean_of(g) - y * mean_of(g * y))
         ),
     }
-    return {text: of(made) for text, made in dx.items() if centred or "term of the mean" not in text}
+    return {text: with_dx(dx_of) for text, dx_of in dx.items() if centred or "term of the mean" not in text}
 
 
-def _of_weights(x: Tensor, centred: bool) -> dict[str, formulas.Gradients]:
+def _weight_gradient_mistakes(x: Tensor, centred: bool) -> dict[str, formulas.Gradients]:
+    """Mistakes in the gradients of weight and bias, which are sums over the rows of x."""
+
     def of(rows: slice, normalised: bool = True, times: float = 1.0) -> formulas.Gradients:
-        """The gradients of weight and bias, summed over some rows."""
+        """The gradients of weight and bias, `times` their sum over `rows`. normalised False: made of x itself."""
 
         def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
             x = less_mean(exact.inputs["x"], centred)

@@ -145,7 +145,7 @@ def attention() -> Questions:
         q, k, v = drawn("q", *lead, S, M), drawn("k", *lead, LONGEST, M), drawn("v", *lead, LONGEST, M)
         mask = drawn("mask", *lead, S, LONGEST) > 0
         mask[..., :1] = True
-        mask[..., -1:] = False  # so that no row of its opposite is empty
+        mask[..., -1:] = False  # so that no row of the opposite mask, below, is empty
         mistakes = {
             "the mask is the opposite: True hides": attended(q, k, v, ~mask),
             "the mask is ignored": attended(q, k, v),

@@ -1,1 +1,1 @@
-"""Given a callable, says what it cost. Knows no kernel."""
+"""Measures what a callable costs, in time, memory and energy, and describes the machine. Knows no kernel."""

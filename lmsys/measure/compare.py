@@ -1,16 +1,16 @@
-"""Callables sampled side by side, and what becomes of one that fails. Knows no kernel.
+"""Samples several callables side by side, and turns what a failing one raises into an outcome. Knows no kernel.
 
-`lmsys.bench.trial` calls `interleave` with a `Step` per row, and gets the samples of each; `attempt` turns whatever a
-row's call raises into an outcome and a reason.
+A *row* is one of these callables. `lmsys.bench.trial` calls `interleave` with a `Step` for each row, and gets the
+samples of each; `attempt` turns whatever a row's call raises into an outcome and a reason.
 
 Under load the clock of a GPU moves, which swings a figure by up to a fifth, so rows measured minutes apart
 cannot be compared. Here all rows of a comparison take turns (A B C, C A B, ...): round i of one ran beside
 round i of the others, and a speedup is the median of the ratios round by round. The clock also depends on the row
 just before: each round has an order of its own, or one row would always come after the hottest.
 
-Every round has inputs of its own, drawn right before each call. Parts of what a few calls returned are kept, to be
-checked afterwards: which calls, and which parts, is drawn from the system's entropy after the call, so that no row can
-know.
+Every round has inputs of its own, drawn right before each call. Parts of the results of a few calls are kept, to be
+checked afterwards. Which calls and which parts is drawn from the system's entropy after the call, so that no row can
+know it.
 """
 
 import gc
@@ -31,8 +31,8 @@ from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
 
 MAX_ROUNDS = 200
-MOST_LOOKS = 20  # readings of the sensors during one sampling, about
-MOST_OF_EXPECTED = 2.0  # times the expected wall time: then sampling ends, on a machine that has become busy
+MOST_LOOKS = 20  # about how often the sensors are read during one sampling
+MOST_OF_EXPECTED = 2.0  # sampling ends after this many times the expected wall time: the machine has become busy
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 _ENTROPY = random.SystemRandom()
 
@@ -124,11 +124,12 @@ def interleave(
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
     after rounds that only warm the device. With a device clock the host enqueues two rounds ahead of the GPU; where
     launching is slower than executing, the GPU is made to wait. With a loop clock `step.before` runs before each
-    sample. What a row costs is known from the least of `trials` calls; `expect` is called with the seconds that all of
-    it should take. `look` is called between rounds, at even distances and some MOST_LOOKS times: at the device's
-    sensors.
+    sample.
 
-    turns  with another process, which samples rows of these names, too: as many rounds of each, by the same draws
+    trials  calls of each row before the sampling; the quickest one says what a call costs
+    look    called between rounds, at even distances, about MOST_LOOKS times: it reads the device's sensors
+    expect  called with the seconds that the sampling should take
+    turns   takes turns with another process, which samples rows of these names, too: as many rounds, on equal inputs
     """
     taken = _Taken(steps, clock)
     if not (costs := taken.costs(trials)):
@@ -143,13 +144,13 @@ def interleave(
     rounds = {name: max(count, theirs.get(name, 0)) for name, count in rounds.items()}
     expected_s = sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items())
     expect(expected_s)
-    clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
-    looking, distance = CpuClock().cost(look, 0), math.ceil(max(rounds.values()) / MOST_LOOKS)  # costs time as well
-    done = clock.watch()
+    clock.expect(partial(next(iter(steps.values())).redraw_late, 0))  # the bench's own work, equal for all rows
+    look_cost, distance = CpuClock().cost(look, 0), math.ceil(max(rounds.values()) / MOST_LOOKS)
+    end_watch = clock.watch()
     if turns.together:
         turns.begin(-warming)
     else:
-        clock.wait(2 * sum(cost.host_s for cost in (looking,) + tuple(costs.values())))
+        clock.wait(2 * sum(cost.host_s for cost in (look_cost,) + tuple(costs.values())))
     until = time.monotonic() + MOST_OF_EXPECTED * expected_s
     for index in range(-warming, max(rounds.values())):
         if index >= min_rounds and time.monotonic() > until and not turns.together:
@@ -159,12 +160,13 @@ def interleave(
             break
         draw = turns.before(index, _ENTROPY.getrandbits(53))
         looks = index % distance == 0
-        host_s = looks * looking.host_s + sum(costs[name].host_s for name in order)
-        if turns.together:  # the device is idle, and whoever comes first after a wait is the slower for it
+        host_s = looks * look_cost.host_s + sum(costs[name].host_s for name in order)
+        if turns.together:  # the device is idle; the first call after a wait is slower, so it is no sample
             clock.wait(2 * (host_s + costs[order[0]].host_s))
             taken.call(order[0], draw)
         else:
-            clock.wait(1.25 * host_s - sum(costs[name].device_s for name in order))  # launching may take longer now
+            # 1.25: launching may take longer now than in the trial calls.
+            clock.wait(1.25 * host_s - sum(costs[name].device_s for name in order))
         for name in order:
             taken.sample(name, draw, index)
         if looks:
@@ -173,13 +175,13 @@ def interleave(
         if turns.together:
             clock.drain()
             turns.after(index, draw)
-    done()
+    end_watch()
     _read(taken.result, {name: (steps[name], marks) for name, marks in taken.pending.items()}, clock, warming)
     return taken.result
 
 
 class _Taken:
-    """The samples so far. `pending` has, for each row that has not failed, the marks that the clock reads later."""
+    """Samples as they are taken: `pending` has the clock's marks of each row that has not failed, `result` the rest."""
 
     def __init__(self, steps: Mapping[str, Step], clock: Clock):
         self.result, self.pending = Sampled(), dict[str, list[Any]]()
@@ -211,6 +213,7 @@ class _Taken:
             self._clock.forget([sample[0]])
 
     def _attempt(self, name: str, draw: int, index: int) -> tuple[Any, int, Kept | None] | None:
+        """The result of `_sample`; None where the row has failed, whose samples are then dropped."""
         sample, failure = attempt(_sample, self._steps[name], self._clock, draw, index)
         if failure:
             self.result.failures[name] = failure
@@ -232,7 +235,10 @@ def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[s
 
 
 def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:
-    """Fills `result` with what the clock has read, less what the clock itself adds to short calls, by CUPTI."""
+    """Fills `result` with the clock's readings of the marks, without the first `warming` ones.
+
+    The time that the clock itself adds is subtracted. For rows of short calls it is measured here, row by row.
+    """
     readings_of = {}
     for name, (_, marks) in pending.items():
         readings, failure = attempt(clock.read, marks, 0.0)
@@ -304,9 +310,9 @@ def _again(step: Step, clock: Clock) -> Any:
 def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, int, Kept | None]:
     """(the clock's mark, the place of the call among the kept ones, what is kept of its result or None).
 
-    Whether a call is kept is drawn after it: nothing that a row could find while it runs says so. Of the calls from 0
-    on each has the same chance in the end, for a later one takes the place of an earlier one (Vitter, "Random sampling
-    with a reservoir", 1985, algorithm R).
+    Whether a call is kept is drawn after the call, so that a row cannot find out while it runs. Calls of index 0 and
+    more all have the same chance to be kept in the end, since a later one may take the place of an earlier one (Vitter,
+    "Random sampling with a reservoir", 1985, algorithm R).
     """
     if not clock.ahead:
         synchronize("cuda")
@@ -322,7 +328,7 @@ def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, 
 
 
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:
-    """The cost of one sample with its prepare: the least of a few, which also warm caches and clocks."""
+    """The cost of one sample with its prepare: the least of `calls`, which also warm caches and clocks."""
     costs: list[Cost] = []
     marks: list[Any] = []
 

@@ -49,7 +49,7 @@ def train(
         raise chunks.no_text(map(chunks.whole, files))
     merges = learn_merges(counts, vocab_size - smallest)
     vocab = [bytes([byte]) for byte in range(_NUM_BYTES)]
-    vocab += dict.fromkeys(left + right for left, right in merges)
+    vocab += dict.fromkeys(left + right for left, right in merges)  # two merges may give one token
     vocab += [token.encode() for token in special_tokens]
     return codec.Tokenizer(dict(enumerate(vocab)), merges, special_tokens)
 
@@ -76,6 +76,7 @@ def _count(pretokenizer: pretokens.Pretokenizer, chunk: chunks.Chunk) -> tuple[b
     words, counts = pretokens.Words(), np.zeros(0, np.int64)
     for block in pretokenizer.blocks(chunk.read()):
         numbers = words.numbers(block, pretokenizer.starts(block))
+        # Words that are new in this block get a place at the end of the counts.
         counts = np.pad(counts, (0, len(words) - len(counts))) + np.bincount(numbers, minlength=len(words))
     return b"".join(words.list), np.fromiter(map(len, words.list), np.int64, len(words)), counts
 
@@ -114,7 +115,7 @@ class _Learner:
         self.order = {char: _descending(token) for token, char in self.tokens.items()}
         self.chars, self.counts = [""], array("q", [0])
         self.pairs: defaultdict[str, int] = defaultdict(int)
-        self.homes: defaultdict[str, array[int]] = defaultdict(partial(array, "q"))  # an eighth of a list of integers
+        self.homes: defaultdict[str, array[int]] = defaultdict(partial(array, "q"))  # takes less memory than lists
         for word, count in counts.items():
             text, start = word.decode("latin-1"), len(self.chars)
             for place, pair in enumerate(map(add, text, text[1:]), start):
@@ -131,11 +132,11 @@ class _Learner:
         """Merges the next pair, and returns it; None when no pair is left."""
         while self.queue:
             count, _, pair = heapq.heappop(self.queue)
-            now = self.pairs.get(pair, 0)
-            if now == -count:
+            current = self.pairs.get(pair, 0)
+            if current == -count:
                 return self._merge(pair)
-            if 0 < now < -count:
-                heapq.heappush(self.queue, self._entry(pair, now))
+            if 0 < current < -count:
+                heapq.heappush(self.queue, self._entry(pair, current))
         return None
 
     def _entry(self, pair: str, count: int) -> tuple[int, tuple[str, str], str]:
@@ -155,12 +156,12 @@ class _Learner:
             other = behind[place]
             if chars[place] != first or chars[other] != second:
                 continue  # an earlier merge has taken one of the two
-            last, following = before[place], behind[other]
+            previous, following = before[place], behind[other]
             chars[place], chars[other] = char, ""
             behind[place], before[following] = following, place
-            if left := chars[last]:
+            if left := chars[previous]:
                 lefts[left] += counts[place]
-                homes[left + char].append(last)
+                homes[left + char].append(previous)
             if right := chars[following]:
                 rights[right] += counts[place]
                 homes[char + right].append(place)
