@@ -88,12 +88,12 @@ class Failure:
         """The exception to raise: the original one, caused by a ProcessError with its traceback; or only the latter."""
         if self.kind == DIED:
             return ProcessError(DIED, f"a worker process {self.text}")
-        there = ProcessError(self.kind, f"{self.text.splitlines()[-1]} (in a worker process)\n{self.text}")
+        remote = ProcessError(self.kind, f"{self.text.splitlines()[-1]} (in a worker process)\n{self.text}")
         try:
             error: Exception = pickle.loads(self.exception)
         except Exception:
-            return there
-        error.__cause__ = there
+            return remote
+        error.__cause__ = remote
         return error
 
 
@@ -114,7 +114,8 @@ class Worker:
 
     environment  variables besides those of this process
     open_files   descriptors of open files that it inherits, under the same numbers
-    last_words   a shell command that runs, with these files, when this process has ended, before the worker is killed
+    last_words   a shell command that runs when this process has ended, before the worker is killed; it inherits
+                 `open_files`, too
     path         its `sys.path`; None: that of this process
     folder       its working directory; None: that of this process
     """
@@ -220,6 +221,7 @@ class Worker:
                 env=self._environment,
                 cwd=self._folder,
             )
+        # A shell in the worker's process group: its standard input is closed when this process ends.
         self._watcher = subprocess.Popen(
             ["sh", "-c", WATCH.format(self._last_words)],
             stdin=subprocess.PIPE,
@@ -234,9 +236,10 @@ class Worker:
             self._line.send_bytes(message)
 
     def _how_it_ended(self) -> str:
+        """How the process ended, in words, after its connection was closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        self.kill()  # it may still live and have closed its connection
+        self.kill()  # a process may close its connection and live on
         code = self._process.wait()
         return f"died: killed by {signal.Signals(-code).name}" if code < 0 else f"died with exit code {code}"
 

@@ -1,7 +1,8 @@
 """Figures of the notebooks docs/flash_gluon.md and docs/flash_triton.md, and one of docs/install.md.
 
 `python -m dev.figures` calls `figures` and writes them. Each function reads committed runs (`runs.py`) and yields
-tables and sentences of the pages. A plan is one setting of `flash_gluon`'s kernels.
+tables and sentences of the pages. A plan is one setting of `flash_gluon`'s kernels; it is named by the fields in which
+it differs from the default, such as "l2_mib5+wide". The *row's plan* is the one that `flash_gluon` takes by itself.
 """
 
 import json
@@ -17,7 +18,7 @@ from dev.plan_cases import name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BackwardPlan
 
 GLUON, TRITON = "docs/flash_gluon.md", "docs/flash_triton.md"
-ORDER = "wide+late_dv+by_query+fma_exp+peeled"  # fields that all plans of `_short_plans` share, but for "l2_mib5"
+ORDER = "wide+late_dv+by_query+fma_exp+peeled"  # the fields that all plans of `_short_plans` but one have
 SHORT_PLANS = {  # by line of the table of `_short_plans`: the plan, or the row of a peer
     "5 MiB of heads": f"l2_mib5+{ORDER}",
     "22 MiB of heads": f"l2_mib22+{ORDER}",
@@ -39,7 +40,7 @@ EMULATED_FORMS = (
 )
 ENERGY_CELLS = "64-causal", "64-full", "128-causal", "128-full"  # head dimension and mask of each run of energy
 ALL_THREE = {"wide": True, "late_dv": True, "by_query": True}
-# By direction and line of the table: a function from the plan that the row takes to the plan of this line.
+# By direction and line of the table: a function from the row's plan to the plan of this line.
 IDEAS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "bwd": {
         "none of the fields": lambda plan: BackwardPlan(plan.prefetch, plan.l2_mib),
@@ -61,6 +62,7 @@ IDEAS: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 def figures() -> Iterator[Table | Sentence]:
+    """All figures of these pages."""
     yield _short_plans()
     yield from _energy_of_plans()
     yield from _energy_of_rows()
@@ -82,7 +84,7 @@ def _short_plans() -> Table:
 
 
 def energy_cells(direction: str) -> list[dict[str, Record]]:
-    """For each of ENERGY_CELLS, records by plan, or peers' by row. The plan that the row takes is also under "plan"."""
+    """For each of ENERGY_CELLS, records by plan, or peers' by row. The row's plan is under "plan", too."""
     cells = []
     for name in ENERGY_CELLS:
         cases: dict[str, Record] = {}
@@ -100,7 +102,7 @@ def changed(cases: dict[str, Record], direction: str, idea: str) -> Record:
 
 
 def _energy_of_plans() -> Iterator[Table | Sentence]:
-    """Tables and sentences on IDEAS: the speed and energy of each, relative to the plan that the row takes."""
+    """Tables and sentences on IDEAS: the speed and energy of each, relative to the row's plan."""
     cells = {direction: energy_cells(direction) for direction in IDEAS}
     for direction, head in (("bwd", "backward"), ("fwd", "forward")):
         joules = [f"{cases['plan']['energy_j']:.2f}" for cases in cells[direction]]
@@ -114,6 +116,7 @@ def _energy_of_plans() -> Iterator[Table | Sentence]:
                 texts.append("is the plan" if is_plan else f"{ratio(case, cases['plan']):.2f}, {share:.2f}")
             lines.append([idea, *texts])
         yield Table(GLUON, (head, "64 causal"), lines)
+    # (record, that of the row's plan) for all records of both directions.
     pairs = [(case, cases["plan"]) for several in cells.values() for cases in several for case in cases.values()]
     power = bounds((case["energy_power_w"] for case, _ in pairs), "{:.0f}".format)
     yield Sentence(GLUON, "Every row draws {} to {} W", power)
@@ -148,6 +151,7 @@ def _forms() -> Iterator[Table | Sentence]:
         for head_dim in (64, 128):
             ratios = []
             for shape in (run for run in runs if run["D"] == head_dim):
+                # A name is a form and its tile, such as "base(128, 64, 4, 2)".
                 rates = {tuple(name.split("(", 1)): rate for name, rate in shape["tflops"].items()}
                 tiles = [tile for name, tile in rates if name == form]
                 ratios.append(max(rates[form, tile] for tile in tiles) / max(rates["base", tile] for tile in tiles))

@@ -55,6 +55,7 @@ class Bounds:
 
         `tile` is the number of keys in a tile.
         """
+        # The least `first` and `end` are those of the first query, the greatest are those of the last.
         low, full_from, full_to, high = (edge[at] for edge, at in zip(self._edges, (start, stop - 1) * 2, strict=True))
         columns = range(low // tile * tile, high, tile) if low < high else ()
         return [(col, col < full_from or min(col + tile, self.num_keys) > full_to) for col in columns]

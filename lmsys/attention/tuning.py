@@ -83,6 +83,7 @@ def block_d(head_dim: int) -> int:
 
 
 def _tile(sizes: Any) -> Tile:
+    """The tile of an object in the file; ValueError where it is none."""
     names = [field.name for field in fields(Tile)]
     values.hold(
         (
@@ -95,7 +96,7 @@ def _tile(sizes: Any) -> Tile:
     return Tile(**sizes)
 
 
-KEPT = strict_json.Kept("tuning.json", "tuned choices", "tune", _tile)
+KEPT = strict_json.Kept("tuning.json", "tuned choices", "tune", _tile)  # the file, two words of its messages, a check
 _chosen: dict[tuple[object, ...], Tile] = {}  # by (index of the device, *case)
 
 

@@ -132,7 +132,7 @@ AXES = ("batch", "head", "row", "column")
 
 
 def where(wrong: torch.Tensor, axes: Sequence[str] = AXES) -> str:
-    """Describes a mask, by default (B, H, S, D), by the axes on which only some indices are wrong; it follows "in".
+    """Describes a mask, by default (B, H, S, D), by the axes on which only some indices are wrong, for "wrong in ...".
 
     For example "rows 214 to 236 of 237, the last 23 (9.7 % of the elements)".
     """
@@ -152,15 +152,15 @@ def _of_axis(name: str, at: Sequence[int], size: int) -> str:
     """Describes the indices `at` on an axis of this name and size."""
     first, last, count, names = at[0], at[-1], len(at), "batches" if name == "batch" else f"{name}s"
     second = at[min(1, count - 1)]
-    together, ends = count == last - first + 1, f"{names} {first} to {last} of {size}"
-    by_steps = list(at) == list(range(first, last + 1, max(1, second - first)))
+    is_range, ends = count == last - first + 1, f"{names} {first} to {last} of {size}"
+    has_even_steps = list(at) == list(range(first, last + 1, max(1, second - first)))
     return next(
         values.sentences_of(
             (count == 1, f"{name} {first} of {size}"),
-            (together and last == size - 1, f"{ends}, the last {count}"),
-            (together and first == 0, f"{ends}, the first {count}"),
-            (together, ends),
-            (by_steps, f"{names} {first}, {second}, ... {last} of {size}"),
+            (is_range and last == size - 1, f"{ends}, the last {count}"),
+            (is_range and first == 0, f"{ends}, the first {count}"),
+            (is_range, ends),
+            (has_even_steps, f"{names} {first}, {second}, ... {last} of {size}"),
             (True, f"{count} of {size} {names}, from {first} to {last}"),
         )
     )
@@ -183,7 +183,9 @@ WORST = ("wrong", "refused", "right")  # verdicts, the worst first
 
 @dataclass
 class Holds:
-    """A table of answers, each of which is "right", "wrong", or "refused" by an exception.
+    """A table that counts answers: a line for each aspect of the questions, such as an option of attention.
+
+    Each answer is "right", "wrong", or "refused" by an exception.
 
     grad    backwards are checked, too
     counts  the number of answers by aspect, direction and verdict
@@ -193,7 +195,7 @@ class Holds:
     counts: dict[str, dict[str, Counter[str]]] = field(default_factory=dict)
 
     def add(self, aspect: str, fault: Fault | None) -> None:
-        """Counts an answer. If the forward is at fault, the backward counts as nothing."""
+        """Counts an answer. If the forward is at fault, no verdict on the backward is counted."""
         counts = self.counts.setdefault(aspect, {name: Counter() for name in DIRECTIONS})
         verdict = "right" if fault is None else "refused" if fault.raises else "wrong"
         in_forward = fault is not None and not fault.backward
@@ -205,21 +207,22 @@ class Holds:
     def right(self) -> bool:
         """True if nothing is wrong, and something is right in each direction."""
         totals = (
-            sum((of[name] for of in self.counts.values()), Counter[str]()) for name in DIRECTIONS[: 1 + self.grad]
+            sum((counts[name] for counts in self.counts.values()), Counter[str]())
+            for name in DIRECTIONS[: 1 + self.grad]
         )
         return all(total["right"] and not total["wrong"] for total in totals)
 
     def worst(self, direction: str) -> dict[str, str]:
         """The worst verdict in a direction, by aspect."""
-        judged = {aspect: of[direction] for aspect, of in self.counts.items() if of[direction]}
+        judged = {aspect: counts[direction] for aspect, counts in self.counts.items() if counts[direction]}
         return {aspect: next(verdict for verdict in WORST if counts[verdict]) for aspect, counts in judged.items()}
 
     def __str__(self) -> str:
         width = max(map(len, self.counts), default=0) + 2
         lines = ["  " + " " * width + f"{DIRECTIONS[0]:24}{DIRECTIONS[1] * self.grad}".rstrip()]
         lines += [
-            f"  {aspect:{width}}{_cell(of['forward']):24}{_cell(of['backward']) * self.grad}".rstrip()
-            for aspect, of in self.counts.items()
+            f"  {aspect:{width}}{_cell(counts['forward']):24}{_cell(counts['backward']) * self.grad}".rstrip()
+            for aspect, counts in self.counts.items()
         ]
         return "\n".join(lines)
 

@@ -4,7 +4,7 @@ There is a module for each family of benchmarks; `lmsys check` and the benchmark
 All are made by exact operations, so that any machine makes the same bits again.
 """
 
-BEFORE = "philox4x32-10/1"  # `lmsys.draws.VERSION` in old records, whose draws had no extreme parts
+BEFORE = "philox4x32-10/1"  # the `lmsys.draws.VERSION` from before draws had extreme parts; old records name it
 
 
 def has_extremes(generator: str) -> bool:

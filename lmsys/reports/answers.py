@@ -16,9 +16,9 @@ from lmsys.reports import cells, items, load, plots, tables, views, words
 from lmsys.reports.contest import Question, reading_order
 
 FEW = 4  # a line tells how many rows took turns where they are fewer
-# Facts of a line that the CSV leaves out. `Contest.line` explains the facts of a line, in which `over` is the base row
-# and `next` the second fastest. Here `over_as` and `next_as` are these two as readers see them, `named` are the rows
-# that the legend explains, and `details` is the text of a figure that a reader points at.
+# The facts of a table's line that its CSV leaves out. `Contest.line` explains all facts. `over_as` and `next_as` are
+# the texts of two of them: of `over`, the row that speeds are relative to, and of `next`, the second fastest row.
+# `named` are the rows that the legend explains, and `details` is what a reader sees who points at a figure.
 INNER = "details", "run", "named", "unsteady", "rivals", "over_as", "next_as", "measured", "standing"
 ABOUT = (
     "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × NAME means 1.5 times as fast"
@@ -37,8 +37,8 @@ WAYS = {
     "fused": "by kernels of lmsys in place of a compiler, and replayed",
     "eager": "PyTorch's own kernels, one after another",
 }
-# Of the table of the fastest. `_texts` returns the second to the sixth, in this order. `fastest_of` counts on the first
-# two being keys and the third being the time: `keys=2`, `best` and `details` there.
+# The columns of the tables of `fastest_of`. `_texts` returns the second to the sixth, in this order. `fastest_of`
+# counts on the first two being keys and the third being the time: `keys=2`, `best` and `details` there.
 COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest", "MFU", "run"]
 OPTIONAL = {"over the next fastest", "MFU"}  # columns that a table leaves out where all lines are empty there
 ABOUT_MFU = " MFU is that of the fastest row, in the shape where it is highest."
@@ -95,9 +95,9 @@ def questions(machine: load.Machine) -> Iterator[Question]:
     """
     for name in machine.benchmarks:
         if name in machine.layouts:
-            asked = machine.layouts[name].get("fastest")
-            if asked:
-                yield Question(name, **asked, words=machine.words_of(name))
+            declared = machine.layouts[name].get("fastest")
+            if declared:
+                yield Question(name, **declared, words=machine.words_of(name))
             continue
         view = views.view_of(machine, name)
         keys = view.chosen(["@?", "-impl", "-device"])  # the axes that differ between cases, without impl and device
@@ -126,8 +126,10 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     if not lines:
         return None
     in_order = enumerate(dict.fromkeys(map(itemgetter("run"), lines)))
-    runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
-    shown = _shown(question, lines, list(settings))
+    runs = {
+        run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order
+    }  # letters: A, ... Z, A1
+    shown = _shown_keys(question, lines, list(settings))
     heads = [_setting(question, line, shown) for line in lines]
     marks, named, texts = cells.Notes(), set[str](), list[list[str]]()  # texts: by line those of COLUMNS, in order
     for head, line in zip(heads, lines, strict=True):
@@ -138,11 +140,11 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     columns = {head: column for head, column in columns.items() if any(column) or head not in OPTIONAL}
     rows = list(zip(*columns.values(), strict=True))
     name = f"{machine.slug}-fastest-{load.file_name(question.word)}"
-    names, made = load.run_names(machine, runs), load.commands(machine, runs)
+    dates_of, commands = load.run_names(machine, runs), load.commands(machine, runs)
     # A line may have several ways, as "compiled or graphed": so each name is looked for in the text of all lines.
     compiled = " ".join(str(line.get("compile")) for line in lines)
     ways = words.sentence("; ".join(f"{name}: {about}" for name, about in WAYS.items() if name in compiled))
-    dates = ", ".join(f"{letter} of {names[run]}" for run, letter in runs.items())
+    dates = ", ".join(f"{letter} of {dates_of[run]}" for run, letter in runs.items())
     return items.Table(
         name=name,
         title=question.title,
@@ -157,12 +159,15 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         best=frozenset((at, 2) for at, line in enumerate(lines) if line["fastest"]),
         details={(at, column): line["details"] for at, line in enumerate(lines) for column in range(2, len(columns))},
         plot=standing(machine, lines, heads, question.title, name, question.kind),
-        runs=[(f"Run {letter}, of {made[run][0]}", made[run][1]) for run, letter in runs.items()],
+        runs=[(f"Run {letter}, of {commands[run][0]}", commands[run][1]) for run, letter in runs.items()],
     )
 
 
-def _shown(question: Question, lines: Sequence[fields.Record], settings: Sequence[Sequence[object]]) -> list[str]:
-    """The keys that lines tell: those in which lines differ, or the first; also keys `told` in which cases differ."""
+def _shown_keys(question: Question, lines: Sequence[fields.Record], settings: Sequence[Sequence[object]]) -> list[str]:
+    """The keys that make up a line's setting: those in which lines differ, or else the first key.
+
+    A key of `question.told` is among them also where lines agree in it, if `settings`, those of all cases, differ.
+    """
     shown = [name for name in question.keys if len({line[name] for line in lines}) > 1] or list(question.keys)[:1]
     for name, values in zip(question.keys, zip(*settings, strict=True), strict=True):
         if name in question.told and name not in shown and len(set(values)) > 1:
@@ -171,7 +176,7 @@ def _shown(question: Question, lines: Sequence[fields.Record], settings: Sequenc
 
 
 def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> str:
-    """A line's setting in words; a number stands behind its key's label."""
+    """The values of the keys `names` of a line, in words; before a number stands the label of its key."""
     texts = []
     for name in names:
         head = f"{question.keys[name]}\N{NO-BREAK SPACE}" if type(line[name]) in (int, float) else ""
@@ -245,20 +250,20 @@ def _wrong(machine: load.Machine) -> items.Table:
         )
         rows = [[f"nothing was wrong: {len(ran):,} of {len(machine.records):,} cases ran, and {right}"]]
         columns = ["cases"]
-    made = [(f"Run of {name}", command) for name, command in load.commands(machine, runs).values()]
-    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=_right(machine), runs=made)
+    commands = [(f"Run of {name}", command) for name, command in load.commands(machine, runs).values()]
+    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=_right(machine), runs=commands)
 
 
 def _right(machine: load.Machine) -> list[str]:
     """A sentence for each dtype of each benchmark with an axis `dtype`: the rows that were right in all its cases."""
     axes = {name for name, known in machine.fields.items() if "dtype" in known and known["dtype"].role == "axis"}
-    asked = [case for case in machine.records if case["benchmark"] in axes and case.get("dtype")]
-    by_dtype, lines = fields.grouped(((case["benchmark"], str(case["dtype"])), case) for case in asked), list[str]()
-    for benchmark, name in sorted(by_dtype, key=partial(reading_order, {})):
-        ended = fields.grouped((str(case["impl"]), case["outcome"]) for case in by_dtype[benchmark, name])
-        rows = [row for row, ends in ended.items() if "ok" in ends and not set(ends).intersection(verdict.FAILED)]
-        if rows and rows != [name]:  # rows may be dtypes themselves
-            what = f"{words.sentence(benchmark.replace('_', ' '))} that was right in {name}"
+    cases = [case for case in machine.records if case["benchmark"] in axes and case.get("dtype")]
+    by_dtype, lines = fields.grouped(((case["benchmark"], str(case["dtype"])), case) for case in cases), list[str]()
+    for benchmark, dtype in sorted(by_dtype, key=partial(reading_order, {})):
+        by_row = fields.grouped((str(case["impl"]), case["outcome"]) for case in by_dtype[benchmark, dtype])
+        rows = [row for row, ends in by_row.items() if "ok" in ends and not set(ends).intersection(verdict.FAILED)]
+        if rows and rows != [dtype]:  # rows may be dtypes themselves
+            what = f"{words.sentence(benchmark.replace('_', ' '))} that was right in {dtype}"
             lines.append(f"{what}, in every case that ran: {', '.join(rows)}.")
     return lines
 
@@ -267,10 +272,11 @@ def _not_run(machine: load.Machine) -> items.Table | None:
     """A table of the reasons why rows could not run, with the rows, and those of them that ran in another run."""
     lines = []
     for reason, rows in verdict.not_run(machine.records).items():
-        of = [case for case in machine.records if case["impl"] in rows]
-        without = {case["run"] for case in of if case["outcome"] == "unsupported" and case["reason"] == reason}
-        right = fields.grouped((case["run"] in without, str(case["impl"])) for case in of if case["outcome"] == "ok")
-        elsewhere = sorted(set(right.get(False, ())).difference(right.get(True, ()))) if without else []
+        cases = [case for case in machine.records if case["impl"] in rows]
+        refused = {case["run"] for case in cases if case["outcome"] == "unsupported" and case["reason"] == reason}
+        # {True: rows that were right in a run where this reason refused a row, False: those right in other runs}
+        right = fields.grouped((case["run"] in refused, str(case["impl"])) for case in cases if case["outcome"] == "ok")
+        elsewhere = sorted(set(right.get(False, ())).difference(right.get(True, ()))) if refused else []
         also = f"; in another run {', '.join(elsewhere)} ran" * bool(elsewhere)
         lines.append([", ".join(rows), reason + also, str(rows.total())])
     return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
@@ -293,7 +299,7 @@ def _listed(
 
 
 def step_chapters(machine: load.Machine) -> list[items.Chapter]:
-    """The second half: a chapter with one table, a line for each timed training step of any benchmark, models by size.
+    """A chapter with one table: a line for each timed training step of any benchmark, sorted by the model's size.
 
     [] where no step has one of SHARES.
     """
@@ -316,7 +322,7 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
         figures = [cells.shown(view, name, line) for name in ["time_s"] + shares]
         place = f"{line['benchmark']}, {line['section']}".replace("_", " ")
         rows.append([place] + view.texts(shown + ["impl"], line) + figures)
-    most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0], 0))
+    highest = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0], 0))
     alike = ", ".join(f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown)
     table = items.Table(
         name=f"{machine.slug}-mfu",
@@ -327,6 +333,6 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
         data=data,
         keys=2 + len(shown),
         source=machine.about(cases),
-        answer=f"highest: {words.number(100 * most[shares[0]])} %, {most['impl']}, {most['size']}",
+        answer=f"highest: {words.number(100 * highest[shares[0]])} %, {highest['impl']}, {highest['size']}",
     )
     return [items.Chapter("Training steps: MFU", [items.Block("", [table])])]

@@ -25,7 +25,7 @@ from lmsys.values import hold
 # Runs that agree in these facts are of one machine. Versions, driver, commit and the host of a GPU may differ: captions
 # name them.
 HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
-LAST = 1000  # the place on the page of a benchmark whose layout states none
+LAST = 1000  # where a benchmark stands on the page if its layout states no place
 LONGEST_NAME = 120  # of a file, in characters
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
@@ -42,7 +42,7 @@ class LayoutError(InputError):
 
 
 class ValuesError(LayoutError):
-    """Raised where a layout cannot be drawn of the values that records have; of others it may be."""
+    """Raised where a layout fails on the values of these records; it may be drawn of other records."""
 
 
 def no_field(name: str, known: Collection[str]) -> str:
@@ -188,7 +188,7 @@ def by_name(result: Record) -> Record:
 
 
 def machines_in(result: Mapping[str, Any], records: Iterable[Record]) -> Iterator[Machine]:
-    """The machine of these records, which one result has: that of a file, or of a run that has not written it yet."""
+    """The machine of some records of one result: of a file, or of a run that has not written its file yet."""
     named, run = by_name(dict(result)), ("", json.dumps(result["machine"]))
     return machines_of([("", run, case) for case in records], named["fields"], named["rows"], result["layouts"])
 
@@ -196,7 +196,7 @@ def machines_in(result: Mapping[str, Any], records: Iterable[Record]) -> Iterato
 def machines_of(
     cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows, layouts: Mapping[str, Record]
 ) -> Iterator[Machine]:
-    """Sorts cases by machine. `cases`: of each its hardware (`hardware_of`), its run and its record."""
+    """Yields each machine with its cases. `cases`: (hardware, as `hardware_of` gives it; run; record) of each."""
     taken: Counter[str] = Counter()
     for _, of_machine in sorted(grouped((hardware, (run, case)) for hardware, run, case in cases).items()):
         runs = sorted({run for run, _ in of_machine})
@@ -214,7 +214,7 @@ def machines_of(
 
 
 def file_name(text: str) -> str:
-    """The text as part of a file name: letters, digits and `_-`, whatever a result file says, and not too many."""
+    """The text as part of a file name: letters, digits, `_` and `-`, at most LONGEST_NAME of them."""
     name = re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "unnamed"
     digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest[:8]}"

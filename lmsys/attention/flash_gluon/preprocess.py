@@ -35,9 +35,10 @@ def preprocess_kernel(
 ):  # fmt: skip
     """Writes delta and the base-2 log-sum-exp (B H, Q_PADDED), float32, and all else that `backward_kernel` reads.
 
-    That is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and the five scalars in
-    `parameters`. The strides of o and do are in units of 8 numbers. Programs take the last tiles first, so that at the
-    end the L2 cache holds the heads that `backward_kernel` begins with.
+    That is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and five scalars in
+    `parameters`: key heads, tiles of keys, key heads of all batch entries, how many of these are worked on at once, and
+    the bits of sm_scale. The strides of o and do are in units of 8 numbers. Programs take the last tiles first, so that
+    at the end the L2 cache holds the heads that `backward_kernel` begins with.
     """
     tl.extra.cuda.gdc_launch_dependents()
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
@@ -75,7 +76,7 @@ def postprocess_kernel(
     dq32_ptr, dq_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq (B, H, Q, D) = sm_scale * dq32, whose tiles have the order of `add_registers`.
+    """Writes dq (B, H, Q, D) = sm_scale * dq32, whose tiles have the order of `hopper.add_registers`.
 
     Strides are in units of 8 numbers. The last tiles come first: the L2 cache may still hold them.
     """
