@@ -23,8 +23,8 @@ from dev.targets import binary
 from dev.targets.cards import Card
 from lmsys.check import laptop
 
-_run, _impl = JITFunction.run, Library.impl
-NUMBERS = "num_warps", "num_stages", "num_ctas"
+_run, _impl = JITFunction.run, Library.impl  # the originals of functions that `install` replaces
+NUMBERS = "num_warps", "num_stages", "num_ctas"  # options of the compiler that an answer shows
 MOST_THREADS = 1024  # in a block
 MEMORY_BYTES = 16 * 2**30  # the GPU memory that every card claims to have
 # The dispatch keys for which custom operators register implementations, and the keys that they are given here instead.
@@ -107,16 +107,16 @@ def record(load: Callable[[], Callable[[], Any]]) -> Exception | None:
     Exceptions of `load` itself are not caught.
     """
     laptop.running.append(load)  # so that backwards run in `Laptop`, too
-    ended = None
+    raised = None
     with laptop.Laptop():
         call = load()
         try:
             call()
         except Exception as error:
-            ended = error
-    once = {(x.name, str(x.constants), str(sorted(x.dtypes))): x for x in launches}
-    launches[:] = once.values()
-    return ended
+            raised = error
+    distinct = {(x.name, str(x.constants), str(sorted(x.dtypes))): x for x in launches}
+    launches[:] = distinct.values()
+    return raised
 
 
 def compiled(launch: Launch) -> Any:
@@ -136,23 +136,25 @@ def _call_once(call: Callable[[], Any], *_: Any, **__: Any) -> float:
 
 
 def _record(self: Any, *args: Any, grid: Any = None, warmup: bool = False, stream: Any = None, **options: Any) -> Any:
-    launch = Launch(self, tuple(map(_as_it_is, args)), {name: _as_it_is(x) for name, x in options.items()})
+    """Replaces JITFunction.run: a launch is recorded; with `warmup` the kernel is compiled as well, and returned."""
+    launch = Launch(self, tuple(map(_snapshot, args)), {name: _snapshot(x) for name, x in options.items()})
     launches.append(launch)
     if not warmup:
         return None
-    kernel = compiled(launch)  # the caller may read what the kernel needs, and launch it: it must look loaded
+    kernel = compiled(launch)  # it must look loaded: the caller may read the registers that it needs, and launch it
     facts = binary.read(kernel)
     loaded = {"n_regs": facts["registers"], "n_spills": facts["spills"], "n_max_threads": MOST_THREADS}
     vars(kernel).update(loaded, module=self, _run=_always(None))
     return kernel
 
 
-def _as_it_is(x: Any) -> Any:
+def _snapshot(x: Any) -> Any:
     """x, or a copy if it is a descriptor, since an autotuner's hook changes its block for the next configuration."""
     return replace(x, block_shape=list(x.block_shape)) if isinstance(x, TensorDescriptor) else x
 
 
 def _record_each(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Replaces Autotuner.run: launches every configuration that is not pruned, and times none."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     for config in self.prune_configs(kwargs):
         self.best_config = config  # the caller may read it

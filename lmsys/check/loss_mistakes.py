@@ -169,6 +169,8 @@ FIRST_FOR_ALL: dict[str, Gradients] = {
 
 
 def _shifted_by(top: Callable[[Tensor], Tensor]) -> Formula:
+    """The loss that subtracts `top(logits)`, (N, 1), from the logits before the exponential."""
+
     def lse(logits: Tensor) -> Tensor:
         shift = top(logits.detach())
         return (logits - shift).exp().sum(dim=-1).log() + shift[..., 0]
@@ -191,6 +193,7 @@ MAXIMUM = {
 
 
 def _as_they_are(inputs: Inputs, settings: Settings) -> Tensor:
+    """The loss in which ignored tokens count, as tokens of class 0 where `ignore_index` is negative."""
     return F.cross_entropy(logits_of(inputs), settings["targets"].clamp(min=0))
 
 
@@ -240,8 +243,9 @@ def _of_chunks(tokens: int) -> dict[str, Formula]:
 
 
 def _mean_of_means(inputs: Inputs, settings: Settings, size: int) -> Tensor:
-    sums, counted = (x.split(size) for x in (losses(inputs, settings), counts(settings)))
-    return torch.stack([x.sum() / some.sum().clamp(min=1) for x, some in zip(sums, counted, strict=True)]).mean()
+    """The mean over chunks of `size` tokens of each chunk's mean loss."""
+    chunks, counted = (x.split(size) for x in (losses(inputs, settings), counts(settings)))
+    return torch.stack([x.sum() / some.sum().clamp(min=1) for x, some in zip(chunks, counted, strict=True)]).mean()
 
 
 def _smoothed(of_label: float, of_all: float) -> Formula:
@@ -255,7 +259,10 @@ def _smoothed(of_label: float, of_all: float) -> Formula:
 
 
 def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
+    """Mistakes in the backward. counted (N,): True for tokens that are not ignored."""
+
     def times(factor: float) -> Gradients:
+        """All gradients, multiplied by a factor."""
         return lambda problem, right: {name: right[name] * factor for name in problem.inputs}
 
     count, all_counted = int(counted.sum()), bool(counted.all())
@@ -273,7 +280,7 @@ def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
             _through_the_head(lambda p, one_hot: -one_hot + (one_hot * p.log()).sum(dim=-1, keepdim=True), counted)
         ),
     }
-    return {text: made for text, made in gradients.items() if not (all_counted and "ignored" in text)}
+    return {text: mistaken for text, mistaken in gradients.items() if not (all_counted and "ignored" in text)}
 
 
 def _through_the_head(
@@ -300,11 +307,12 @@ def _through_the_head(
 
 
 def _of_weights(counted: Tensor) -> dict[str, Gradients]:
+    """Mistakes in the gradient of the head's weight, a sum over tokens from which a part is left out."""
     tokens = len(counted)
     sizes = {math.ceil(tokens / parts) for parts in (2, 4, 8)}.union(CHUNKS)
     gradients = {}
     for text, rows in parts_of_sum("tokens", tokens, sorted(sizes)).items():
-        some = torch.zeros_like(counted)
-        some[rows] = counted[rows]
-        gradients[text] = _through_the_head(lambda p, one_hot: p - one_hot, some, ("weight",))
+        tokens_left = torch.zeros_like(counted)
+        tokens_left[rows] = counted[rows]
+        gradients[text] = _through_the_head(lambda p, one_hot: p - one_hot, tokens_left, ("weight",))
     return gradients

@@ -20,10 +20,10 @@ from torch import Tensor
 from lmsys.attention.contract import AttentionCase, repeat_heads
 from lmsys.testing import Inputs
 
-TILES = (16, 32, 64, 128, 256)
+TILES = (16, 32, 64, 128, 256)  # rows or columns of a tile that a kernel may have
 ONLINE_TILES = (8, *TILES, 48, 96, 192)  # tile sizes of an online softmax, in keys
-# The most of an error that a rounding may leave unexplained, and still be named: the kernel's tiles and order of sums
-# are unknown, and a number halfway between two others may be rounded either way.
+# A rounding is named if it leaves at most this share of an error unexplained: the kernel's tiles and order of sums are
+# unknown, and a number halfway between two others may be rounded either way.
 UNEXPLAINED = 0.25
 GRADIENTS = ("dq", "dk", "dv")
 Outputs = Mapping[str, Tensor]
@@ -75,24 +75,25 @@ def online(
 ) -> Tensor:
     """o (B, H, Q, D) of an online softmax: by tiles of keys, whose sums are rescaled when the maximum of a row grows.
 
+    tile      keys in a tile
     The options make mistakes:
-    kept      names among "o" and "sum": what is not rescaled
-    detached  "factor" or "maximum" (in P): what a backward treats as a constant, but not the other
+    kept      names what is not rescaled: "o", "sum" or both
+    detached  what alone a backward treats as a constant: "factor", by which sums are rescaled, or "maximum", in P
     divided   False: o is not divided by the sum at the end
-    rounded   names among "scores" (q kᵀ), "P" (as it is multiplied by v) and "sum" (P as it is summed): what is rounded
-    near      how it is rounded
+    rounded   names what is rounded: "scores" (q kᵀ), "P" (as it is multiplied by v), "sum" (P as it is summed)
+    near      the function that rounds it
     """
     scores, v = right.scores(q, k), repeat_heads(v, q.shape[1])
     scores = near(scores / right.scale) * right.scale if "scores" in rounded else scores
     top = torch.full_like(scores[..., :1], -1e300)  # the maximum over the tiles so far
     o = total = torch.zeros_like(top)
     for part, values in zip(scores.split(tile, dim=-1), v.split(tile, dim=-2), strict=True):
-        grown = torch.maximum(top, part.amax(dim=-1, keepdim=True))
-        factor = (top - grown).exp().detach() if detached == "factor" else (top - grown).exp()
-        p = (part - (grown.detach() if detached == "maximum" else grown)).exp()
+        new_top = torch.maximum(top, part.amax(dim=-1, keepdim=True))
+        factor = (top - new_top).exp().detach() if detached == "factor" else (top - new_top).exp()
+        p = (part - (new_top.detach() if detached == "maximum" else new_top)).exp()
         o = (o if "o" in kept else o * factor) + (near(p) if "P" in rounded else p) @ values
         added = (near(p) if "sum" in rounded else p).sum(dim=-1, keepdim=True)
-        top, total = grown, (total if "sum" in kept else total * factor) + added
+        top, total = new_top, (total if "sum" in kept else total * factor) + added
     return o / total if divided else o
 
 
@@ -111,6 +112,7 @@ OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in an online softmax, as op
 
 
 def right(case: AttentionCase) -> Formula:
+    """The formula without a mistake."""
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     causal = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)
     return Formula(scale, causal, lambda head: head // (case.heads // case.kv_heads))
@@ -118,6 +120,7 @@ def right(case: AttentionCase) -> Formula:
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
     """The formula with each mistake of a forward, by the mistake in words, the plainest first."""
+    # Numbers of keys after which a kernel may stop, such as whole tiles.
     ends = {case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}
     changes: dict[str, dict[str, Any]] = {
         **{words: {"scale": scale} for words, scale in _scales(case).items()},
@@ -145,12 +148,13 @@ def mistakes(case: AttentionCase) -> dict[str, Formula]:
 
 
 def _scales(case: AttentionCase) -> dict[str, Any]:
+    """Wrong scales, by the mistake in words."""
     usual, scale = case.head_dim**-0.5, right(case).scale
-    of_its_own = {
+    with_argument = {
         "the argument scale is ignored: scores are multiplied by head_dim ** -0.5": usual,
         "scores are multiplied by scale and by head_dim ** -0.5: scale must replace head_dim ** -0.5": scale * usual,
     }
-    return (of_its_own if case.scale is not None else {}) | {
+    return (with_argument if case.scale is not None else {}) | {
         "there is no scale: scores are q kᵀ": 1.0,
         "scores are divided by head_dim, not by its root": 1 / case.head_dim,
         "scores are multiplied by the root of head_dim, not divided by it": case.head_dim**0.5,
@@ -164,6 +168,7 @@ def _scales(case: AttentionCase) -> dict[str, Any]:
 
 
 def _masks(case: AttentionCase) -> dict[str, Any]:
+    """Wrong masks, as values of `Formula.visible`, by the mistake in words."""
     if not case.causal:
         return {"a causal mask is applied where none is asked for": lambda i, j: j <= i}
     masks: dict[str, Any] = {
@@ -206,20 +211,22 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
     p, dp, lse = seen.softmax(dim=-1), do @ values.mT, seen.logsumexp(dim=-1, keepdim=True)
     delta = (p * dp).sum(dim=-1, keepdim=True)
     rows, ones = torch.arange(case.queries, device=q.device)[:, None], torch.ones_like(do)
-    by_ones = ones @ values.mT
+    dp_of_ones = ones @ values.mT
 
     def by_head(p: Tensor, ds: Tensor, scale: float = scale, do: Tensor = do) -> Tensor:
         """The gradient `name` by query head, (B, H, S, D), from P, dS, the scale and do."""
         return {"dq": lambda: ds @ keys * scale, "dk": lambda: ds.mT @ q * scale, "dv": lambda: p.mT @ do}[name]()
 
     def summed(*args: Any) -> Tensor:
+        """The gradient `name`: of `by_head`, those of a group's query heads are added for dk and dv."""
         gradient = by_head(*args)
         return gradient if name == "dq" else gradient.unflatten(1, (case.kv_heads, -1)).sum(dim=2)
 
     def with_p(p: Tensor) -> Tensor:
+        """The gradient `name` of a backward that recomputes this P."""
         return summed(p, p * (dp - delta))
 
-    made = {
+    gradients = {
         "the scale is missing": summed(p, p * (dp - delta), 1.0),
         "the scale is applied twice": summed(p, p * (dp - delta), scale**2),
         "delta = rowsum(do · o) is not subtracted: dS must be P (dP - delta)": summed(p, p * dp),
@@ -228,7 +235,7 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         "the saved log2-sum-exp is read as a natural log-sum-exp": with_p((seen - lse / math.log(2)).exp()),
         "the saved natural log-sum-exp is read as a log2-sum-exp": with_p((seen - lse * math.log(2)).exp()),
         "do is ignored: the backward uses ones in its place": summed(
-            p, p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True)), scale, ones
+            p, p * (dp_of_ones - (p * dp_of_ones).sum(dim=-1, keepdim=True)), scale, ones
         ),
         **{
             f"delta is computed only for the first half of each tile of {tile} rows": summed(
@@ -240,7 +247,7 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
     }
     if case.causal:
         scores = right(replace(case, causal=False)).scores(q, k)
-        made |= {
+        gradients |= {
             "the causal mask is ignored": with_p((scores - lse).exp()),
             "P is recomputed without the causal mask: masked keys count in its row sum, too": with_p(
                 scores.softmax(dim=-1)
@@ -248,12 +255,12 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         }
     if case.heads != case.kv_heads and name != "dq":
         grouped = by_head(p, p * (dp - delta)).unflatten(1, (case.kv_heads, -1))
-        made |= {
+        gradients |= {
             "only the last query head of a group counts": grouped[:, :, -1],
             "only the first query head of a group counts": grouped[:, :, 0],
             "the group's gradients are averaged, not summed": grouped.mean(dim=2),
         }
-    return made
+    return gradients
 
 
 def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, budget: float) -> str | None:
@@ -262,38 +269,38 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
     `budget` is the error that a right result may have.
     """
     output, good = outputs[name].double(), outputs_of(right(case).forward, inputs)[name]
-    lost, output = ~output.isfinite(), output.nan_to_num(0.0)
+    unusable, output = ~output.isfinite(), output.nan_to_num(0.0)
 
-    def is_(expected: Tensor, times: float = 1.0) -> bool:
+    def equals(expected: Tensor, times: float = 1.0) -> bool:
         """True if the output equals `expected` where it is finite, within `times` the budget.
 
         If the output is not all finite, `expected` must also differ from the right result in its finite part.
         """
-        alike = ((output - expected).abs() <= times * budget) | lost
-        shows = not lost.any() or bool(((good - expected).abs() > budget)[~lost].any())
+        alike = ((output - expected).abs() <= times * budget) | unusable
+        shows = not unusable.any() or bool(((good - expected).abs() > budget)[~unusable].any())
         return bool(expected.isfinite().all()) and bool(alike.all()) and shows
 
     backwards = {} if name == "o" else of_backwards(case, inputs, name)
     tried = {f"{name}: {words}": gradient for words, gradient in backwards.items()}
     for mistake, expected in (tried | _elsewhere(case, inputs, good, name)).items():
-        if not torch.equal(expected, good) and is_(expected):
+        if not torch.equal(expected, good) and equals(expected):
             return mistake
     for mistake, formula in mistakes(case).items():
         larger = max(1.0, abs(formula.scale / right(case).scale))  # errors grow as the scores do
-        if is_(outputs_of(formula.forward, inputs)[name], larger):
+        if equals(outputs_of(formula.forward, inputs)[name], larger):
             return mistake
     for mistake, expected in _of_online_softmax(case, inputs, name).items():
-        if is_(expected, max(1.0, float(expected.abs().max() / good.abs().max()))):
+        if equals(expected, max(1.0, float(expected.abs().max() / good.abs().max()))):
             return mistake
-    if name == "o" and inputs.q.dtype == torch.float32 and not lost.any():
-        left = {mistake: float((output - x).norm()) for mistake, x in _roundings(case, inputs).items()}
-        nearest = min(left, key=left.__getitem__)
-        if left[nearest] < UNEXPLAINED * float((output - good).norm()):
+    if name == "o" and inputs.q.dtype == torch.float32 and not unusable.any():
+        errors = {mistake: float((output - x).norm()) for mistake, x in _roundings(case, inputs).items()}
+        nearest = min(errors, key=errors.__getitem__)
+        if errors[nearest] < UNEXPLAINED * float((output - good).norm()):
             return nearest
-    if lost.any():
-        return _rows_of("unwritten, or NaN", lost)
+    if unusable.any():
+        return _rows_of("unwritten, or NaN", unusable)
     factor = float((output * good).sum() / good.square().sum())
-    if math.isfinite(factor) and abs(factor - 1) > 1e-6 and is_(factor * good):
+    if math.isfinite(factor) and abs(factor - 1) > 1e-6 and equals(factor * good):
         return f"{name} is {factor:.4g} times what is right"
     return _rows_of("zeros", output == 0) or _only(~((output - good).abs() <= budget))
 
@@ -316,7 +323,10 @@ def _only(wrong: Tensor) -> str | None:
 
 
 def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> dict[str, Tensor]:
-    """The output `name` of a kernel that reads or writes the wrong places in memory, by the mistake in words."""
+    """The output `name` of a kernel that reads or writes the wrong places in memory, by the mistake in words.
+
+    good  the right output
+    """
     q, k, v, do = (
         torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in inputs.tensors.values()
     )
@@ -371,7 +381,7 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
 
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """x rounded to `dtype`, as float64. None: to ten bits of mantissa, which TF32 and float16 have."""
-    bits = (x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
+    bits = (x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF  # drops 13 of the mantissa's 23 bits
     return (bits.view(torch.float32) if dtype is None else x.to(dtype)).double()
 
 

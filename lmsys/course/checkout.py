@@ -88,7 +88,7 @@ def load() -> Any:
 
 def _find(module: str) -> None:
     """Puts the folder of a module on the path, of this process and those that it starts, or marks it as missing."""
-    folders = [
+    folders = [  # those that hold a file of this name, or a package: the parent of a package's own folder
         str(file.parents[file.stem == "__init__"])
         for name in (f"{module}.py", f"{module}/__init__.py")
         for file in Path.cwd().glob(f"[!.]*/**/{name}")

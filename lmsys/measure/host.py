@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-LEAST_LOAD_S = 0.2
-BUSY = 0.1  # of the CPU's time: what others take at most of a CPU that is ours
+LEAST_LOAD_S = 0.2  # the shortest time over which a load is measured
+BUSY = 0.1  # the share of the CPU's time above which other programs count as a disturbance
 GROUPS = (  # a control group's limit, what it holds and what of that it could drop, in cgroup 2 and in cgroup 1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -19,7 +19,7 @@ GROUPS = (  # a control group's limit, what it holds and what of that it could d
 
 
 def available_bytes(root: Path = Path("/")) -> float:
-    """The bytes that the machine, and a container's limit, still allow; infinity where that is not told."""
+    """The bytes that the machine, and a container's limit, still allow; infinity where Linux does not tell them."""
     least, groups = float("inf"), root / "sys/fs/cgroup"
     with suppress(OSError, KeyError):
         least = 1024.0 * int(_facts(root / "proc/meminfo")["MemAvailable:"])
@@ -31,6 +31,7 @@ def available_bytes(root: Path = Path("/")) -> float:
 
 
 def _facts(file: Path) -> dict[str, str]:
+    """The second word of each line by the first."""
     return {words[0]: words[1] for words in map(str.split, file.read_text().splitlines())}
 
 
@@ -51,8 +52,12 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """At a moment `at_s`: CPU seconds since the machine began, of everybody on the cores that this process may use, and
-    of a family of processes; `at_s` by `time.monotonic`."""
+    """CPU seconds that were used since the machine began.
+
+    at_s    when, by `time.monotonic`
+    busy_s  by all processes, on the cores that this process may use
+    own_s   by a process and all that it has started, which are called its family
+    """
 
     at_s: float
     busy_s: float
@@ -60,7 +65,7 @@ class Load:
 
 
 def load(parent: int, root: Path = Path("/")) -> Load | None:
-    """The load now, `parent` and all that it has started being the family; None where Linux does not tell."""
+    """The load now, with the family of `parent`; None where Linux does not tell it."""
     with suppress(OSError, ValueError, IndexError):
         ticks, processes = os.sysconf("SC_CLK_TCK"), processes_in(root / "proc")
         family_ticks = sum(processes[pid][1] for pid in family_of(parent, processes) if pid in processes)
@@ -73,7 +78,7 @@ def load(parent: int, root: Path = Path("/")) -> Load | None:
 
 
 def family_of(parent: int, processes: dict[int, tuple[int, int]]) -> set[int]:
-    """`parent` and all that it has started, of what `processes_in` tells."""
+    """The numbers of `parent` and all that it has started. `processes`: as `processes_in` gives them."""
     family = {parent}
     while more := {pid for pid, (above, _) in processes.items() if above in family} - family:
         family |= more
@@ -83,7 +88,7 @@ def family_of(parent: int, processes: dict[int, tuple[int, int]]) -> set[int]:
 def others_share(before: Load | None, after: Load | None) -> float | None:
     """The share of the cores' time between two moments that went to others than the family, from 0 to 1.
 
-    None where it is not told, and for less than LEAST_LOAD_S: what a core does is counted by ticks of 10 ms.
+    None where it is not known, and for less than LEAST_LOAD_S, since Linux counts in ticks of 10 ms.
     """
     if before is None or after is None or (seconds := after.at_s - before.at_s) < LEAST_LOAD_S:
         return None
@@ -92,14 +97,14 @@ def others_share(before: Load | None, after: Load | None) -> float | None:
 
 
 def others_now(seconds: float = 1.25 * LEAST_LOAD_S) -> float | None:
-    """The share of the cores' time that others than this process take in the next `seconds`; None where not told."""
+    """The share of the cores' time that others than this process take in the next `seconds`; None if not known."""
     before = load(os.getpid())
     time.sleep(seconds)
     return others_share(before, load(os.getpid()))
 
 
 def processes_in(proc: Path) -> dict[int, tuple[int, int]]:
-    """By a process's number: its parent's, and the ticks that it and those that it has waited for have used."""
+    """{a process's number: (its parent's number, the ticks that it and the children it has waited for have used)}."""
     processes = {}
     for folder in proc.iterdir():
         if folder.name.isdecimal():

@@ -395,8 +395,8 @@ class TransformerLM(nn.Module):
         """Runs the blocks of a group."""
         layers = list(self.layers)
         for start in range(group.first, group.stop, self._together):
-            some = slice(start, min(start + self._together, group.stop))
-            x = self._run(layers[some], x, attend[some], self.rope, positions, group.level)
+            blocks = slice(start, min(start + self._together, group.stop))
+            x = self._run(layers[blocks], x, attend[blocks], self.rope, positions, group.level)
         return x
 
     def _rounded_shown(self) -> AbstractContextManager[None]:

@@ -126,9 +126,8 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     if not lines:
         return None
     in_order = enumerate(dict.fromkeys(map(itemgetter("run"), lines)))
-    runs = {
-        run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order
-    }  # letters: A, ... Z, A1
+    # The letter of each run: A to Z, A1, B1, ...
+    runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
     shown = _shown_keys(question, lines, list(settings))
     heads = [_setting(question, line, shown) for line in lines]
     marks, named, texts = cells.Notes(), set[str](), list[list[str]]()  # texts: by line those of COLUMNS, in order
