@@ -16,6 +16,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
@@ -26,7 +27,7 @@ def sizes(_: Path) -> str:
     for size in ("small", "medium", "large", "xl", "2.7b", "10b"):
         config = model_config(size, context_length=512)
         footprint = asdict(memory.training_memory(config, 4, 512, "fp32"))
-        residual = f"{4 * 512 * config.d_model * 4 / MIB:.4g}"
+        residual = f"{4 * 512 * config.d_model * 4 / MIB:.4g}"  # batch, context, width, bytes
         rows.append((size, *(f"{value / GIB:.2f}" for value in footprint.values()), residual))
     heads = ("size", *(f"{name}, GiB" for name in footprint), "residual, MiB")
     return (
@@ -63,7 +64,10 @@ def accounting(_: Path) -> str:
 
 
 def buckets(_: Path) -> str:
-    """The problem `ddp_bucketed_benchmarking` (b): the overhead of s bytes in n buckets, and the best bucket size."""
+    """The problem `ddp_bucketed_benchmarking` (b): the overhead of s bytes in n buckets, and the best bucket size.
+
+    o is the seconds that a call of a collective costs, w the bandwidth in bytes per second.
+    """
     s, o, w = 8e9, 3e-5, 1e11
     best = communication.optimal_bucket_bytes(s, o, w)
     rows = [

@@ -15,7 +15,7 @@ from lmsys.registry import Traits
 class AttentionTraits(Traits):
     """Traits of an attention row. A function in a user's file has them as attributes.
 
-    keeps_scores  it holds Q x K scores: memory grows as the square of the length
+    keeps_scores  it holds Q x K scores, so its memory grows as the square of the length
     isolates      NaN and infinity in keys that a pattern hides from a query never reach that query's result
     mask          "module:attr" of a function (pattern, queries, keys, device), which makes the mask or the intervals
                   that the row reads in place of the pattern: benchmarks time it
@@ -37,12 +37,13 @@ class StrategyTraits(Traits):
     accumulates       backwards under no_sync() may come before one that synchronizes
     sums_each_backward  every backward is summed over ranks, also under no_sync(): gradients are added over ranks
                       first, and then over micro-batches
-    all_reduce_model  the latency and bandwidth of an all-reduce predict how much communication its buckets expose
-    takes_bucket_mb   the benchmark's bucket sizes are its option `bucket_mb`
-    tuned_bucket_mb   the benchmark chooses its option `bucket_mb` by timing a few
-    comm_dtypes       the benchmark's communication dtypes are its option `comm_dtype`
-    compute_dtype     with precision bf16 the benchmark sets its option `compute_dtype` to bfloat16, so that parameters
-                      are gathered in the dtype of the matmuls
+    all_reduce_model  the latency and bandwidth of an all-reduce predict how much of its communication no computation
+                      hides
+    takes_bucket_mb   it has an option `bucket_mb`, to which the benchmark gives each of its bucket sizes
+    tuned_bucket_mb   it has an option `bucket_mb`, which the benchmark chooses by timing a few sizes
+    comm_dtypes       it has an option `comm_dtype`, to which the benchmark gives each of its communication dtypes
+    compute_dtype     it has an option `compute_dtype`, which the benchmark sets to bfloat16 with precision bf16, so
+                      that parameters are gathered in the dtype of the matmuls
     halves_sums       the mean over two ranks is half of their sum: two such strategies have equal bits in float32
     fused_adamw       its parameters are DTensors: the optimizer must be torch's own AdamW, on a GPU the fused one
     why_not_graphed   why its step cannot be replayed as a CUDA graph; empty: it can

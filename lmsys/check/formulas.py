@@ -26,7 +26,7 @@ Formula = Callable[[Inputs, Settings], torch.Tensor]
 RESULT = "result"
 BLOCKS = (32, 64, 128, 256, 512, 1024)  # columns that a kernel may take at a time
 NARROW = torch.bfloat16, torch.float16
-DTYPES = (torch.float32,) + NARROW
+DTYPES = (torch.float32,) + NARROW  # those that cases have
 
 
 @dataclass(frozen=True)
@@ -154,19 +154,21 @@ def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64
 
 def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
     """Mistakes made in the backward alone: each gives some of the gradients. The first of them ignores grad_output."""
-    tried: dict[str, Gradients] = {
-        "grad_output is ignored: the backward uses ones in its place": partial(_ones, formula),
+    mistaken: dict[str, Gradients] = {
+        "grad_output is ignored: the backward uses ones in its place": partial(_with_ones, formula),
         **gradients,
     }
-    return {text: partial(_backward, formula, made) for text, made in tried.items()}
+    return {text: partial(_backward, formula, gradients_of) for text, gradients_of in mistaken.items()}
 
 
-def _ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
+def _with_ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
+    """The gradients of the formula for a grad_output of ones."""
     outputs = outputs_of(formula, replace(exact, grad_output=torch.ones_like(exact.grad_output)))
     return {name: outputs[name] for name in exact.inputs}
 
 
-def _backward(formula: Formula, made: Gradients, problem: Problem) -> Outputs:
+def _backward(formula: Formula, gradients_of: Gradients, problem: Problem) -> Outputs:
+    """The mistaken gradients for a problem, which is given to `gradients_of` in float64."""
     if not problem.grad:
         return {}
     exact = replace(
@@ -174,7 +176,7 @@ def _backward(formula: Formula, made: Gradients, problem: Problem) -> Outputs:
         inputs={name: x.detach().double() for name, x in problem.inputs.items()},
         grad_output=problem.grad_output.double(),
     )
-    return made(exact, outputs_of(formula, exact))
+    return gradients_of(exact, outputs_of(formula, exact))
 
 
 def padding(width: int) -> list[int]:
@@ -190,7 +192,8 @@ def cut(width: int) -> list[int]:
 def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice]:
     """By mistake in words, the rows over which a weight's gradient is summed, instead of over all `count` rows.
 
-    `rows` is their name, and `sizes` the possible sizes of a block of rows.
+    rows   what a row is called in words, such as "tokens"
+    sizes  the possible sizes of a block of rows
     """
     parts = {}
     for size in (size for size in sizes if size < count):
@@ -282,40 +285,41 @@ def explain(
 
     The mistake must also give the outputs before `name`: a right result excludes a mistake of the forward.
     """
-    output, right, losing = outputs[name], reference[name], plain[name]
+    output, right, plain_output = outputs[name], reference[name], plain[name]
     names, mean = list(reference)[: list(reference).index(name) + 1], not problem.extreme
     for text, outputs_with in mistakes.items():
-        made = outputs_with(problem)
-        alike = (_alike(outputs[x], made[x], reference[x], plain[x], mean) for x in names if x in made)
-        if name not in made or not all(alike):
+        mistaken = outputs_with(problem)
+        alike = (_alike(outputs[x], mistaken[x], reference[x], plain[x], mean) for x in names if x in mistaken)
+        if name not in mistaken or not all(alike):
             continue
         # A mistake that gives the right result, as it may for some inputs, explains nothing.
-        if not (made[name].isfinite().all() and _ratio(made[name], right, losing, mean) <= 1):
+        if not (mistaken[name].isfinite().all() and _ratio(mistaken[name], right, plain_output, mean) <= 1):
             return text
     # A scalar is a multiple of any other, which would say nothing.
-    known = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())
-    factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
-    shows = math.isfinite(factor) and _ratio(factor * right, right, losing) > 1
+    has_factor = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())
+    factor = float((output.double() * right).sum() / right.square().sum()) if has_factor else math.nan
+    is_wrong = math.isfinite(factor) and _ratio(factor * right, right, plain_output) > 1
     return (
         f"{_called(name)} is {factor:.4g} times what is right"
-        if shows and _alike(output, factor * right, right, losing)
+        if is_wrong and _alike(output, factor * right, right, plain_output)
         else None
     )
 
 
 def _alike(
-    output: torch.Tensor, made: torch.Tensor, right: torch.Tensor, plain: torch.Tensor, mean: bool = False
+    output: torch.Tensor, mistaken: torch.Tensor, right: torch.Tensor, plain: torch.Tensor, mean: bool = False
 ) -> bool:
-    """True if `output` and `made` are finite at the same places, and equal there within the budget of the right one.
+    """True if `output` and `mistaken` are finite at the same places, and equal there within the budget of `right`.
 
-    mean  as in `_ratio`
+    plain  what plain PyTorch gives in place of `right`; its error makes the budget
+    mean   as in `_ratio`
     """
-    made, finite = made.double(), made.isfinite()
+    mistaken, finite = mistaken.double(), mistaken.isfinite()
     if not bool((finite == output.isfinite()).all()):
         return False
-    made, output = made.where(finite, 0), output.double().where(finite, 0)
-    lost = (plain.double() - right).where(finite, 0)
-    return not bool(finite.any()) or _ratio(output, made, (made + lost).to(plain.dtype), mean) <= 1
+    mistaken, output = mistaken.where(finite, 0), output.double().where(finite, 0)
+    error = (plain.double() - right).where(finite, 0)
+    return not bool(finite.any()) or _ratio(output, mistaken, (mistaken + error).to(plain.dtype), mean) <= 1
 
 
 def _called(name: str) -> str:
@@ -325,6 +329,7 @@ def _called(name: str) -> str:
 def _fault(
     name: str, names: Sequence[str], output: torch.Tensor, right: torch.Tensor, ratio: float, mistake: str | None
 ) -> question.Fault:
+    """The fault of the output `name`; those of `names` that stand before it are right. ratio: its error over budget."""
     at = question.worst(output, right)
     place = f"[{', '.join(map(str, at))}]" * bool(at)
     lines = [

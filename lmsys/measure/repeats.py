@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-LEAST, MOST = 3, 10  # number of calls: the first two may agree by chance
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+LEAST, MOST = 3, 10  # numbers of calls: two may agree by chance
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element, integers of its size
 Outputs = Mapping[str, Tensor]
 
 
 def repeated(call: Callable[[], Outputs], seconds: float = 0.0) -> tuple[dict[str, Tensor], int, dict[str, float]]:
-    """(copies of the first call's tensors, the number of calls, how far at most each tensor was from its copy where
-    its bits differed, by name). At least LEAST calls, one right behind another; more while `seconds` are left, at most
-    MOST."""
+    """(copies of the first call's tensors, the number of calls, the largest differences from these copies).
+
+    The differences are by name, of those tensors alone whose bits differed in any call. Calls follow one another: LEAST
+    at least, more while `seconds` are left, and MOST at most.
+    """
     first = {name: x.detach().clone() for name, x in call().items()}
     differ: dict[str, float] = {}
     calls, end = 1, time.perf_counter() + seconds
@@ -28,15 +30,16 @@ def repeated(call: Callable[[], Outputs], seconds: float = 0.0) -> tuple[dict[st
 
 
 def apart(outputs: Outputs, expected: Outputs) -> dict[str, float]:
-    """The largest difference of each expected tensor whose bits are not those found, among its finite elements."""
+    """{name: the largest difference among finite elements} of those outputs whose bits are not the expected ones."""
     return {name: _distance(outputs[name], x) for name, x in expected.items() if not _same(outputs[name], x)}
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
     bits = BITS[x.element_size()]
-    return torch.equal(x.detach().view(bits), y.view(bits))  # NaN is itself, and -0.0 is not 0.0
+    return torch.equal(x.detach().view(bits), y.view(bits))  # as bits NaN equals itself, and -0.0 differs from 0.0
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
+    # In parts, whose copies in float64 need little memory.
     parts = zip(*(x.detach().reshape(-1).split(2**24) for x in (first, second)), strict=True)
     return max((x.double() - y.double()).abs().nan_to_num(0.0, posinf=0.0).max().item() for x, y in parts)

@@ -12,8 +12,8 @@ from textwrap import wrap
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, load, tables, views, words
 
-MOST = 20  # lines of a benchmark at most, unless `every` case is asked for
-NARROW = 18  # characters that a setting has at least, in a narrow terminal
+MOST = 20  # the most lines of a benchmark, unless `every` case is asked for
+NARROW = 18  # the fewest characters that a setting gets, in a narrow terminal
 SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in cells.CEILINGS.items()}
 HEADS = SHARES | {fields.ERROR.name: "error"}
 SIZES = int, float  # types of values that are sizes
@@ -31,8 +31,8 @@ def lines(
     """Yields the lines of a table for each benchmark of which a case was timed.
 
     result    machine, fields, rows and records, as in a result file
-    every     all cases that ran, in place of MOST lines of a benchmark
-    contends  returns True for a case of a row that does the same work as the others of its comparison
+    every     True: all cases that ran are shown, not only MOST lines of each benchmark
+    contends  returns True for a case whose row does the same work as the others of its comparison
     width     characters of a line; by default those of this terminal
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
@@ -47,15 +47,15 @@ def lines(
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
-    """Yields the lines of a benchmark's table; `every`: of all its comparisons, else of the largest of each setting."""
+    """Yields the lines of a benchmark's table: of all comparisons if `every`, else of each setting's largest one."""
     of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # axes in which the rows of one comparison may differ
     for part in view.groups(["comparison"]).values():
         of_rows.update(filter(part.varies, view.axes()))
-    asked = [name for name in view.axes() if name not in of_rows]
-    axes = sorted(asked, key=lambda name: (type(view.first[name]) in SIZES, -len(view.values(name))))
-    words_of_axes = ["section"] + [name for name in axes if type(view.first[name]) not in SIZES]
-    questions = view.ordered(*axes).groups(["comparison"] if every else words_of_axes).values()
-    parts = [max(part.groups(["comparison"]).values(), key=_size) for part in questions][: None if every else MOST]
+    of_settings = [name for name in view.axes() if name not in of_rows]
+    axes = sorted(of_settings, key=lambda name: (type(view.first[name]) in SIZES, -len(view.values(name))))
+    without_sizes = ["section"] + [name for name in axes if type(view.first[name]) not in SIZES]
+    settings = view.ordered(*axes).groups(["comparison"] if every else without_sizes).values()
+    parts = [max(part.groups(["comparison"]).values(), key=_size) for part in settings][: None if every else MOST]
     shown = view.of([part.first for part in parts])
     axes = list(filter(shown.varies, axes))
     rates = [name for name, field in view.fields.items() if field.unit.endswith("/s") and view.has(name)]
@@ -70,13 +70,13 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
 
 
 def _size(part: views.View) -> tuple[bool, float]:
-    """A key that sorts comparisons by the least time of a row, behind those of which all cases were disturbed."""
+    """A key that sorts comparisons by the least time of a row; those of which all cases were disturbed come first."""
     timed = verdict.undisturbed(part.only("time_s").cases)
     return any(not case["disturbed"] for case in timed), min(map(verdict.time_of, timed), default=0.0)
 
 
 def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
-    """A case's values of these fields, joined by commas; a number stands behind its label."""
+    """A case's values of these fields, joined by commas; before a number stands its label."""
     known = [(name, case[name]) for name in names if case[name] is not None]
     return ", ".join(value if isinstance(value, str) else tables.value_head(part, name, value) for name, value in known)
 
@@ -84,20 +84,29 @@ def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
 def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str]]:
     """The cells of a line for each row, the fastest first: name, figures, speed over another row, and how it ended.
 
+    part  the cases of one comparison
+    most  the most lines
+
     A row of an earlier state of the code, `ROW@COMMIT`, follows that of today, and its speed is over that.
     """
     names, lines = part.identifying(["impl"]), list[list[str]]()
     contenders = part.only("time_s and contends").cases
     rows = {_words(part, case, names): case for case in part.cases}
-    today = {
+    today = {  # by a case's id: the case of today's row, which is itself unless it is of an earlier state
         case["id"]: rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
         for case in part.cases
     }
 
     def place(case: fields.Record) -> tuple[object, ...]:
         """A key that sorts by time; at the end disturbed rows, rows that do other work, and rows without a time."""
-        now = today[case["id"]]
-        return not now["time_s"], not now["contends"], bool(now["disturbed"]), now["time_s"] or 0.0, case is not now
+        current = today[case["id"]]
+        return (
+            not current["time_s"],
+            not current["contends"],
+            bool(current["disturbed"]),
+            current["time_s"] or 0.0,
+            case is not current,
+        )
 
     for case in sorted(part.cases, key=place)[:most]:
         base = today[case["id"]]

@@ -46,19 +46,19 @@ DQ_TILE = 4096  # numbers of dq (16 KiB of float32) that a consumer adds to in a
 # int64 slots: five scalars that preprocess_kernel writes and one of padding, so that dq_semaphore behind them is
 # 16-byte aligned, as the compiler assumes.
 NUM_PARAMETERS = 6
-# {causal: MiB}. With a fixed order of additions to dq, heads take turns: as many as read and add to so much together.
+# {causal: MiB}. With a fixed order of additions to dq, as many heads are worked on together as touch so much memory.
 IN_ORDER_MIB = {True: 8, False: 16}
 MOST_DOWN = 32  # key tiles of a head that walks down: with more, CTAs wait for one another at each tile of dq
 DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where heads walk down
 # Waves: how often the CTAs of a grid fill the GPU. With fewer than this, a causal backward works on all heads together,
 # the longest tiles first: the last CTAs would otherwise cost more time than the reuse of the L2 cache saves.
 FEW_WAVES = 8
-DOWN_WAVES = 4  # the same limit where heads walk down
+DOWN_WAVES = 4  # the limit FEW_WAVES where heads walk down
 MOST_CLEARED = 8  # tiles of DQ_TILE numbers that a CTA clears: more of them would delay the CTA's own loads
 # The arguments by which kernels read a pattern; the last one is the backward's alone. In dense kernels all are None.
 EXTENT = "first_ptr", "end_ptr", "per_entry", "query_end_ptr"
-# (consumers, CTAs that share a processor) -> registers of a thread: of consumers, and of all warp groups at the start.
-# A processor has 65,536 of them; consumers take what the producer gives back.
+# (consumer warp groups of a CTA, CTAs that share a multiprocessor) -> registers of a thread: in consumers, and in all
+# warp groups at the start. A multiprocessor has 65,536; consumers take what the producer gives back.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 # Arguments that kernels are compiled with. Their values do not matter: Triton compiles for the type of a float, and
 # kernels name the integers in `do_not_specialize`. Where it does specialise, 1 and multiples of 16 are special cases.
@@ -67,9 +67,9 @@ EXAMPLE_INTEGER = 8
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
-_launches: dict[tuple[Any, ...], Any] = {}
-_kernels: dict[tuple[Any, ...], "Kernel"] = {}
-_counters: dict[Hashable, Tensor] = {}
+_launches: dict[tuple[Any, ...], Any] = {}  # the `_Forward` or `_Backward` of each shape, by the keys made below
+_kernels: dict[tuple[Any, ...], "Kernel"] = {}  # see `_kept`
+_counters: dict[Hashable, Tensor] = {}  # see `_counter`
 
 
 def layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
@@ -114,15 +114,15 @@ def _counter(device: torch.device, stream: int) -> Tensor:
 
 
 def _extent(bounds: Bounds, *more: Tensor) -> tuple[Any, ...]:
-    """Values of EXTENT, in its order: addresses, and 1 where each batch entry has bounds of its own, else 0.
+    """Values of the arguments EXTENT: addresses, and 1 where each batch entry has bounds of its own, else 0.
 
-    `more`: (query ends,) for a backward.
+    `more`: for a backward the ends of the intervals of its queries.
     """
     return bounds.first.data_ptr(), bounds.end.data_ptr(), int(bounds.first.shape[0] > 1), *(x.data_ptr() for x in more)
 
 
 def _samples(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tensors that kernels are compiled with: (1, 1, 1, D) of q's dtype; (128,) of float32, of int32 and of int64."""
+    """Example tensors to compile kernels with: (1, 1, 1, D) of q's dtype; (128,) of float32, of int32 and of int64."""
     half = torch.empty(1, 1, 1, q.shape[-1], dtype=q.dtype, device=q.device)
     return half, *(torch.empty(128, dtype=x, device=q.device) for x in (torch.float32, torch.int32, torch.int64))
 
@@ -268,7 +268,7 @@ class _Backward:
         self, q: Tensor, head_dim: int, causal: bool, bounded: bool, keys: int, deterministic: bool, group: int,
         plan: BackwardPlan, down: bool,
     ) -> tuple[Kernel, Kernel, Kernel]:  # fmt: skip
-        """(preprocess, main, postprocess)."""
+        """The kernels (preprocess, main, postprocess), compiled for arguments like these."""
         half, floats, ints, longs = _samples(q)
         ragged = not causal and keys % TILE_K != 0
         same = self.device, q.dtype, head_dim
