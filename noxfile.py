@@ -37,8 +37,8 @@ def install(session: nox.Session, group: str) -> None:
     """Installs torch, Triton where this build of torch has none, then the project with a dependency group."""
     session.install(TORCH)
     lookup = "import importlib.util, sys; print(sys.platform, importlib.util.find_spec('triton'))"
-    found = session.run_install("python", "-c", lookup, silent=True)
-    if found and found.split() == ["linux", "None"]:
+    answer = session.run_install("python", "-c", lookup, silent=True)
+    if answer and answer.split() == ["linux", "None"]:
         session.install(TRITON)
     session.install("-e", ".", *nox.project.dependency_groups(PROJECT, group))
 

@@ -110,7 +110,7 @@ def message_of(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """The last line of a user's file in an error's traceback, in brackets, for a message; "" where there is none."""
-    ours = str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<"
+    ours = str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<"  # "<" begins names that are no file's
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

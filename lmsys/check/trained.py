@@ -88,6 +88,7 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
     group = torch.distributed.group.WORLD if group is None else group
     module = probe(trial, torch.distributed.get_rank(group)).to(device())
     counts = Counter(p.numel() for p in module.parameters())
+    # Parameters of a size that no other has: by the size of a tensor the recorder names them.
     alone = {p.numel(): name for name, p in module.named_parameters() if counts[p.numel()] == 1}
     recorder = Recorder(number, group, alone)
     try:
@@ -174,7 +175,7 @@ class Before:
 
     module, optimizer  with the weights and the state of this moment
     grads  by parameter (world_size, micro_batches, ...): gradients of the loss that each backward is called on
-    early  by weight with two uses: the part of `grads` from its last use, which a backward adds first
+    early  by weight that the forward uses twice: the part of `grads` from the second use, which a backward makes first
     used   by parameter (world_size,): True for the ranks that use it
     """
 
@@ -221,6 +222,7 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
     It steps by the mean over ranks of each rank's gradient. If all batches have the same size, that is the gradient of
     the batch of all ranks.
     """
+    # In `apart` both uses of a weight have parameters of their own, and `trial.twins` says which belong together.
     module, apart = probe(trial, 0).to(dtype), probe(trial, 0, apart=True).to(dtype)
     optimizer = made_optimizer(trial, module, lambda params, optimizer_cls, **options: optimizer_cls(params, **options))
     steps = list[Before]()
@@ -245,20 +247,24 @@ def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
     `module` is built with `apart`, so that each use of a weight is a parameter of its own.
     """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    rows, shape = [], (trial.world_size, trial.micro_batches)
+    backwards, shape = [], (trial.world_size, trial.micro_batches)
     for rank, micro in itertools.product(*map(range, shape)):
         loss = module(batch(trial, step, micro, rank), **trial.switches(rank, micro)) / trial.micro_batches
-        rows.append(torch.autograd.grad(loss, list(named.values()), allow_unused=True))
+        backwards.append(torch.autograd.grad(loss, list(named.values()), allow_unused=True))
     grads, used = State(), State()
     for number, (name, p) in enumerate(named.items()):
-        column = [row[number] for row in rows]
-        used[name] = torch.tensor([x is not None for x in column]).view(shape).any(dim=1)
-        grads[name] = torch.stack([torch.zeros_like(p) if x is None else x for x in column]).view(*shape, *p.shape)
+        parts = [gradients[number] for gradients in backwards]
+        used[name] = torch.tensor([x is not None for x in parts]).view(shape).any(dim=1)
+        grads[name] = torch.stack([torch.zeros_like(p) if x is None else x for x in parts]).view(*shape, *p.shape)
     return grads, used
 
 
 def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -> dict[str, float]:
-    """The tensors that are wrong: by name, the error over its budget, above 1, on the rank where it is largest."""
+    """The tensors that are wrong: by name, the error over its budget, above 1, on the rank where it is largest.
+
+    exact     the right values, in float64
+    ordinary  those of the right training in float32
+    """
     worst = {name: max(ratio(result.state[name], exact[name], ordinary[name]) for result in results) for name in exact}
     return {name: value for name, value in worst.items() if not value <= 1}
 

@@ -16,9 +16,10 @@ from triton.runtime import interpreter
 from lmsys.kernels.tritons import version
 
 PARAMETERS = {"_get_np_dtype": ["tt_dtype"], "_patch_builtin": ["pkg", "builder", "scope"], "_patch_lang": ["fn"]}
+# The interpreter's own functions, which are called by those that replace them.
 _theirs: dict[str, Any] = {name: getattr(interpreter, name, None) for name in PARAMETERS}
 _patch_tensor: Any = getattr(interpreter, "_patch_lang_tensor", None)
-_dtypes: dict[str, Any] = {}
+_dtypes: dict[str, Any] = {}  # numpy's dtypes by the names of Triton's
 # By the id of a kernel file's global names: (these names, the modules of Triton's language among them). The names are
 # kept alive, so that no other file's can get the same id.
 _languages: dict[int, tuple[Any, list[Any]]] = {}
@@ -26,7 +27,7 @@ _languages: dict[int, tuple[Any, list[Any]]] = {}
 
 def mend() -> None:
     """Patches the interpreter of this process."""
-    if version().startswith("3.6."):  # numpy 2.4 refuses how 3.6 reads an index; 3.7 reads it as below
+    if version().startswith("3.6."):  # numpy 2.4 refuses how Triton 3.6 reads an index; 3.7 reads it as `_patch_index`
         interpreter._patch_lang_tensor = _patch_index
     if {name: [*inspect.signature(theirs).parameters] for name, theirs in _theirs.items() if theirs} == PARAMETERS:
         interpreter._patch_builtin, interpreter._patch_lang = _patch_builtin, _patch_lang
@@ -34,12 +35,14 @@ def mend() -> None:
 
 
 def _patch_index(tensor: Any, scope: Any) -> None:
+    """Replaces the interpreter's function, which turns a tensor of one element into an index in a way that fails."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
 
 @cache
 def _builtins(package: Any) -> list[str]:
+    """The names of a module's functions that belong to Triton's language."""
     return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
 
 

@@ -16,15 +16,15 @@ def nothing(*_: Any) -> None:
 
 @dataclass
 class Step:
-    """A call to be timed: `run(prepare())`, without the prepare.
+    """A call to be timed: `run(prepare())`, of which `run` alone is timed. *The row* is the implementation under test.
 
-    before       runs before that in a loop
-    redraw       makes the inputs of a draw, in place, before each call
-    redraw_late  makes those that `prepare` must not see
+    before       called before each sample by a clock that times calls in a loop (`CudaClock(ahead=False)`)
+    redraw       called with a seed before each `prepare`: draws new inputs, in place
+    redraw_late  called with the seed between `prepare` and `run`: draws the inputs that `prepare` must not see
     keep         called right after `run` with its result and a key. With a key it returns copies of the parts that the
                  key selects; the row cannot know which calls those are. With None it only checks the result's form.
                  ValueError unless the result is what was promised
-    num_kept     calls of a row that are checked: a row that is wrong in half of its calls passes 3 in one run of 8
+    num_kept     how many calls are checked. Of 3 calls a row that is wrong in half of its calls passes 1 time in 8
     like         the row's own part of `prepare`, timed alone as a reference: if `prepare` takes much longer than this,
                  the row did timed work there, and is wrong
     """

@@ -85,6 +85,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:
+    """The value of a part of an expression."""
     match node:
         case ast.Constant(value=value):
             return value

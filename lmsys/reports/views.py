@@ -19,10 +19,10 @@ from lmsys.reports import expressions, load, words
 from lmsys.reports.words import Style
 from lmsys.values import hold
 
-OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")
+OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")  # "[text with {field}]" in a template of `View.cut`
 LIMIT = "memory_limit_bytes"
 OF_THE_ROW = ("label", "peer")  # axes that follow from a case's row: they tell no two cases of a row apart
-NOT_IN_CAPTIONS = ("section",) + OF_THE_ROW + ("device",)
+NOT_IN_CAPTIONS = ("section",) + OF_THE_ROW + ("device",)  # headings and titles tell these
 Key = tuple[Any, ...]  # values of some fields, in the order in which the fields were named
 
 
@@ -41,7 +41,7 @@ def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) 
     cases = [dict.fromkeys(fields) | case for case in machine.records if case["benchmark"] == benchmark]
     for case in cases:
         for name, declaration in declared.items():
-            # Another file may have declared the field otherwise than that which the case is from.
+            # The declaration may come from another file than the case, and differ from that of the case's file.
             check_value(f"record {case['id']!r}: {name}", case[name], declaration)
     return View(
         machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug
@@ -57,10 +57,10 @@ class View:
     styles    by field the look of its values, in reading order
     wanted    the row that the user wants speeds to be relative to; None: the table of rows decides
     base      the row that the speedups of these cases are relative to; None before speedups are added
-    stem      begins the names of the files of this view's tables and plots; `tail` ends them
+    stem      begins the file names of this view's tables and plots; `tail` ends them
     heading   what the cases have in common, in words
-    untold    fields that captions leave out, since the heading or the drawing tells them
-    remark    a sentence that captions end in
+    untold    fields that captions leave out, since the heading, table or plot shows them
+    remark    a sentence that ends captions
     """
 
     machine: load.Machine
@@ -111,7 +111,7 @@ class View:
         return self.of(sorted(self.cases, key=lambda case: [self.place(name, case[name]) for name in chosen]))
 
     def groups(self, names: Sequence[str]) -> "dict[Key, View]":
-        """A view for each combination of values of these fields, in order of appearance."""
+        """A view for each combination of values of these fields, in the order in which cases first have it."""
         groups = grouped((key_of(case, names), case) for case in self.cases)
         return {key: self.of(cases) for key, cases in groups.items()}
 
@@ -163,11 +163,11 @@ class View:
         return replace(self, stem=f"{self.stem}-{words.filled(stem, self.first)}")
 
     def silent(self, *names: str) -> "View":
-        """Captions leave these fields out."""
+        """Makes captions leave these fields out."""
         return replace(self, untold=self.untold + names)
 
     def remarked(self, text: str) -> "View":
-        """Captions end in the value of an expression for the first case."""
+        """Makes captions end in the value of an expression for the first case."""
         return replace(self, remark=self.expression(text)(self.first)) if self.cases else self
 
     def checked(self, numbers: Sequence[str] = (), words: Sequence[str] = ()) -> "View":
@@ -192,7 +192,7 @@ class View:
         return self.with_fields([self.fields[name].called(label=label) for name, label in labels.items()])
 
     def quiet(self, *names: str) -> "View":
-        """Makes axes details: neither captions nor the key columns of tables show them."""
+        """Gives axes the role "detail": neither captions nor the key columns of tables show them."""
         return self.redeclared(self.fields.keys() & names, role="detail")
 
     def with_fields(self, fields: Iterable[Field]) -> "View":
@@ -277,7 +277,7 @@ class View:
         return chosen
 
     def filled(self, text: str) -> str:
-        """The text, in which {name} stands for a value that all cases have alike, and {lines} for how many they are."""
+        """The text with values in place of names in braces: {name} of a field that does not vary, {lines} of cases."""
         names = filter(self.fields.__contains__, words.NAMES.findall(text))
         return words.filled(text, {"lines": len(self.cases), **self.constants(names)})
 
