@@ -19,11 +19,11 @@ from torch import Tensor
 VERSION = "philox4x32-10/2"  # change it with any change of the values that are drawn: result files name it
 STD = (4 * (256**2 - 1) / 12) ** 0.5  # standard deviation of the sum of four bytes
 STARTS = 2**16  # how many places of a stream a draw can begin at
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57  # these and the next are constants of Philox
 _WEYL = 0x9E3779B9, 0xBB67AE85
-_WORD = 0xFFFFFFFF
-_AT_ONCE = 2**22  # counters at once, so that temporaries stay below 1 GiB
-_BLOCK, _BLOCKS = 2**16, 2**11  # values of a block that `part` computes, and blocks that it keeps: 256 MiB of bfloat16
+_WORD = 0xFFFFFFFF  # the mask of a word's 32 bits
+_AT_ONCE = 2**22  # counters whose words are computed together, so that temporaries stay below 1 GiB
+_BLOCK, _BLOCKS = 2**16, 2**11  # values in a block of `part`, and blocks that it keeps: 256 MiB of bfloat16
 
 
 def philox(seed: int, first: int, count: int, device: str | torch.device = "cpu") -> Tensor:
@@ -42,7 +42,8 @@ def philox(seed: int, first: int, count: int, device: str | torch.device = "cpu"
 def values(seed: int, first: int, count: int, device: str | torch.device = "cpu") -> Tensor:
     """The `count` values of the seed's stream from `first` on, float32, of mean 0 and standard deviation 1.
 
-    Each is a whole number of 2**-19 below 2**23 over STD: whatever rounds float32 is seen.
+    Each is n · 2**-13 / STD with a whole number |n| < 2**22: it needs nearly all bits of float32, so that code which
+    rounds float32 to fewer bits gives other results.
     """
 
     def nearly_normal(words: Tensor) -> Tensor:
@@ -159,4 +160,5 @@ def part(
 
 @lru_cache(_BLOCKS)
 def _block(seed: int, first: int, dtype: torch.dtype, std: float, below: int | None) -> Tensor:
+    """The _BLOCK elements from `first` on, kept for later calls."""
     return _elements(seed, first, _BLOCK, dtype, std, below)

@@ -73,6 +73,7 @@ def _is_finite(x):
 
 @triton.jit
 def _has_nan(x):
+    """True if any number of a tile is NaN."""
     return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
 
 
@@ -85,7 +86,7 @@ def _note(spoilt_ptr, spoilt):
 
 @triton.jit
 def _plain(number):
-    """n, of a number 2 n + 1 of `Strided`."""
+    """The number n that a `Strided` holds as 2 n + 1."""
     return number >> 1
 
 
@@ -104,7 +105,7 @@ def _addresses(x, batch, head, start, away, D: tl.constexpr):
 
 @triton.jit
 def _inside(x, rows, D: tl.constexpr):
-    """Which numbers of these rows of a tile are inside of x."""
+    """(rows, D): True for those numbers of these rows of a tile that are inside of x."""
     inside = (rows < _plain(x.rows))[:, None]
     if x.columns != D:
         inside = inside & (tl.arange(0, D) < x.columns)[None, :]
@@ -141,6 +142,7 @@ def _spoil(scores, v_desc, batch, head, start, BLOCK_K: tl.constexpr, D: tl.cons
 
 @triton.jit
 def _store(x, batch, head, start, tile, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Writes a tile into the rows of x, a descriptor or `Strided`, from `start` on."""
     if isinstance(x, tl.tensor_descriptor):
         x.store([batch, head, start, 0], tile.to(x.dtype).reshape(1, 1, BLOCK, D))
     else:
@@ -168,8 +170,9 @@ def _interval(
 
     length      how many owners there are
     low, stop   the tile of owners sees others in [low, stop); low is rounded down to a tile of others
-    sight       (full_from, full_to, first, end). Tiles of others within [full_from, full_to) are seen by all of these
-                owners, and need no mask. Each owner sees its own [first, end), two tensors (BLOCK,)
+    sight       what `_masked` needs: (full_from, full_to, first, end). Tiles of others within [full_from, full_to) are
+                seen by all of these owners, and need no mask. Each owner sees its own [first, end), two tensors
+                (BLOCK,)
     The four limits of the tile are those of its first and its last owner. This is right because neither `first` nor
     `end` decreases from one owner to the next (`lmsys/attention/bounds.py`).
     """
@@ -179,7 +182,7 @@ def _interval(
     at = tl.minimum(start + tl.arange(0, BLOCK), length - 1)
     first, last = tl.minimum(start, length - 1), tl.minimum(start + BLOCK, length) - 1
     low, stop = tl.load(first_ptr + first), tl.load(end_ptr + last)
-    stop = tl.where(low < stop, stop, 0)  # else none of them sees anything
+    stop = tl.where(low < stop, stop, 0)  # 0 if none of them sees anything
     full_from, full_to = tl.load(first_ptr + last), tl.load(end_ptr + first)
     low = low // BLOCK_OTHER * BLOCK_OTHER
     return low, stop, (full_from, full_to, tl.load(first_ptr + at), tl.load(end_ptr + at))
@@ -221,7 +224,7 @@ def _tanh(x):
 
 @triton.jit
 def _factors(scale, softcap):
-    """(ratio, factor): of the products q kᵀ before `_tanh`, and of the scores before exp2, which is one instruction."""
+    """(ratio, factor): q kᵀ is multiplied by `ratio` before `_tanh`, and scores by `factor` before exp2."""
     ratio = scale
     if softcap is not None:
         ratio = scale / softcap
@@ -231,6 +234,7 @@ def _factors(scale, softcap):
 
 @triton.jit
 def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
+    """Scores with -inf past the last key, and if CAUSAL also after each query's own position."""
     visible = (cols < K)[None, :]
     if CAUSAL:
         visible = visible & (rows[:, None] >= cols[None, :])
@@ -241,13 +245,13 @@ def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
 def _masked(scores, HERE: tl.constexpr, first_ptr, rows, col, K, sight, CAUSAL: tl.constexpr, BLOCK_K: tl.constexpr):
     """Scores of queries `rows` and keys from `col` on; with HERE they are -inf where a query does not see a key.
 
-    A kernel calls this twice in its loop, and HERE is True in one of the two calls.
-    - Plain: the mask is put on the scores, after the dot q k^T.
-    - `chained`: the mask is written into the accumulator (0 or -inf) before that dot, so no branch stands between it
-      and the dots that follow. This is for tiles that move by addresses, whose dots are `mma.sync`, not for TMA. Only
-      without a branch does Triton lay out these dots alike, with warps side by side along the rows, and keep P in
-      registers; else scores and P pass through shared memory. But -inf + NaN is NaN: a hidden key's NaN spoils the
-      sums, which with intervals are made again.
+    A kernel calls this twice in its loop, before and after the dot q k^T, and HERE is True in one of the two calls.
+    - After the dot, the usual way, it masks the scores.
+    - Before the dot (`chained` in the kernels) it masks the accumulator, 0 or -inf, to which the dot is added. So no
+      branch stands between this dot and those that follow. Only then does Triton give all these dots one layout, with
+      warps side by side along the rows, and keep P in registers; else scores and P pass through shared memory. This is
+      for tiles that move by addresses, whose dots are `mma.sync`, not for TMA. But -inf + NaN is NaN: a hidden key's
+      NaN spoils the sums, which with intervals are made again.
 
     `sight` is that of `_keys_seen`: an int, or with intervals a tuple.
     """
@@ -475,6 +479,7 @@ def _dq_again_kernel(
     first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The second launch for dq: if the flag of this program is set, computes its TOGETHER tiles again, with CLEAN."""
     program = tl.program_id(0)
     if tl.load(spoilt_ptr + program):
         for tile in range(program * TOGETHER, tl.minimum((program + 1) * TOGETHER, num_heads * num_tiles)):
@@ -493,6 +498,7 @@ def _dkdv_again_kernel(
     first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The second launch for dk and dv: if the flag of this program is set, computes its tiles again, with CLEAN."""
     program = tl.program_id(0)
     if tl.load(spoilt_ptr + program):
         for tile in range(program * TOGETHER, tl.minimum((program + 1) * TOGETHER, num_heads * num_tiles)):

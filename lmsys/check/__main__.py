@@ -90,7 +90,7 @@ def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -
 
 
 def _reason(error: Exception) -> str:
-    """A line: of a process that an implementation has ended, the last of its traceback."""
+    """The error in a line. Where an implementation has ended its process, it is the last line of the traceback."""
     if isinstance(error, processes.ProcessError):
         return error.failure[1]
     return f"it raises {type(error).__name__}: {registry.message_of(error)}"

@@ -85,10 +85,10 @@ def write_model(parameters: Mapping[str, Tensor]) -> None:
 def group_of(name: str, rows: int) -> Tensor:
     """(rows,) int64: 0 for an ordinary row of the parameter `name`, 1, 2, ... for each kind of extreme row.
 
-    Gradients are judged by these groups. Rows of saturated gates count as ordinary: their gradients are small, as the
-    values are that the gates are multiplied by. Where a gate happens to be near 0, the rounding of its large terms
-    decides the gradient: it cannot be judged apart. The rows that make these values have large gradients, and are a
-    group.
+    Gradients are judged by these groups. Rows of w1 that make saturated gates count as ordinary: their gradients are
+    small, since the gates are multiplied by small values. Where a gate happens to be near 0, the rounding of its large
+    terms decides its gradient, so these rows cannot be judged by themselves. The rows of w3 that make these values have
+    large gradients, and are a group.
     """
     group = torch.zeros(rows, dtype=torch.int64)
     if name == EMBEDDINGS:

@@ -20,7 +20,7 @@ from lmsys import values
 from lmsys.commands import PIP
 from lmsys.tokenizer import chunks, codec, pretokens
 
-PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece of text; how many pieces `choose` compares
+PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece of text; pieces that `choose` compares: the first, and drawn
 
 
 class Engine:
@@ -46,6 +46,7 @@ class Engine:
         self.name = f"{self.package} {metadata.version(self.package)}"
 
     def _function(self, module: Any) -> Callable[[list[str]], Any]:
+        """The package's function that encodes a list of texts with our vocabulary and merges."""
         return getattr(getattr(module.Tokenizer, self.reader)(as_json(self.tokenizer)), self.batch)
 
     def flat(self, encoded: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +56,7 @@ class Engine:
         return np.fromiter(chain.from_iterable(lists), np.uint32, lengths.sum()), lengths
 
     def encode_array(self, text: bytes) -> np.ndarray:
-        """The ids of UTF-8 text, in an array as of `Tokenizer.encode_array`. Special tokens are found by ours."""
+        """The ids of UTF-8 text, as `Tokenizer.encode_array` gives them. Our tokenizer finds the special tokens."""
         pieces = self._pretokenizer.divide(text)
         ids, lengths = self.flat(self.encode([piece.decode() for piece in pieces[::2]]))
         specials = [self.tokenizer.special_ids[special] for special in pieces[1::2]]
@@ -66,8 +67,8 @@ class Engine:
         text = piece.read()
         ours, theirs = self.tokenizer.encode_array(text), self.encode_array(text)
         if not np.array_equal(ours, theirs):
-            both = min(len(ours), len(theirs))
-            place = int(np.append(ours[:both] != theirs[:both], True).argmax())
+            shorter = min(len(ours), len(theirs))
+            place = int(np.append(ours[:shorter] != theirs[:shorter], True).argmax())  # of the first id that differs
             start = len(self.tokenizer.decode_bytes(ours[:place].tolist()))
             raise ValueError(
                 f"{self.name} has other ids than this library from byte {piece.start + start:,} of {piece.path} on,"
@@ -76,7 +77,7 @@ class Engine:
 
 
 class Tiktoken(Engine):
-    """OpenAI's tiktoken. It merges by tokens, not by pairs: any two neighbours that are the earliest token together."""
+    """OpenAI's tiktoken. It knows no merges: it joins two neighbours that make a token, the earliest first."""
 
     package = "tiktoken"
 
@@ -123,7 +124,7 @@ def as_json(tokenizer: codec.Tokenizer) -> str:
 
 
 ENGINES: dict[str, type[Engine]] = {kind.package: kind for kind in (Gigatoken, Fastokens, Tiktoken, HuggingFace)}
-FASTER = ("gigatoken", "fastokens")  # than ours, the fastest first: docs/training.md has the figures
+FASTER = ("gigatoken", "fastokens")  # engines faster than ours, the fastest first: docs/training.md has the figures
 
 
 def choose(

@@ -8,8 +8,8 @@ the next neither `first` nor `end` falls.
 owners) int32, and `per_entry`, 1 if each batch entry has a row of its own, 0 if all share one. A dense kernel is given
 None for all three, and none of this becomes code.
 
-`Hides` says which keys the queries of one consumer of the forward do not see: their intervals as `first` and `length`
-(ROWS,), and of their `edges` the last three. A dense kernel is given zeros for all but the extent.
+`Hides` says which keys the queries of one consumer (warp group) of the forward do not see: their intervals as `first`
+and `length` (ROWS,), and `stop`, `full_from` and `full_to` of `edges`. In a dense kernel all but the extent are zeros.
 
 The functions from `key_tiles` on are the forward's alone: the tiles of keys that it visits, and the mask of a tile.
 
@@ -101,7 +101,8 @@ def key_tiles(extent, bh, H, tile, Q, K, CAUSAL: gl.constexpr, TILE_Q: gl.conste
 def own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
     """(low, high, stop, full_from, full_to) for the queries [row, row + ROWS) of one consumer.
 
-    They visit the tiles of keys low <= j < high, at least one of those that the CTA visits; the rest are their `edges`.
+    They visit the tiles of keys low <= j < high, at least one of those that the CTA visits. The others are as in
+    `edges`.
     """
     first, stop, full_from, full_to = edges(extent, batch, row, Q, ROWS)
     low = gl.minimum(first // BLOCK_K, high - 1)
