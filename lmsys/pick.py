@@ -1,8 +1,9 @@
 """`lmsys pick RESULT.json -o rows.py`: a module for a model of yours, of the attention rows that were fastest there.
 
-Of each shape, dtype and mask it names the row of the least median time, for inference (the forward) and for training
-(the forward and the backward). Rows that were not right are left out, as are earlier states of rows, and cases under a
-window, documents or another option. Exit codes: 0 the module is written, 2 the file has no such case, or bad usage.
+For each shape, dtype and mask it names the row of the least median time, for inference (the forward) and for training
+(the forward and the backward). It leaves out rows that were not right, rows of an earlier commit (ROW@COMMIT), and
+cases under a window, documents or another option. Exit codes: 0 the module is written, 2 the file has no such case, or
+bad usage.
 """
 
 import sys
@@ -16,7 +17,8 @@ from lmsys.bench.record import load
 
 SHAPE = "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"
-USES = {False: (("fwd",),), True: (("fwdbwd",), ("fwd", "bwd"))}  # by training: directions whose times are added up
+# By training: tuples of directions whose times are added up. The last tuple that was measured counts.
+USES = {False: (("fwd",),), True: (("fwdbwd",), ("fwd", "bwd"))}
 MODULE = '''"""The attention rows that were fastest in a run of lmsys bench; `lmsys pick` has written this file.
 
     from lmsys.attention import attention
@@ -78,11 +80,11 @@ def fastest_rows(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
 
 
 def _times(records: list[Record], directions: tuple[str, ...]) -> dict[str, float]:
-    """Seconds by row, of those that were right in each direction, where they took turns last."""
+    """Seconds by row, over these directions, of rows that were right in all of them. The last comparison counts."""
     times: dict[str, float] = {}
     for number, direction in enumerate(directions):
-        asked = [x for x in records if x["direction"] == direction]
-        last = [x for x in asked if x.get("comparison") == asked[-1].get("comparison")]
+        measured = [x for x in records if x["direction"] == direction]
+        last = [x for x in measured if x.get("comparison") == measured[-1].get("comparison")]
         right = {x["impl"]: x["time_s"] for x in last if x["outcome"] == "ok"}
         times = {row: s + times.get(row, 0.0) for row, s in right.items() if row in times or not number}
     return times

@@ -67,7 +67,7 @@ def answers_on(card: Card, load: Callable[[], Callable[[], Any]], folder: Path) 
     while True:
         with processes.Worker(COMPILED | {"LMSYS_CACHE_DIR": str(folder)}) as worker:
             try:
-                kernels, ended = worker.call(begin, card, load, timeout_s=LIMIT_S)
+                kernels, raised = worker.call(begin, card, load, timeout_s=LIMIT_S)
             except processes.ProcessError as error:
                 return [_answer_about(card, CALLER, {}, reason=_in_a_line(str(error)))]
             try:
@@ -77,10 +77,11 @@ def answers_on(card: Card, load: Callable[[], Callable[[], Any]], folder: Path) 
                 reason = f"its compiler ends: {_compiler_error(log.read_text(errors='replace'), str(error))}"
                 answers.append(_answer_about(card, *kernels[number], reason=reason))
                 continue
-        return answers + ([_answer_about(card, CALLER, {}, reason=ended)] if ended else [])
+        return answers + ([_answer_about(card, CALLER, {}, reason=raised)] if raised else [])
 
 
 def _answer_about(card: Card, kernel: str, constants: dict[str, Any], **others: Any) -> Answer:
+    """An answer for a card and a kernel; `others` are its other fields."""
     return Answer(card.arch, card.names, kernel, constants, has=card.block_bytes, **others)
 
 
@@ -101,8 +102,8 @@ def begin(card: Card, load: Callable[[], Callable[[], Any]]) -> tuple[list[tuple
 
     os.dup2(2, 1)  # output of the target must not mix with the answers
     recording.install(card)
-    ended = recording.record(load)
-    raised = f"raises {type(ended).__name__}: {_in_a_line(str(ended))}" if ended else None
+    error = recording.record(load)
+    raised = f"raises {type(error).__name__}: {_in_a_line(str(error))}" if error else None
     return [(launch.name, launch.constants) for launch in recording.launches], raised
 
 
@@ -150,15 +151,17 @@ def load(target: str, shape: tuple[int, ...], dtype: str, grad: bool) -> Callabl
 
 
 def _row(name: str) -> Callable[..., Any]:
+    """Attention by the row of this name."""
     from lmsys.attention import ATTENTION, attention
 
     return partial(attention, impl=ATTENTION[name].name)
 
 
 def _attend(function: Any, shape: tuple[int, ...], dtype: str, grad: bool) -> None:
+    """Calls attention on random q, k and v of this shape, with `grad` also its backward."""
     import torch
 
-    made = [torch.randn(shape, dtype=getattr(torch, dtype), device="cuda", requires_grad=grad) for _ in range(3)]
-    o = function(*made, causal=True, scale=None)
+    qkv = [torch.randn(shape, dtype=getattr(torch, dtype), device="cuda", requires_grad=grad) for _ in range(3)]
+    o = function(*qkv, causal=True, scale=None)
     if o.requires_grad:
         o.backward(torch.ones_like(o))

@@ -1,7 +1,7 @@
 """The formulas of AdamW, Adam and SGD in their published forms, with fields for what a mistaken optimizer does.
 
-A formula has two parts. The rule (`Adam`, `Sgd`) is the arithmetic of one parameter. The keeping, the other fields of
-`Formula`, is what surrounds it: which parameters are stepped, by which settings, and what becomes of their state.
+A formula has two parts. The *rule* (`Adam`, `Sgd`) is the arithmetic of one parameter. The *keeping*, all other fields
+of `Formula`, surrounds the rule: which parameters are stepped, by which settings, and what becomes of their state.
 `optimizer.py` compares optimizers with `Formula.trace`, and lists mistakes in both parts.
 
     Adam  m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  p -= lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
@@ -64,7 +64,7 @@ class Run:
 class Adam:
     """The arithmetic of Adam and AdamW for one parameter.
 
-    taken        (lr, weight_decay, p) -> what weight decay subtracts from p
+    taken        (lr, weight_decay, p) -> what decoupled weight decay subtracts from p
     late         p decays after the step, not before it
     in_gradient  how many times weight_decay p is added to the gradient
     betas        (β1, β2) -> β1 and β2 as they are used
@@ -168,7 +168,7 @@ class Formula:
         """
         loaded, of_all, values = False, 0, [p.to(dtype) for p in run.parameters]
         states: dict[Any, State] = defaultdict(dict)
-        made: Trace = []
+        trace: Trace = []
         for step, gradients in enumerate(run.gradients):
             if step in run.reloads:
                 states.update({key: self.loads(state) for key, state in states.items()})
@@ -189,8 +189,8 @@ class Formula:
                 values[i] = self.rule.step(values[i], g, {} if self.forgets else state, settings, t)
             if self.weights is not None:
                 values = [p.to(self.weights).to(dtype) for p in values]
-            made.append(values)
-        return made
+            trace.append(values)
+        return trace
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,7 @@ class Form:
 
 
 def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: float, eps: float) -> Tensor:
+    """`Adam.update` with eps added before bias correction."""
     return (m * (math.sqrt(correction2) / correction1)) / (v.sqrt() + eps)
 
 

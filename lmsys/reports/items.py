@@ -16,14 +16,14 @@ from lmsys.reports.load import Machine
 
 @dataclass(frozen=True)
 class Table:
-    """A table as texts (`columns`, `rows`, `notes` below) and as numbers (`data` in SI units, by field).
+    """A table as texts (`columns`, `rows`, and `notes` below it) and as numbers (`data` in SI units, by field).
 
-    name     begins the names of its files
+    name     the stem of its files' names
     keys     how many of the first columns say what a line is; the others hold figures
     source   where its numbers are from: machine, versions, commits, dates
     best     the places, (line, column), of the best figure of each line among those that were sampled together
-    details  by place what a reader sees who points at the figure
-    runs     the runs of its lines, each with its command
+    details  {place: what a reader sees who points at the figure there}
+    runs     (the run in words, its command) for each run of its lines
     plot     a drawing of the same figures
     answer   a sentence that sums the table up, for a chapter that is folded
     """
@@ -44,32 +44,34 @@ class Table:
     answer: str = ""
 
     def markdown(self) -> str:
+        """The table as Markdown, with its title, caption, notes and commands."""
         lines = [self.columns, ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)] + list(self.rows)
         body = "\n".join("| " + " | ".join(map(_plain, line)) + " |" for line in lines)
-        made = [
+        commands = [
             f"{_plain(run)}, made by: `" + _on_a_line(command).replace("`", "'") + "`" for run, command in self.runs
         ]
-        notes = "".join(f"{note}  \n" for note in list(map(_plain, self.notes)) + made)
+        notes = "".join(f"{note}  \n" for note in list(map(_plain, self.notes)) + commands)
         head = f"### {_plain(self.title)}\n\n{_plain(f'{self.caption} {self.source}'.strip())}"
         return f"{head}\n\n{body}\n" + f"\n{notes}" * bool(notes)
 
     def files(self) -> dict[str, str]:
+        """The content of each of its files, by path."""
         files = {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data)}
         return files | self.plot.files() if self.plot else files
 
 
 def _plain(text: str) -> str:
-    """The text as Markdown shows it as it is: what a result file says makes no tag, link, code or cell."""
+    """The text with Markdown's signs escaped, so that text of a result file makes no tag, link, code or cell."""
     return re.sub(r"([\\`*<\[|])", r"\\\1", _on_a_line(text))
 
 
 def _on_a_line(text: str) -> str:
-    """A line break of a result file must not end a table's row."""
+    """The text without line breaks, which would end a table's row."""
     return " ".join(text.split()) if "\n" in text or "\r" in text else text
 
 
 def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """The records as CSV: every field that is a list or an object in no record, in order of appearance."""
+    """The records as CSV, without fields that are a list or an object in any record; in order of appearance."""
     names = dict.fromkeys(name for record in records for name in record)
     lists = {name for record in records for name, value in record.items() if isinstance(value, list | dict)}
     file = io.StringIO()
@@ -100,7 +102,7 @@ class Plot:
 
     @property
     def size_pt(self) -> list[str]:
-        """Its width and height."""
+        """[width, height] of the drawing, in points, as text."""
         return re.findall(r'(?:width|height)="([\d.]+)pt"', self.svg)[:2]
 
 
@@ -122,8 +124,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Chapter:
+    """A chapter of the page: blocks under a title."""
+
     title: str
     blocks: Sequence[Block]
 
 
-Part = tuple[Machine, Block, Sequence[Chapter]]  # the block holds the answers
+Part = tuple[Machine, Block, Sequence[Chapter]]  # a machine's part of the page; the block holds the answers

@@ -29,8 +29,8 @@ from lmsys.tokenizer.pretokens import Pretokenizer, Words
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
 _LONG = 100  # bytes: a longer pre-token is merged with a queue
 _LAST = 1 << 62  # a rank behind those of all merges
-_NO_RANK = repeat(_LAST)  # the rank of a pair that no merge has
-_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # with more pre-tokens, or bytes of them, all that are kept are dropped
+_NO_RANK = repeat(_LAST)  # the rank of a pair that no merge joins, as an argument of `map`
+_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # where more pre-tokens, or bytes of them, are kept, all are dropped
 
 
 class Tokenizer:
@@ -99,7 +99,7 @@ class Tokenizer:
 
         A piece ends where no pre-token crosses, so it grows while no whitespace comes.
         """
-        waiting, enough = "", _PIECE
+        waiting, enough = "", _PIECE  # text that is not encoded yet; the length at which a part of it is
         for text in values.instance("texts", texts, Iterable):
             waiting += text
             if len(waiting) >= enough:
@@ -219,7 +219,7 @@ class Tokenizer:
             self._flat.extend(ids)
         places, lengths = np.asarray(self._places)[numbers], np.asarray(self._lengths)[numbers]
         ends = np.cumsum(lengths)
-        places = np.arange(ends[-1]) + np.repeat(places - ends + lengths, lengths)  # of each id in `_flat`
+        places = np.arange(ends[-1]) + np.repeat(places - ends + lengths, lengths)  # where each id stands in `_flat`
         return np.asarray(self._flat)[places].astype(self.dtype)
 
     def _merge(self, word: bytes) -> Sequence[int]:
@@ -231,6 +231,7 @@ class Tokenizer:
         return [self._ids_of_chars[char] for char in text]
 
     def _merge_short(self, text: str) -> str:
+        """The text, a character for each token, after all merges that it has pairs of."""
         rank_of = self._ranks.get
         while len(text) > 1:
             rank = min(map(rank_of, map(add, text, text[1:]), _NO_RANK))
@@ -258,6 +259,7 @@ class Tokenizer:
 
 
 def _utf8(text: str) -> bytes:
+    """The text in UTF-8; ValueError for half of a surrogate pair."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -266,6 +268,7 @@ def _utf8(text: str) -> bytes:
 
 NAMES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")
 _VERSION = "#version: 0.2"
+# The bytes that files have as characters of the same number; the others are written as characters from 256 on.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _CHAR_OF = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
@@ -277,11 +280,13 @@ def read_files(
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str]]:
     """(vocabulary, merges, special tokens); special are the tokens that are no byte and not made by a merge.
 
-    ValueError, with file and place, for files of another form, and for a file of merges that was cut. A file of ours
-    says in its first line how many merges it has. In another file a token that no merge makes, and that is two tokens
-    put together, shows that its merge is lost: special tokens are hardly ever that, since no ordinary token has letters
-    beside signs, as <|endoftext|> has. A special token that is, such as </, is accepted where it is `named`. A lost
-    merge is not noticed if another merge makes the same token.
+    named  special tokens that the caller names
+
+    ValueError, with file and place, for files of another form, and for a file of merges that was cut. A file that
+    `save` has written says in its first line how many merges it has. In another file a token that no merge makes, and
+    that is two tokens put together, shows that its merge is lost. A special token is hardly ever two tokens put
+    together, since no ordinary token has letters beside signs, as <|endoftext|> has. One that is, such as </, must be
+    `named`. A lost merge is not noticed if another merge makes the same token.
     """
     head, *lines = files.read_text(merges).split("\n")  # splitlines would also split at characters that stand for bytes
     if not head.startswith("#version"):
@@ -314,8 +319,8 @@ def read_files(
         )
     else:
         lost = [text for text in special_tokens if text not in named and _is_pair(text, written)]
-        such = f"{len(lost):,} of the tokens in {vocab}, such as {values.shortly(''.join(lost[:1]))}"
-        values.hold((not lost, f"{merges}: lacks the merges of {such}: it is cut; or name them as special tokens"))
+        tokens = f"{len(lost):,} of the tokens in {vocab}, such as {values.shortly(''.join(lost[:1]))}"
+        values.hold((not lost, f"{merges}: lacks the merges of {tokens}: it is cut; or name them as special tokens"))
     return vocabulary, pairs, special_tokens
 
 
