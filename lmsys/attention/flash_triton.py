@@ -17,7 +17,8 @@ Choices, each measured on one H200 with bfloat16 inputs:
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
   Moved by addresses, the mask is what the first product is added to: see `_masked`.
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
-- Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
+- Under a causal mask the tiles of queries that see most keys come first, in groups of heads whose keys and values stay
+  in L2 together.
 - What calls of one case share is worked out once (`_Launch`), and descriptors are kept: short calls wait for the host.
 `docs/flash_triton.md` has other forms and tiles, with their times, and what bounds this row.
 
@@ -40,7 +41,7 @@ from lmsys.attention.tuning import Tile, block_d, candidates, tune
 from lmsys.kernels.launch import INTERPRETED, Kernel, by_tma, describable, described, dot_precision, stream_of
 from lmsys.kernels.tritons import version
 
-INTERPRETED_SCORES = 2**18  # at most, or a check takes minutes
+INTERPRETED_SCORES = 2**18  # the most scores for which the interpreter is used: with more a check takes minutes
 ROW_PADDING = 128  # delta and the log-sum-exp are padded to it: a multiple of every BLOCK_Q
 # Each kernel, and what its descriptors are tiled by: rows of q queries or k keys, or a vector over rows of queries.
 KERNELS = {
@@ -49,21 +50,22 @@ KERNELS = {
     "dkdv": (flash_triton_kernels._dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
 }
 AGAIN = {"dq": flash_triton_kernels._dq_again_kernel, "dkdv": flash_triton_kernels._dkdv_again_kernel}
-MAX_LAUNCHES = 4096  # about 1 KiB each
+MAX_LAUNCHES = 4096  # the most that are kept; each has about 1 KiB
 # Arguments for a pattern, in the kernels' order; only `_dq_kernel` has dlse_ptr. Without a pattern all are None.
 EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap", "slopes_ptr", "position_ptr", "dlse_ptr"
 Extent = tuple[Any, ...]  # values for EXTENT, some of them None; () where all would be None
 
-_kernels: dict[tuple[Any, ...], Any] = {}
-_launches: dict[tuple[Any, ...], "_Launch"] = {}
+_kernels: dict[tuple[Any, ...], Any] = {}  # compiled kernels, by the keys made in `_Launch`
+_launches: dict[tuple[Any, ...], "_Launch"] = {}  # by the keys made in `_run`
 
 
 def _padded(queries: int) -> int:
+    """The rows of a row vector for so many queries."""
     return -(-queries // ROW_PADDING) * ROW_PADDING  # triton.cdiv takes 2 us
 
 
 class _Launch:
-    """A kernel with a tile, and what all calls of one case share."""
+    """A kernel with a tile, and what all calls of one case share. The arguments are those of `_run`."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class _Launch:
 
 
 def _length_class(length: int) -> int:
+    """The length rounded up: lengths of one class share a tuned tile."""
     return max(128, triton.next_power_of_2(length))
 
 
@@ -157,14 +160,14 @@ def _run(
     if launch is None:
 
         @cache
-        def made(tile: Tile) -> _Launch:
+        def launch_with(tile: Tile) -> _Launch:
             return _Launch(name, tensors, others, extent, causal, precision, clean, tile)
 
-        def timed(tile: Tile) -> None:
-            made(tile)(tensors, others, extent)
+        def run_with(tile: Tile) -> None:
+            launch_with(tile)(tensors, others, extent)
 
-        # [2:] because first_ptr and end_ptr are given if and only if bounds_stride is.
-        launch = made(tile or _tuned(name, q, k, causal, precision, _form(extent[2:], EXTENT[2:]), timed))
+        # Of the intervals bounds_stride alone is in the key of the tuned tile: the first two are there whenever it is.
+        launch = launch_with(tile or _tuned(name, q, k, causal, precision, _form(extent[2:], EXTENT[2:]), run_with))
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         # While a graph is captured nothing can be timed, so this tile may be a guess: do not keep it.
@@ -182,6 +185,7 @@ def _tuned(
     extent: tuple[str, ...],
     launch: Callable[[Tile], None],
 ) -> Tile:
+    """The fastest tile for a kernel in calls like this one; `launch` runs the kernel with a tile."""
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     tile_d = block_d(head_dim)
     tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, q.dtype, tile_d, precision, by_tma(q.device))

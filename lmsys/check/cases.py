@@ -17,15 +17,14 @@ from lmsys.attention.pattern import OPTIONS
 from lmsys.check.question import Fault
 from lmsys.testing import MEMORY, Inputs, run
 
-LONG, ODD, WHOLE = 384, 237, 256  # queries and keys: several tiles; no multiple of anything; a power of two
+LONG, ODD, WHOLE = 384, 237, 256  # queries and keys: several tiles; no multiple of a tile; a power of two
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS, LONGER = "batches and heads", "lengths of models"  # aspects
 # By result, the input that has its shape. They are judged in this order: a wrong result makes the later ones wrong.
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 Row = Callable[..., torch.Tensor]
-Use = Callable[
-    [Row, Inputs, bool], dict[str, torch.Tensor]
-]  # from a call of q, k and v, its inputs, and whether there are gradients
+# (call of q, k and v; its inputs; True if gradients are needed) -> results by name
+Use = Callable[[Row, Inputs, bool], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Task:
     about   the task in words
     memory  the layout of the inputs in memory, a name in MEMORY; "": contiguous
     aspect  the line of the table that the answer counts in
-    room    how much an error may exceed the usual budget
+    room    what is added to the usual budget of an error
     use     what is done in place of a single call, as models do it; None: a single call
     """
 
@@ -141,7 +140,7 @@ def pattern_of(case: AttentionCase, seed: int) -> Pattern:
     """The pattern of a case, with tensors drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
     scores = case.batch, case.heads, case.queries, case.keys
-    made: dict[str, Any] = {
+    drawn: dict[str, Any] = {
         "documents": Documents([case.keys // 3, case.keys - case.keys // 3], case.device),
         "key_lengths": torch.randint(1, case.keys + 1, scores[:1], generator=draw, dtype=torch.int32),
         "mask": torch.rand(scores, generator=draw) < 0.5,
@@ -149,7 +148,7 @@ def pattern_of(case: AttentionCase, seed: int) -> Pattern:
         "alibi": torch.rand(1, case.heads, generator=draw),
         "sinks": torch.randn(1, case.heads, generator=draw),
     }
-    given = {name: made.get(name, value) for name, value in case.options.items()}
+    given = {name: drawn.get(name, value) for name, value in case.options.items()}
     return Pattern(
         case.causal, **{name: x.to(case.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     )
@@ -187,16 +186,19 @@ def answer(
 
 
 def _forward(call: Row, inputs: Inputs, grad: bool) -> torch.Tensor:
+    """o of a call."""
     with torch.set_grad_enabled(grad):
         return call(*inputs.leaves(grad))
 
 
 def _results(o: torch.Tensor, inputs: Inputs, grad: bool, retain: bool = False) -> dict[str, torch.Tensor]:
+    """o, and with `grad` its gradients, by name. retain: the graph is kept for another backward."""
     gradients = torch.autograd.grad(o, inputs.leaves(grad), inputs.do, retain_graph=retain) if grad else ()
     return {"o": o.detach().clone(), **dict(zip(("dq", "dk", "dv"), gradients, strict=False))}
 
 
 def _once(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
+    """The results of one forward and backward."""
     return _results(_forward(call, inputs, grad), inputs, grad)
 
 
@@ -224,8 +226,8 @@ def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor
     """Calls from two threads at once, four times with these inputs; a result that differs from a single call."""
     alone, both = _once(call, inputs, grad), [inputs, inputs.others()]
     with ThreadPoolExecutor(2) as threads:
-        made = list(threads.map(lambda of: _once(call, of, grad), both * 4))[::2]
-    return next((outputs for outputs in made if not torch.equal(outputs["o"], alone["o"])), made[0])
+        results = list(threads.map(lambda of: _once(call, of, grad), both * 4))[::2]
+    return next((outputs for outputs in results if not torch.equal(outputs["o"], alone["o"])), results[0])
 
 
 USES: dict[str, Use] = {

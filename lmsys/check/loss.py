@@ -35,7 +35,7 @@ OF_LOGITS = {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
     role: names for role, names in ROLES.items() if role not in ("logits", "hidden", "weight")
 }
 UPSTREAM = 0.625  # the gradient of the loss: exact, and not 1, so that ignoring it shows
-TOKENS, ODD = 24, (101, 517)  # ODD: no multiple of anything
+TOKENS, ODD = 24, (101, 517)  # ODD: tokens and vocabulary, neither a multiple of a tile
 LONG = 330, 517  # more tokens than a chunk of most kernels
 OPTION_CASES = (
     formulas.Case("the sum of losses", LONG, more={"reduction": "sum"}),
@@ -130,6 +130,7 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
 
 
 def _judged(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
+    """The fault of the loss in a case, or None."""
     problem = _problem(call, case, options)
     return (
         _no_token_counts(call, problem)

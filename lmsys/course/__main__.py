@@ -33,7 +33,7 @@ from lmsys.bench.fields import grouped
 from lmsys.course import checkout, parts, systems
 from lmsys.reports import page
 
-USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
+USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0  # exit codes; version of the JSON; the most seconds of a part
 NO_GPU = not torch.cuda.is_available()
 ON_A_LAPTOP = (
     "Without a GPU Triton's interpreter ran the kernels, and torch.compile compiled nothing: a GPU runs other code."
@@ -97,19 +97,19 @@ def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
             }
             values.hold((named, f"{checkout.ADAPTERS} of {str(root)!r} has no part {text}".rstrip()))
             for part, adapter in named.items():
-                asked = written[adapter]
-                answer = _answer(worker, part, Path(folder, "progress")) if asked else {"verdict": parts.NOT_WRITTEN}
+                is_written, progress = written[adapter], Path(folder, "progress")
+                answer = _answer(worker, part, progress) if is_written else {"verdict": parts.NOT_WRITTEN}
                 yield {"schema": SCHEMA, "part": part, "adapter": adapter, **answer}
-                if asked and adapter not in parts.IN_ONE_PROCESS:
+                if is_written and adapter not in parts.IN_ONE_PROCESS:
                     worker.kill()  # a kernel may have written outside of its tensors; the next call starts a new one
 
 
 def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
-    """The verdict on a part, also where it ends the worker's process. progress: a file of what is asked."""
+    """The verdict on a part, also where it ends the worker's process. progress: a file that says what is asked now."""
     progress.write_text(json.dumps(("as it loads", "", None)))
     try:
         return worker.call(parts.ask, part, parts.BEYOND_S, progress, timeout_s=PART_S)
-    except processes.ProcessError as error:  # it has died, or was late
+    except processes.ProcessError as error:  # the process has died, or was killed after PART_S
         about, aspect, so_far = json.loads(progress.read_text())
         text = f"{about}: {str(error).splitlines()[0]}"
         if so_far:

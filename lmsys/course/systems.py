@@ -1,6 +1,7 @@
-"""Adapters in the form in which `lmsys check` asks functions and classes of their kind; and the questions on FSDP.
+"""The checkout's adapters, wrapped so that `lmsys check` can ask them: a function or class for each kind. Also `fsdp`.
 
-parts.py names these functions and classes as targets of checks, and __main__.py as rows of benchmarks.
+An adapter is a function of tests/adapters.py; its arguments are those of the handout. parts.py names the functions and
+classes here as targets of checks, and __main__.py as rows of benchmarks. `fsdp` asks questions of its own.
 """
 
 import os
@@ -51,7 +52,9 @@ def cross_entropy(inputs: Tensor, targets: Tensor) -> Tensor:
 class Ddp(nn.Module):
     """A DDP container of the checkout as a strategy.
 
-    make, after, before  names of adapters: makes the container, is called after a backward, before a step; "": none
+    make    the name of the adapter that makes the container
+    after   that of the adapter to call after a backward
+    before  that of the adapter to call before a forward; "": none
     """
 
     make, after, before = "get_ddp", "ddp_on_after_backward", ""
@@ -96,10 +99,10 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
     """
     params = list(params)
     optimizer = checkout.adapter("get_sharded_optimizer")(params, optimizer_cls, **kwargs)
-    whole = sum(p.numel() for p in params if isinstance(p, Tensor))
+    whole = sum(p.numel() for p in params if isinstance(p, Tensor))  # 0 for param groups, which are dicts
     step = optimizer.step
 
-    def held_step(*args: Any, **options: Any) -> Any:
+    def checked_step(*args: Any, **options: Any) -> Any:
         result = step(*args, **options)
         inner = [x for x in (optimizer, *vars(optimizer).values()) if isinstance(x, torch.optim.Optimizer)]
         kept = [item for x in inner for item in getattr(x, "state", {}).items()]  # a wrapper may have none
@@ -108,8 +111,8 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
             raise RuntimeError("nothing is sharded: a rank keeps the optimizer's state of all parameters")
         return result
 
-    optimizer.step = held_step
-    if whole:  # no groups
+    optimizer.step = checked_step
+    if whole:
         optimizer.zero_grad = nn.ParameterList(params).zero_grad
     return optimizer
 
@@ -120,7 +123,7 @@ def prepare() -> None:
     laptop.install()
 
 
-STEPS, RATE, EXAMPLES, POSITIONS, VOCABULARY, WIDTH = 3, 0.1, 8, 6, 96, 64
+STEPS, RATE, EXAMPLES, POSITIONS, VOCABULARY, WIDTH = 3, 0.1, 8, 6, 96, 64  # of the trainings that `fsdp` compares
 State = dict[str, Tensor]
 
 
@@ -207,12 +210,13 @@ def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> question.Fault | N
     for rank, state in enumerate(states):
         if wrong := _wrong(state, alone[1.0], room):
             text = f"  after {STEPS} steps rank {rank} has other weights than one process: {', '.join(wrong)}"
+            # 1.weight is that of RMSNorm, which FSDP need not shard.
             named = (words for rate, words in MISTAKES.items() if not _wrong(state, alone[rate], room))
             return question.Fault(text, OF_REPLICATED if wrong == ["1.weight"] else next(named, None))
     return None
 
 
-MISTAKES = {
+MISTAKES = {  # by the factor of the learning rate that has the same effect
     strategy.WORLD_SIZE: "gradients are summed over ranks, not averaged",
     1 / strategy.WORLD_SIZE: "gradients are divided by the number of ranks twice",
     0.0: "nothing is trained",

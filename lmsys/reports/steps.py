@@ -118,7 +118,7 @@ def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), s
 
 @step
 def last_of(view: views.View, name: str) -> views.View:
-    """The cases with that value of a field which is the last in reading order."""
+    """The cases that have the last value, in reading order, of a field."""
     return view.having(name, view.values(name)[-1:])
 
 
@@ -127,13 +127,19 @@ def last_of(view: views.View, name: str) -> views.View:
 
 @step
 def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]]) -> views.View:
-    """Puts a case in place of each entry of the list that is in the field `name`; declares the entries' fields."""
+    """For each entry of the list in the field `name` a case, in place of the case that has the list.
+
+    declared  the fields of the entries, as in `fields`
+    """
     return fields(view.expanded(lambda case: case[name] or ()), declared)
 
 
 @step
 def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]) -> views.View:
-    """Adds the field `name`: the case whose value on `axis` is this case's value of `of`, alike on the axes `same`."""
+    """Adds the field `name`: another case, which has on `axis` this case's value of the field `of`.
+
+    Of the axes `same` it has this case's values.
+    """
     known, names = view.index([axis] + list(same)), [of] + list(same)
     return view.adding(lambda case: {name: known.get(views.key_of(case, names))})
 
@@ -153,7 +159,7 @@ def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.Vie
 
 @step
 def computed(view: views.View, **texts: str) -> views.View:
-    """Replaces the values of declared fields by those of expressions."""
+    """Replaces the values of declared fields by those of expressions, each given as FIELD="expression"."""
     for name, text in texts.items():
         view = view.redeclared([name], of=view.expression(text))
     return view
@@ -174,7 +180,11 @@ def defaulted(view: views.View, name: str, plain: str, order: Sequence[str] = ()
 
 @step
 def worded(view: views.View, name: str, by: Sequence[str] = (), of: str = "") -> views.View:
-    """Sets the words for a field's values, by the expression `of`, in the reading order of the fields `by`."""
+    """Sets the words for a field's values, and their reading order.
+
+    by  the fields by whose reading order the values are sorted; by default the field itself
+    of  an expression for the word; by default the word stays
+    """
     values = dict.fromkeys(view.ordered(*(by or [name])).column(name))
     for value in values:
         values[value] = expressions.value_of(of, {name: value}) if of else view.text(name, value)
@@ -183,7 +193,7 @@ def worded(view: views.View, name: str, by: Sequence[str] = (), of: str = "") ->
 
 @step
 def traits(view: views.View, row: str, trait: str) -> views.View:
-    """Adds the field ROW_TRAIT: a trait of the table's row that the field `row` names."""
+    """Adds the field "{row}_{trait}": a trait of the table's row that the field `row` names."""
     table = view.table(row)
     return view.with_fields([Field(f"{row}_{trait}", role="detail", of=lambda case: table[case[row]].get(trait))])
 
@@ -227,7 +237,11 @@ def points(view: views.View, step: str, value: str, values: str, at: str = "") -
 
 @step
 def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
-    """Puts several cases in place of each: for each word=FIELD of `names` one with the word and the field's value."""
+    """Puts several cases in place of each: one for each FIELD=word of `names`.
+
+    what   the field that gets the word
+    value  the field that gets the value of FIELD
+    """
     return view.expanded(lambda case: [{what: word, value: case[name]} for name, word in names.items()])
 
 
@@ -235,7 +249,7 @@ def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
 
 
 def of_each_metric(draw: Any) -> Any:
-    """Makes a step that draws each of several metrics, of a function that draws one."""
+    """The step that draws each of several metrics by `draw`, a function that draws one metric."""
 
     def drawn(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
         return [draw(view, metric, *args, **options) for metric in view.chosen(metrics)]

@@ -93,7 +93,7 @@ def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> lis
             while start < part.stop:
                 share = min(count - 1, done * count // total)
                 border = start + -(-(share + 1) * total // count) - done
-                stop = cut_file(file.fileno(), pretokenizer, border, part.stop)  # of the last share it is the end
+                stop = cut_file(file.fileno(), pretokenizer, border, part.stop)  # for the last share: the part's end
                 shares[share].append(Chunk(part.path, start, stop))
                 start, done = stop, done + stop - start
     return shares
@@ -130,5 +130,5 @@ def each_chunk(
     if processes == 1:
         yield from map(function, pieces)
     else:
-        ended = futures(function, pieces, processes, environment={"OPENBLAS_NUM_THREADS": "1"})
-        yield from (future.result() for future in ended)
+        results = futures(function, pieces, processes, environment={"OPENBLAS_NUM_THREADS": "1"})
+        yield from (future.result() for future in results)

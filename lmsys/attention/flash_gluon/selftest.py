@@ -19,7 +19,7 @@ from torch import Tensor
 from lmsys.attention.pattern import Pattern
 
 SCALE = 8.0  # scores of different pairs are so far apart that float32 has no weight for the lower one
-BITS = 9  # in the number of a pair of keys, which its elements spell as -1 and 1
+BITS = 9  # bits of the number of a pair of keys; the elements of its keys spell these bits as -1 and 1
 WINDOW = 150  # its left edge lies in different tiles of keys for the consumers of one CTA
 ROUNDS = 3  # each plan runs several times, since a missing wait does not fail every time
 DTYPES = (torch.bfloat16, torch.float16)
@@ -77,7 +77,7 @@ def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
     """(q, k, v, do, weights): inputs of `shape`, and the softmax weights (B, H, Q, K) that they lead to, in float64."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.arange(shape.keys)
-    code = ((keys[:, None] // 2 >> torch.arange(BITS)) & 1) * 2 - 1  # (K, BITS)
+    code = ((keys[:, None] // 2 >> torch.arange(BITS)) & 1) * 2 - 1  # (K, BITS): the bits of each pair, as -1 and 1
     copies = (shape.head_dim - 1) // BITS
     k = torch.zeros(shape.keys, shape.head_dim, dtype=torch.float64)
     k[:, : copies * BITS] = code.repeat(1, copies).double()
@@ -87,12 +87,13 @@ def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
     last = torch.arange(shape.queries).minimum(last) if shape.causal else last
     first = torch.zeros_like(last) if shape.window is None else (last + 1 - shape.window).clamp(min=0)
     chance = torch.rand(shape.batch, shape.heads, shape.queries, generator=generator)
-    key = (first + (chance * (last + 1 - first)).long()).minimum(last)
+    key = (first + (chance * (last + 1 - first)).long()).minimum(last)  # (B, H, Q): a key of the pair it attends to
     visible = (keys >= first[:, None]) & (keys <= last[:, None])  # (Q, K)
     weights = ((keys // 2 == key[..., None] // 2) & visible).double()
     weights /= weights.sum(-1, keepdim=True)
 
     def whole(heads: int, length: int) -> Tensor:
+        """(B, heads, length, D) of -1, 0 and 1."""
         return torch.randint(-1, 2, (shape.batch, heads, length, shape.head_dim), generator=generator).double()
 
     v = 2 * whole(shape.kv_heads, shape.keys)
@@ -102,8 +103,8 @@ def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
 def truth(shape: Shape, q: Tensor, k: Tensor, v: Tensor, do: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """The exact o, dq, dk and dv by name, in this order, in float64."""
     group = shape.heads // shape.kv_heads
-    of_query = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    o = weights @ of_query[1]
-    ds = weights * (do @ of_query[1].mT - (do * o).sum(-1, keepdim=True)) * SCALE
+    repeated_k, repeated_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    o = weights @ repeated_v
+    ds = weights * (do @ repeated_v.mT - (do * o).sum(-1, keepdim=True)) * SCALE
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, weights.mT @ do))
-    return {"o": o, "dq": ds @ of_query[0], "dk": dk, "dv": dv}
+    return {"o": o, "dq": ds @ repeated_k, "dk": dk, "dv": dv}
