@@ -153,8 +153,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have one head dimension; got {q.shape[-1]} and {k.shape[-1]}")
-    same = q.dim() - 2 if q.dim() == 3 else q.dim() - 3  # 3-D: (B, S, D), no head axis
-    if q.shape[:same] != k.shape[:same]:
+    num_batch_dims = q.dim() - 2 if q.dim() == 3 else q.dim() - 3  # 3-D: (B, S, D), no head axis
+    if q.shape[:num_batch_dims] != k.shape[:num_batch_dims]:
         raise ValueError(f"q and k must have the same batch dimensions; got shapes {_shapes(q, k, v)}")
     if q.dim() > 3 and q.shape[-3] % k.shape[-3]:
         raise ValueError(f"query heads ({q.shape[-3]}) must be a multiple of key/value heads ({k.shape[-3]})")
@@ -181,6 +181,7 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
     fields, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
 
     def closed(name: str, value: int) -> int:
+        """The value as a plain number, or the TYPICAL one where torch.compile leaves it open."""
         # int() would keep a length symbolic that torch.compile knows; the length of a range is a plain number.
         return typical[name] if name in typical and not has_static_value(value) else len(range(value))
 
@@ -212,10 +213,10 @@ def aligned(x: Tensor) -> Tensor:
     is expanded, with a stride of 0, is copied too.
     """
     *outer, last = x.stride()
-    rows = x.is_contiguous() or (last == 1 and not any(not step or step * x.element_size() % 16 for step in outer))
+    fits = x.is_contiguous() or (last == 1 and not any(not step or step * x.element_size() % 16 for step in outer))
     if torch.compiler.is_compiling():  # traced tensors have no addresses
-        return x if rows else x.contiguous()
-    if rows and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.data_ptr() % 16:
+        return x if fits else x.contiguous()
+    if fits and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.data_ptr() % 16:
         return x  # a tensor that torch.func has wrapped may hide a dimension, and is copied
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -327,6 +328,7 @@ def why_not_told(row: Callable[..., Tensor], options: Iterable[str]) -> str | No
 
 @cache
 def _parameters(row: Callable[..., Tensor]) -> frozenset[str]:
+    """The names of a row's parameters."""
     return frozenset(inspect.signature(row).parameters)
 
 

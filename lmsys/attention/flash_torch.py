@@ -25,10 +25,11 @@ from lmsys.attention.bounds import Bounds
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern, tile_of
 
 TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
-MIN_TILE, MAX_TILE = 64, 2048
+MIN_TILE, MAX_TILE = 64, 2048  # rows or columns
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -156,6 +157,7 @@ def _tile_weights(
 
 
 def _tile_weights_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """`_tile_weights`, compiled once for each set of layouts and options."""
     key = compiled.layout_key(*tensors), tuple(sorted(options.items(), key=lambda item: item[0]))
     return compiled.compile_for(_tile_weights, key)(*tensors, **options)
 
@@ -194,6 +196,7 @@ def flash_backward(
     delta = (o.to(wide) * do.to(wide)).sum(dim=-1)  # (B, H, Q), row sums of P * dP
     delta = _grouped(delta if dlse is None else delta - dlse, num_groups)  # dS = P * (dP - delta + dlse)
     dbias = None if pattern.bias is None else torch.zeros_like(pattern.bias, dtype=wide)
+    # From here on q and do are (N, G, Q, D), lse and delta (N, G, Q), k and v (N, K, D).
     q, do, lse = (_grouped(x, num_groups) for x in (q, do, lse))
     k, v = (x.reshape(num_groups, num_keys, -1) for x in (k, v))
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -206,7 +209,7 @@ def flash_backward(
             rows = slice(row, min(row + tile, num_queries))
             q_tile, do_tile = (x[:, :, rows].flatten(1, 2).to(operand) for x in (q, do))
             added = pattern.added(rows, columns, wide)
-            p, ds, *dadded = tile_weights(
+            p, ds, *dbias_of_tile = tile_weights(
                 _dot(q_tile, k_tile.mT),
                 _dot(do_tile, v_tile.mT),
                 lse[:, :, rows].flatten(1),
@@ -222,7 +225,7 @@ def flash_backward(
             dq[:, :, rows] += _dot(ds, k_tile).unflatten(1, (q.shape[1], -1))
             if dbias is not None:
                 part = tile_of(dbias, rows, columns)
-                part += _by_head(dadded[0], added).sum_to_size(part.shape)
+                part += _by_head(dbias_of_tile[0], added).sum_to_size(part.shape)
         dk[:, columns] = dk_tile
         dv[:, columns] = dv_tile
     grads = [x.reshape(shape) for x, shape in zip((dq.to(q.dtype), dk, dv), shapes, strict=True)]

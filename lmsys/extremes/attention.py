@@ -34,12 +34,12 @@ KINDS = {
     "climb": "scores that rise from tile to tile",
     "outlier": "channels of outliers in keys and values",
 }
-SHARE = 1 / 16  # the share of all units drawn that is extreme, at most
-FAR, FARTHEST = 12, {torch.float16: 15}  # q · k is 2**FAR, or 2**15 for "lowest", and 2**20 in wider dtypes
+SHARE = 1 / 16  # the largest share of all units drawn that is extreme
+FAR, FARTHEST = 12, {torch.float16: 15}  # |q · k| is 2**FAR; for "lowest" 2**15 in float16, 2**20 in other dtypes
 SHARP = 2.0**5  # a query that is SHARP times a key has nearly all weight on that key
 SINK = 2.0**11  # q · k for key 0 of "sink"
 STEP_KEYS, STEPS, STEP = 16, 32, 2.0**5  # "climb": q · k rises by STEP after each STEP_KEYS keys, STEPS - 1 times
-FIRST_KEYS, TAIL = 8, 64  # how many keys "first" and "last" choose from, at most
+FIRST_KEYS, TAIL = 8, 64  # the most keys that "first" and "last" choose from
 KEY_OUTLIER, VALUE_OUTLIER = 2.0**4, 2.0**5  # factors of the outlier channels
 
 Unit = tuple[int, int]  # batch, key head
@@ -121,14 +121,14 @@ def drawn_unit(
     """
     group = case.heads // case.kv_heads
     shapes = {"q": (group, case.queries), "k": (1, case.keys), "v": (1, case.keys), "do": (group, case.queries)}
-    made = {}
+    tensors = {}
     for name, (heads, length) in shapes.items():
         count = heads * length * case.head_dim
         part = draws.part(seed, draw, name, (unit[0] * case.kv_heads + unit[1]) * count, count, DTYPES[case.dtype])
-        made[name] = part.view(1, heads, length, case.head_dim)
+        tensors[name] = part.view(1, heads, length, case.head_dim)
     if (extreme := extreme_of(case, seed, draw, generator)) is not None and extreme[0] == unit:
-        plant(extreme[1], *unit_tensors(made, (0, 0)), causal)
-    return made
+        plant(extreme[1], *unit_tensors(tensors, (0, 0)), causal)
+    return tensors
 
 
 def extreme_of(case: AttentionCase, seed: int, draw: int, generator: str = draws.VERSION) -> tuple[Unit, str] | None:

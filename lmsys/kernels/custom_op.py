@@ -43,7 +43,10 @@ def define(
 
 
 def _folding(operator: Any) -> Callable[..., Any]:
-    """The vmap rule of an operator on tensors (B or 1, ...): one call on (V · B, ...), where V is vmap's batch size."""
+    """The vmap rule of an operator on tensors (B or 1, ...): one call on (V · B, ...), where V is vmap's batch size.
+
+    The first argument must be a tensor with a batch of B.
+    """
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         def folded(x: Any, dim: Any) -> Any:

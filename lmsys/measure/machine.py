@@ -24,8 +24,8 @@ from lmsys.measure import compare, energy
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 
-CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
-LONG_S = 1.0  # after so many seconds two runs suffice: bfloat16 on a CPU without instructions for it is slow
+CEILING_S, LEAST_RUNS = 0.2, 5  # seconds and runs of each ceiling: on a busy machine three runs may all be slow
+LONG_S = 1.0  # if runs take this long together, two suffice: bfloat16 on a CPU without instructions for it is slow
 SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # of the large matmul
 # Dense bfloat16 and float16, from data sheets.
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -63,10 +63,10 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
 def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
     """The best that this machine reaches now: {"matmul_flops_per_s": {dtype: x}, "copy_bytes_per_s": x, "spread": x}.
 
-    A square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise) and one copy that no cache
-    holds, read and write counted; the fastest of `seconds` of runs, of CEILING_S at most. On a CPU that of the fastest
-    of several sizes and of both layouts of the second operand: which is fast depends on the dtype. `spread`: how far
-    the median run of any of these was from its fastest, as a share of it.
+    It times a square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise), and one copy that
+    no cache holds, whose reads and writes are counted. The fastest run of `seconds`, CEILING_S at most, counts. On a
+    CPU several sizes, and both layouts of the second operand, are tried: which is fastest depends on the dtype.
+    `spread`: how far the median run of any of these was from its fastest, as a share of it.
     """
     copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)
     matmuls = {
@@ -124,15 +124,15 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> float | None:
-    """The peak that the data sheet states for all ranks together, or None where it is not known: bf16 and fp16 only."""
+    """The data sheet's peak of all ranks together; None for an unknown GPU, and for a precision but bf16 and fp16."""
     known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if gpu and name in gpu]
     return known[0] * world_size if known and precision in ("bf16", "fp16") else None
 
 
 def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEAST_RUNS) -> tuple[float, float]:
-    """(the least, the median) of the seconds of `least` calls or more, for so long; of long calls there are two.
+    """(the least, the median) of the seconds of some calls: `least` or more, until they took `seconds` together.
 
-    The first is not counted: it touches memory that nobody has touched.
+    Where calls take more than LONG_S, there are two. A call before them is not counted: it touches new memory.
     """
     clock, samples = clock_of(device), list[float]()
     timed(clock, call)
@@ -144,6 +144,7 @@ def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEA
 
 
 def _cpu_name() -> str:
+    """The model's name that most cores have."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return statistics.mode(models) if models else platform.processor() or platform.machine()
@@ -206,16 +207,16 @@ def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:
     return Limits({dtype: count * cycles for dtype, count in per_cycle.items()}, memory)
 
 
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-WINDOW_S, LEAST_S, MOST_S = 1.0, 3.0, 15.0
-STEADY = 0.01  # of two windows, one behind the other: so far apart they are at most when the rate has settled
-SAMPLE_S = 0.02
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # of the matmul of `measure_sustained`
+WINDOW_S, LEAST_S, MOST_S = 1.0, 3.0, 15.0  # seconds of a window, whose mean rate counts; limits of all windows
+STEADY = 0.01  # a rate has settled when two windows, one after the other, differ by less than this share
+SAMPLE_S = 0.02  # between two readings of the sensors
 
 
 def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     """{"matmul_flops_per_s": {dtype: x}, "seconds": until it had settled}, with the state of the device at its end.
 
-    The matmul of the ceilings, again and again: the mean rate of the last WINDOW_S.
+    It repeats the matmul of the ceilings until its rate has settled. x is the mean rate of the last WINDOW_S.
     """
     size, dtype = SIZES[device][-1], DTYPES[device]
     a, marks = torch.randn(size, size, device=device, dtype=dtype), list[energy.Mark]()

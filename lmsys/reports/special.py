@@ -1,7 +1,7 @@
 """Steps of layouts that serve one benchmark each, such as tables of model sizes, timelines and a fitted line.
 
 They are called as those of `steps` are, and a benchmark's own step is added here. WAYS are the axes that say how a
-model is run. A table of sizes holds all of these constant but one, and the constant ones name its file.
+model is run. In a table of sizes one of them may vary, and the values of the others are in its file's name.
 """
 
 import math
@@ -18,12 +18,12 @@ from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import cells, items, load, plots, steps, tables, views, words
 
 WAYS = ("precision", "compile", "checkpoint", "residual", "impl")
-PLAIN = {"checkpoint": "none", "residual": "wide"}  # which names of files leave out where nothing else was run
+PLAIN = {"checkpoint": "none", "residual": "wide"}  # values that file names leave out where nothing else was run
 VERDICTS = {True: "fits", False: "too large"}
 GIB = 2**30
-PHASES = {"forward": "#2563eb", "backward": "#dc2626", "optimizer": "#16a34a"}
-HELD = "#9ca3af"
-COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
+PHASES = {"forward": "#2563eb", "backward": "#dc2626", "optimizer": "#16a34a"}  # colours in `memory_timeline`
+HELD = "#9ca3af"  # the colour there of memory that was held before the call
+COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}  # in `overlap`
 
 
 @steps.step
@@ -41,10 +41,9 @@ def greatest(view: views.View, name: str, of: str) -> views.View:
 
 @steps.step
 def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
-    """Puts a case in place of each entry, {row: word}, of the mapping `name` that cases hold, and one for the row
-    itself.
+    """For each entry, {row: word}, of the mapping in the field `name` a case, and one for the case's own row.
 
-    They have the row in the field `other` and the word in the field `how`.
+    These cases, which replace the one that has the mapping, have the row in the field `other` and the word in `how`.
     """
 
     def entries(case: Record) -> list[Record]:
@@ -61,7 +60,7 @@ def repeated(view: views.View, **facts: Any) -> views.View:
 
 @steps.step
 def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
-    """Captions tell the product of each pair of fields that is constant while the first of the two varies."""
+    """Makes captions end in the product of each pair of fields whose product is constant while the first varies."""
     constant = []
     for pair in names:
         known = {a * b for a, b in view.groups(pair) if type(a) is type(b) is int}
@@ -83,9 +82,9 @@ def peak(view: views.View, dtype: str) -> views.View:
 
 @steps.step
 def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[str]) -> views.View:
-    """Adds the field `name`: True where there is one shape alone, run in several of these ways.
+    """Adds the field `name`: True where all cases have one shape, and differ in one or more of `ways`.
 
-    A table of each way would then have one line.
+    shape  the fields that make a shape
     """
     return view.with_facts(**{name: len(view.groups(shape)) == 1 and any(map(view.varies, ways))})
 
@@ -162,7 +161,10 @@ def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | Non
 def best(
     view: views.View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
 ) -> items.Table | None:
-    """A table of the case with most of the field `of` for each value of `by`, in the last mode that was timed."""
+    """A table with a line for each value of `by`: the case of the last mode that has the most of the field `of`.
+
+    mode  the field that holds the mode, such as forward or step
+    """
     most = steps.one_of_each(steps.last_of(view.only(of), mode), [by], of)
     return tables.listing(
         most, view.chosen(keys), view.chosen(metrics), "best", title, about=f"Of all that was timed, by {by}"
@@ -264,8 +266,8 @@ def with_held(view: views.View) -> views.View:
     """Adds the memory held before a call as its first phase; gives cases without a profile phases without peaks."""
 
     def held_and_phases(case: Record) -> Record:
-        names = PHASES if case["mode"] == "step" else ("forward",)
-        phases = case["phases"] or [{"name": name, "peak_bytes": None} for name in names]
+        expected = PHASES if case["mode"] == "step" else ("forward",)
+        phases = case["phases"] or [{"name": name, "peak_bytes": None} for name in expected]
         return {"phases": [{"name": "held", "peak_bytes": 0 if case["phases"] else None}] + phases}
 
     return view.adding(held_and_phases)

@@ -28,6 +28,10 @@ def _barrier_asm(kind, num_threads):
 
 @gluon.constexpr_function
 def _acquire_asm(first):
+    """The PTX of `semaphore_wait`: warp 0 spins until the semaphore is right, then arrives at two named barriers.
+
+    160 threads take part in each: the 128 of a consumer and the 32 of this warp.
+    """
     return f"""{{
         .reg .pred other, late;
         mov.b32 $0, $2;
@@ -45,6 +49,7 @@ def _acquire_asm(first):
 
 @gluon.constexpr_function
 def _clear_asm():
+    """The PTX of `clear`: each thread stores 8 times 16 bytes, and the 128 threads 2,048 bytes at a time."""
     stores = [f"st.global.v4.b32 [$1 + {2048 * i}], {{$0, $0, $0, $0}};" for i in range(8)]
     return " ".join(["mov.b32 $0, 0;", *stores])
 
@@ -136,6 +141,7 @@ def store_registers(ptr, x):
 
 @gluon.jit
 def _put_registers(INSTRUCTION: gl.constexpr, ptr, x):
+    """Executes INSTRUCTION for the numbers of x (64, 64), four at a time, in the order that `add_registers` names."""
     x = x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([1024, 2, 2])
     left, right = gl.split(x)
     a, c = gl.split(left)
@@ -189,6 +195,7 @@ def widen(x, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _exp2_asm():
+    """The PTX of `exp2_of_eight`."""
     one_by_fmas = """{
         .reg .f32 x, m, t, p;
         .reg .b32 exponent, bits;
