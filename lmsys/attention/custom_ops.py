@@ -39,10 +39,12 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _like_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Empty o and log-sum-exp."""
     return _like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _laid_out(x: Tensor) -> Tensor:
+    """x in the layout of `_like`, which an operator's results must have."""
     return x if x.transpose(1, 2).is_contiguous() else _like(x).copy_(x)
 
 
@@ -69,8 +71,8 @@ def gradients_like(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty dq, dk and dv. If q, k and v are parts of one tensor, so are they, for the projection's backward.
 
-    Otherwise each is `like(q)`, `like(k)`, `like(v)`. That is also so where a row of a head is no multiple of 16 bytes,
-    as descriptors need it, and if not `together`: the layout of a custom operator's results is fixed beforehand.
+    Otherwise they are like(q), like(k) and like(v). They also are if not `together`, since the layout of a custom
+    operator's results is fixed beforehand, and where a row of a head is no multiple of 16 bytes, which TMA needs.
     """
     whole = whole_of(q, k, v) if together else None
     if whole is None or q.shape[-1] * q.element_size() % 16:
@@ -89,21 +91,22 @@ def _apart(pattern: Pattern | None) -> tuple[str, tuple[int, ...], tuple[float, 
     parts = {name: x.parts if isinstance(x, documents.Documents) else (x,) for name, x in options.items()}
     parts |= {name: x for name, x in options.items() if isinstance(x, tuple)}  # a window with two sides
     layout = " ".join(f"{name}:{''.join(map(_kind, values))}" for name, values in parts.items())
-    numbers, floats, tensors = ([x for some in parts.values() for x in some if _kind(x) == kind] for kind in "nft")
+    numbers, floats, tensors = ([x for values in parts.values() for x in values if _kind(x) == kind] for kind in "nft")
     return layout, tuple(numbers), tuple(floats), tensors
 
 
 def _kind(value: Any) -> str:
+    """The letter of a value in a layout: t tensor, f float, n any other number."""
     return "t" if isinstance(value, Tensor) else "f" if isinstance(value, float | torch.SymFloat) else "n"
 
 
 def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pattern]:
     """{"pattern": the pattern that `_apart` has taken apart}, as a keyword for a kernel; {} without one."""
-    left, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
+    next_of, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
     for name, kinds in (part.split(":") for part in layout.split()):
-        values = [next(left[kind]) for kind in kinds]
-        made = documents.Documents.of_parts(*values) if name == "documents" else tuple(values)
-        given[name] = made if len(kinds) > 1 else values[0]
+        values = [next(next_of[kind]) for kind in kinds]
+        several = documents.Documents.of_parts(*values) if name == "documents" else tuple(values)
+        given[name] = several if len(kinds) > 1 else values[0]
     return {"pattern": Pattern(causal, **given)} if layout else {}
 
 
@@ -188,7 +191,9 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return *dqkv, *[None] * (5 + len(tensors))
 
     class Refusing(CustomOp):
-        jvp = staticmethod(no_forward_mode)  # apart, since torch.compile takes no Function that has a jvp
+        """`CustomOp`, which refuses forward-mode derivatives. torch.compile takes no Function that has a `jvp`."""
+
+        jvp = staticmethod(no_forward_mode)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, pattern: Pattern | None = None) -> Tensor:
         *parts, tensors = _apart(pattern)
@@ -287,7 +292,7 @@ def flash(
         A `pattern` replaces `causal`. With `pattern.return_lse` the log-sum-exp (B, H, Q) comes with o.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if scale <= 0:
+        if scale <= 0:  # kernels take a positive scale: q gets the sign, or becomes 0
             q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
         if pattern is not None and not NEEDS.isdisjoint(pattern.options):
             if torch.compiler.is_exporting():

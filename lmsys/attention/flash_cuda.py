@@ -41,11 +41,11 @@ TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 class Tile(NamedTuple):
     """The tile sizes of one kernel: the fields and the order of `Tile` in flash_cuda.cu. Change both together."""
 
-    block_q: int  # fwd and dq: a thread block owns so many queries, a multiple of 16 for each warp; dkdv: in a stage
-    block_k: int  # dkdv: a thread block owns so many keys, a multiple of 16 for each warp; fwd and dq: in a stage
+    block_q: int  # queries that a thread block of fwd and dq owns, a multiple of 16 for each warp; of a stage in dkdv
+    block_k: int  # keys that a thread block of dkdv owns, a multiple of 16 for each warp; of a stage in fwd and dq
     warps: int
-    at_once: int  # columns of scores that a warp of the backward holds
-    kept: bool  # operands that the loop does not change stay in registers
+    at_once: int  # columns of scores that a warp of the backward holds at a time
+    kept: bool  # the owned tiles are kept in registers
     blocks: int  # thread blocks that a multiprocessor should hold at a time
 
 
@@ -60,8 +60,8 @@ class Tiles(NamedTuple):
 def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> Tiles:
     """The tiles for a dtype, head dimension and compute capability.
 
-    For bfloat16 and head_dim 64 and 128 they were the fastest measured on one H200. float32 and other head dimensions
-    were not tuned: they have the nearest of these. Before compute capability 8.0 tiles fit 64 KiB of shared memory and
+    For bfloat16 and head_dim 64 and 128 they were the fastest measured on one H200. Those of float32 and other head
+    dimensions were not tuned, but are like these. Tiles before compute capability 8.0 fit 64 KiB of shared memory and
     spill no registers; they were not timed. nvcc stops at a static_assert where tiles need more shared memory than
     SHARED_BYTES in flash_cuda.cu (from 8.0 on 99 KiB), and for float32 with `kept`. Nothing checks the multiples of 16.
     """
@@ -162,9 +162,9 @@ def build(
     name = f"flash_cuda-{hashlib.sha256(sources + given).hexdigest()[:16]}.so"
     path = cache_folder() / name
     if not path.exists():
-        what = f"{contract.DTYPE_NAMES[dtype]}, head_dim {head_dim}, sm_{capability[0]}{capability[1]}"
-        what += ", with a window" if windowed else ""
-        print(f"lmsys: compiling flash_cuda for {what} (once, some seconds)", file=sys.stderr, flush=True)
+        variant = f"{contract.DTYPE_NAMES[dtype]}, head_dim {head_dim}, sm_{capability[0]}{capability[1]}"
+        variant += ", with a window" if windowed else ""
+        print(f"lmsys: compiling flash_cuda for {variant} (once, some seconds)", file=sys.stderr, flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             result = Path(folder) / name
@@ -180,10 +180,12 @@ def build(
 def _library(
     dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None, windowed: bool
 ) -> ctypes.CDLL:
+    """The library for a dtype, head dimension and device, loaded once. tiles None: those of `tiles_for`."""
     return load(build(dtype, head_dim, torch.cuda.get_device_capability(device), tiles, windowed))
 
 
 def load(path: Path) -> ctypes.CDLL:
+    """The library in this file, with the type of its results that are no int."""
     library = ctypes.CDLL(str(path))
     library.flash_error.restype = ctypes.c_char_p
     return library

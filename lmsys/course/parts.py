@@ -26,12 +26,12 @@ from lmsys.testing import Inputs
 
 BEYOND_S = 20.0  # seconds of a part, after which nothing is asked that goes beyond the handout
 RIGHT, WRONG, REFUSED, NOT_WRITTEN, NOT_JUDGED = "right", "wrong", "refused", "not written", "not judged"
-INSTALLED_AS = {
+INSTALLED_AS = {  # by the name of a module, the package that pip installs
     "yaml": "PyYAML",
     "sklearn": "scikit-learn",
     "hydra": "hydra-core",
     "PIL": "pillow",
-}  # packages by module
+}
 NO_KERNEL = Fault("  NotImplementedError: the results are right, but no Triton kernel makes them", raises=True)
 
 # The verdict that an exception means, by a pattern of its text; the first that fits. All others mean `refused`.
@@ -50,9 +50,9 @@ class Part:
     """A part of an assignment.
 
     adapter    the name of its function in tests/adapters.py
-    questions  yields them, see basics.py
+    questions  yields the questions, see basics.py
     asks       what the handout asks, in words
-    backward   the backward is reported of what goes beyond the handout, not the forward
+    backward   what goes beyond the handout is reported of the backward; False: of the forward
     """
 
     adapter: str
@@ -104,9 +104,9 @@ def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[s
     return {"o": o.detach().clone(), "lse": saved[0].detach().float().reshape(inputs.q.shape[:-1])}
 
 
-LENGTHS = "float32, lengths of 128 and 256"
+LENGTHS = "float32, lengths of 128 and 256"  # this and DDP are words for `Part.asks`
 DDP = "steps of SGD from rank 0's weights, tied weights, frozen parameters"
-OF_DDP = "one step|several steps|small buckets|tied weights|frozen parameters"
+OF_DDP = "one step|several steps|small buckets|tied weights|frozen parameters"  # questions that the handout asks
 PARTS: dict[str, Part] = {
     "linear layer": Part("run_linear", basics.linear, "x W^T"),
     "embedding": Part("run_embedding", basics.embedding, "rows by id"),
@@ -193,7 +193,7 @@ IN_ONE_PROCESS = {part.adapter for part in PARTS.values() if "run_" in part.adap
 
 
 def ask(about: str, beyond_s: float, progress: Path) -> dict[str, Any]:
-    """`judged` of the part `about`, in a process that works in the checkout. progress: a file for what is noted."""
+    """The result of `judged` for the part `about`; it runs in the checkout. progress: the file that notes go to."""
     poison(setattr)
     systems.prepare()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
@@ -213,9 +213,9 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
     answer: dict[str, Any] = {}
     try:
         for question, beyond in part.questions():
-            late, aspect = beyond and time.perf_counter() - start > beyond_s, question.aspect or question.about
+            is_late, aspect = beyond and time.perf_counter() - start > beyond_s, question.aspect or question.about
             note(question.about, aspect, answer if beyond else None)
-            if reason := f"more of a part, as its {beyond_s:g} s were up" if late else question.reason:
+            if reason := f"more of a part, as its {beyond_s:g} s were up" if is_late else question.reason:
                 notes[reason] = None
                 continue
             fault = _fault_of(question)
@@ -225,7 +225,7 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
                 return _failed(f"{question.about}: {fault.text.strip()}", fault)
             right += not beyond
             answer = {"verdict": RIGHT, "cases": right, "beyond": held.worst(direction), "notes": list(notes)}
-    except Exception as error:  # as the adapter is called
+    except Exception as error:  # raised as the adapter is called to make the questions
         fault = Fault.raised(error)
         return _failed(fault.text.strip(), fault)
     return answer | {"notes": list(notes)}

@@ -50,10 +50,10 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
     return [(max(end for _, end in span) - span[0][0]) / 1e9 for span in spans] if is_whole else []
 
 
-CYCLES_PER_S = 2e9
+CYCLES_PER_S = 2e9  # about a GPU's clock rate: `_sleep` counts cycles
 SHORT_S = 1e-4  # for calls shorter than this, the time that the events themselves add is measured row by row
-NUM_SPANS = 120  # calls by which it is measured; each measurement is off by up to 1 us, around two values
-LEAD_S = 2e-3  # how long the device waits before timed calls: the host launches some meanwhile, also under a profiler
+NUM_SPANS = 120  # calls by which that time is measured: the error of a single call is up to 1 us
+LEAD_S = 2e-3  # how long the device waits before timed calls, so that the host launches ahead, also under a profiler
 _Event = torch._C._CudaEventBase  # not torch.cuda.Event, whose Python methods can be replaced
 
 
@@ -104,7 +104,7 @@ class CudaClock:
              reading. CUPTI measures it when the clock is made; 0 in a loop or without CUPTI, as `share_by` says
     """
 
-    warm_s = 0.1  # of load, until the device's clock rate settles under the power limit
+    warm_s = 0.1  # seconds of load until the device's clock rate settles under the power limit
     num_prepares = 7  # how often `compare` repeats a call's untimed preparation, to see how long it takes
     saving_s = 5e-5  # upper bound on how much longer a forward with autograd takes than one without
 
@@ -126,6 +126,7 @@ class CudaClock:
             self.share_s = statistics.median(pair_s - span_s for _, pair_s, span_s in spans) if spans else 0.0
 
     def _plain(self, x: torch.Tensor) -> int:
+        """The mark of a call that launches one plain kernel."""
         self.wait(LEAD_S)
         return self.sample(lambda _: x.add_(1))[0]
 
@@ -158,15 +159,15 @@ class CudaClock:
         numbers = [self.sample(nothing, late=late)[0] for _ in range(7)]
         cuda_synchronize()
         gaps = [_seconds(marks[1], marks[2]) for marks, _ in map(self._marks.pop, numbers)]
-        # On a busy machine two marks are 5e-5 s apart by themselves.
+        # On a busy machine two events are up to 5e-5 s apart although nothing runs between them.
         self._most_gap_s = 1.5 * statistics.median(gaps) + 5e-5
 
     def read(self, pending: Sequence[int], share_s: float | None = None, trusted: bool = False) -> list[Reading]:
         """The durations of the calls with these marks, in order, less `share_s` (default: the clock's own).
 
-        ClockError, unless the calls are `trusted`, the bench's own: the device was busy right before the calls' starts
-        for far longer than the bench's own work there takes. Then a row has recorded the starts again later, or has run
-        its work before them.
+        ClockError if the device was busy right before the calls' starts for far longer than the bench's own work there
+        takes: then a row has recorded the starts again later, or has run its work before them. This is not checked of
+        `trusted` calls, which are the bench's own.
         """
         cuda_synchronize()
         share_s = self.share_s if share_s is None else share_s
@@ -185,6 +186,7 @@ class CudaClock:
         ]
 
     def forget(self, pending: Sequence[int]) -> None:
+        """Drops marks that nobody will read."""
         for number in pending:
             del self._marks[number]
 
@@ -212,11 +214,11 @@ class CudaClock:
         If this is far from what was measured with a plain kernel, the latter is returned: any other wait of the device
         is caused by the row's host code, and counts as the row's time.
         """
-        apart_s: dict[str, list[float]] = {}
+        added_s: dict[str, list[float]] = {}
         for name, pair_s, span_s in self.beside_cupti(take):
-            apart_s.setdefault(name, []).append(pair_s - span_s)
-        shares = {name: statistics.median(apart) for name, apart in apart_s.items()}
-        low, high = self.share_s - 1.5e-6, self.share_s + 3e-6  # how far a row's may be from a plain kernel's
+            added_s.setdefault(name, []).append(pair_s - span_s)
+        shares = {name: statistics.median(added) for name, added in added_s.items()}
+        low, high = self.share_s - 1.5e-6, self.share_s + 3e-6  # how far a row's share may be from a plain kernel's
         return {name: share if low < share < high else self.share_s for name, share in shares.items()}
 
     def wait(self, seconds: float) -> None:
@@ -256,7 +258,7 @@ class CudaClock:
             end.record(self._stream)
             cuda_synchronize()
             host_s, device_s = perf_counter() - begin, _seconds(start, end)
-            if abs(host_s - device_s) > 0.02 * host_s + 1e-2:  # a few time slices of another program
+            if abs(host_s - device_s) > 0.02 * host_s + 1e-2:  # 1e-2 s: a few time slices of another program
                 raise ClockError(
                     f"a span of calls took {device_s:.4f} s by the device's clock and {host_s:.4f} s by the host's",
                     self.others(),
@@ -318,6 +320,6 @@ def timed(clock: Clock, call: Callable[[], Any], count: int = 1) -> list[float]:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what was asked of it; a CPU always has."""
+    """Waits until the device has done all that was launched; a CPU always has."""
     if device == "cuda":
         cuda_synchronize()

@@ -1,8 +1,9 @@
-"""A device's own sensors: clocks, temperature, power, energy, and who else computes there; and why figures differ.
+"""A device's own sensors: clocks, temperature, power, energy, and other programs' processes on it.
 
-A GPU is asked by NVML (nvidia-ml-py), a CPU by Linux's files: RAPL's counters of energy, and the frequency of cores.
-What a device does not tell is None, and `why_no_joules` says why its energy cannot be measured. `lmsys.bench.trial`
-takes `Conditions` around the sampling of rows, and puts their record into each row's. Knows no kernel.
+`sensors_of` reads a GPU by NVML (nvidia-ml-py), a CPU by Linux's files: RAPL's counters of energy, and the frequency of
+cores. What a device does not tell is None, and `why_no_joules` says why its energy cannot be measured.
+`lmsys.bench.trial` makes `Conditions` before it samples rows, and puts `Conditions.record` into the record of each row
+afterwards. Knows no kernel.
 """
 
 import os
@@ -20,7 +21,7 @@ from lmsys.measure import host
 
 @dataclass(frozen=True)
 class Reading:
-    """The state of a device at a moment. `reasons`: why its clock is not higher, NVML's bits."""
+    """The state of a device at a moment. `reasons`: bits of REASONS, why its clock is not higher."""
 
     sm_clock_mhz: float | None = None
     memory_clock_mhz: float | None = None
@@ -33,8 +34,8 @@ class Reading:
 class Sensors:
     """The one interface to a device's sensors. This base has none: it stands for a GPU that cannot be asked.
 
-    why_no_joules  None where `joules` counts
-    limit_w        the power that the device holds to on average
+    why_no_joules  None where `joules` works, else the reason why it does not
+    limit_w        the average power that the device does not exceed
     """
 
     why_no_joules: str | None = (
@@ -51,7 +52,7 @@ class Sensors:
         return None
 
     def joules(self) -> float:
-        """The energy that the device has used since a moment in the past; it moves in steps."""
+        """The energy that the device has used since some moment in the past; the counter moves in steps."""
         raise NotImplementedError
 
     def processes(self) -> list[int] | None:
@@ -112,7 +113,7 @@ class Gpu(Sensors):
         return {name: value for name, value in settings.items() if value is not None}
 
     def _instant(self) -> int | None:
-        """Milliwatts of now: the other sensor tells, on most GPUs, the mean of a second."""
+        """The power now, in milliwatts. On most GPUs nvmlDeviceGetPowerUsage gives the mean of a second instead."""
         fields = self._ask("nvmlDeviceGetFieldValues", [self._nvml.NVML_FI_DEV_POWER_INSTANT])
         return int(fields[0].value.uiVal) if fields and fields[0].nvmlReturn == self._nvml.NVML_SUCCESS else None
 
@@ -138,7 +139,7 @@ class Cpu(Sensors):
             else f"this machine shows no counters of a CPU's energy (RAPL) in {packages}: most virtual machines do not"
         )
         try:
-            self._counters = {  # what each counted last, and where it begins anew
+            self._counters = {  # by counter: (its last value, the value after which it begins at 0 again), microjoules
                 counter: (_whole(counter / "energy_uj"), _whole(counter / "max_energy_range_uj"))
                 for counter in counters
             }
@@ -166,6 +167,7 @@ class Cpu(Sensors):
         return {}
 
     def _files(self, name: str) -> Sequence[Path]:
+        """The files of this name of the first four cores that this process may use."""
         cores = sorted(os.sched_getaffinity(0))[:4]
         return [self._root / f"sys/devices/system/cpu/cpu{core}/cpufreq/{name}" for core in cores]
 
@@ -211,13 +213,13 @@ REASONS = {  # NVML's bits, why a clock is not higher
     0x200: "board limit",
     0x400: "reliability limit",
 }
-EXPECTED = 0x1 | 0x2 | 0x4  # of these nothing is wrong with the machine: the last is how GPUs work under load
+EXPECTED = 0x1 | 0x2 | 0x4  # reasons of a healthy machine: a GPU under load works at its power cap
 
 
 class Conditions:
-    """From when this is made until `record`, on one device.
+    """The conditions on a device from when this is made until `record` is called.
 
-    parent  a process; others than what it has started are strangers on the device
+    parent  a process; *strangers* are processes that it has not started
     """
 
     def __init__(self, device: str, sensors: Sensors, parent: int):
@@ -225,7 +227,7 @@ class Conditions:
         self._load, self._strangers = host.load(parent), self._count()
 
     def record(self, readings: Sequence[Reading]) -> dict[str, Any]:
-        """The fields of a record, JSON-safe. `readings`: those that were taken between calls."""
+        """The fields of a row's record on the conditions, JSON-safe. `readings`: those taken between its calls."""
         share, strangers = host.others_share(self._load, host.load(self._parent)), self.strangers()
         return state_of(readings) | {
             "other_processes": strangers,
@@ -240,7 +242,8 @@ class Conditions:
     def _count(self) -> int | None:
         """How many strangers have something on the device.
 
-        In a container their numbers may be of another count than ours: then all but as many as we are must be others'.
+        In a container NVML may number processes otherwise than this process sees them. Then as many as the family has
+        are taken for the family's, and all others are strangers.
         """
         processes = self._sensors.processes()
         if processes is None:
@@ -265,7 +268,9 @@ def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
 def disturbance(reasons: Iterable[int], strangers: int | None, share: float | None) -> str | None:
     """A clause on what a reader must know of a figure that was taken under these conditions; None for nothing.
 
-    reasons  bits of REASONS; share: of the CPU's time, that others took
+    reasons    bits of REASONS
+    strangers  how many processes of others were on the device
+    share      the share of the CPU's time that others took
     """
     unexpected, strangers, share = [bit for bit in reasons if not bit & EXPECTED], strangers or 0, share or 0.0
     tens = int(10 * share) / 10  # few sentences for many cases
@@ -278,10 +283,12 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
 
 
 def told(reasons: Iterable[int]) -> str:
+    """The words of these bits of REASONS."""
     return ", ".join(REASONS.get(bit, f"reason {bit:#x}") for bit in sorted(reasons))
 
 
 def _reasons(readings: Iterable[Reading]) -> set[int]:
+    """The bits of REASONS that any reading has."""
     return {1 << place for reading in readings for place in range(64) if reading.reasons >> place & 1}
 
 
