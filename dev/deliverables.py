@@ -109,7 +109,8 @@ def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
         if not GPU:
             parts.append(f"This machine has no GPU, so this is small. In full it is `lmsys bench {text}`.")
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        if "is the result of another command" in done.stdout + done.stderr:  # an earlier command left this file
+        # The bench refuses to write over the result of another command, which an earlier call of this file may be.
+        if "is the result of another command" in done.stdout + done.stderr:
             result.unlink()
             done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
         if not result.is_file():
@@ -175,6 +176,7 @@ def toy_model(_: Path) -> str:
 
 
 def built(size: str, context: int, batch: int, blocks: int) -> tuple[TransformerLM, torch.Tensor]:
+    """(a model with `blocks` blocks in a checkpointed group, tokens for it)."""
     device = "cuda" if GPU else "cpu"
     model = TransformerLM(model_config(size, context_length=context, checkpoint_blocks=blocks), device=device)
     return model, torch.zeros(batch, context, dtype=torch.long, device=device)
@@ -228,7 +230,7 @@ def checkpointing(folder: Path) -> str:
     measured = []
     for blocks in (n for n in (0, 1, 2, 4, 8) if n <= model_config(size).num_layers):
         model, tokens = built(*SHAPE, blocks=blocks)
-        paper = training_memory(
+        predicted = training_memory(
             model_config(size, context_length=context, checkpoint_blocks=blocks), batch, context, "fp32"
         )
         try:
@@ -236,7 +238,9 @@ def checkpointing(folder: Path) -> str:
             peak: float = peak_bytes(lambda: model.loss(tokens, tokens).backward(), str(tokens.device))  # noqa: B023
         except torch.OutOfMemoryError:  # a gap in the plot
             saved = peak = math.nan
-        measured.append((blocks or "none", *(x / 2**20 for x in (saved, peak, paper.activations, paper.recomputed))))
+        measured.append(
+            (blocks or "none", *(x / 2**20 for x in (saved, peak, predicted.activations, predicted.recomputed)))
+        )
     figure = Figure(figsize=(6, 3.5))
     axes = figure.subplots()
     for column, label in enumerate(("saved for the backward", "peak of forward and backward"), start=1):

@@ -39,6 +39,7 @@ def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
 
 
 def names_of(parameters: Iterable[str]) -> set[str]:
+    """The names of parameters as they are compared with those of roles: in lower case, without outer underscores."""
     return {name.strip("_").lower() for name in parameters}
 
 
@@ -60,6 +61,7 @@ class Called:
     def __call__(self, values: Mapping[str, Any], *first: Any) -> Any:
         """Calls the function with the arguments `first`, which it takes by place, and then values by role."""
         given = {name: values[role] for name, role in self.roles.items() if role in values}
+        # Up to the last parameter that is given by place, those without a value get their defaults.
         last = max((place for place, name in enumerate(self.placed, start=1) if name in given), default=0)
         placed = [given.pop(name, default) for name, default in list(self.placed.items())[:last]]
         return self.function(*first, *placed, **given)

@@ -57,7 +57,7 @@ class Checked:
         for name, hint in get_type_hints(type(self)).items():
             _typed(getattr(self, name), hint, name)
         for name, hint in get_type_hints(type(self), include_extras=True).items():
-            value, kinds = getattr(self, name), (hint, *get_args(hint))  # a type, or that beside None
+            value, kinds = getattr(self, name), (hint, *get_args(hint))  # the type, and of `X | None` also X
             rules = [rule for kind in kinds for rule in getattr(kind, "__metadata__", ())]
             for rule in rules if value is not None else ():
                 rule(name, value)

@@ -24,6 +24,7 @@ PATTERNS = {  # by line of the table: the run, its section and head dimensions
 
 
 def figures() -> Iterator[Table | Sentence]:
+    """All figures of these pages."""
     yield from _rates()
     yield from _means()
     yield from _patterns()
@@ -72,7 +73,7 @@ def _means() -> Iterator[Table | Sentence]:
     better = speedups(forward, "flash_gluon", *BEST)
     words = "`flash_gluon` is {} times as fast, and at least {} times in each shape"
     yield Sentence(RESULTS, words, [mean(better), bounds(better)[0]])
-    # Of the fastest of all rows: every shape has the rows of the first.
+    # Relative to the fastest of all rows. Every shape has the same rows, so those of the first name them.
     reached = [mean(speedups(shapes, "flash_triton", *shapes[0])) for shapes in (forward, backward)]
     yield Sentence(
         RESULTS, "`flash_triton` reaches {} of the fastest row in the forward, and {} in the backward", reached
@@ -133,7 +134,7 @@ def _decoding() -> Table:
         cells = []
         for length in lengths:
             rows = shapes.get((batch, length), {})
-            ours = rows.pop("flash_triton", None)  # so `rows` has the other rows alone
+            ours = rows.pop("flash_triton", None)  # `rows` then has the other rows alone
             (lead,) = speedups([rows | {"ours": ours}], "ours", *rows) if ours else [0.0]
             cells.append(f"{lead:.2f} ({ours['copy_ceiling_fraction']:.2f})" if ours else "")
         lines.append([str(batch), *cells])

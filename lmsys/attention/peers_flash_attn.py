@@ -19,7 +19,7 @@ from lmsys.attention import contract, peers
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern
 
-BEYOND = (99, 0)  # a compute capability above those of all GPUs: no upper limit
+BEYOND = (99, 0)  # a compute capability above those of all GPUs, which stands for no upper limit
 KNOWN = "window", TWO_SIDED, "offset", "documents"  # the options of a `Pattern` that all rows here know
 
 
@@ -66,6 +66,7 @@ def _flash_attn(
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True for few queries of more keys, without gradients, as in decoding."""
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[2] <= contract.FEW_QUERIES and q.shape[2] < k.shape[2] and not learns
 
@@ -90,6 +91,7 @@ def _flash_attn_supports(
 def _why_not(
     case: contract.AttentionCase, who: str, least: tuple[int, int], below: tuple[int, int], *known: str
 ) -> str | None:
+    """None, or why the package `who` cannot run `case`; `known` are the options that it knows. See `BEYOND`."""
     if case.device != "cuda":
         return f"{who} runs on CUDA only"
     if reason := contract.why_not_plain(case, *known):
@@ -145,6 +147,7 @@ def varlen_attn(
 
 @kept_on_documents(most=64)
 def _whole(documents: None, length: int, device: torch.device) -> Documents:
+    """One document of the whole sequence, kept for later calls."""
     return Documents([length], device)
 
 

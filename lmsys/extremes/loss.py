@@ -1,4 +1,4 @@
-"""Extreme tokens for a head and its loss: the target has the lowest logit by far, and another class, top, the highest.
+"""Extreme tokens for a head and its loss: the target has the lowest logit by far, another class (*top*) the highest.
 
 The benchmark of losses writes them by `ExtremeTokens`, `lmsys check` by `write_head` and `write_kind`.
 
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 EVERY = 127  # every 127th token is extreme: a prime, so that they fall anywhere in tiles and chunks
-SCALE = 2.0**8  # the size of an extreme logit, to a factor of 2, by which M ** -0.5 is rounded to a power of two
+SCALE = 2.0**8  # the size of an extreme logit, up to a factor of 2: M ** -0.5 is rounded to a power of two
 
 
 @dataclass(frozen=True)
 class ExtremeTokens:
     """The extreme tokens of a draw, and their classes. All are ranges, so that no index is copied to a device.
 
-    tokens   the indices of the extreme tokens, of N
-    targets  by extreme token its target, the class with the lowest logit
-    top      the class with the highest logit, the next one after the targets
+    tokens   the indices of the extreme tokens, among all N
+    targets  for each extreme token its target, the class with the lowest logit
+    top      the class with the highest logit, which follows the targets
     """
 
     tokens: range
@@ -74,14 +74,14 @@ def is_extreme(places: range, length: int) -> Tensor:
     return marks
 
 
-KINDS = {  # numbers for `write_kind`; all logits but those of the last are exact
+KINDS = {  # the kinds of extreme logits that `write_kind` makes, by its numbers; all but those of the last are exact
     "logits far above 0": 1,
     "logits far below 0": 2,
     "equal logits": 3,
     "targets with the lowest logit by far": 4,
     "logits of hundreds": 5,
 }
-WIDTH = 64
+WIDTH = 64  # features of the hidden states that `write_head` and `write_kind` write
 
 
 def write_head(weight: Tensor, lowest: Tensor) -> None:

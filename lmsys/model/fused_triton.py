@@ -1,7 +1,7 @@
-"""The kernels of fused.py and rotary.py in Triton: addition and norm, rotation of queries and keys, SwiGLU's product.
+"""The kernels of fused.py and rotary.py in Triton: addition and norm, SwiGLU's product, rotation of queries and keys.
 
-Each reads and writes an element once, forward and backward. Device kernels and their launchers stand together, in this
-order. `..._options` choose the tile of a kernel by the width of a row; tests compile the kernels with them.
+Each reads and writes an element once, forward and backward. Functions `..._options` choose the tile of a kernel by the
+width of a row; tests compile the kernels with them.
 Legend: T tokens, M d_model, F d_ff, B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from lmsys.kernels.launch import launch
 from lmsys.measure.profile import register_kernels
 
-SWIGLU_BLOCK = 4096  # elements of a program of SwiGLU, at most
-NORM_BLOCK = 1024  # elements of a norm's backward at once: whole rows, one at least
-WARPS = 32  # warps of a multiprocessor that a norm's backward fills; each of its programs sums a part of d_weight
+SWIGLU_BLOCK = 4096  # the most elements of a program of SwiGLU
+NORM_BLOCK = 1024  # elements that a program of a norm's backward holds at once: whole rows, one at least
+WARPS = 32  # warps of a norm's backward that run on a multiprocessor; each program sums a part of d_weight
 SUM_COLUMNS = 16  # columns of these partial sums that a program of _sum_rows_kernel adds up
 ROTATION_BLOCK = 2048  # elements of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
 
@@ -51,8 +51,10 @@ def _add_norm_backward_kernel(
     D_NORMALISED, D_TOTAL, TOTAL, WEIGHT, RSTD, DX, D_BRANCH, D_WEIGHTS, num_rows,
     M: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """A program owns some rows, ROWS at once, and leaves its part of the gradient of the weight. ADDS: the gradient of
-    the sum itself is added. BOTH: the gradient is written in the branch's dtype as well."""
+    """A program owns some rows, ROWS at once, and writes its part of the gradient of the weight.
+
+    ADDS: the gradient of the sum itself is added. BOTH: the gradient is written in the branch's dtype as well.
+    """
     at = tl.arange(0, BLOCK_M)
     weight = tl.load(WEIGHT + at, mask=at < M, other=0.0).to(tl.float32)[None, :]
     d_weight = tl.zeros([ROWS, BLOCK_M], tl.float32)
@@ -96,6 +98,7 @@ def _swiglu_forward_kernel(HALVES, PRODUCT, F: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _swiglu_backward_kernel(D_PRODUCT, HALVES, D_HALVES, F: tl.constexpr, BLOCK: tl.constexpr):
+    """A program owns a part of a row, as in the forward."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < F
     gate = tl.load(HALVES + row * 2 * F + at, mask=mask, other=0.0).to(tl.float32)
@@ -177,7 +180,8 @@ def _sum_rows(parts: Tensor) -> Tensor:
 def swiglu(halves: Tensor) -> Tensor:
     """halves (..., 2 F), gate and value -> gate · sigmoid(gate) · value (..., F), computed in float32.
 
-    Contiguous. Loads are 16 bytes wide where a row of F is a multiple of that."""
+    Tensors are contiguous. Loads are 16 bytes wide where a row of F elements is a multiple of that.
+    """
     assert halves.shape[-1] % 2 == 0
     return _launch_swiglu(_swiglu_forward_kernel, halves, halves.new_empty(*halves.shape[:-1], halves.shape[-1] // 2))
 
@@ -242,7 +246,7 @@ def _blocks(total: int, head_dim: int) -> tuple[int, int, int]:
 def turn(
     heads: Tensor, parts: tuple[Tensor, ...] | None, cos: Tensor, sin: Tensor, num_heads: int, *, backward: bool
 ) -> None:
-    """Rotates pairs of q and k: heads (B, S, H + 2 Hkv, D) -> parts q (B, S, H, D), k and v (B, S, Hkv, D), written.
+    """Rotates pairs of q and k: heads (B, S, H + 2 Hkv, D) -> parts q (B, S, H, D), k and v (B, S, Hkv, D), in place.
 
     parts     None: q and k are turned within heads, and v stays as it is
     cos, sin  (S, D / 2) or (B, S, D / 2), in float32 or float64

@@ -21,7 +21,7 @@ from lmsys.model.loss import LossOptions
 
 TILE = 2**14  # the most logits of a tile
 SMALLEST_TILE = 2**9
-HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread: of the first tile of a row read once; twice
+HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread, where a row is read once; where it is twice
 # Registers of a thread of a row read once. The compiler would take up to 128, and half as many rows would run at once.
 # Rows of 16,384 take 0.73 of the time on one H200, although some registers spill; rows of 10,000 take 0.79, without.
 MAX_REGISTERS = 64
@@ -39,6 +39,7 @@ def _ratio(x, softcap):
 
 @triton.jit
 def _capped(x, softcap):
+    """The logit of a ratio, under the soft cap if there is one."""
     return x if softcap is None else softcap * x
 
 
@@ -51,7 +52,7 @@ def _load(row_ptr, cols, stride, V, softcap):
 
 @triton.jit
 def _store_gradient(row_ptr, cols, x, p, label, counted, stride, V, label_smoothing, softcap, factors_ptr, row):
-    """x are ratios, p the part of the gradient of capped logits that is a multiple of the probabilities."""
+    """Writes the gradient in the place of logits. x are their ratios, p their probabilities, scaled for a z-loss."""
     gradient = p - tl.where(cols == label, 1.0, 0.0)
     if label_smoothing is not None:
         gradient += tl.where(cols < V, label_smoothing * (tl.where(cols == label, 1.0, 0.0) - 1.0 / V), 0.0)
@@ -72,10 +73,10 @@ def _cross_entropy_kernel(
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
     counted, is_class = label != IGNORED, (label >= 0) & (label < V)
-    # Before the second pass overwrites it: the reductions between wait for all warps.
+    # The target's logit, read before the second pass overwrites it: the reductions between wait for all warps.
     chosen = _capped(_ratio(tl.load(logits_ptr + label, mask=is_class, other=0.0), softcap), softcap)
     if ONE_READ:
-        label = label.to(tl.int32)  # which each of the columns is compared with
+        label = label.to(tl.int32)  # of the columns' type, since all of them are compared with it
         tile = tl.arange(0, BLOCK)
         if REST:  # the first tile is full
             second = BLOCK + tl.arange(0, REST)
@@ -104,7 +105,7 @@ def _cross_entropy_kernel(
         row_top = tl.max(top, 0)
         row_total = tl.sum(total * tl.exp(top - row_top), 0)
         row_sum = tl.sum(sums, 0)
-    row_total = tl.where(is_class, row_total, float("nan"))  # and with it a row that counts without being of a class
+    row_total = tl.where(is_class, row_total, float("nan"))  # makes the loss NaN where the label is no class
     loss, lse, scale = row_top - chosen + tl.log(row_total), row_top + tl.log(row_total), 1 / row_total
     if label_smoothing is not None:
         loss = (1.0 - label_smoothing) * loss + label_smoothing * (lse - row_sum / V)

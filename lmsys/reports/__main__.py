@@ -84,10 +84,11 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
-    """Writes the report of these result files into the folder `out`; the path of its page.
+    """Writes the report of these result files into the folder `out`, and returns the path of its page.
 
-    `baseline`: the row that speeds are relative to; `single_file`: the page holds its plots. ValueError says what of
-    these cannot be used.
+    baseline     the row that speeds are relative to; None: as its table says
+    single_file  the page holds its plots
+    ValueError names a file or row that cannot be used.
     """
     hold((paths, "nothing to report: name the result files"), error=load.InputError)
     machines = load.read(paths)
@@ -105,7 +106,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     )
     parts = []
     for measured in machines:
-        changes = against.in_turns(measured)
+        changes = against.in_turns(measured)  # None unless the run measured an earlier state of the code as well
         machine = changes.sides["after"] if changes else measured
         of_benchmarks = (layout.chapters(views.view_of(machine, name, baseline)) for name in machine.benchmarks)
         chapters = sum(of_benchmarks, answers.step_chapters(machine))

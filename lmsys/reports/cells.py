@@ -114,12 +114,12 @@ def mean_text(values: Iterable[float | None]) -> str:
 
 
 CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
-RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}  # rates, and their shares
-NOT_RUN = "–"
-DETAILS = "; "  # stands between the facts behind a figure
+RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}  # {rate: share of a ceiling}
+NOT_RUN = "–"  # the text of a cell whose case was not run
+DETAILS = "; "  # separates the facts behind a figure
 SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 SUPERSCRIPT = str.maketrans("0123456789", SUPERSCRIPTS)
-STEADY = 0.2  # of the median: how far the samples of a steady case spread at most
+STEADY = 0.2  # the largest spread of the samples of a steady case, as a share of the median
 UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
 SAME_BITS = {None: "", True: "the same bits each time", False: "bits vary"}
 
@@ -135,7 +135,7 @@ Notes = dict[str, int]  # the footnotes of a table, each with its number
 
 
 def mark(notes: Notes, text: str) -> str:
-    """Adds a footnote, unless it is there already; the superscript that refers to it."""
+    """Adds a footnote, unless it is there already, and returns the superscript that refers to it."""
     text = textwrap.shorten(text, 160, placeholder=" …")
     return str(notes.setdefault(text, len(notes) + 1)).translate(SUPERSCRIPT)
 
@@ -147,9 +147,9 @@ def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
-    """The text of a cell: a field of a case, which is None where it was not run, with marks of footnotes.
+    """The text of a cell: the field `name` of a case, with superscripts of footnotes. case None: it was not run.
 
-    With `ending` the cell also tells how the case ended, where that was not well.
+    With `ending` the cell of a case that failed also says how it ended.
     """
     if case is None:
         return NOT_RUN
@@ -216,7 +216,7 @@ def detail(view: views.View, case: fields.Record | None) -> str:
 
 
 def _conditions(view: views.View, case: fields.Record) -> list[str]:
-    """The state of the machine while the case was sampled; a memory clock only where it was not at its highest."""
+    """The state of the machine while the case was sampled; the memory clock only where it was not at its highest."""
     usual = (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")
     facts = case | {"memory_clock_mhz": None} if case.get("memory_clock_mhz") == usual else case
     reasons, processes, share = map(case.get, ("clock_reasons", "other_processes", "others_cpu_share"))
@@ -229,5 +229,5 @@ def _conditions(view: views.View, case: fields.Record) -> list[str]:
 
 
 def state_of(facts: fields.Record) -> list[str]:
-    """Clocks, power and temperature in words, of what is known of them."""
+    """The clocks, power and temperature that are known, in words."""
     return [f"{label} {words.exact(round(facts[name]))} {unit}" for name, label, unit in STATE if facts.get(name)]
