@@ -70,7 +70,7 @@ def ranked(
         except ValueError as error:
             refused[path.name] = str(error)
     counts = Counter(frozenset(rows[anchor]) for rows in times.values() if anchor in rows)
-    # Of sets of cases that occur equally often, that with the last names.
+    # Of sets that occur equally often, the one whose names come last in the alphabet.
     workload = max(counts, key=lambda cases: (counts[cases], sorted(cases)), default=frozenset())
     ours = {name for benchmark in benchmarks.values() for rows in benchmark.tables.values() for name in rows}
     places = list[Place]()

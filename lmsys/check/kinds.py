@@ -28,7 +28,8 @@ class Kind:
     """A kind of implementation.
 
     table  the rows that can be named instead of a file
-    asks   `module:function` of its questions. The module may also have `remark(entry, options)`, a last line
+    asks   `module:function` of its questions. The module may also have `remark(entry, options)`, which returns a last
+           line for the report of a right implementation, or None
     """
 
     table: registry.Table
@@ -59,21 +60,21 @@ KINDS = {
     name: Kind(registry.Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
     for name in ("optimizer", "loss", "norm", "rotary", "swiglu")
 }
-# By kind: a parameter of the call, or of the class's constructor, has one of these names. The first kind that fits
-# wins.
+# By kind, names of parameters by which `kind_of` recognises it: one of the call, or of the class's constructor, is
+# enough. The first kind that fits is taken.
 MARKS = {
     "loss": {"target", "targets", "label", "labels"},
     "rotary": {"positions", "token_positions", "position_ids", "cos"},
     "swiglu": {"gate", "w1", "w_gate"},
     "norm": {"eps", "epsilon", "variance_epsilon"},
 }
-OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter for torch's optimizer has such a name
+OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # names of the parameter that gets torch's optimizer
 
 
 def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
-    """The kind, and the row, of a name in a table or of path.py:attribute. ValueError for others, with all kinds.
+    """(the kind, the row) of `target`, a name in a table or path.py:attribute. ValueError names all kinds.
 
-    kind: None: the one that it looks like.
+    kind  a name in KINDS; None: the one that `target` looks like
     """
     if kind is None and ".py" not in target:
         kind = next((name for name, known in KINDS.items() if target in list(known.table)), "attention")
@@ -87,7 +88,7 @@ def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
 def kind_of(implementation: Any) -> str:
     """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
     try:
-        own = inspect.signature(implementation).parameters  # of a module's class those of the constructor
+        own = inspect.signature(implementation).parameters  # for a module's class those of the constructor
         names = signature.names_of(own) | signature.names_of(signature.parameters_of(implementation))
     except (TypeError, ValueError):
         raise ValueError(
@@ -220,8 +221,8 @@ def verdict_on(
 
     may_raise  an exception counts as a refusal of the case, not as a fault
     most       how many right cases are enough; None: all are asked
-    say        called for each case with a text and with fields
-    held       counts the answers; every question is asked then
+    say        called for each case, as `say` in `check`
+    held       counts the answers; if it is given, every question is asked
     """
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
     right, asked, refused, wrong = 0, 0, dict[str, list[str]](), ""

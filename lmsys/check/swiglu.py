@@ -27,7 +27,7 @@ ROLES: signature.Roles = {
     "w3": ("w3", "w_up", "up_proj"),
 }
 WIDTH = 48  # d_model of the whole feed-forward
-ODD = 33, 237  # no multiple of a tile
+ODD = 33, 237  # no multiples of a kernel's tile
 CASES: tuple[formulas.Case, ...] = (
     (
         formulas.Case("a few rows", (8, 64)),
@@ -44,6 +44,7 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
 
 
 def _judged(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
+    """The fault of the implementation in a case, or None."""
     return formulas.judge(call, right, mistakes, _problem(call, case, options))
 
 
@@ -88,6 +89,7 @@ right = of_halves(lambda gate, up: F.silu(gate) * up)
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU of alternate columns of [gate, up] in place of its halves."""
     both = torch.cat([gate, up], dim=-1)
     return F.silu(both[..., ::2]) * both[..., 1::2]
 
@@ -119,11 +121,11 @@ def mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     return {
         **formulas.forwards(_of_activations(ACTIVATIONS)),
         **{
-            text.format(str(dtype)[6:]): made
+            text.format(str(dtype)[6:]): outputs_with
             for dtype in (torch.float32, problem.dtype)
-            for text, made in formulas.forwards(_of_activations(OVERFLOWS), dtype).items()
+            for text, outputs_with in formulas.forwards(_of_activations(OVERFLOWS), dtype).items()
         },
-        **formulas.backwards(right, {text: _gradients(made) for text, made in BACKWARDS.items()}),
+        **formulas.backwards(right, {text: _gradients(backward) for text, backward in BACKWARDS.items()}),
     }
 
 
@@ -133,7 +135,7 @@ def _of_activations(activations: dict[str, Callable[[Tensor, Tensor], Tensor]]) 
 
 # Mistakes in d_gate = g up s (1 + gate (1 - s)) and d_up = g silu(gate), where g is the gradient of the result and
 # s = sigmoid(gate): from (g, gate, up, s) to (d_gate, d_up).
-BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {  # a is gate, b is up
     "the backward uses sigmoid as the derivative of silu": lambda g, a, b, s: (g * b * s, g * a * s),
     "the backward uses the derivative of sigmoid as that of silu": lambda g, a, b, s: (g * b * s * (1 - s), g * a * s),
     "the backward uses silu itself as its derivative": lambda g, a, b, s: (g * b * a * s, g * a * s),
@@ -148,13 +150,15 @@ BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Te
 }
 
 
-def _gradients(made: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> formulas.Gradients:
+def _gradients(backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> formulas.Gradients:
+    """All gradients of a problem, with those of gate and up by `backward`, as in BACKWARDS."""
+
     def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
         x, g = exact.inputs, exact.grad_output
         if "gate" in x:
-            return dict(zip(("gate", "up"), made(g, x["gate"], x["up"], x["gate"].sigmoid()), strict=True))
+            return dict(zip(("gate", "up"), backward(g, x["gate"], x["up"], x["gate"].sigmoid()), strict=True))
         a, b = F.linear(x["x"], x["w1"]), F.linear(x["x"], x["w3"])
-        gate, up = made(g @ x["w2"], a, b, a.sigmoid())
-        return {"x": gate @ x["w1"] + up @ x["w3"], "w1": gate.mT @ x["x"], "w3": up.mT @ x["x"]}
+        d_gate, d_up = backward(g @ x["w2"], a, b, a.sigmoid())
+        return {"x": d_gate @ x["w1"] + d_up @ x["w3"], "w1": d_gate.mT @ x["x"], "w3": d_up.mT @ x["x"]}
 
     return gradients

@@ -1,9 +1,9 @@
 """Rotary position embedding: takes q, k and v from the projections side by side, and rotates q and k by position.
 
 `TransformerLM` holds a `RotaryEmbedding`, and its attention layers call it. On CUDA one kernel (fused_triton.py) reads
-the projections and writes q, k and v, and one brings their gradients together again. Plain PyTorch, also as
-torch.compile fuses it, reads the pairs of neighbours a value at a time, at half the memory's speed. In place, the
-kernels read and write q and k alone, and v is never copied: attention reads all three where they lie.
+the projections and writes q, k and v, and another puts their gradients side by side again. Plain PyTorch, even when
+torch.compile fuses it, reads pairs of neighbours one value at a time, at half the memory's speed. In place, the kernels
+read and write q and k alone, and v is never copied: attention reads all three as parts of one tensor.
 
 Source: Su et al. 2021 (arXiv 2104.09864).
 Legend: B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension, N = H + 2 Hkv.
@@ -51,8 +51,8 @@ class RotaryEmbedding(nn.Module):
         (B, S, Hkv, D), each in memory of its own, of projected's dtype.
 
         in_place  eager kernels write q and k over projected, and q, k and v are views of it; gradients that lie side by
-                  side are turned back in place, too. Nobody else may read these tensors afterwards; autograd refuses a
-                  backward that needs projected as it was
+                  side are turned back in place, too. Nobody else may read these tensors afterwards; autograd raises in
+                  a backward that needs projected as it was
         ValueError on a CPU for positions outside the context.
         """
         if positions is not None:
@@ -92,24 +92,28 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of `heads` (B, S, N, D), q and k rotated, by the kernel of fused_triton.py."""
     parts = _like_parts(heads, cos, sin, num_heads)
     fused.kernels().turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
     return parts
 
 
 def _rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `heads`, by the same kernel."""
     heads, parts = _like_heads(dq, dk, dv, cos, sin), (dq.contiguous(), dk.contiguous(), dv.contiguous())
     fused.kernels().turn(heads, parts, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
     return heads
 
 
 def _like_parts(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty q, k and v, for the results of `_rotate`."""
     batch, length, total, head_dim = heads.shape
     q, k, v = (heads.new_empty(batch, length, n, head_dim) for n in (num_heads, *[(total - num_heads) // 2] * 2))
     return q, k, v
 
 
 def _like_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """An empty tensor for the result of `_rotate_backward`."""
     return dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3])
 
 
@@ -137,7 +141,7 @@ class _RotateInPlace(torch.autograd.Function):
         return together, None, None, None
 
 
-# heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of fused_triton.py; and back.
+# The operators of `_rotate` and `_rotate_backward`, for torch.compile; cos and sin are (S, D / 2) or (B, S, D / 2).
 ANGLES, THREE = "Tensor cos, Tensor sin", "(Tensor, Tensor, Tensor)"
 rotate = custom_op.define("rotate", f"(Tensor heads, {ANGLES}, int num_heads) -> {THREE}", _rotate, _like_parts)
 rotate_backward = custom_op.define(

@@ -1,4 +1,4 @@
-// What is behind a click is made when it is opened: most of the page's nodes are there.
+// The content of a folded part stays in a template until the part is opened, since most of the page's nodes are there.
 function unfold(details) {
   const template = details.querySelector(":scope > template");
   if (!template) return;
@@ -7,7 +7,8 @@ function unfold(details) {
   made.forEach(prepare);
 }
 
-// The address says what was linked to or opened last, and the rows that are asked for: who gets it sees the same.
+// The address has, after "#", the id of what was linked to or opened last, and the rows that the reader has asked for:
+// whoever opens a copy of it sees the same.
 function address() {
   const [id, rows = ""] = location.hash.slice(1).split("&rows=").map(decodeURIComponent);
   return {id, rows};
@@ -17,7 +18,7 @@ function setAddress(id, rows) {
   history.replaceState(null, "", `#${encodeURIComponent(id)}` + (rows ? `&rows=${encodeURIComponent(rows)}` : ""));
 }
 
-// A link to a table or plot opens what it is behind.
+// Opens all parts around the table or plot that the address names, and scrolls to it.
 function go() {
   const {id, rows} = address(), field = document.getElementById("only");
   if (rows && rows !== field.value) field.value = rows, filterAll();
@@ -49,7 +50,7 @@ function sort(head) {
   table.tBodies[0].append(...[...table.tBodies[0].rows].sort(compare));
 }
 
-// The rows that are asked for, by parts of their names.
+// The reader asks for rows by typing parts of their names into the field "only".
 const askedFor = () => document.getElementById("only").value.split(/[\s,]+/).filter(Boolean);
 const isAsked = (cell, asked) => asked.some(one => cell.textContent.includes(one));
 const nameTest = () => {
@@ -57,7 +58,7 @@ const nameTest = () => {
   return cell => names.has(cell.textContent.replace(/:.*/, ""));
 };
 
-// With none of them in a table, all of it stays.
+// Hides columns and lines of a table that are of other rows. A table without any row that is asked for stays whole.
 function filter(table) {
   const asked = askedFor(), named = nameTest();
   const hidden = cell => asked.length > 0 && named(cell) && !isAsked(cell, asked);
@@ -70,7 +71,7 @@ function filter(table) {
   lines.forEach((line, at) => line.hidden = !keep && rows[at]);
 }
 
-// Says in the corner, too, that tables show these rows alone: a link may lead far below the field.
+// Filters all tables. A corner of the page names the rows that are shown: a link may lead far below the field.
 function filterAll() {
   const rows = document.getElementById("only").value;
   const asked = document.getElementById("asked");
@@ -79,7 +80,7 @@ function filterAll() {
   reveal();
 }
 
-// Each chapter that has such a row opens at the first of them, and closes again when nothing is asked for.
+// Opens each chapter that has a row that is asked for, at the first such row; closes it again when nothing is asked for.
 function reveal() {
   const asked = askedFor(), named = nameTest();
   const find = part => [...part.querySelectorAll("th")].find(cell => named(cell) && isAsked(cell, asked));
@@ -96,8 +97,8 @@ function reveal() {
   }
 }
 
-// A table wider than the screen says that it scrolls, and keys can scroll it. What names its lines stays beside the
-// figures: as many of its first columns as leave half of the width to them.
+// Marks each table that is wider than the screen, and lets keys scroll it. Its first columns, which name the lines, stay
+// in place while the figures scroll: as many of them as fit into half of the width.
 const widths = new ResizeObserver(seen => seen.forEach(({target: t}) => {
   t.classList.toggle("wide", t.scrollWidth > t.clientWidth) ? t.tabIndex = 0 : t.removeAttribute("tabindex");
   const table = t.firstElementChild, heads = [...table.rows[0]?.cells ?? []];
@@ -109,7 +110,7 @@ const widths = new ResizeObserver(seen => seen.forEach(({target: t}) => {
   });
 }));
 
-// What is known of a figure: its own, what all figures of its row have in common, and the command of its run.
+// The text behind a figure: its own details, those that all figures of its line share, and the command of its run.
 const completed = new WeakSet();
 
 function complete(cell) {

@@ -1,9 +1,9 @@
 """Writes the page, index.html, and the files of its tables and plots beside it: `write`, for `__main__` and `against`.
 
-`fill` replaces an earlier report in the folder and touches no file that a report did not write: `manifest.json` has the
-SHA-256 of those that one did. It refuses a file of somebody else's where one is to be written, and links. `html` makes
-the page of machines, blocks and chapters by `templates/page.html`. `lmsys.leaderboard` and `lmsys.course` make pages of
-their own by `render` and `fill`. The looks are in page.css, what a click does in page.js.
+`fill` replaces an earlier report in the folder, and touches only files that a report has written: `manifest.json` has
+their SHA-256. ValueError where another file, or a link, stands in the way. `html` makes the page of machines, blocks
+and chapters by `templates/page.html`. `lmsys.leaderboard` and `lmsys.course` make pages of their own by `render` and
+`fill`. page.css has the styles, page.js what a click does.
 """
 
 import base64
@@ -28,12 +28,12 @@ ADVICE = "remove it, or name another folder"
 NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
 FOLDER = Path(__file__).parent
 CSS, SCRIPT = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-# A text of a result file can do no harm, wherever it stands: the page loads its own plots and runs its own script only.
+# With this policy a page loads its own plots and runs its own script only, whatever texts result files put into it.
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
-MOST_OPEN = 3  # chapters: a page with more shows each as a line, with its answer, that opens at a click
+MOST_OPEN = 3  # a page with more chapters than this shows each as a line, with its answer, that opens at a click
 
 
 def _template(name: str) -> str:
@@ -54,9 +54,9 @@ TEMPLATES.filters |= figures.FILTERS
 def write(
     out: Path, parts: Sequence[items.Part], records_csv: str, notes: Sequence[str], single_file: bool = False
 ) -> Path:
-    """Fills a folder, in place of an earlier report; the path of the page. InputError if it cannot be written.
+    """Writes a report into a folder, in place of an earlier one. Returns the path of its page; InputError if it fails.
 
-    parts        of each machine its answers and chapters
+    parts        each machine with its answers and chapters
     records_csv  the text of tables/records.csv: all cases
     notes        sentences for the head of the page
     """
@@ -112,7 +112,7 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
             for folder in [out] + list(out.parents)
         ),
     )
-    noted = _noted(out)
+    noted = _noted(out)  # the files of the earlier report
     for name in list(files) + list(noted) + [MANIFEST]:
         path = out / name
         hold(
@@ -122,16 +122,17 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
             ),
             (path.parent.is_dir() or not path.parent.exists(), f"{path.parent} is there, and it is no folder"),
         )
-    there = {name for name in list(files) + list(noted) if (out / name).exists()}
-    written = {name for name in there if (out / name).is_file() and sha256_of(out / name) == noted.get(name)}
-    others = sorted(there - written)
+    existing = {name for name in list(files) + list(noted) if (out / name).exists()}
+    written = {name for name in existing if (out / name).is_file() and sha256_of(out / name) == noted.get(name)}
+    others = sorted(existing - written)
     hold(*((x not in files, f"{out / x} is there, and this did not write it as it is: {ADVICE}") for x in others))
     contents = {name: text.encode() for name, text in files.items()}
     for name in others:
         print(f"{out / name}: left, since it is not as a report wrote it", file=sys.stderr)
     for name in written:
         (out / name).unlink()
-    # First, and then each file whole or not at all, so that an interrupted run leaves only what the next one knows.
+    # The manifest comes first, and each file is written whole or not at all: so the next run knows all files that an
+    # interrupted one leaves.
     write_json(out / MANIFEST, {"files": {name: hashlib.sha256(x).hexdigest() for name, x in contents.items()}})
     for name, content in contents.items():
         with replacing(out / name) as file:

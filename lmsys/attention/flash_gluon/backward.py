@@ -1,11 +1,15 @@
 """The backward: one pass over tiles of keys, five matmuls for each tile of queries, dq added up in global memory.
 
 After FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2) with the transposed scores of FlashAttention-3:
-P and dS leave the registers of one matmul for the next. dq is added up in float32. Under a pattern a CTA walks over the
-tiles of queries that see its keys, whose intervals wait in shared memory for the masks: pointers to them would occupy
-registers all through the loop. `preprocess` and `postprocess` hold the kernels before and after.
+P and dS go from the registers of one matmul into the next. dq is added up in float32. Under a pattern a CTA visits the
+tiles of queries that see its keys. The keys' intervals wait in shared memory for the masks, since pointers to them
+would occupy registers all through the loop. preprocess.py has the kernels before and after this one.
 
-Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
+A CTA has three warp groups: a producer, which loads tiles into a ring of STAGES places in shared memory, and two
+consumers, which compute. The constants in capitals from PREFETCH to PEELED are fields of a `BackwardPlan` (plans.py).
+
+Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension; n a tile of keys, m a
+tile of queries, bh a head among all B H.
 """
 
 from collections import namedtuple
@@ -48,12 +52,12 @@ from lmsys.attention.flash_gluon.hopper import (
 from lmsys.attention.flash_gluon.intervals import Extent, edges, intervals
 
 Loaded = namedtuple("Loaded", "ks vs full")  # the keys and values of a CTA, and the barrier that says they are loaded
-Work = namedtuple("Work", "batch first_bh walk")  # of a CTA: batch entry, its first query head among all B H, `Walk`
+Work = namedtuple("Work", "batch first_bh walk")  # of a CTA: its batch entry, its first query head, its `Walk`
 
 
 @gluon.jit
 def _await_free(step, FIRST: gl.constexpr):
-    """Waits until both consumers have released what the ring held before this step."""
+    """Waits until both consumers have released the place of this step in the ring."""
     if step >= STAGES:
         named_barrier("sync", FIRST + step % STAGES, 384)
 
@@ -118,7 +122,8 @@ def _producer(
         BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC,
     )  # fmt: skip
     FIRST: gl.constexpr = 1 if DETERMINISTIC else STAGES
-    for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
+    # Consumers release each step's place; the CTA may not end before the producer has waited for all of it.
+    for step in range(gl.maximum(steps, FIRST), steps + STAGES):
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
             dq_tile = release_and_acquire(order, step, dq_tile, work.walk, BLOCK_Q, CAUSAL, ORDER)
@@ -168,7 +173,7 @@ def _consumer(
         DTYPE,
     )  # fmt: skip
     bh, m, dk, dv, lse = state
-    # Once more, and from memory: what is not needed until here would occupy registers all through the loop.
+    # Read and computed again: kept since the kernel's beginning, these would occupy registers all through the loop.
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
     num_heads = gl.load(parameters + 2).to(gl.int32)
@@ -179,9 +184,9 @@ def _consumer(
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
     gdc_launch_dependents()
-    # Through a buffer that is free now: as a slice of their tile, the rows of v do not lie together.
+    # dk and dv leave through the buffer of dS, which is free now: a slice of v's tile has no contiguous rows.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
-    TILES: gl.constexpr = BLOCK_K * BLOCK_Q // (64 * D)  # that fit: Triton 3.8 takes the whole buffer or nothing
+    TILES: gl.constexpr = BLOCK_K * BLOCK_Q // (64 * D)  # tiles in the buffer, which Triton 3.8 takes whole or not
     out = reinterpret(dss.index(WG), DTYPE, [TILES, 64, D], OUT).index(0)
     named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
     out.store(narrow(dv, DTYPE))
@@ -236,8 +241,8 @@ def backward_kernel(
     `parameters` are those of `preprocess_kernel`; `num_heads` is B Hkv. dq begins as zeros for the first `ahead` key
     heads; the CTAs of each key head zero it for the head that is `ahead` later. `dq_semaphore` is a zero for each key
     head.
-    RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
-    SPREAD: the key tiles of a head begin with tiles of queries that are evenly spread, and go around.
+    RAGGED: K is no multiple of BLOCK_K; a causal kernel does not need this. GROUPED: G > 1.
+    SPREAD: the key tiles of a head begin at different tiles of queries, evenly spread, and go around.
     DOWN: grouped causal heads begin at the last tile of queries, and take it for each head before the one below it. So
     the key tiles of a head come to a tile together, while the L2 cache holds it; from head to head they drift apart.
     DETERMINISTIC: CTAs add to dq in a fixed order; `dq_semaphore` is a zero for each tile of queries. The first CTA to
