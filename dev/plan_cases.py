@@ -23,7 +23,7 @@ PLANNED, CANDIDATES = "planned", "candidates"
 PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
 PLANS: Mapping[str, Any] = {"fwd": (ForwardPlan, plans.forward_plan), "bwd": (BackwardPlan, plans.backward_plan)}
 Plan = ForwardPlan | BackwardPlan
-SHORT = 512  # with at most this many keys, key tiles are too few to hide the start and the end of a tile of queries
+SHORT = 512  # with at most this many keys, a tile of queries has few key tiles, and its start and end take much time
 SMALL_TILES = 1024  # with at most this many keys, tiles of 64 keys may be the fastest
 
 
@@ -32,11 +32,12 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
     if direction == "bwd":
         steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]
         steps += [step | {"peeled": True} for step in steps[1:]] if causal else []
-        wanted = product((False, True), (5, 11, 22) if causal else (0,), steps)
-        ahead = head_dim == 128  # in these orders a log-sum-exp loaded a step ahead spills registers at 64
-        return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in wanted if not step or p == ahead]
-    sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)
-    two = [
+        settings = product((False, True), (5, 11, 22) if causal else (0,), steps)
+        # With other orders of a step, a log-sum-exp that is loaded a step ahead spills registers at head_dim 64.
+        prefetches = head_dim == 128
+        return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in settings if not step or p == prefetches]
+    sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)  # values of l2_mib
+    two = [  # plans of two consumers; `three`: of three; `small`: with tiles of 64 keys
         ForwardPlan(2, stages, ping_pong, named, dynamic, l2_mib, chained=keys <= SHORT)
         for ping_pong, named, dynamic in product((False, True), repeat=3)
         for stages in ((2, 3) if head_dim == 64 else (2,))
@@ -49,8 +50,8 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
         if not (stages == 3 and ping_pong and named)  # these would need more named barriers than there are
     ]
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
-    room = head_dim == 64 and keys > SHORT  # at 128 three consumers would need more registers than there are
-    return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else [])]))
+    takes_three = head_dim == 64 and keys > SHORT  # at 128 three consumers would need more registers than there are
+    return list(dict.fromkeys([*two, *(three if takes_three else []), *(small if keys <= SMALL_TILES else [])]))
 
 
 def name_of(plan: Plan) -> str:
@@ -147,13 +148,13 @@ def plans_of(case: PlanCase, values: Sequence[str | Plan]) -> list[tuple[Plan, b
     """
     if case.direction not in PLANS:
         return []
-    (cls, own), shape = PLANS[case.direction], (case.head_dim, case.causal, case.length)
+    (cls, plan_for), shape = PLANS[case.direction], (case.head_dim, case.causal, case.length)
     chosen: list[tuple[Plan, bool]] = []
     for value in values:
         if value == CANDIDATES:
             chosen += [(plan, False) for plan in candidates(case.direction, *shape)]
         elif value == PLANNED and shape[:2] in plans.FORWARD:
-            chosen.append((own(*shape), True))
+            chosen.append((plan_for(*shape), True))
         elif isinstance(value, cls):
             chosen.append((value, False))
     return list(dict.fromkeys(chosen))

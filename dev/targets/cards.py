@@ -54,7 +54,7 @@ class Card:
         """
         if shared_bytes > self.block_bytes:
             return 0
-        reserved = KIB if self.is_nvidia and self.capability >= (8, 0) else 0
+        reserved = KIB if self.is_nvidia and self.capability >= (8, 0) else 0  # by the system, of each block
         by_shared = self.shared_bytes // max(shared_bytes + reserved, 1)
         by_threads = self.threads // (self.warp * warps)
         # Registers are allocated to a warp in units of 256, and equally to four schedulers; on AMD's cards in units of

@@ -49,7 +49,8 @@ def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: Any) -> tuple[t
 def swiglu(halves: torch.Tensor) -> torch.Tensor:
     """silu(gate) · value (..., F), from gate and value side by side in `halves` (..., 2 F).
 
-    Kernels compute in float32. Differentiable once."""
+    Kernels compute in float32. Differentiable once.
+    """
     if torch.compiler.is_compiling() or is_plain(halves):
         gate, value = halves.chunk(2, dim=-1)
         return functions.silu(gate) * value
@@ -99,6 +100,8 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 class _AddNorm(torch.autograd.Function):
+    """`add_norm` by the kernels. dtype: of the norm."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
@@ -122,6 +125,8 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
+    """`swiglu` by the kernels."""
+
     @staticmethod
     def forward(ctx: Any, halves: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(halves)

@@ -16,18 +16,18 @@ ENDINGS = ["timed", "verified, untimed"] + list(words.MEANINGS.values())
 LEFT_OUT = "Left out, as no case of it could run"
 Place = tuple[int, int]  # a cell's line and column
 SPREAD = ["mean_s", "std_s", "p20_s", "p80_s", "rounds"]  # fields that a CSV has beside the time
-Line = Sequence[fields.Record | None]  # the cases of a table's line, None where one was not run
+Line = Sequence[fields.Record | None]  # the cases in the cells of a line; None for one that was not run
 
 
 def data_of(view: views.View, names: Sequence[str]) -> list[fields.Record]:
-    """The data of a CSV: of each case the declared axes, how it ended, and these fields."""
+    """The data of a CSV: for each case the declared axes, how it ended, and these fields."""
     declared = view.machine.fields[view.benchmark].values()
     axes = [field.name for field in declared if field.role == "axis" and field.name not in views.OF_THE_ROW]
     return lines_of(view.cases, list(filter(view.has, axes)) + ["outcome"] + list(names))
 
 
 def lines_of(cases: Iterable[fields.Record], names: Sequence[str]) -> list[fields.Record]:
-    """These fields alone of each case; None where a case does not have one."""
+    """A record for each case with these fields alone; None in place of a field that a case does not have."""
     return [dict(zip(names, map(case.get, names), strict=True)) for case in cases]
 
 
@@ -130,12 +130,12 @@ def _answer(view: views.View, field: fields.Field, winners: Sequence[fields.Reco
 
 def _without_unsupported(view: views.View, columns: str) -> tuple[views.View, list[str]]:
     """The view without the rows that support none of its cases, and a note that names them, if rows are columns."""
-    tried = view.only("outcome != 'unsupported'").values(columns)
-    without = [row for row in view.values(columns) if row not in tried]
-    if columns != "impl" or not without or not tried:
+    supported = view.only("outcome != 'unsupported'").values(columns)
+    unsupported = [row for row in view.values(columns) if row not in supported]
+    if columns != "impl" or not unsupported or not supported:
         return view, []
-    names = ", ".join(view.text(columns, row) for row in without)
-    return view.having(columns, tried), [f"{LEFT_OUT}: {names}. “Not run here” says why."]
+    names = ", ".join(view.text(columns, row) for row in unsupported)
+    return view.having(columns, supported), [f"{LEFT_OUT}: {names}. “Not run here” says why."]
 
 
 def _best(view: views.View, field: fields.Field, line: Line) -> list[fields.Record]:
@@ -162,15 +162,15 @@ def contending(machine: load.Machine, cases: Sequence[fields.Record]) -> Sequenc
 
 
 def value_head(view: views.View, name: str, value: Any) -> str:
-    """The head of a column for a field's value; a number, and a yes or no, stands behind the field's label."""
+    """The head of a column for a field's value; before a number, or a yes or no, stands the field's label."""
     is_bare = isinstance(value, int | float) and value not in view.words.get(name, ())
     return f"{words.label_of(view.fields[name])} " * is_bare + view.text(name, value)
 
 
 def _group(view: views.View, metric: str, group: Line, beside: Line, notes: cells.Notes) -> str:
-    """The text of one cell, for one case or several, as a / b.
+    """The text of one cell: the metric of each case of `group`, as a / b.
 
-    A footnote marks a case that was not sampled together with the base among the cases `beside` it.
+    A footnote marks cases that were not sampled together with the base, which is looked for in `beside`.
     """
     timed = [case for case in beside if case and case["time_s"] is not None]
     base, texts = _base(view, timed), []
@@ -186,7 +186,7 @@ def _group(view: views.View, metric: str, group: Line, beside: Line, notes: cell
 
 
 def _base(view: views.View, timed: Sequence[fields.Record]) -> fields.Record | None:
-    """The case that others have to be sampled together with: that of the view's base, else the first; None of none."""
+    """The case that others have to be sampled together with: that of the view's base, else the first; None if empty."""
     bases = view.of(timed).having("impl", [view.base]).cases or timed
     return bases[0] if bases else None
 
@@ -235,8 +235,8 @@ def listing(
         for column, field in enumerate(shown, len(keys)):
             for case in _best(view, field, part.cases):
                 best[view.cases.index(case), column] = case
-    answered = len(keys) + shown.index(clocked[0]) if clocked else None
-    winners = [case for (_, column), case in best.items() if column == answered]
+    first_clocked = len(keys) + shown.index(clocked[0]) if clocked else None  # the column that the answer is about
+    winners = [case for (_, column), case in best.items() if column == first_clocked]
     abouts = [_explained(words.sentence(words.label_of(field)), field.about) for field in shown if field.about]
     return items.Table(
         name=view.file(view.filled(word)),

@@ -1,4 +1,4 @@
-"""Byte-pair encoding as it is defined, and slow: tests and checks compare the fast forms with it.
+"""Byte-pair encoding as it is defined, and slow: tests and checks compare training.py and codec.py with it.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 2019 (GPT-2), encoder.py.
 """

@@ -18,9 +18,9 @@ import regex
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PAD = 16  # zero bytes behind a text, so that wide reads at its end stay inside of the memory
 
-_BLOCK = 1 << 18  # bytes
+_BLOCK = 1 << 18  # bytes of a block of `Pretokenizer.blocks`
 _PRETOKEN = regex.compile(PATTERN)
-SPACE, LETTER, NUMBER, OTHER, WIDE, SPECIAL = range(6)
+SPACE, LETTER, NUMBER, OTHER, WIDE, SPECIAL = range(6)  # kinds of bytes; WIDE: beyond ASCII, SPECIAL: of special tokens
 _WHITESPACE = b" \t\n\v\f\r"
 _KINDS = bytes(
     WIDE if byte > 127
@@ -33,10 +33,11 @@ _KINDS = bytes(
 _APOSTROPHE, _SPACE = ord("'"), ord(" ")
 _ENDS_ONE = np.isin(np.arange(256), list(b"stmd"))  # 's 't 'm 'd
 _ENDS_TWO = [first << 8 | second for first, second in (b"re", b"ve", b"ll")]
-_FEW = 200  # special tokens, of which every two are compared
+_FEW = 200  # up to so many special tokens, each pair is tested for overlaps
 _NEAR = 64  # bytes: pieces for the pattern that lie closer than that are joined
 # The last byte of some whitespace beyond ASCII: 85, A0 and 80-8A, A8, A9, AF, 9F, 80 behind E1, E2 or E3.
 _MAY_END_WHITESPACE = rb"\x80-\x8a\x85\x9f\xa0\xa8\xa9\xaf"
+# A place where text may be cut: before ASCII whitespace that follows something else.
 _CUT = re.compile(rb"[^ \t\n\v\f\r" + _MAY_END_WHITESPACE + rb"](?=[ \t\n\v\f\r])")
 
 
@@ -69,11 +70,12 @@ class Pretokenizer:
         begins = np.ones(n + 1, bool)
         np.not_equal(kinds[1:n], kinds[: n - 1], out=begins[1:n])
         begins[[start for start, _ in specials]] = True
-        # The last of several spaces leaves the others; a blank joins the word behind it, anything else stands alone.
+        # Of several spaces before a word, the last is no part of the others' pre-token: a blank is the beginning of the
+        # word's, other whitespace is a pre-token of its own.
         before_word = begins[1:n] & (kinds[: n - 1] == SPACE) & (kinds[1:n] <= OTHER)
         begins[: n - 1] |= before_word
         begins[1:n] ^= before_word & (bytes_[: n - 1] == _SPACE)
-        # 's 't 'm 'd 're 've 'll where a pre-token begins with the apostrophe.
+        # Where a pre-token begins with an apostrophe, 's 't 'm 'd 're 've 'll are pre-tokens.
         at = np.flatnonzero((bytes_[:n] == _APOSTROPHE) & begins[:n])
         at = at[kinds[at + 1] == LETTER]  # in a special token it would be SPECIAL
         next_byte, two = bytes_[at + 1], bytes_[at + 2]
@@ -129,7 +131,10 @@ def _may_overlap(token: bytes, other: bytes) -> bool:
 
 
 def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of the pieces with characters beyond ASCII, each from one safe cut to another."""
+    """Yields (start, end) of the pieces with characters beyond ASCII, each from one safe cut to another.
+
+    kinds  the kind of each byte of a text
+    """
     before, after = kinds[:-1], kinds[1:]
     safe = (after == SPACE) & (before != SPACE) & (before <= OTHER)
     border = (after == SPECIAL) != (before == SPECIAL)
@@ -143,7 +148,8 @@ def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
     yield from zip(starts.tolist(), ends.tolist(), strict=True)
 
 
-_LONGEST = 15  # bytes of a word in the table; the sixteenth byte of its key is its length. PAD is no less
+_LONGEST = 15  # bytes of the longest word in the table; the sixteenth byte of its key is its length; at most PAD
+# By the length of a word: masks of its first eight bytes and of the next seven, and the length in the highest byte.
 _LOW = np.array([(1 << 8 * min(length, 8)) - 1 for length in range(17)], np.uint64)
 _HIGH = np.array([(1 << 8 * min(max(length - 8, 0), 7)) - 1 for length in range(17)], np.uint64)
 _LENGTH = np.arange(17, dtype=np.uint64) << np.uint64(56)
@@ -178,9 +184,9 @@ class Words:
         low, high = _keys(padded, begins, lengths)
         slots = self._slots(low, high)
         known = self._number[slots]
-        wrong = (self._low[slots] != low) | (self._high[slots] != high)
+        differs = (self._low[slots] != low) | (self._high[slots] != high)
         long = lengths > _LONGEST
-        misses = np.flatnonzero(wrong & ~long)
+        misses = np.flatnonzero(differs & ~long)
         if len(misses):
             known[misses] = self._insert(padded, starts, misses, low[misses], high[misses])
         for i in np.flatnonzero(long).tolist():
@@ -198,6 +204,7 @@ class Words:
         """The numbers of the pre-tokens `which`, of the keys low and high, that are not in their first slots."""
 
         def added(new: np.ndarray) -> np.ndarray:
+            """Adds the words `which[new]`; returns their numbers."""
             begins, ends = starts[which[new]], starts[which[new] + 1]
             self.list += [padded[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
             self.num_bytes += int((ends - begins).sum())
@@ -214,7 +221,8 @@ class Words:
     def _place(self, low: np.ndarray, high: np.ndarray, numbered: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """The numbers of keys, each of which tries one slot after another until it finds itself or a free one.
 
-        numbered  called with the places of new keys among the keys; gives their numbers"""
+        numbered  called with the places of new keys among the keys; gives their numbers
+        """
         slots, open_ = self._slots(low, high), np.arange(len(low))
         while len(open_):
             at = slots[open_]
@@ -232,6 +240,7 @@ class Words:
         return ((low ^ high * _MIX_HIGH) * _MIX_LOW >> self._shift).view(np.int64)
 
     def _resize(self, bits: int) -> None:
+        """Makes the table anew, empty, with 2**bits slots."""
         self._shift = np.uint64(64 - bits)
         self._low, self._high = (np.zeros(1 << bits, np.uint64) for _ in range(2))
         self._number = np.full(1 << bits, -1, np.int32)

@@ -13,8 +13,8 @@ consumer skips those at either end that only other consumers need (`_pass_over`)
 
 Producer and consumers share a protocol of waits and releases, which a change of scores or masks leaves alone:
 
-- A ring of S slots: use number n has slot n % S and phase (n // S) & 1. Who reads waits for `full` with this phase. Who
-  fills waits for `empty` with the opposite one, so that its first round does not wait.
+- A ring has S slots. Its n-th use has slot n % S and phase (n // S) & 1. A consumer waits for the barrier `full` with
+  this phase, the producer for `empty` with the opposite one, so that its first round does not wait.
 - `fill` counts key tiles, `turn` tiles of queries. The producer and all consumers must advance them alike.
 - For each key tile every consumer waits for `k_full`, waits for its turn and passes it on (PING_PONG), and releases K.
   It waits for `v_full` and releases V one key tile later, since P V of a key tile runs in the step after it.
@@ -121,7 +121,7 @@ def _producer(
     turn = 0
     index = gl.program_id(0)
     total = sizes.num_heads * sizes.num_tiles
-    if CHAINED:  # ahead of the first load and the counter, and so of all that consumers write: they wait for tiles
+    if CHAINED:  # before the first load and the counter; consumers write nothing before they get tiles from here
         gdc_wait()
     while index < total:
         if DYNAMIC:
@@ -162,7 +162,7 @@ def _producer(
         if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last leaves the counter as it was found
             gl.store(counter, 0)
             gl.store(counter + 1, 0)
-    if NAMED:  # every arrival has to be met before the CTA may end
+    if NAMED:  # consumers release the last stages, too: the CTA may not end before the producer has waited for that
         for i in range(gl.maximum(fill - STAGES, 0), fill):
             named_barrier("sync", K_FREE + i % STAGES, 128 * (WGS + 1))
             named_barrier("sync", V_FREE + i % STAGES, 128 * (WGS + 1))
@@ -397,7 +397,7 @@ def _consumer(
             store_rows(o_desc, bh // sizes.H, bh % sizes.H, row, out)
             rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
             gl.store(lse_ptr + bh.to(gl.int64) * sizes.Q + rows, lse, mask=rows < sizes.Q)
-    if PING_PONG and WG == 0:  # meets the arrival that is left, after the last consumer's last turn
+    if PING_PONG and WG == 0:  # takes the turn that the last consumer has passed on after its last tile
         named_barrier("sync", FIRST_BARRIER, 256)
     tma.store_wait(0)
 
