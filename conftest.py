@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # triton reads it on import: without a GPU its kernels are interpreted
+if not torch.cuda.is_available():  # kernels are then interpreted; triton reads the variable when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from benchmarks.axes import NAMED
 from lmsys.bench.fields import Sweep, add_axis_options, given_axes

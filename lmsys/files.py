@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-MOST_BYTES = 2**30  # of unpacked text: a few compressed kilobytes could fill the memory
+MOST_BYTES = 2**30  # the most bytes that are unpacked: a few compressed kilobytes could fill the memory
 
 
 def cache_folder() -> Path:
@@ -125,7 +125,8 @@ def claim(path: Path) -> Callable[[], None]:
 def check_private(path: Path) -> None:
     """ValueError where other users could write the file or its folder: code may be run from it.
 
-    The owner must be this user or root, and only the user's own group may write."""
+    The owner must be this user or root, and only the user's own group may write.
+    """
     for place in (path, path.parent):
         status = place.stat()
         by_others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.getgid() else 0)

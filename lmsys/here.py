@@ -1,5 +1,7 @@
-"""`lmsys` without a command: shows this machine, the attention rows and strategies that it can run, and what the others
-need. Everything it says of a row comes from the row's `why_not`."""
+"""`lmsys` without a command: shows this machine, the rows that it can run, and what the other rows need.
+
+Rows are those of the tables of attention and strategies. All that is said of a row comes from its `why_not`.
+"""
 
 import os
 import sys
@@ -101,13 +103,13 @@ def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> 
     case  makes the case for a device and a compute capability
     A reason that names what is missing is the answer itself. Else the row is asked about GPUs of other kinds.
     """
-    is_gpus = ANOTHER_GPU in reason
-    if not is_gpus and (device == "cuda" or " needs " in reason):
+    needs_another = ANOTHER_GPU in reason
+    if not needs_another and (device == "cuda" or " needs " in reason):
         return reason.removeprefix(f"{entry.name} ")
     reasons = {capability: _asked(entry, case(device="cuda", capability=capability)) for capability in GPUS}
-    able = [capability for capability, why in reasons.items() if ANOTHER_GPU not in (why or "")]
+    able = [capability for capability, why in reasons.items() if ANOTHER_GPU not in (why or "")]  # GPUs that suffice
     gpu = "a GPU"
-    if able and (is_gpus or len(able) < len(GPUS)):
+    if able and (needs_another or len(able) < len(GPUS)):
         gpu += f" of compute capability {'.'.join(map(str, able[0]))}{' or later' if able[-1] == GPUS[-1] else ''}"
     return "; ".join(
         [gpu, *dict.fromkeys(why.removeprefix(f"{entry.name} ") for capability in able if (why := reasons[capability]))]

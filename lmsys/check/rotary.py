@@ -33,7 +33,7 @@ BUILT: signature.Roles = {
     "length": ("max_seq_len", "context_length", "max_position_embeddings", "max_len", "seq_len"),
 }
 THETA, LONGEST = 10_000.0, 2**11  # the theta of most cases; more than any position
-SMALL, ODD = (1, 2, 16, 64), (1, 2, 33, 64)
+SMALL, ODD = (1, 2, 16, 64), (1, 2, 33, 64)  # shapes of x (B, H, S, D)
 LATE = {"first position": LONGEST - 33}  # the last token of ODD is then at LONGEST - 1
 CASES = (
     (
@@ -96,6 +96,7 @@ def _call_of(implementation: Any, problem: formulas.Problem) -> signature.Called
 
 
 def _judged(implementation: Any, options: question.Options, case: formulas.Case) -> question.Fault | None:
+    """The fault of the implementation in a case, or None."""
     problem = _problem(case, options, pairs_of(implementation, options))
     call = _call_of(implementation, problem)
     return formulas.judge(call, right, partial(mistakes, call), problem, plain_formula=plain)
@@ -125,7 +126,7 @@ def _problem(case: formulas.Case, options: question.Options, pairs: str) -> form
 
 
 NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"
-THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)
+THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)  # those that an implementation may have built in
 
 
 def angles_of(x: torch.Tensor, settings: formulas.Settings) -> torch.Tensor:
@@ -144,9 +145,10 @@ def turned(x: torch.Tensor, angles: torch.Tensor, pairs: str, columns: str = "")
     columns  the pairs that the tables of cosines and sines are laid out for; "": `pairs`
     """
     first, second = x.chunk(2, dim=-1) if pairs == HALVES else x.unflatten(-1, (-1, 2)).unbind(-1)
+    # Each pair (a, b) of x as (-b, a), in the same columns; and the angle of each column.
     across = torch.cat((-second, first), -1) if pairs == HALVES else torch.stack((-second, first), -1).flatten(-2)
-    both = torch.cat((angles, angles), -1) if (columns or pairs) == HALVES else angles.repeat_interleave(2, -1)
-    return x * both.cos().to(x.dtype) + across * both.sin().to(x.dtype)
+    by_column = torch.cat((angles, angles), -1) if (columns or pairs) == HALVES else angles.repeat_interleave(2, -1)
+    return x * by_column.cos().to(x.dtype) + across * by_column.sin().to(x.dtype)
 
 
 def by(angles: Callable[[torch.Tensor, formulas.Settings], torch.Tensor]) -> formulas.Formula:
@@ -211,10 +213,12 @@ BACKWARDS = {
 
 
 def _mixed(pairs: str, columns: str) -> formulas.Formula:
+    """Rotates `pairs` by tables that are laid out for the pairs `columns`."""
     return lambda inputs, settings: turned(inputs["x"], angles_of(inputs["x"], settings), pairs, columns)
 
 
 def _half_turned(inputs: formulas.Inputs, settings: formulas.Settings) -> torch.Tensor:
+    """Rotates the first half of the columns alone."""
     (x, rest), angles = inputs["x"].chunk(2, dim=-1), angles_of(inputs["x"], settings)
     return torch.cat([turned(x, angles[:, : x.shape[-1] // 2], settings["pairs"]), rest], dim=-1)
 
@@ -239,6 +243,8 @@ ANGLES: dict[str, formulas.Formula] = {
 
 
 def _rounded(dtype: torch.dtype) -> dict[str, formulas.Formula]:
+    """Roundings to `dtype` on the way to the angles, by the mistake in words."""
+
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).to(torch.float32)
 
@@ -257,6 +263,7 @@ def _rounded(dtype: torch.dtype) -> dict[str, formulas.Formula]:
 
 
 def _over_heads(inputs: formulas.Inputs, settings: formulas.Settings) -> torch.Tensor:
+    """Rotates by the number of the head in place of the position."""
     x = inputs["x"]
     angles = angles_of(x, {**settings, "positions": torch.arange(x.shape[1], device=x.device)})  # (H, D / 2)
     return turned(x, angles[:, None, :], settings["pairs"])

@@ -25,9 +25,9 @@ WIDE = 4  # bytes of an element of parameters, gradients, optimizer state, and o
 class Footprint:
     """Bytes on a device.
 
-    parameters   in stage 3 the device's part, and gathered ones: those of the embeddings, the head and two blocks
+    parameters   in stage 3 the device's own part, and those gathered at once: embeddings, head and two blocks
     activations  what the forward leaves for the backward, and the head's gradient
-    recomputed   the most that the backward of a block adds to these by running it again
+    recomputed   the most that the backward of a block adds to the activations by running the block again
     """
 
     parameters: int
@@ -45,9 +45,7 @@ class Footprint:
 def training_memory(
     config: ModelConfig, batch: int, context: int, precision: str, world_size: int = 1, stage: int = 0
 ) -> Footprint:
-    """The memory of a training step with AdamW in float32 and eager blocks.
-
-    The attention row keeps q, k, v, o and the log-sum-exp.
+    """The memory of a training step with AdamW in float32 and eager blocks, by an attention row that keeps no scores.
 
     batch, context     sequences, and tokens of each
     precision          of MATMUL_BYTES, bf16 and fp16 by autocast; ValueError for another
@@ -76,27 +74,28 @@ def fit(
 ) -> ModelConfig:
     """The config with the levels of checkpointing that recompute least and have a peak of at most `memory` bytes.
 
-    Its blocks have one level or two neighbours of `lmsys.checkpointing.LEVELS`. Blocks that keep more come last: while
-    their backward runs, all the others' activations are held anyway.
+    Its blocks have one level, or two levels that are neighbours in `lmsys.checkpointing.LEVELS`. Blocks that keep more
+    come last: while their backward runs, all the others' activations are held anyway.
 
-    gradients_stay  gradients are held before a backward, those of earlier micro-batches or a strategy's buffers of them
+    gradients_stay  gradients are in memory before a backward: of earlier micro-batches, or in a strategy's buffers
     The other arguments are those of `training_memory`. ValueError where not even the level "whole" fits.
     """
 
     def chosen(levels: Sequence[str]) -> tuple[ModelConfig, int]:
+        """(the config whose blocks have these levels, its peak in bytes)."""
         candidate = replace(config, checkpoint_blocks=checkpointing.setting_of(levels))
         footprint = training_memory(candidate, batch, context, precision, world_size, stage)
         return candidate, footprint.peak if not gradients_stay else sum(vars(footprint).values())
 
     blocks = config.num_layers
-    for more, less in pairwise([*checkpointing.LEVELS, checkpointing.LEVELS[-1]]):
+    for keeps_more, keeps_less in pairwise([*checkpointing.LEVELS, checkpointing.LEVELS[-1]]):
         for count in range(blocks, 0, -1):
-            fitting, peak = chosen([less] * (blocks - count) + [more] * count)
+            candidate, peak = chosen([keeps_less] * (blocks - count) + [keeps_more] * count)
             if peak <= memory:
-                return fitting
-    least, room = (f"{size / 2**30:.4g} GiB" for size in (peak, memory))
+                return candidate
+    least, most = (f"{size / 2**30:.4g} GiB" for size in (peak, memory))
     raise ValueError(
-        f"checkpoint_blocks={checkpointing.FIT!r}: a step needs {least} of {room} even where whole blocks are run again"
+        f"checkpoint_blocks={checkpointing.FIT!r}: a step needs {least} of {most} even where whole blocks are run again"
     )
 
 
@@ -138,7 +137,7 @@ def kept_bytes(
 ) -> int:
     """Bytes that a block keeps for its backward. level: of `lmsys.checkpointing`; the rest as in `training_memory`.
 
-    Among them are autocast's copies of float32 weights whose matmuls are not recomputed.
+    They include autocast's copies of float32 weights whose matmuls are not recomputed.
     """
     narrow = MATMUL_BYTES[precision]
     casts = narrow < WIDE and not _gathers(world_size, stage)
@@ -146,7 +145,7 @@ def kept_bytes(
     residual = (narrow if config.residual == "narrow" else WIDE) * config.d_model
     attention = narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # with the log-sum-exp
     projection = narrow * config.d_model
-    each, weights = {
+    of_a_token, weights = {  # (bytes of a token, weights that autocast copies), by level
         # For each of two norms its input, always in float32, its output and 1 / rms; w1 x, silu, w3 x, their product.
         "none": (
             2 * (WIDE * config.d_model + projection + WIDE) + attention + 4 * narrow * config.d_ff,
@@ -156,7 +155,7 @@ def kept_bytes(
         "attention": (residual + attention + projection, config.d_model**2),
         "whole": (residual, 0),
     }[level]
-    return tokens * each + weights * narrow * casts
+    return tokens * of_a_token + weights * narrow * casts
 
 
 def _gathers(world_size: int, stage: int) -> bool:
@@ -165,7 +164,10 @@ def _gathers(world_size: int, stage: int) -> bool:
 
 
 def again_flops(config: ModelConfig, level: str, tokens: int, context: int) -> float:
-    """Operations of the matmuls that a step recomputes if all blocks have this level; for "whole" also w2's."""
+    """Operations of the matmuls that a step recomputes if all blocks have this level.
+
+    The level "whole" runs the whole forward again, with w2, whose result no backward needs.
+    """
     width = config.d_model
     forward = 2 * block_matrices(config) + 2 * context * width  # with causal attention, as in `model_flops`
     of_a_token = {"none": 0, "matmuls": 0, "attention": 4 * width * config.d_ff, "whole": forward}[level]

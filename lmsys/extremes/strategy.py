@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lmsys import draws
 
-VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
-EXAMPLES, FEW = 4, 1  # in a batch, and in a smaller batch of the last rank
+VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3  # ids, features, and tokens of a sequence
+EXAMPLES, FEW = 4, 1  # sequences in a batch, and in a smaller batch of the last rank
 EXPONENTS = (-66, -33, 0, 33)  # sizes of gradients: 2**-66 = 1.4e-20, 2**33 = 8.6e+9
 LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}  # by part
 # By the name of the second use of a weight in a `Probe` with `apart`: the weight's own name.
@@ -196,7 +196,7 @@ def made_optimizer(trial: Trial, module: nn.Module, make: Callable[..., Any]) ->
     named: dict[str, Any] = dict(module.named_parameters())
     params = [named["head.weight"]] if trial.single else list(named.values())
     if trial.groups:
-        biases, others = ([p for name, p in named.items() if name.endswith("bias") is of] for of in (True, False))
+        biases, others = ([p for name, p in named.items() if name.endswith("bias") is x] for x in (True, False))
         params = [{"params": others}, {"params": biases, **SECOND}]
     return make(params, getattr(torch.optim, trial.optimizer), **OPTIMIZERS[trial.optimizer])
 

@@ -1,17 +1,18 @@
-"""Two processes that take turns on one device: the one that has the baton is at work, the other waits for it.
+"""Two processes that take turns on one device: the one that has the *baton* works, the other waits for the baton.
 
-With --against, today's worker and the earlier one measure the same rows in this way (`lmsys.bench.paired`):
+With --against, today's worker and that of an earlier commit measure the same rows in this way (`lmsys.bench.paired`):
 
-    with turns.session():                   # both come; the first has the baton
-        theirs = turns.exchange(ours)       # what each has found out, told to the other
+    with turns.session():                   # begins when both processes have come; the first one has the baton
+        theirs = turns.exchange(ours)       # each sends a value to the other, and gets the other's
         turns.begin(0)
         for index in range(rounds):
-            draw = turns.before(index, ours)    # of whoever leads this round
-            ...
-            turns.after(index, draw)
+            draw = turns.before(index, ours)    # the value of the process that leads this round
+            ...                                 # this process's part of the round
+            turns.after(index, draw)            # passes the baton on, unless this process leads the next round
 
-Who leads a round is drawn by its number, which both know, so that neither always comes behind the other. A side that
-leaves a session early leaves the baton to the other, which then goes on alone. Imports no torch.
+In each round one process leads, that is, works first. Both compute the leader from the round's number by the same
+random draw, so that neither always comes second. If a process leaves a session early, the other one goes on alone.
+Imports no torch.
 """
 
 import json
@@ -27,21 +28,22 @@ LEAVES = "leaves"
 
 
 class Turns:
-    """One of two sides of a line. Without a line nobody takes turns with this side, and its sessions do nothing.
+    """One of two processes ("sides") that take turns.
 
-    is_first  has the baton when a session begins
+    line      the connection to the other side; None: there is no other side, and sessions do nothing
+    is_first  this side has the baton when a session begins
     rest      called before this side waits
-    together  while the other side is in the session
+    together  True while both sides are in a session
     """
 
     def __init__(self, line: Connection | None = None, is_first: bool = True, rest: Callable[[], Any] = nothing):
         self.is_first, self.together, self._rest = is_first, False, rest
         self._line: Any = line
-        self._heard: Any = None  # with the baton, the last time
+        self._heard: Any = None  # the value that came with the baton, the last time
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Both sides come to the same sessions, in the same order, and leave each when both have done their work."""
+        """A context that both sides must enter equally often. It ends when both have done their work."""
         if self._line is None:
             yield
             return
@@ -50,35 +52,37 @@ class Turns:
             self._wait()
         try:
             yield
-        except Exception:  # what is none, such as an interrupt, ends the process
+        except Exception:  # other exceptions, such as an interrupt, end the process
             self._leave()
             raise
         self._leave()
 
     def exchange(self, ours: Any) -> Any:
-        """Tells ours, and returns theirs, JSON-safe; None where it has left; before the first round."""
+        """Sends the value `ours`, JSON-safe, and returns the other side's; None if that has left. Before `begin`."""
         before, after = self._heard, self._pass_on(ours)
         return after if self.is_first else before
 
     def begin(self, index: int) -> None:
-        """Before the first of the rounds, which is `index`."""
+        """Gives the baton to the side that leads the first round, whose number is `index`."""
         if self.is_first and not self.leads(index):
             self._pass_on(None)
 
     def leads(self, index: int) -> bool:
+        """True where this side works first in the round `index`."""
         return (random.Random(index).random() < 0.5) == self.is_first
 
     def before(self, index: int, ours: Any) -> Any:
-        """Returns what holds for both in this round: ours where we lead it or are alone, else theirs."""
+        """The leader's value, which both sides use in this round: `ours` where this side leads it or is alone."""
         return ours if self.leads(index) or not self.together else self._heard
 
     def after(self, index: int, word: Any) -> None:
-        """Behind our part of a round. Whoever was second in it and leads the next keeps the baton."""
+        """Passes the baton, with `word`, on after this side's part of a round. It is kept by a side that worked second
+        and leads the next round."""
         if self.leads(index) or not self.leads(index + 1):
             self._pass_on(word)
 
     def _pass_on(self, word: Any) -> Any:
-        """The baton and a word with it; what the other tells when it passes it back, None when it has left."""
+        """Passes the baton on with a word, waits for it, and returns the other side's word; None if it has left."""
         if self.together:
             self._send(word)
             self._wait()
@@ -88,7 +92,7 @@ class Turns:
         was_together, self.together = self.together, False
         self._send(LEAVES)
         if was_together:
-            self._wait()  # the other has the baton until it leaves, too
+            self._wait()  # until the other side leaves, too
 
     def _send(self, word: Any) -> None:
         self._line.send_bytes(json.dumps(word).encode())

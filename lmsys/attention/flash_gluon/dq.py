@@ -33,7 +33,7 @@ Order = namedtuple("Order", "semaphore n num_key_tiles ends Q")
 # The zeros of dq, as a CTA of key head kv_bh of `num_heads` writes them: `size` tiles for the key head that comes
 # `ahead` key heads later.
 Clearing = namedtuple("Clearing", "dq_ptr kv_bh num_heads ahead size")
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(2)  # places in the ring of tiles of queries in shared memory (`backward_steps.Ring`)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
 # Two named barriers, one for each consumer, at which it waits until it may add to dq.
 DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)
@@ -61,7 +61,7 @@ def next_tile(bh, m, walk, ORDER: gl.constexpr):
 
 @gluon.jit
 def clear_ahead(clearing, order):
-    """Lets the consumers add to dq once all `size` tiles of head kv_bh are zero. Then zeroes its share of a later head.
+    """Lets the consumers add to dq once all `size` tiles of head kv_bh are zero. Then zeroes a share of a later head.
 
     A CTA waits only for CTAs of lower numbers (see `ahead_of` in launch.py), so CTAs must start in that order.
     """
