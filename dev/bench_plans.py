@@ -51,7 +51,7 @@ from lmsys.testing import Inputs, Oracle, make_inputs
 TOKENS = 16384  # batch x length
 CALLS = 100  # calls of a short sequence that are timed as one sample
 SHORT = {"length": ((128, 128), (256, 256), (512, 512)), "direction": ("fwd",)}  # default axes of `ShortPlans`
-COMPILERS, COMPILE_LIMIT_S = 12, 300.0  # processes that compile at once at most, and the time limit of each plan
+COMPILERS, COMPILE_LIMIT_S = 12, 300.0  # the most processes that compile at once, and the time limit of each plan
 OURS, PEER = ATTENTION["flash_gluon"], ATTENTION["sdpa_cudnn"]
 
 
@@ -234,6 +234,7 @@ class ShortPlans(Plans):
 
 
 def inputs_of(case: PlanCase, seed: int) -> Inputs:
+    """The inputs of a case, in the layout of its form."""
     return make_inputs(case.asked, seed, memory="transposed" if case.form == TRANSPOSED else "")
 
 
@@ -252,8 +253,8 @@ def call_of(case: PlanCase, inputs: Inputs) -> Call:
         def forward() -> Any:
             return launch._forward(q, k, v, causal, scale)
 
-        def backward(made: Any) -> Sequence[Tensor]:
-            o, lse = made
+        def backward(results: Any) -> Sequence[Tensor]:
+            o, lse = results
             return launch._backward(q, k, v, o, lse, inputs.do, causal, scale, deterministic, plan)
 
         return Call(backward, forward, forward)

@@ -33,6 +33,7 @@ KINDS = "matmul", "attention", "elementwise", "reduction", "copy", "other", "opt
 
 
 def figures() -> Iterator[Table | Sentence]:
+    """All figures of these pages."""
     yield from _beside_llama()
     yield from _gradients()
     yield from _beside_torch()
@@ -58,19 +59,20 @@ def _beside_llama() -> Iterator[Table | Sentence]:
 
 
 def _gradients() -> Iterator[Table | Sentence]:
-    """Errors of gradients, relative to the gradients' size."""
+    """Errors of gradients, relative to the gradients' size. A way is (compile, residual), as in SHOWN_WAYS."""
     runs = [record for name in ("model-peers", "model-peers-xl") for record in records(name, H200)]
     errors = {
         (case["size"], case["impl"], case["compile"], case["residual"]): case["gradient_error"]
         for case in runs
         if case["outcome"] == "ok"
     }
-    ours = [("auto", way, stream) for stream, way in product(("wide", "narrow"), ("graphed", "fused"))]
-    ways = [("llama", "graphed", "wide"), *ours]
-    lines = [[size, *(f"{1e3 * errors[size, *way]:.4f}" for way in ways)] for size in SIZES]
+    ours = [("auto", compiled, residual) for residual, compiled in product(("wide", "narrow"), ("graphed", "fused"))]
+    columns = [("llama", "graphed", "wide"), *ours]
+    lines = [[size, *(f"{1e3 * errors[size, *column]:.4f}" for column in columns)] for size in SIZES]
     yield Table(RESULTS, ("size", "Llama, wide"), lines)
 
     def ratios(way: tuple[str, str], other: tuple[str, str]) -> list[float]:
+        """By size, the error of our model's steps run in one way over that in another."""
         return [errors[size, "auto", *way] / errors[size, "auto", *other] for size in SIZES]
 
     fused = max(abs(ratio - 1) for ratio in ratios(("fused", "wide"), ("graphed", "wide")))
@@ -85,7 +87,7 @@ def _gradients() -> Iterator[Table | Sentence]:
 
 
 def _beside_torch() -> Iterator[Table | Sentence]:
-    """Steps of our strategies relative to those of torch's own."""
+    """The speed of steps of our strategies, relative to torch's own."""
     lines = []
     for (row, peer), launched in BESIDE_TORCH.items():
         end = {"graphed": ", as one CUDA graph", "eager": ""}[launched]
@@ -111,7 +113,7 @@ def _beside_torch() -> Iterator[Table | Sentence]:
 
 
 def _buckets() -> Iterator[Table | Sentence]:
-    """Larger buckets of zero1: the row `Zero128` of the first run is the row `zero1` of the second."""
+    """Larger buckets of zero1. In the first run the row `Zero128` has them; in the second `zero1` itself does."""
     before, now = (
         grouped(records(name, H200, "apart"), "compile", "size")
         for name in ("data-parallel-zero1-buckets", "data-parallel-zero1")
@@ -201,6 +203,7 @@ def _shorter() -> Iterator[Table | Sentence]:
             lines.append([*keys, *times, f"{case['total_bytes'] / 2**30:.0f}"])
     yield Table(RESULTS, ("size", "tokens"), lines)
     small, middle, large = (cases for cases in shapes if cases[0]["context"] == 4096)
+    # Of the three rows of a size, the second and the third.
     (_, fsdp2, llama), (_, *both) = (
         [f"{100 * share_at_work(case):.0f}" for case in cases] for cases in (small, middle)
     )
@@ -248,7 +251,7 @@ def _trainings() -> Iterator[Sentence]:
 
 def _levels() -> Iterator[Table | Sentence]:
     """Time and memory by checkpointing level, and the predicted memory."""
-    lines, errors = [], {}
+    lines, errors = [], {}  # errors: by how far a peak is above the prediction, as a share, the level
     for case in records("model-levels", H200):
         settings = {"checkpoint_blocks": case["checkpoint"], "residual": case["residual"]}
         config = replace(model_config(case["size"], context_length=case["context"]), **settings)

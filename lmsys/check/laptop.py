@@ -21,12 +21,12 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-GPU = torch.device("cuda", 0)  # the device that code is told of; it does not exist
+GPU = torch.device("cuda", 0)  # the device that tensors say they are on; it does not exist
 NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloat16 wrongly", "runs no two threads"))
 INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
 PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
 running: list[Any] = []  # the row that runs in `Laptop`, if any: then backwards run in it as well
-_apply = BackwardCFunction.apply
+_apply = BackwardCFunction.apply  # the original of the function that `install` replaces
 
 
 class Laptop(TorchFunctionMode, ContextDecorator):
@@ -103,6 +103,7 @@ def version(distribution_name: str) -> str:
 
 
 def _install_in_triton() -> None:
+    """Makes Triton's driver report a GPU and autotuners take their first configuration; mends the interpreter."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.autotuner import Autotuner
@@ -151,7 +152,7 @@ def _mend_interpreter() -> None:
         return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
 
     def converted(x: Any) -> Any:
-        if not isinstance(x, bool):
+        if not isinstance(x, bool):  # Triton's own function takes no bool
             return convert(x)
         return language.tensor(interpreter.TensorHandle(np.array([x]), language.int1), language.int1)
 

@@ -27,7 +27,7 @@ class Claim:
     algorithm  "AdamW", "Adam" or "SGD", as torch.optim has them
     why        how this is known, in words
     settings   the names in DEFAULTS that its constructor takes
-    masters    settings that make it keep float32 master weights; None if it claims to keep none
+    masters    arguments of its constructor that make it keep float32 master weights; None if it does not claim to
     """
 
     algorithm: str
@@ -86,13 +86,13 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
 
 
 def _masters(name: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any] | None:
-    """`Claim.masters`: {} if the class keeps master weights without being asked, which its name says."""
+    """`Claim.masters`. It is {} if the class, by its name, keeps master weights without an argument for it."""
     if setting := next((setting for setting in parameters if "master" in setting.lower()), None):
         return {setting: True} if isinstance(parameters[setting].default, bool) else {}
     return {} if "master" in name.lower() else None
 
 
-SHAPES = (8, 16), (8, 16), (24,)  # of the parameters
+SHAPES = (8, 16), (8, 16), (24,)  # of the parameters of each run
 # The steps and learning rate of the runs with master weights: bfloat16 weights between 1 and 2 would lose each such
 # step by rounding, but all steps together change them by 0.28.
 MASTER_STEPS, MASTER_LR = 96, 0.75 * 2.0**-8
@@ -140,8 +140,9 @@ class Case:
 def cases_of(claim: Claim) -> list[Case]:
     """The cases for an optimizer with this claim, from the first step to the rarest inputs."""
     sgd = claim.algorithm == "SGD"
+    # `half` is given whether or not the constructor takes it: if not, the case is not asked.
     momentum, half, decay = {"momentum": 0.9}, {"weight_decay": 0.5}, claim.taken({"weight_decay": 0.5})
-    kept = decay | claim.taken(momentum if sgd else {"betas": (0.8, 0.95)})  # with these, the state of a step counts
+    kept = decay | claim.taken(momentum if sgd else {"betas": (0.8, 0.95)})  # settings with which earlier steps count
     of_sgd = [
         Case("weight decay, without and with momentum", 4, (half, kept | half), ((0,), (1, 2))),
         Case("momentum", 6, (momentum,)),
@@ -191,6 +192,7 @@ def run_of(case: Case, seed: int) -> Run:
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def drawn(name: str) -> list[torch.Tensor]:
+        """A tensor of each of SHAPES, drawn by this name."""
         return [
             draws.values(draws.key(seed, f"{name} {i}"), 0, shape.numel()).view(shape).to(device)
             for i, shape in enumerate(map(torch.Size, SHAPES))
@@ -199,11 +201,11 @@ def run_of(case: Case, seed: int) -> Run:
     parameters = drawn("parameter")
     if case.masters:  # 1.4 to 1.6 at first, and within 1 to 2 in all steps: bfloat16 rounds each step away
         parameters = [1.5 + p / 32 for p in parameters]
-    now: list[Settings] = [{**DEFAULTS, **given} for given in case.given]
+    current: list[Settings] = [{**DEFAULTS, **given} for given in case.given]
     settings, gradients = [], []
     for step in range(case.steps):
-        now = [{**before, **case.changes.get(step, {})} for before in now]
-        settings.append(now)
+        current = [{**before, **case.changes.get(step, {})} for before in current]
+        settings.append(current)
         # With master weights the gradients are equal in all steps, so that tiny steps add up.
         of_step = [g.to(case.dtype) for g in drawn("gradient" if case.masters else f"gradient of step {step}")]
         if step in case.sizes:
@@ -251,6 +253,7 @@ def trace_of(
 def _made(
     make: Any, claim: Claim, run: Run, parameters: list[torch.nn.Parameter], settings: Sequence[Settings]
 ) -> torch.optim.Optimizer:
+    """The optimizer of a run. settings: for each param group; those of the first are also the constructor's."""
     groups = [
         {"params": [parameters[i] for i in members], **claim.taken(given)}
         for members, given in zip(run.groups, settings, strict=True)

@@ -1,9 +1,9 @@
 """Explains wrong weights after a training on ranks: the known mistake that leads to them, computed in float64.
 
-`strategy.py` calls `explain`. It trains for 0, 1, 2, ... steps until the weights are wrong. Before that step the
-weights are right, so each rank's gradients in it are known, and so are the weights that each mistake would lead to,
-parameter by parameter. Mistakes of a strategy are listed in MISTAKES and `rules`, those of a sharded optimizer in
-`strategy.optimizer_rules`.
+`strategy.py` calls `explain`. It trains for 0, 1, 2, ... steps until the weights are wrong. Before the first wrong step
+the weights are right, so each rank's gradients in that step are known, and so are the weights that each mistake would
+lead to, parameter by parameter. Mistakes of a strategy are listed in MISTAKES and `rules`, those of a sharded optimizer
+in `strategy.optimizer_rules`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +16,11 @@ from lmsys.extremes.strategy import OPTIMIZERS, Trial
 from lmsys.values import sentences_of
 
 Ask = Callable[[Trial], Sequence[Result]]  # trains on the ranks; the results by rank
-# A rule is a mistake in words, where {gradients} and {names} stand for parameters, and the weights after a step with
-# that mistake: (...) on all ranks, or (world_size, ...) on each. It does not apply to parameters without weights in it.
+# A rule is (a mistake in words, where {gradients} and {names} stand for parameters; the weights after a step with that
+# mistake, by parameter). Weights are (...) for all ranks, or (world_size, ...). Parameters that a rule lacks cannot
+# have the mistake.
 Rule = tuple[str, State]
-Rules = Callable[[Sequence[Before]], Iterable[Rule]]  # from the steps up to the wrong one, which is the last
+Rules = Callable[[Sequence[Before]], Iterable[Rule]]  # makes rules from the right steps up to the first wrong one
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class StepGradients:
     """The gradients of one parameter in a step, from all ranks.
 
     grads    (world_size, micro_batches, ...)
-    early    (world_size, ...): for a weight with two uses the part that a backward adds first, else 0
+    early    (world_size, ...): for a weight that is used twice, the part that a backward makes first; else 0
     used     (world_size, 1, ..., 1): 1 for ranks that use the parameter, else 0
     sizes    (world_size, 1, ..., 1): the examples in each rank's batch
     weights  the parameter before the step
@@ -181,23 +182,24 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] =
 def rules(steps: Sequence[Before]) -> Iterator[Rule]:
     """A rule for each known mistake of a strategy."""
     before = steps[-1]
-    seen = {name: _seen(before, name) for name in before.grads}
+    known = {name: _gradients_of(before, name) for name in before.grads}
     for condition, words, gradient in MISTAKES:
         yield (
             "{gradients} " + words,
-            _stepped(before, {name: gradient(s) for name, s in seen.items() if s.holds(condition)}),
+            _stepped(before, {name: gradient(s) for name, s in known.items() if s.holds(condition)}),
         )
     for rank in range(before.trial.world_size):
         words = f"{{gradients}} come from rank {rank} alone on every rank: they are not averaged"
-        yield words, _stepped(before, {name: s.local[rank : rank + 1] for name, s in seen.items()})
-    for dtype in (torch.bfloat16, torch.float16):
+        yield words, _stepped(before, {name: s.local[rank : rank + 1] for name, s in known.items()})
+    for dtype in (torch.bfloat16, torch.float16):  # sums may be in this dtype, or what is sent, or the result
         words = f"{{gradients}} are communicated in {str(dtype).removeprefix('torch.')}"
-        yield words, _stepped(before, {name: s.local.to(dtype).sum(dim=0) / len(s.used) for name, s in seen.items()})
-        yield words, _stepped(before, {name: over_ranks(s.local.to(dtype).to(s.mean)) for name, s in seen.items()})
-        yield words, _stepped(before, {name: s.mean.to(dtype) for name, s in seen.items()})
+        yield words, _stepped(before, {name: s.local.to(dtype).sum(dim=0) / len(s.used) for name, s in known.items()})
+        yield words, _stepped(before, {name: over_ranks(s.local.to(dtype).to(s.mean)) for name, s in known.items()})
+        yield words, _stepped(before, {name: s.mean.to(dtype) for name, s in known.items()})
 
 
-def _seen(before: Before, name: str) -> StepGradients:
+def _gradients_of(before: Before, name: str) -> StepGradients:
+    """The gradients of the parameter `name` in a step."""
     g, trial = before.grads[name], before.trial
     examples = torch.tensor([trial.examples(rank) for rank in range(trial.world_size)])
     used, sizes = (x.to(g.dtype).view(-1, *[1] * (g.dim() - 2)) for x in (before.used[name], examples))
@@ -234,6 +236,7 @@ def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
 
 
 def _beginning(trial: Trial, wrong: Sequence[str], exact: Before) -> str:
+    """The mistake where the tensors `wrong` are wrong before the first step, in words."""
     if trial.sharded:
         return f"the optimizer's constructor changes weights: {listed(wrong)}"
     names = {
@@ -243,12 +246,16 @@ def _beginning(trial: Trial, wrong: Sequence[str], exact: Before) -> str:
         ],
         "buffers": [name for name in wrong if name == "scale"],
     }
-    return "; ".join(f"{what} are not broadcast from rank 0: {listed(of)}" for what, of in names.items() if of)
+    return "; ".join(f"{kind} are not broadcast from rank 0: {listed(wrong)}" for kind, wrong in names.items() if wrong)
 
 
 def _step(
     results: Sequence[Result], wrong: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before], rules: Rules
 ) -> str | None:
+    """The mistakes of the last step of `exact`, in words, for all parameters `wrong`; None if none is known.
+
+    exact, ordinary  the right training up to this step, in float64 and in float32
+    """
     trial, trained = exact[-1].trial, list(exact[-1].means)
     unexplained = [name for name in wrong if name not in trial.twins]
     if frozen := [name for name in unexplained if name not in exact[-1].grads]:
@@ -272,7 +279,7 @@ def _step(
 def _fitting(
     results: Sequence[Result], names: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before], rules: Rules
 ) -> dict[str, set[str]]:
-    """By mistake, the parameters whose weights it explains on every rank."""
+    """By mistake, the parameters of `names` whose weights it explains on every rank."""
 
     def ranks(name: str, wide: State, narrow: State) -> list[int]:
         """The ranks that end with these weights of the parameter: `wide` in float64, `narrow` in float32."""
@@ -296,26 +303,29 @@ def _fitting(
         keep, step = ranks(name, before.weights, last.weights), ranks(name, *after)
         if keep and step and len(keep) + len(step) == len(results):
             keepers.setdefault(f"rank {', '.join(map(str, keep))} keeps its old", []).append(name)
-    kept = "; ".join(f"{rank} {listed(of)}" for rank, of in keepers.items())
-    fitting[f"{NOT_SHARED}: {kept}"] = {name for of in keepers.values() for name in of}
+    kept = "; ".join(f"{rank} {listed(parameters)}" for rank, parameters in keepers.items())
+    fitting[f"{NOT_SHARED}: {kept}"] = {name for parameters in keepers.values() for name in parameters}
     return fitting
 
 
 def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Trial, results: Sequence[Result]) -> str:
     """The mistake `rule` as a sentence about the parameters `names`; `trained` are all parameters that are trained."""
-    whole, of = set(names) == set(trained), listed(names)
+    are_all, subject = set(names) == set(trained), listed(names)
     if "tied" in trial.parts and names == ["embed.weight"] and ("summed" in rule or "twice" in rule):
-        rule, of = f"{rule}; the weight has two names and is synchronized once for each", "the tied weight embed.weight"
-    sentence = rule.format(gradients="gradients" if whole else f"the gradients of {of}", names=of)
+        rule, subject = (
+            f"{rule}; the weight has two names and is synchronized once for each",
+            "the tied weight embed.weight",
+        )
+    sentence = rule.format(gradients="gradients" if are_all else f"the gradients of {subject}", names=subject)
     waits = [call for result in results for call in result.unwaited]
     never, late = "never synchronized" in rule, NOT_SHARED in rule
-    is_end = not whole and set(names) == set(trained[: len(names)])
+    is_end = not are_all and set(names) == set(trained[: len(names)])  # a backward makes the first ones last
     return next(
         sentences_of(
             (waits and (never or late), f"{sentence}; the {''.join(waits[:1])} is not waited for"),
             (never and is_end, f"{sentence}; these come last in a backward, as if the last bucket were not sent"),
-            (whole or "{" in rule or late, sentence),
-            (True, f"{sentence} ({of})"),
+            (are_all or "{" in rule or late, sentence),
+            (True, f"{sentence} ({subject})"),
         )
     )
 

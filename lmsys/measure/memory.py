@@ -29,23 +29,23 @@ from torch.autograd.profiler import profile, record_function
 from lmsys.measure import clock, host
 from lmsys.values import hold, one_of
 
-LINE = "line: "  # prefix of our ranges among a profiler's events
+LINE = "line: "  # begins the names of the ranges that `_Lines` adds to a profiler's events
 TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(frozen=True)
 class AllocatorEvent:
-    """`bytes` allocated, or freed where negative, when (since 1970), and by which line, if that was asked."""
+    """`bytes` that were allocated, or freed if negative, at `time_ns` since 1970, and by which line if known."""
 
     time_ns: int
     bytes: int
     address: int
     where: str = ""  # file:line, relative to the working directory
-    function: str = ""  # with the node of the backward, if it is one's
+    function: str = ""  # the line's function, and the node of autograd's graph in a backward
 
 
 def cap_gpu_memory(limit_bytes: int) -> None:
-    """The allocator of this process gives no more. ValueError for more than the GPU has."""
+    """Makes the allocator of this process give at most `limit_bytes`. ValueError for more than the GPU has."""
     total = torch.cuda.get_device_properties(0).total_memory
     limit, most = (f"{size / 2**30:.4g}GiB" for size in (limit_bytes, total))
     hold((limit_bytes <= total, f"--memory-limit {limit} is more than the {most} of this GPU"))
@@ -53,7 +53,7 @@ def cap_gpu_memory(limit_bytes: int) -> None:
 
 
 def cap_host_memory() -> None:
-    """Makes what is too large for a CPU fail as the GPU's allocator does, rather than bring the machine down."""
+    """Makes allocations beyond the memory that is available fail, as on a GPU, rather than bring the machine down."""
     available = int(host.available_bytes())
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
@@ -100,9 +100,9 @@ def saved_bytes(forward: Callable[[], Any]) -> int:
 def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dict[str, int]]:
     """Runs the steps (forward, backward, optimizer) in order: `{name: {"peak_bytes": ..., "live_bytes": ...}}`.
 
-    The most that was live during each and what is live at its end, both above what was live before the first. A result
-    that a step returns is dropped; what the next step needs, it keeps itself. After a forward, live_bytes is what the
-    backward needs and the output: the activations.
+    peak_bytes is the most that was live during the step, live_bytes what is live at its end, both above what was live
+    before the first step. A step's result is dropped; it must keep by itself what the next step needs. After a forward,
+    live_bytes is what the backward needs and the output: the activations.
     """
     memory: dict[str, dict[str, int]] = {}
     live = 0
@@ -118,7 +118,7 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
     for name, step in steps.items():
         torch.cuda.reset_peak_memory_stats()
         step()
-        peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()  # as the host has asked for
+        peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         memory[name] = {"peak_bytes": peak - before, "live_bytes": live - before}
     return memory
 
@@ -160,6 +160,7 @@ def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[int]:
+    """Yields the bytes of each storage that is not in `seen`, and adds it there."""
     for x in tensors:
         storage = (x.to_local() if hasattr(x, "to_local") else x).untyped_storage()
         if storage._cdata not in seen:  # unlike its address, unique on the meta device too
@@ -170,8 +171,8 @@ def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[int]:
 def timeline(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[tuple[float, int]]]:
     """Runs the steps as `phases` does: (time_s, live_bytes) after each event of the allocator, by step.
 
-    Time is since the first event, bytes are above what was live before it and as requested; on CUDA the allocator
-    rounds each up to 512. The time is that of the host, which asks for memory, however late the device is.
+    The time is the host's, since the first event. Bytes are above what was live before it, and as requested; on CUDA
+    the allocator rounds each request up to 512.
     """
     ends = []
 
@@ -204,14 +205,15 @@ def write_snapshot(path: Path, call: Callable[[], Any], device: str) -> Path:
 def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = False) -> list[AllocatorEvent]:
     """The allocator's events during `call`, in order, with the lines that asked for memory if `lines`.
 
-    A line is the innermost outside torch. A backward on CUDA runs in a thread of its own, which has none: `where` is
-    "(backward)". Of compiled code none may be known. ValueError for a device whose allocator reports no events.
+    The line is the innermost one of the stack that is not torch's. A backward on CUDA runs in a thread without such a
+    line: `where` is then "(backward)". For compiled code no line may be known. ValueError for other devices than "cpu"
+    and "cuda".
     """
     one_of("device", device, ("cpu", "cuda"))
     gc.collect()
     if device == "cpu":
         with _Lines() if lines else nullcontext():
-            recorded = _profiled(call)  # held until the lines are read: an event does not keep the one around it alive
+            recorded = _profiled(call)  # all are held until the lines are read: an event does not keep its parent alive
         allocations = [e for e in recorded if e.tag.name == "Allocation" and e.extra_fields.device.type == "cpu"]
         return [
             AllocatorEvent(
@@ -223,7 +225,7 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
             for event in sorted(allocations, key=lambda event: event.start_time_ns)
         ]
     trace = _history(call, "alloc" if lines else None)["device_traces"][torch.cuda.current_device()]
-    sign = {"alloc": 1, "free_requested": -1}  # from then on memory_allocated() does not count it
+    sign = {"alloc": 1, "free_requested": -1}  # once freeing is requested, memory_allocated() does not count it
     return [
         AllocatorEvent(
             entry["time_us"] * 1000,
@@ -259,9 +261,9 @@ def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def _profiled(call: Callable[[], Any]) -> list[Any]:
-    """All events of a profiler that also hears of memory; the result of `call` lives until the end.
+    """All events of a profiler that also records memory; the result of `call` lives until the end.
 
-    The profiler is that of autograd: torch.profiler's, which makes one, imports the compiler, for a second or two.
+    It is autograd's profiler: torch.profiler, which is built on it, imports the compiler, which takes a second or two.
     """
     with profile(use_kineto=True, profile_memory=True) as recorded:
         _ = call()
@@ -272,7 +274,7 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
 
 
 class _Lines(torch.utils._python_dispatch.TorchDispatchMode):
-    """Each operator in a range that names the line which called it: the profiler's own stacks miss `a @ b`."""
+    """Puts each operator into a range that names the line which called it: the profiler's own stacks miss `a @ b`."""
 
     supports_higher_order_operators = True
 
@@ -301,10 +303,12 @@ def _marked_source(event: Any) -> tuple[str, str]:
 
 
 def _is_internal(file: str) -> bool:
+    """True for code of torch, and of this file."""
     return file.startswith((TORCH, "<eval_with_key>")) or file == __file__
 
 
 def _relative(file: str) -> str:
+    """The path relative to the working directory or site-packages; of other files the name."""
     if Path(file).is_relative_to(Path.cwd()):
         return Path(file).relative_to(Path.cwd()).as_posix()
     return file.rpartition("site-packages" + os.sep)[2] if "site-packages" in file else Path(file).name

@@ -1,10 +1,10 @@
 """x Wᵀ under autocast with float32 weight gradients, and copies of weights in the narrow dtype that are kept.
 
 Autocast casts the weights W (O, M) and the input x to a narrow dtype, multiplies those, rounds the weight's gradient to
-the narrow dtype too, and widens it again. The GPU's matmul units add up in float32 anyway: `linear` has them write that
-sum, which is more exact, moves fewer bytes and needs no kernel to widen it. As each weight is copied in any case,
-several weights that multiply one input are copied side by side, for one matmul in place of several. The layers of
-transformer.py, and loss.py, call it.
+the narrow dtype too, and widens it again. The GPU's matmul units add up in float32 anyway. `linear` has them write that
+sum as the gradient, which is more exact, moves fewer bytes and needs no kernel to widen it. Each weight is copied in
+any case, so several weights that multiply one input are copied side by side, for one matmul in place of several. The
+layers of transformer.py, and loss.py, call `linear`.
 
 `RoundedWeights` keeps such copies, as the weights' attribute `rounded`: then a copy is read, and nothing is cast.
 Copies that lie side by side in memory are read as one tensor. The gradient is that of the weight all the same, in
@@ -135,8 +135,8 @@ class RoundedWeights:
         groups = [] if self._shown else [[layer.weight for layer in group] for group in self._layers]
         weights = list(chain(*groups))
         dtype = _cast_to(weights) if weights else None
-        counted = all(isinstance(weight, nn.Parameter) and not weight.is_inference() for weight in weights)
-        if dtype is None or not counted:
+        have_versions = all(isinstance(weight, nn.Parameter) and not weight.is_inference() for weight in weights)
+        if dtype is None or not have_versions:
             yield  # nothing is cast, or changes of a weight are not counted
             return
         if not self._are_of(weights, dtype):
@@ -166,7 +166,7 @@ class RoundedWeights:
         with torch.no_grad():
             torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
         if stale[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a capture has copied nothing yet: a replay will
+            return  # while a graph is captured nothing is copied; its replays do that
         self._made_of = now
 
     def of(self, weight: Tensor) -> Tensor | None:
