@@ -89,9 +89,9 @@ class Layer:
         if overlapped:
             return self.most_devices("fsdp", "forward"), self.most_devices("tensor", "forward")
         of_fsdp, of_tensor = 3 * self.d_ff, 2 * self.tokens
-        room = 3 * self.tokens * self.d_ff * self.bytes_per_s / self.flops_per_s + of_fsdp + of_tensor
-        fsdp = min(max(room / 2 / of_fsdp, 1.0), (room - of_tensor) / of_fsdp)
-        return fsdp, (room - of_fsdp * fsdp) / of_tensor
+        total = 3 * self.tokens * self.d_ff * self.bytes_per_s / self.flops_per_s + of_fsdp + of_tensor
+        fsdp = min(max(total / 2 / of_fsdp, 1.0), (total - of_tensor) / of_fsdp)
+        return fsdp, (total - of_fsdp * fsdp) / of_tensor
 
 
 def compute_bound_batch(

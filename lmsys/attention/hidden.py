@@ -1,4 +1,4 @@
-"""Stops NaN or infinity in hidden keys from reaching a query.
+"""Stops NaN or infinity in keys that a pattern hides from a query from reaching that query's result.
 
 `attention` wraps a row by `kept_apart` if the row lacks the trait `isolates` and options hide keys. Such a row hides a
 key by a weight of 0, but 0 · NaN is NaN. So it is given zeros in place of vectors of q, k and v that hold NaN or
@@ -152,5 +152,6 @@ def _any_seen(bad: Tensor, first: Any, end: Any, mask: Tensor | None) -> Tensor:
     if mask is not None:
         return torch.einsum("bhnm,bhm->bhn", mask.bfloat16(), bad.bfloat16()) > 0
     sums = F.pad(bad.cumsum(dim=-1), (1, 0))
+    # How many of M are bad before the interval of each of N begins, and before it ends.
     before, behind = (sums.gather(-1, edge.long().unsqueeze(1).expand(*bad.shape[:2], -1)) for edge in (first, end))
     return behind > before

@@ -25,7 +25,7 @@ from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 
 # A mask of these options can be made once and kept. Others may have values that change with each call.
-MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
+MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"  # names of options in a case
 
 
 def sdpa(
@@ -76,7 +76,7 @@ def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torc
     return pattern.seen_and_blind(num_queries, num_keys, device)
 
 
-@kept_on_documents(most=2)  # of Q x K bytes each
+@kept_on_documents(most=2)  # a mask has Q x K bytes
 def _masks_of(
     documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
 ) -> Any:
@@ -93,6 +93,7 @@ def _sdpa(
     pattern: Pattern | None = None,
     backend: SDPBackend,
 ) -> Tensor:
+    """`sdpa` by one backend of torch."""
     with sdpa_kernel(backend):
         return sdpa(q, k, v, causal=causal, scale=scale, pattern=pattern)
 
@@ -112,6 +113,7 @@ def sdpa_math_supports(case: contract.AttentionCase) -> str | None:
 
 
 def _why_not_known(case: contract.AttentionCase, *added: str) -> str | None:
+    """None if the case has only options that all rows of SDPA know, or those `added`; else a text with the others."""
     return contract.why_not_options(case, *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
 
 
@@ -140,6 +142,7 @@ def sdpa_cudnn_supports(case: contract.AttentionCase) -> str | None:
 
 
 def why_not_scale(case: contract.AttentionCase) -> str | None:
+    """None, or why a kernel cannot take the scale of this case."""
     # These kernels take the maximum before they scale, and scale the -inf of hidden keys.
     refused = case.scale is not None and case.scale <= 0
     return f"gives NaN or overflows unless scale > 0; got {case.scale}" if refused else None
@@ -168,6 +171,7 @@ def _torch_says(
 
 
 def _changes(case: contract.AttentionCase) -> dict[str, contract.AttentionCase]:
+    """Cases that differ from this one in one point, by the change in words."""
     return {
         "as many key heads as query heads": replace(case, kv_heads=case.heads),
         f"bfloat16 in place of {case.dtype}": replace(case, dtype="bfloat16"),
@@ -250,6 +254,7 @@ def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.
 
 
 def _numbers(pattern: Pattern) -> tuple[int | None, int | None, int | None, Any]:
+    """The options of a pattern that FlexAttention's mask has as constants."""
     return pattern.left, pattern.right, pattern.prefix, pattern.offset
 
 
@@ -295,6 +300,8 @@ def _mask_mod(
 
 @cache
 def _capped(softcap: float) -> Callable[..., Tensor]:
+    """FlexAttention's `score_mod` of a softcap; equal softcaps give the same function, so that nothing recompiles."""
+
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 

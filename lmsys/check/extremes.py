@@ -17,11 +17,11 @@ from lmsys.check import cases, question
 from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
 
-HEADS = 2  # key heads: a batch entry holds so many kinds
+HEADS = 2  # key heads of a batch entry, each with one kind of extreme inputs
 # Queries and keys: no multiple of a tile. On a CPU fewer, since interpreters are slow and their tiles small.
 LENGTH = {"cuda": 161, "cpu": 97}
 WHOLE = 256  # a length that is a multiple of most tiles
-FEW_QUERIES, MANY_KEYS = 32, 4133  # a sum of ones stops growing at 2,048 in float16, at 256 in bfloat16
+FEW_QUERIES, MANY_KEYS = 32, 4133  # many keys, since a sum of ones stops growing at 2,048 in float16, 256 in bfloat16
 # exp(x) overflows float32 above LARGEST, is denormal below SMALLEST, and 0 below DENORMAL.
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)
@@ -47,8 +47,10 @@ def failure(
 ) -> question.Fault | None:
     """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None if all units are right.
 
-    In a case with a single unit, which has many keys, all keys are equal. `rms` is that of `Oracle.judge`; `named`: the
-    mistake is searched for.
+    A case with a single unit is one of many keys, which are all equal.
+
+    rms    as in `Oracle.judge`
+    named  the mistake is searched for
     """
     kinds = ["equal"] if case.batch * case.kv_heads == 1 else list(KINDS)
     units = {kind: divmod(number, case.kv_heads) for number, kind in enumerate(kinds)}
@@ -76,6 +78,7 @@ def _fault(
     grad: bool,
     named: bool,
 ) -> question.Fault:
+    """The fault of a row that is `wrong` on some kinds: the first of them with a wrong o is described."""
     kind = next((kind for kind, (_, name, *_) in wrong.items() if name == "o"), next(iter(wrong)))
     unit, name, ratio, oracle = wrong[kind]
     given = pick(outputs[name], Spot((unit,)), case.kv_heads)
@@ -103,8 +106,10 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
         least_masked, _, leaks = score_range(row, replace(case, causal=True), WHOLE, grad)
     except Exception:
         return None  # the row is wrong in another way, which has no name here
-    number = most - (LARGEST - math.log(WHOLE))  # a sum of WHOLE exponentials overflows from this score on
-    begin = least - (SMALLEST + DENORMAL) / 2  # the middle, since a GPU may or may not flush denormals to zero
+    # What is subtracted in place of the maximum, if it is a fixed number: a sum of WHOLE exponentials overflows at
+    # `most`. And the score at which a running maximum starts; the middle, as a GPU may flush denormals to zero or not.
+    number = most - (LARGEST - math.log(WHOLE))
+    begin = least - (SMALLEST + DENORMAL) / 2
     about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
     has_least, has_most = math.isfinite(least), math.isfinite(most)
     return next(
@@ -147,7 +152,7 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
     if not len(below):
         return -math.inf, most, False
     least = below.max().item()
-    if least <= -256:  # there only powers of two were asked: ask the scores between two of them
+    if least <= -256:  # there only powers of two were tried: try the scores between two of them
         between = torch.linspace(least, least / 2, 256)
         lost, leaks = _lost(row, case, keys, grad, between)
         least = between[lost].max().item()

@@ -1,4 +1,8 @@
-"""Assignment 1, training and tokenizer: the questions that its adapters are asked; the form is that of basics.py."""
+"""Assignment 1, training and tokenizer: the questions that its adapters are asked.
+
+As in basics.py, each function without arguments asks one adapter, is named in parts.py, and yields pairs (question,
+whether it goes beyond the handout).
+"""
 
 import io
 import math
@@ -19,14 +23,15 @@ from lmsys.check.question import Fault, Question
 from lmsys.course import basics, checkout
 from lmsys.tokenizer import Tokenizer, naive, pretokens
 
-END = "<|endoftext|>"
+END = "<|endoftext|>"  # the special token
 
 
 def clipping() -> basics.Questions:
     gradients = basics.drawn("gradients", 5, 5, 5)
-    whole = gradients / gradients.norm()
+    normed = gradients / gradients.norm()
 
     def clipped(most: float, given: Callable[[list[Tensor]], Any] = list) -> Tensor:
+        """The gradients after clipping to the norm `most`, over it; given: makes the adapter's argument of a list."""
         params: list[Any] = [nn.Parameter(torch.zeros(5, 5)) for _ in range(6)]  # the last has no gradient
         for p, g in zip(params, gradients, strict=False):
             p.grad = g.clone()
@@ -37,20 +42,21 @@ def clipping() -> basics.Questions:
         "each parameter is clipped alone, not the norm of all": F.normalize(gradients.flatten(1)).view_as(gradients),
         "gradients are not changed": gradients / 1e-2,
     }
-    yield basics.asked("a norm above the largest", partial(clipped, 1e-2), whole, mistakes)
+    yield basics.asked("a norm above the largest", partial(clipped, 1e-2), normed, mistakes)
     yield basics.asked(
         "a norm below the largest",
         partial(clipped, 100.0),
         gradients / 100,
-        {"gradients of a smaller norm are scaled up": whole},
+        {"gradients of a smaller norm are scaled up": normed},
     )
-    yield basics.asked("parameters in an iterator", partial(clipped, 1e-2, iter), whole, beyond=True)
+    yield basics.asked("parameters in an iterator", partial(clipped, 1e-2, iter), normed, beyond=True)
 
 
 def schedule() -> basics.Questions:
     warmup, cycle, least, most = 7, 21, 0.1, 1.0
 
     def rate(it: int, late: int = 0, begin: int = warmup, end: int = cycle) -> float:
+        """The learning rate of an iteration. late: begins the warm-up later; begin, end: of the cosine."""
         if it < warmup:
             return most * (it + late) / warmup
         return least + (1 + math.cos(math.pi * min(1.0, (it - begin) / (end - begin)))) / 2 * (most - least)
@@ -88,7 +94,8 @@ def batches() -> basics.Questions:
 
 
 def checkpoints() -> basics.Questions:
-    def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def trained(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """A small model and its optimizer after one step."""
         model = nn.Linear(5, 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         model(basics.drawn(f"{rate}", 2, 5)).square().sum().backward()
@@ -96,7 +103,7 @@ def checkpoints() -> basics.Questions:
         return model, optimizer
 
     def judge(place: Any) -> Fault | None:
-        saved, others = made(0.1), made(0.2)
+        saved, others = trained(0.1), trained(0.2)
         checkout.adapter("run_save_checkpoint")(*saved, 3, place)
         if isinstance(place, io.BytesIO):
             place.seek(0)
@@ -136,6 +143,7 @@ def bpe_training() -> basics.Questions:
 
     kept, number = [word for word in naive.split(TEXT, [END]) if word != END], VOCABULARY - 256 - 1
     expected = naive.learn_merges(counts_of(kept), number)
+    # By mistake in words: (the pre-tokens, the rank of a pair) that it gives `naive.learn_merges`.
     mistakes: dict[str, tuple[Sequence[str | bytes], Callable[[int, naive.Pair], object]]] = {
         "of equally frequent pairs the smallest is merged, not the greatest": (kept, smallest),
         "of equally frequent pairs the first that was seen is merged, not the greatest": (kept, lambda count, _: count),
@@ -157,8 +165,8 @@ def bpe_training() -> basics.Questions:
             got = merges[at] if at < len(merges) else "none"
             named = (
                 words
-                for words, (of, rank) in mistakes.items()
-                if merges == naive.learn_merges(counts_of(of), number, rank)
+                for words, (pieces, rank) in mistakes.items()
+                if merges == naive.learn_merges(counts_of(pieces), number, rank)
             )
             return Fault(f"  merge {at} of {len(expected)}: expected {expected[at]}, got {got}", next(named, None))
         tokens = {bytes([byte]) for byte in range(256)} | {left + right for left, right in expected} | {END.encode()}

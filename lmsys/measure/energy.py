@@ -20,9 +20,9 @@ import numpy as np
 from lmsys.measure.sensors import Sensors
 from lmsys.measure.step import Step, nothing
 
-PASS_S, WARM_S = 1.5, 1.0  # some sensors of power tell the mean of a second
+PASS_S, WARM_S = 1.5, 1.0  # seconds of calls that count, and before them; some sensors give the mean of a second
 LONGER = 3  # a pass takes so many times as long if two are subtracted: their difference has the errors of both
-SAMPLE_S = 0.005
+SAMPLE_S = 0.005  # between two readings of the sensors
 CHUNK_S = 0.05  # between two waits for the device, which idles then for a moment
 APART = 0.03  # the largest relative difference of counter and integral of power at which both are believed
 
@@ -46,8 +46,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Energy:
-    """Means of `calls` calls: joules by the counter, joules by the integral of power (None without a sensor), and the
-    seconds from one call to the next."""
+    """Means over `calls` calls.
+
+    joules      energy of a call by the counter
+    integral_j  energy of a call by the integral of power; None without a sensor of power
+    call_s      seconds from one call to the next
+    """
 
     joules: float
     integral_j: float | None
@@ -55,7 +59,7 @@ class Energy:
     calls: float
 
     def less(self, part: "Energy") -> "Energy":
-        """The rest of a call without a part of it that was measured alone. EnergyError where nothing is left."""
+        """The energy of a call without a part of it, which was measured alone. EnergyError where nothing is left."""
         known = self.integral_j is not None and part.integral_j is not None
         integral_j = self.integral_j - part.integral_j if known else None  # type: ignore[operator]
         rest = Energy(self.joules - part.joules, integral_j, self.call_s - part.call_s, self.calls)
@@ -119,7 +123,8 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
     for (before_s, before_j), (at_s, joules) in pairwise(moves):
         if joules < before_j:
             raise EnergyError(f"the counter of energy went back, from {before_j:.1f} to {joules:.1f} J")
-        # Besides what the power limit gives in the time between, it goes up by less than that gives in 0.3 s.
+        # A counter may lag, but by less than 0.3 s: in one move it adds at most what the power limit gives in this time
+        # and the time since the last move.
         if limit_w is not None and joules - before_j > limit_w * (at_s - before_s + 0.3):
             raise EnergyError(
                 f"the counter of energy jumped by {joules - before_j:.1f} J in {at_s - before_s:.3f} s, "
@@ -137,6 +142,7 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
 
 
 def _samples(taken: Sequence[tuple[float, Any]]) -> list[Sample]:
+    """What `sampling` has taken so far, as samples."""
     return [Sample(at_s, *values) for at_s, values in list(taken)]
 
 
@@ -147,7 +153,7 @@ def moves_of(samples: Sequence[Sample], begin_s: float) -> list[tuple[float, flo
 
 
 def _integral(samples: Sequence[Sample]) -> float | None:
-    """Joules: power over time, straight between samples."""
+    """Joules: the integral of power over time, linear between samples; None without a sensor of power."""
     if any(sample.watts is None for sample in samples):
         return None
     at_s, watts = np.array([(sample.at_s, sample.watts) for sample in samples], dtype=float).T
@@ -177,7 +183,7 @@ def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: lis
 
 @contextmanager
 def sampling(take: Callable[[], Any], every_s: float) -> Iterator[list[tuple[float, Any]]]:
-    """Within `with`, a thread calls `take` every `every_s` seconds, and appends to the list that this gives:
+    """A context in which a thread calls `take` every `every_s` seconds. Its value is a list: the thread appends to it
     (time by `perf_counter`, what `take` returned). EnergyError at the end if `take` has failed, which ends the thread.
     """
     taken, is_over = list[tuple[float, Any]](), threading.Event()

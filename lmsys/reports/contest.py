@@ -20,6 +20,7 @@ TIME = fields.Field("time_s", "s", "time", shown="ms")
 ROW = itemgetter("impl")
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for
 # Facts that a line does not state where all comparisons were disturbed: the machine may have been busy or slowed.
+# `Contest.line` explains them.
 UNSETTLED = dict.fromkeys(("row", "called", "over", "speedup", "next", "lead", "mfu")) | {"fastest": 0}
 
 
@@ -34,11 +35,11 @@ class Question:
     about     a sentence for the caption: what words of the lines mean
     kind      the table of rows that explains their names, as in a result file's "rows"
     way       a field that says how a row was run, such as `compile`: each way counts as a row of its own; "" for none
-    told      keys that a line tells even if all lines have one value of them, provided that other cases have another
+    told      keys that lines state even if all lines have the same value of them, if other cases have another value
     mfu       True: a column has the MFU
     of_ours   True: a line may compare rows of this project alone; else one of them must be a peer, somebody else's
     values    expressions that replace values of fields, such as a default that older files leave out
-    before    rows that go before the `bases`, each with an expression; it counts where a case of the setting passes
+    before    rows that are preferred to the `bases` in settings with a case for which the row's expression is true
     words     by field the words for its values, in reading order
     """
 
@@ -59,7 +60,7 @@ class Question:
     words: Mapping[str, Mapping[object, str]] = field(default_factory=dict)
 
     def enough(self, rows: Rows) -> bool:
-        """True where a line may name the fastest of these rows: two at least and a peer, as ours alone may be slow."""
+        """True where a line may name the fastest of these rows: two or more, one a peer (ours may all be slow)."""
         return len(set(map(ROW, rows))) > 1 and (self.of_ours or any(case.get("peer") for case in rows))
 
     def settings(self, machine: load.Machine) -> dict[tuple[object, ...], list[fields.Record]]:
@@ -81,17 +82,17 @@ class Question:
         return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
 
     def answer(self, machine: load.Machine, cases: Sequence[fields.Record]) -> fields.Record:
-        """The facts of a setting's line, as in `Contest.line`, and `disturbed`: "all", "some" or None of the cases.
+        """The facts of a setting's line, as in `Contest.line`, and `disturbed`: "all", "some", or None if no case was.
 
         {} where no comparison has `enough` rows.
         """
-        settled = list(filter(self.enough, fields.grouped((str(case["comparison"]), case) for case in cases).values()))
-        if not settled:
+        compared = list(filter(self.enough, fields.grouped((str(case["comparison"]), case) for case in cases).values()))
+        if not compared:
             return {}
         bases = [name for name, test in self.before.items() if any(map(partial(expressions.value_of, test), cases))]
-        deciders = verdict.deciding(settled, self.enough)
-        decisive = Contest(machine, deciders or settled, bases + list(self.bases), self.way).of_best_run()
-        flags = [bool(case.get("disturbed")) for case in chain.from_iterable(settled)]
+        deciders = verdict.deciding(compared, self.enough)  # comparisons that were not disturbed
+        decisive = Contest(machine, deciders or compared, bases + list(self.bases), self.way).of_best_run()
+        flags = [bool(case.get("disturbed")) for case in chain.from_iterable(compared)]
         disturbed = "all" if all(flags) else "some" if any(flags) else None
         return {"disturbed": disturbed} | decisive.line(cases) | ({} if deciders else UNSETTLED)
 
@@ -124,18 +125,18 @@ class Contest:
         return list(chain.from_iterable(self.comparisons))
 
     def of_best_run(self) -> "Contest":
-        """The comparisons of one run alone: of that which can name the fastest row most reliably (`rank`).
+        """The comparisons of one run alone: the run that names the fastest row most reliably, by `rank`.
 
-        A run without the row that a user would otherwise take, or without rows that won elsewhere, may lack the
-        fastest.
+        A run without the row that a user would otherwise take, or without rows that won in other runs, may not have the
+        fastest row at all.
         """
         shapes = fields.grouped(zip(map(_shape, self.cases), self.cases, strict=True))
         winners = {self.run_as(min(cases, key=verdict.time_of)) for cases in shapes.values()}
         runs = fields.grouped((rows[0]["run"], rows) for rows in self.comparisons)
 
         def rank(run: int) -> tuple[int, int, int, int, int]:
-            """How early its first base stands among the bases; how many rows it has that win a shape in any run; in how
-            many shapes all of these took turns; how many rows it has; how late it is. The first difference decides."""
+            """(how early its first base stands among the bases, how many of its rows win a shape in any run, in how
+            many shapes all these winners took turns, how many rows it has, how late it is): the greatest is best."""
             cases = list(chain.from_iterable(runs[run]))
             names = set(chain.from_iterable(map(_names, cases)))
             place = next((at for at, base in enumerate(self.bases) if base in names), len(self.bases))
@@ -232,10 +233,10 @@ class Contest:
         return sorted(map(", ".join, set(map(self.run_as, faster)).difference(map(self.run_as, self.cases))))
 
     def _figures(self, best: Sequence[fields.Record]) -> fields.Record:
-        """Time and rate of a row in the case that takes it longest; `measured`: both in words; `shape`: that case's
-        axes.
+        """Time and rate of a row in the case that takes it longest.
 
-        The rate is the first that the benchmark declares; without one its word is empty.
+        `measured` has both in words, `shape` the case's axes. The rate is the first that the benchmark declares;
+        without one its word is empty.
         """
         case, shown, sizes = max(best, key=verdict.time_of), [TIME], list[str]()
         for known in self.machine.fields[case["benchmark"]].values():
@@ -259,14 +260,16 @@ def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record
 
 
 def ratio_of_best(rows: Rows, ours: str, theirs: str) -> float | None:
-    """The time of `theirs` over that of `ours`, two rows or strategies, each by its fastest case, such as its best size
-    of buckets; None where one of them has no case."""
+    """The time of `theirs` over that of `ours`, two rows or strategies; None where one of them has no case.
+
+    Each is represented by its fastest case, such as its best size of buckets.
+    """
     pair = best_of([rows], ours) + best_of([rows], theirs)
     return verdict.ratio_of(pair[0], pair[1]) if len(pair) == 2 else None
 
 
 def _names(case: fields.Record) -> tuple[str, str]:
-    """The names by which a base may mean a case: a strategy is several rows, such as one for each size of buckets."""
+    """The names by which a base may name a case: its row, or its strategy, which has a row for each size of buckets."""
     return case["impl"], case.get("strategy") or ""
 
 

@@ -17,9 +17,10 @@ def rivals(
 ) -> items.Table | None:
     """How much faster each strategy is than its rivals, which its trait `rivals` names.
 
-    A line for each combination of values of the fields `settings`, a column for each pair that was timed. `names` are
-    templates of the beginning and the end of a line's name; below are geometric means of the lines whose names end
-    alike.
+    A line for each combination of values of the fields `settings`, a column for each pair that was timed. Below these
+    lines stand geometric means of the lines whose names have the same end.
+
+    names  templates of the beginning and of the end of a line's name
     """
     data, by_end = list[fields.Record](), dict[str, list[fields.Record]]()
     pairs: dict[str, tuple[str, str]] = {}
@@ -96,18 +97,20 @@ def _flat(case: fields.Record) -> fields.Record:
 
 
 def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
-    """A line for each row that was called again on the same inputs. `by`: groups of columns, each with its head and an
-    expression that its cases pass."""
+    """A table with a line for each row that was called again on the same inputs.
+
+    by  for each group of columns its head, and an expression that is true of its cases
+    """
     view = view.only("outcome == 'ok' and same_bits").ordered("impl")
     view = view.with_fields([fields.REPEATABLE, fields.BATCH_INVARIANT]).adding(_flat)
     notes, columns = cells.Notes(), dict[str, list[str]]()
     for (impl,), part in view.groups(["impl"]).items():
         columns.setdefault(words.label_of(view.fields["impl"]), []).append(view.text("impl", impl))
         for head, test in by:
-            asked = part.only(test)
+            tested = part.only(test)
             for question, (answer, tensors) in QUESTIONS.items():
                 texts = columns.setdefault(f"{head}, {question}".lstrip(", "), [])
-                texts.append(_cell(asked, answer, tensors, notes))
+                texts.append(_cell(tested, answer, tensors, notes))
     columns = {head: texts for head, texts in columns.items() if any(texts)}
     if not columns:
         return None
@@ -132,13 +135,13 @@ def _cell(view: views.View, answer: str, tensors: str, notes: cells.Notes) -> st
     """
     unknown, good, bad = (view.having(answer, [value]).cases for value in (None, True, False))
     failures = dict.fromkeys(case["same_bits"].get("failure") for case in unknown)
-    untold = "".join(cells.mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
+    reasons = "".join(cells.mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
     if not bad:
-        return (f"yes ({len(good)})" if good else "") + untold
+        return (f"yes ({len(good)})" if good else "") + reasons
     most: dict[str, float] = {}
     for case in bad:
         for name, size in case["same_bits"][tensors].items():
             most[name] = max(size, most.get(name, 0.0))
     distances = ", ".join(f"{name} by at most {words.number(size)}" for name, size in most.items())
     count = f" ({len(bad)} of {len(good) + len(bad)})"
-    return f"no: {', '.join(most)}{count}" + cells.mark(notes, f"Differs: {distances}.") + untold
+    return f"no: {', '.join(most)}{count}" + cells.mark(notes, f"Differs: {distances}.") + reasons

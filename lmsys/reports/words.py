@@ -15,8 +15,8 @@ from typing import Any
 
 from lmsys.bench.fields import PREFIXES, RATIOS, Field, Record
 
-NAMES = re.compile(r"\{(\w+)\}")
-UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
+NAMES = re.compile(r"\{(\w+)\}")  # a name in braces, for `filled`
+UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")  # what labels leave out of a field's name
 # Fields that follow from the samples, as all rates do.
 CLOCKED = "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
@@ -47,7 +47,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {
     "causal": {True: "causal", False: "not causal"},
     "deterministic": {True: "deterministic"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
-    # These have no other words; what they are listed for is their order.
+    # The words of these are the values themselves: they are listed for their order.
     "precision": {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16"},
     "compile": {"eager": "eager", "compiled": "compiled", "graphed": "graphed", "fused": "fused"},
 }
@@ -55,7 +55,7 @@ PALETTE = (  # of rows whose table gives them no colour; tests hold that everybo
     "#99bbff #cc6611 #445511 #7700ee #ddaa00 #ff88aa #111188 #552222 #994477"
     " #442255 #9977ff #aaaa55 #4455aa #bb77bb #008855"
 ).split()
-MARKERS = "osD^vPX*<>hpd8H"
+MARKERS = "osD^vPX*<>hpd8H"  # matplotlib's, in the order of the rows in their table
 
 
 def number(value: float) -> str:
@@ -178,13 +178,13 @@ def styles_of(
     label  becomes `Style.said_by`
     table  {name of a row: its traits}
     """
-    a_case = {case[name]: case for case in cases}  # {value: a case that has it}
-    rows = {value: str(case[row]) for value, case in a_case.items()}
+    examples = {case[name]: case for case in cases}  # {value: a case that has it}
+    rows = {value: str(case[row]) for value, case in examples.items()}
     places = list(table) + sorted(set(rows.values()) - table.keys())
-    peers = {value: bool(table.get(rows[value], case).get("peer")) for value, case in a_case.items()}
+    peers = {value: bool(table.get(rows[value], case).get("peer")) for value, case in examples.items()}
     styles: dict[Any, Style] = {}
     variants: Counter[str] = Counter()
-    for value in sorted(a_case, key=lambda value: (peers[value], places.index(rows[value]), _natural(value))):
+    for value in sorted(examples, key=lambda value: (peers[value], places.index(rows[value]), _natural(value))):
         known, place = table.get(rows[value], {}), places.index(rows[value])
         color = lighter(known.get("color") or PALETTE[place % len(PALETTE)], min(0.22 * variants[rows[value]], 0.7))
         variants[rows[value]] += 1
