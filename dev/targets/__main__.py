@@ -29,7 +29,7 @@ USAGE = 2
 NAMES = {"num_warps": "warps", "num_stages": "stages", "num_ctas": "CTAs"}
 NUMBERS = "registers", "spills", "tensor cores", "copies", "blocks"  # columns, named after fields of an `Answer`
 HEAD = "card", "kernel", "fits", "shared KiB", *NUMBERS
-WIDTHS = 7, 24, 8, 10, 9, 9, 12, 6, 6, 0
+WIDTHS = 7, 24, 8, 10, 9, 9, 12, 6, 6, 0  # of the columns; the last is the configuration, without a name in HEAD
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,14 +69,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _answers_by_card(chosen: Sequence[cards.Card], target: Callable[[], Any]) -> Iterator[list[Answer]]:
-    """The answers for each card, in the order of the cards; several cards are asked at once."""
+    """The answers for each card, in the order of the cards; kernels are compiled for several cards at once."""
     # In a new folder no row has tuned anything, so it launches all the tiles that it would time.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as threads:
         yield from threads.map(lambda card: answers_on(card, target, Path(folder)), chosen)
 
 
 def _table(answers: list[Answer], each: bool) -> list[str]:
-    """A line for each kernel, or if `each` for each configuration: how many fit, their numbers, why others do not."""
+    """The lines of a card: one for each kernel, or with `each` one for each configuration of a kernel.
+
+    A line says how many configurations fit and their numbers. Below it stands why the others do not fit.
+    """
     groups: dict[Any, list[Answer]] = {}
     for number, x in enumerate(answers):
         groups.setdefault(number if each else x.kernel, []).append(x)
@@ -95,6 +98,7 @@ def _table(answers: list[Answer], each: bool) -> list[str]:
 
 
 def _configuration(answer: Answer) -> str:
+    """A kernel's constants in words, such as "BLOCK 64, warps 4"."""
     shown = {name: value for name, value in answer.constants.items() if (name, value) != ("num_ctas", 1)}
     return ", ".join(f"{NAMES.get(name, name)} {value}" for name, value in shown.items())
 
@@ -109,6 +113,7 @@ def _range(numbers: list[Any]) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
+    """The cells of a line, side by side in columns."""
     return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=False)).rstrip()
 
 

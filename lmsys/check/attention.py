@@ -22,11 +22,12 @@ from lmsys.testing import MEMORY, Oracle, make_inputs, run
 
 def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
     """A question for each task, from the simplest to the rarest; last those with extreme inputs."""
-    with interpreted_kernels() as launched:
+    with interpreted_kernels() as launched:  # empty where no kernel runs in Triton's interpreter
         row = _row(entry, options, launched)
         why_not = partial(_why_not, entry, launched)
 
         def passes(task: cases.Task) -> bool:
+            """True if the row is right in a task, in the first dtype that it can run."""
             task = replace(task, case=replace(task.case, dtype=dtype_passed))
             return failure(row, task, False, options.seed, named=False) is None
 
@@ -50,7 +51,8 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
             yield question.Question("on a GPU", lambda: None, reason=reason.strip())
 
 
-TESTED, SHORT = ((4, 128, 64), (1, 256, 32)), ((2, 16, 16),)  # (batch, length, head dimension)
+# Shapes (batch, length, head dimension): TESTED as in the course's tests; SHORT, which the handout promises as well.
+TESTED, SHORT = ((4, 128, 64), (1, 256, 32)), ((2, 16, 16),)
 
 
 def of_a_handout(
@@ -65,7 +67,7 @@ def of_a_handout(
     Errors may be 1e-2 larger than usual, as in the course's tests.
 
     causal  causal masks are asked for, too
-    shapes  TESTED, as in the course's tests; or SHORT, which the handout promises, but many kernels' tiles are longer
+    shapes  TESTED or SHORT; many kernels' tiles are longer than SHORT
     use     what is done in place of a single call and its backward: see `cases.Use`
     """
     case = replace(next(_cases(options)).case, heads=1, kv_heads=1)
@@ -89,14 +91,15 @@ def of_a_handout(
 
 
 def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simple: cases.Task | None = None) -> Any:
-    """The row's function. Without a GPU, one from a file is run in `Laptop` if it runs better so.
+    """The row's function. Without a GPU, a row from a file is run in `laptop.Laptop` if it gets further there.
 
-    `simple` is the task by which that is found out, `launched` the list of kernels that Triton has interpreted.
+    `simple` is the task by which this is tried, `launched` the list of kernels that Triton has interpreted.
     """
     row, simple = adapt(entry.load()), simple or next(_cases(options))
     row = _of_sequences(row) if options.layout == "bshd" else row
 
     def score(row: Any) -> int:
+        """0 to 3: a point each for results, for no fault, and for a kernel that was launched."""
         before = len(launched)
         outputs, fault = cases.answer(row, simple, make_inputs(simple.case, options.seed), options.grad)
         return bool(outputs) + (fault is None) + (len(launched) > before)
@@ -117,6 +120,7 @@ def _of_sequences(row: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str | None:
+    """Why the row cannot run a case, here where the kernels `launched` were interpreted; None if it can."""
     if launched and case.dtype == "bfloat16":
         return laptop.NO_BFLOAT16
     return entry.why_not(case) or why_not_called(entry.load(), case)
@@ -125,6 +129,7 @@ def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str 
 def _of_extremes(
     why_not: Callable[[AttentionCase], str | None], row: Any, case: AttentionCase, options: question.Options
 ) -> Iterator[question.Question]:
+    """The questions with extreme inputs. `case`: a simple one, from which theirs are made."""
     simple = replace(case, heads=1, kv_heads=1, causal=False)
     cases_of_extremes = {
         "extreme scores": extremes.case_of_kinds(simple),
@@ -134,7 +139,7 @@ def _of_extremes(
         ),
         "extreme scores, whole tiles": extremes.case_of_kinds(simple, extremes.WHOLE),
     }
-    # A row without float32 is also judged in root mean square, which shows errors that a narrow dtype hides.
+    # The errors of a row without float32 are also judged in root mean square, which shows what a narrow dtype hides.
     rms = why_not(replace(simple, dtype="float32")) is not None
     for about, case in cases_of_extremes.items():
         task = cases.Task(about, case)
@@ -158,7 +163,7 @@ def _cases(options: question.Options, passes: Callable[[cases.Task], bool] = lam
 def remark(entry: Entry, options: question.Options) -> str:
     """In words: whether a repeated call has the same bits, and a batch entry the same bits alone as in a batch of 2.
 
-    The last case that the row can run is asked. Neither is required of a kernel.
+    Both are tried on the last case that the row can run. Neither is required of a kernel.
     """
     case = replace([x.case for x in _cases(options) if _why_not(entry, (), x.case) is None][-1], batch=2)
     if reason := entry.why_not(case):
@@ -176,11 +181,15 @@ def remark(entry: Entry, options: question.Options) -> str:
 
 
 def _but_for(differ: Mapping[str, float]) -> str:
+    """In words: "yes" if no result differs, else "no" with the names of those that do."""
     return f"no ({', '.join(differ)})" if differ else "yes"
 
 
 def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = True) -> question.Fault | None:
-    """The fault of the row's results of a task; None if they are right. named: its mistake is searched for."""
+    """The fault of the row's results of a task; None if they are right.
+
+    named  a known mistake is searched for, by which to explain the fault
+    """
     case = task.case
     inputs = make_inputs(case, seed, memory=task.memory)
     pattern = cases.pattern_of(case, seed) if case.options else None
@@ -202,7 +211,10 @@ def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = Tru
 
 
 def _of_circumstances(row: Any, task: cases.Task, grad: bool, seed: int, name: str) -> str | None:
-    """The mistake of a row that is right in fresh memory and in a single call; None if it is wrong there too."""
+    """The mistake of a row whose result `name` is wrong only in memory or calls like the task's.
+
+    None if the row is also wrong in a single call on contiguous inputs.
+    """
     if failure(row, replace(task, memory="", use=None), grad, seed, named=False) is not None:
         return None
     if task.use is cases.two_forwards and name == "o":
@@ -221,6 +233,7 @@ def _fault(
     ratio: float,
     mistake: str | None,
 ) -> question.Fault:
+    """The fault of the result `name`: where it is wrong, by how much (`ratio`, its error over the budget), and why."""
     output, budget = outputs[name], oracle.budget[name]
     expected = oracle.reference[name].unflatten(0, (case.batch, case.kv_heads)).flatten(1, 2)  # (B, H, S, D)
     at = question.worst(output, expected)

@@ -63,8 +63,8 @@ def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int) -> optimizer
     if not all(bool(p.isfinite().all()) for of_step in made for p in of_step):
         return None
     begins = [list(run.parameters)] + made[:-1]
-    followed = [_followed(form, run, begins, made) for form in optimizer_formula.FORMS[claim.algorithm]]
-    return optimizer_formula.FORMS[claim.algorithm][followed.index(max(followed))] if max(followed) else None
+    counts = [_followed(form, run, begins, made) for form in optimizer_formula.FORMS[claim.algorithm]]
+    return optimizer_formula.FORMS[claim.algorithm][counts.index(max(counts))] if max(counts) else None
 
 
 def _followed(
@@ -73,7 +73,10 @@ def _followed(
     begins: optimizer_formula.Trace,
     made: optimizer_formula.Trace,
 ) -> int:
-    """The number of steps, from the first on, that agree with the form."""
+    """The number of steps, from the first on, that agree with the form.
+
+    begins, made  the parameters before and after each step, as the optimizer made them
+    """
     exact, plain = (
         optimizer_formula.Formula(form.rule).trace(run, begins, dtype) for dtype in (torch.float64, torch.float32)
     )
@@ -91,7 +94,7 @@ def failure(
 ) -> question.Fault | None:
     """The fault of an optimizer's steps in the run of a case; None if all are right.
 
-    form: None compares with torch's form.
+    form  the steps are compared with this form; None: with torch's
     """
     run = optimizer_runs.run_of(case, seed)
     changed: list[tuple[int, int]] = []
@@ -129,7 +132,7 @@ def _plain(
     run: optimizer_formula.Run,
     begins: optimizer_formula.Trace | None,
 ) -> optimizer_formula.Trace:
-    """The run in plain PyTorch, in its own dtype; a run with master weights in float32, then rounded.
+    """The run as plain PyTorch makes it, in the dtype of the parameters; with master weights in float32, then rounded.
 
     Its error against the exact run is what an optimizer may lose.
     """
@@ -148,7 +151,7 @@ def _plain(
 
 
 def _ratios(made: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> list[float]:
-    """The error of each row over its budget; a vector is one row."""
+    """The error of each row of a parameter over the budget of the row; a vector is one row."""
     rows = zip(*(x.reshape(-1, x.shape[-1]) for x in (made, exact, plain)), strict=True)
     return [testing.error_ratio(*row) for row in rows]
 
@@ -156,6 +159,7 @@ def _ratios(made: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> lis
 def _place(
     case: optimizer_runs.Case, step: int, i: int, ratios: list[float], made: torch.Tensor, exact: torch.Tensor
 ) -> str:
+    """Where parameter i is the most wrong after a step, in words. ratios: the error of each row over its budget."""
     row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), case.sizes.get(step)
     made, exact = (x.reshape(len(ratios), -1)[row] for x in (made, exact))
     (column,) = question.worst(made, exact)
@@ -209,7 +213,7 @@ def _gives(
 ) -> bool:
     """True if a mistake leads to what was made in all steps, and not to what is right.
 
-    The error allowed is the usual one: plain PyTorch's error, added to where the mistake leads.
+    The steps of the mistake may differ from those that were made by the usual error, that of plain PyTorch.
     """
     differs = False
     flat = [list(chain.from_iterable(trace)) for trace in traces + (mistaken,)]
@@ -224,7 +228,8 @@ def _gives(
     return differs
 
 
-Changes = dict[str, dict[str, Any]]  # by mistake in words: fields of a rule or of a `Formula` that make it
+Changes = dict[str, dict[str, Any]]  # by mistake in words: the fields of a rule or of a `Formula` that make it
+# Rules differ in how weights decay: `in_gradient` times the decay is added to the gradient, `taken` from the weights.
 DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": optimizer_formula.Adam.taken}
 IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": optimizer_formula.Sgd.taken}}
 

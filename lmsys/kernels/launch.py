@@ -26,10 +26,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lmsys.kernels.tritons import is_known
 
 FUSED = {"enable_fp_fusion": True}  # Triton's default, given since 3.9 warns that 3.10 will change it
-FARTHEST_ROWS = 2**23  # row stride in elements at which a tile of 256 rows, the most, spans 2**31 elements
+FARTHEST_ROWS = 2**23  # a row stride in elements: 256 rows, the most of a tile, then span 2**31 elements
 MAX_DESCRIPTORS = 8192  # kept at a time, about 1 KiB each
 
-_descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # by address, geometry and way of encoding
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
     from lmsys.kernels import interpreter
@@ -39,14 +39,14 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent
 
 
 def stream_of(x: Tensor) -> int:
-    """The current stream of x's device, as kernels take it; on a CPU, where Triton's interpreter takes none, 0."""
+    """The current stream of x's device, as kernels take it; 0 on a CPU, where Triton's interpreter ignores it."""
     return raw_stream(x.device.index) if x.is_cuda else 0
 
 
 def geometry(x: Tensor) -> tuple[list[int], list[int]]:
     """(shape, strides) for a descriptor of x.
 
-    Strides of dimensions of length 1 do not matter, but are checked, and so are replaced by valid ones.
+    The stride of a dimension of length 1 does not matter, but TMA checks it, so it is replaced by a valid one.
     """
     shape = list(x.shape)
     strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(x.stride(), shape, strict=True)]
@@ -135,7 +135,7 @@ class DirectKernel:
         assert launcher.global_scratch_size == launcher.profile_scratch_size == 0
         self.compiled = compiled
         utils = triton.runtime.driver.active.utils
-        ways = launcher.launch_cooperative_grid, launcher.launch_pdl
+        ways = launcher.launch_cooperative_grid, launcher.launch_pdl  # flags of how kernels are launched
         # Later versions have one launcher for all kernels, which is told how to read the arguments; 3.6 has one for
         # each kernel.
         self._common = hasattr(utils, "launch")
@@ -215,11 +215,12 @@ class PublicKernel:
 
 
 def _dtypes(others: Sequence[Any]) -> list[Any]:
+    """The dtype of each tensor among the arguments, None for each number."""
     return [x.dtype if isinstance(x, Tensor) else None for x in others]
 
 
 def _describe(x: Tensor, block: list[int] | None) -> Any:
-    """x as a descriptor of tiles of shape `block`, or for None as `strided`.
+    """x as a descriptor of tiles of shape `block`, or if that is None as `strided`.
 
     The constructor is not called: its checks cost more than the launch, and `PublicKernel`'s examples have passed them.
     """
@@ -233,7 +234,7 @@ def _describe(x: Tensor, block: list[int] | None) -> Any:
 DIRECT = is_known() and torch.version.hip is None and not INTERPRETED
 Kernel = DirectKernel if DIRECT else PublicKernel
 
-_kernels: dict[tuple[Any, ...], Any] = {}
+_kernels: dict[tuple[Any, ...], Any] = {}  # those of `launch`, by its `key`
 
 
 def launch(
@@ -244,10 +245,10 @@ def launch(
     tiles: Sequence[tuple[Tensor, list[int]]] = (),
     **options: Any,
 ) -> None:
-    """Launches a kernel, which is compiled once for its constants, dtypes and alignment of tensors.
+    """Launches a kernel, which is compiled once for its constants and for the dtypes and the alignment of its tensors.
 
-    tiles    by argument a tensor (B, H, S, D) as `describable` returns it, and the shape of the tiles that the kernel
-             moves: as wide as the tensor, and known by `options`
+    tiles    for each of the kernel's first arguments a tensor (B, H, S, D), as `describable` returns it, and the shape
+             of the tiles that the kernel moves. A tile is as wide as the tensor; `options` determine its shape
     others   tensors of one device and numbers; the kernel must not be specialised on them (`do_not_specialize`)
     options  the constants and compiler options
     With `grid` 0 nothing is launched.

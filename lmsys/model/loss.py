@@ -25,7 +25,7 @@ from lmsys.model import functions, linear
 
 CHUNK_LOGITS = 2**28  # logits held at once: 512 MiB in bfloat16
 CHUNK_MULTIPLE = 128  # tokens of a chunk: a multiple, for whole tiles of matmuls
-MOST_SOFTCAP = 1e30  # the least softcap is one over it
+MOST_SOFTCAP = 1e30  # the largest softcap that is taken; the smallest is 1 / MOST_SOFTCAP
 REDUCTIONS = "mean", "sum", "none"
 STRIDE_MULTIPLE = 16  # logits from row to row: a multiple, for wide loads and matmuls
 
@@ -166,7 +166,7 @@ def linear_cross_entropy(
         counts.detach().flatten(),
         *(options, chunk, dtype),
         reduction != "none" and not counts.requires_grad,
-        torch.is_grad_enabled(),  # a Function is told that leaves need gradients also where none are recorded
+        torch.is_grad_enabled(),  # under no_grad, too, a Function sees that weights need gradients
     )
     loss = reduced(loss, counts, reduction)
     return (
@@ -212,9 +212,10 @@ def _even_chunk(tokens: int, vocabulary: int) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """(the losses of tokens (N,), or with `at_once` their sum with the factors (N,); the z-losses (N,)).
+    """The loss and the z-losses (N,) of tokens. The loss is (N,), or with `at_once` the sum of losses · factors.
 
     source    the values of the weight, or their copy in a narrow dtype
+    factors   (N,) by how much each token counts
     at_once   the forward computes the gradients, if they are `recorded`; else the backward does
     recorded  autograd records the call
     """
@@ -265,9 +266,10 @@ def _walk(
     chunk: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Goes through the tokens by chunks: (losses (N,), z-losses (N,), d_hidden, d_weight).
+    """(losses (N,), z-losses (N,), d_hidden, d_weight), computed chunk by chunk.
 
-    needs  which of the two gradients, those of the sum of losses · factors, to compute; the others are None
+    needs  which of the two gradients to compute; a gradient that is not needed is None. They are the gradients of the
+           sum of losses · factors
     """
     with torch.autocast(hidden.device.type, enabled=False):
         operand = source.detach().to(dtype)  # (V, M)
@@ -289,7 +291,7 @@ def _walk(
 
 
 def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """(the factors over the largest, the largest): so gradients in float16 keep the size they have without factors."""
+    """(factors / largest, largest factor): gradients in float16 so keep the size that they have without factors."""
     top = nn.functional.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
     return factors / top, top
 
@@ -350,7 +352,8 @@ def _replace_by_gradient(
     total = wide.exp_().sum(dim=-1, keepdim=True)
     log_p, lse = shifted - total.log(), top + total.log()
     if gradient:
-        of_lse, factor = 2 * options.z_loss * lse, factors[:, None]  # of_lse: beside the 1 of the cross-entropy
+        # The derivative of a token's loss by its log-sum-exp is 1 from the cross-entropy and `of_lse` from the z-loss.
+        of_lse, factor = 2 * options.z_loss * lse, factors[:, None]
         wide.mul_((1 + of_lse) * factor / total)
         wide.scatter_(1, label, (log_p.expm1() + smoothing + of_lse * log_p.exp()) * factor)
         if smoothing:

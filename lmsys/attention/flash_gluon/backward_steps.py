@@ -29,8 +29,8 @@ from lmsys.attention.flash_gluon.hopper import (
 )
 from lmsys.attention.flash_gluon.intervals import hide_outside
 
-# Numbers of named barriers: EXCHANGE, at which both consumers have written dS; one for each stage of q and one for each
-# stage of do, by which consumers release them; then those of `dq.py`.
+# Numbers of named barriers. At EXCHANGE a consumer waits until both have written dS. By Q_FREE + stage and DO_FREE +
+# stage both tell the producer that they have read a tile of q or of do. The numbers after these belong to `dq.py`.
 EXCHANGE = FIRST_BARRIER
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
@@ -43,15 +43,15 @@ Masked = namedtuple("Masked", "until beginning spans")
 
 @gluon.jit
 def _release(step, FIRST: gl.constexpr):
-    """This consumer has read the tile that the ring holds for this step; FIRST: the barriers of q or of do."""
-    named_barrier("arrive", FIRST + step % STAGES, 384)
+    """Says that this consumer has read the tile that the ring holds for this step. FIRST: Q_FREE or DO_FREE."""
+    named_barrier("arrive", FIRST + step % STAGES, 384)  # the threads of the CTA's three warp groups
 
 
 @gluon.jit
 def _hide(
     p, n, m, K, spans, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, S_LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """p (keys, queries) of tile m, with 0 where a query does not see a key, and for keys past the end."""
+    """P (keys, queries) of tiles n and m, with 0 where a query does not see a key, and for keys past the end."""
     KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
     if spans is None:
@@ -75,6 +75,8 @@ def _step(
     """(dk, dv, lse) after tile m of query head bh: sums of dk / sm_scale and of dv, (64, D), of this consumer's keys.
 
     With PREFETCH `lse` is the log-sum-exp of the next tile, loaded a step ahead. `n` is the CTA's key tile.
+    k, v: the keys of this consumer; all_k: those of both; dss: two places for dS (keys, queries) in shared memory, used
+    in turn; ring, masked: `Ring`, `Masked`.
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -165,7 +167,7 @@ def _steps(
 
     `state`: (bh, m, dk / sm_scale (64, D), dv (64, D), the log-sum-exp of tile m where it is loaded ahead).
     STORES: which steps are the first to reach their tile of dq, and so store it instead of adding: "none", "all", or
-    "some", which `_step` tells by m and n.
+    "some": `_step` then finds out by m and n. `walk`: the `Walk` of `dq.py`.
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -188,7 +190,7 @@ def _causal_head(
     WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
     DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """`state` after the steps [first, last) of a head.
+    """`state` after the steps [first, last) of a head under a causal mask.
 
     The steps before `free_from` need a mask and have a loop of their own. In the deterministic mode the steps of that
     loop are also the ones that store dq.
