@@ -29,7 +29,10 @@ DEFAULTS = Grid(
 
 
 def steps_of(case: ParallelCase, asked: Pass, ranks: Ranks) -> Steps:
-    """Runs the steps of a version on its ranks. Returns their bits, and their errors against plain steps in float64."""
+    """Runs the steps of a version on its ranks. Returns their bits, and their errors against plain steps in float64.
+
+    asked  the seeds, and the number of steps
+    """
     start = case.world_size, case.backend
     taken = ranks.run(*start, take_pass, case, asked)
     by_rank = ranks.run(*start, judge_pass, case, asked)
@@ -39,10 +42,12 @@ def steps_of(case: ParallelCase, asked: Pass, ranks: Ranks) -> Steps:
 
 
 def name_of(case: ParallelCase) -> str:
+    """The version in words, such as "naive, eager, 2 ranks"."""
     return f"{case.impl}, {case.compile}, {case.world_size} rank{'s' * (case.world_size > 1)}"
 
 
 def table(judged: Iterable[tuple[Steps, Steps]]) -> str:
+    """The table in Markdown, with a line for each pair of versions."""
     lines = ["| version | and | held by | errors / allowed |", "|---|---|---|---|"]
     for first, second in judged:
         ratios = " and ".join(

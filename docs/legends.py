@@ -1,9 +1,10 @@
-"""For mkdocstrings: a docstring's columns, `name  what it is`, become a list."""
+"""For mkdocstrings: lines `name  what it is` of a docstring, such as those on parameters, become a list in Markdown."""
 
 import re
 
 import griffe
 
+# The beginning of such a line: names with commas between them, then two spaces or more.
 COLUMNS = re.compile(r"(\w[\w.*/]*(?:, \w[\w.*/]*)*) {2,}(?=\S)")
 
 
@@ -14,7 +15,7 @@ class Legends(griffe.Extension):
 
 
 def listed(text):
-    """Indented lines below such a line belong to it."""
+    """A docstring with its lines `name  what it is` as a list. Indented lines below such a line continue it."""
     lines, inside = [], False
     for line in text.splitlines():
         if match := COLUMNS.match(line):

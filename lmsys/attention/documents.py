@@ -57,7 +57,7 @@ class Documents:
         )
         self.longest = max(map(max, self.lengths))
         ends = [list(accumulate(row)) for row in self.lengths]
-        self._edges = [[0, *row[:-1]] for row in ends], ends
+        self._edges = [[0, *row[:-1]] for row in ends], ends  # by batch entry, where each document begins; and ends
         with torch.inference_mode(False):  # the tensors may be used outside of inference mode
             self.starts, self.ends = (self._by_token(x, device) for x in self._edges)
             self.key_starts, self.key_ends = (self._by_token(x, device) for x in self.keys._edges)
@@ -69,7 +69,7 @@ class Documents:
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
         """Documents by `cu_seqlens`: (N + 1,) integers 0, ..., S, the start of each document and the end of the last.
 
-        They are on its device. ValueError if it does not begin with 0 or does not increase.
+        The documents are on the device of `cu_seqlens`. ValueError if it does not begin with 0 or does not increase.
         """
         _check_tokens("cu_seqlens", cu_seqlens, (1,))
         edges = cu_seqlens.tolist()
@@ -87,7 +87,7 @@ class Documents:
     def from_ids(cls, ids: Tensor) -> "Documents":
         """Documents from an id for each token, the same for all tokens of a document: (S,) or (B, S) integers.
 
-        They are on its device. ValueError if the tokens of an id do not stand together.
+        The documents are on the device of `ids`. ValueError if the tokens of an id do not stand together.
         """
         _check_tokens("ids", ids, (1, 2))
         lengths = []
@@ -100,7 +100,10 @@ class Documents:
 
     @classmethod
     def of_parts(cls, *parts: Tensor) -> "Documents":
-        """Documents from the tensors of `parts`, for one call: they keep nothing and do not know their lengths."""
+        """Documents from the tensors that the property `parts` gave, for one call.
+
+        These documents keep no derived tensors, and do not know their lengths.
+        """
         documents = cls.__new__(cls)
         documents.starts, documents.ends, documents.key_starts, documents.key_ends, documents.places = parts
         documents.longest, documents._keys, documents.kept = getattr(parts[0], "longest", FARTHEST), None, None
@@ -123,12 +126,12 @@ class Documents:
 
     @property
     def batch(self) -> int:
-        """B, or 1 where all batch entries are packed alike."""
+        """The number of batch entries B, or 1 if all are packed alike."""
         return self.starts.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        """S."""
+        """The tokens of a batch entry, S."""
         return self.starts.shape[1]
 
     @property
@@ -138,11 +141,11 @@ class Documents:
     def cu_seqlens(self, batch: int) -> Tensor:
         """(N + 1,) int32: the start of each document in `batch` sequences laid end to end, and the end of the last."""
 
-        def made() -> Tensor:
+        def make() -> Tensor:
             lengths = chain.from_iterable(self.lengths if self.batch == batch else self.lengths * batch)
             return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
 
-        return keep(self.kept, ("cu_seqlens", batch), made, self.device)
+        return keep(self.kept, ("cu_seqlens", batch), make, self.device)
 
     @property
     def positions(self) -> Tensor:
@@ -154,6 +157,7 @@ class Documents:
         return f"Documents({shortly([list(row) for row in self.lengths])}, device={str(self.device)!r}{keys})"
 
     def _by_token(self, values: list[list[int]], device: torch.device | str) -> Tensor:
+        """(B, S): for each token the value of its document. `values`: by batch entry, by document."""
         rows = [
             torch.tensor(row, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
             for row, lengths in zip(values, self.lengths, strict=True)
@@ -188,7 +192,7 @@ def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def made() -> Any:
+    def make_here() -> Any:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             value = make()
             if stream is not None:  # later calls may read the tensors on other streams
@@ -196,21 +200,21 @@ def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
             return value
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(made).result()
+        return thread.submit(make_here).result()
 
 
 def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator of `make(documents, *key)`, whose key ends in a device: it keeps the results, at most `most` of them.
+    """A decorator of `make(documents, *key)` that keeps its results, at most `most`. The last of `key` is a device.
 
-    Results are kept on the documents and freed with them, so they must not refer to them. Results for documents None
-    are kept by the decorated function itself.
+    Results are kept on the documents and freed with them, so a result must not refer to its documents. Results for
+    documents None are kept by the decorated function itself.
     """
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
         without: dict[Hashable, Any] = {}
 
         @wraps(make)
-        def made(documents: Documents | None, *key: Any) -> Any:
+        def kept_or_made(documents: Documents | None, *key: Any) -> Any:
             return keep(
                 without if documents is None else documents.kept,
                 (make.__qualname__, *key),
@@ -219,12 +223,13 @@ def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[...,
                 most,
             )
 
-        return made
+        return kept_or_made
 
     return decorate
 
 
 def _rows(lengths: Any) -> Sequence[Any]:
+    """The lengths given as one list for each batch entry; ValueError if they are no such lists."""
     hold(
         (
             not isinstance(lengths, str) and isinstance(lengths, Sequence) and lengths,
@@ -239,6 +244,7 @@ def _rows(lengths: Any) -> Sequence[Any]:
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:
+    """The lengths of the documents of one batch entry; ValueError if one is not a positive integer."""
     hold(
         (
             isinstance(lengths, Sequence) and len(lengths) > 0,
@@ -260,6 +266,7 @@ def check_integers(name: str, x: Any) -> None:
 
 
 def _check_tokens(name: str, x: Any, dims: tuple[int, ...]) -> None:
+    """ValueError unless x is a tensor of integers, not empty, whose number of dimensions is among `dims`."""
     check_integers(name, x)
     hold(
         (

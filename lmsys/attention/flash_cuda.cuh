@@ -26,7 +26,8 @@
 __device__ inline uint32_t shared_address(const void* x) { return uint32_t(__cvta_generic_to_shared(x)); }
 
 #if !LMSYS_TURING
-// Starts a copy of 16 (or 8) bytes to shared memory, of zeros where not `inside`. It is there after wait_for_copies().
+// Starts a copy of 16 (or 8) bytes to shared memory, or of zeros if not `inside`. The bytes are there after
+// wait_for_copies().
 __device__ inline void start_copy(void* to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(inside ? 16 : 0));
@@ -59,7 +60,7 @@ __device__ inline void mma_k8(__half, float (&c)[4], uint32_t a0, uint32_t a1, u
 }
 #endif
 
-// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&to)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -71,6 +72,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], const void* r
                  : "r"(shared_address(row)));
 }
 
+// pack rounds two numbers to the 16-bit dtype of the first argument, side by side; unpack is the reverse.
 __device__ inline uint32_t pack(__nv_bfloat16, float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -136,11 +138,11 @@ __device__ inline float row_sum(float x) {
 
 // A tile is rows of D elements, whose chunks are permuted: eight rows at one column, which a matrix load or a quarter
 // of a warp asks for at once, then lie in eight different groups of banks.
-constexpr int PERMUTED = CHUNKS < 8 ? CHUNKS : 8; // chunks, among themselves
+constexpr int PERMUTED = CHUNKS < 8 ? CHUNKS : 8; // chunks that change places among themselves
 __device__ inline int permutation(int row) { return CHUNKS < 8 ? row / 2 % PERMUTED : row % 8; }
 
-// A chunk of a tile. From there `at` finds the chunk `rows` (a multiple of 8) further down, in the column that differs
-// in the bits of `columns`: with constants that costs an exclusive or, once for all tiles.
+// A chunk of a tile. `at` finds the chunk that is `rows` (a multiple of 8) further down, in column
+// `column` ^ `columns`. If these are constants, it costs one exclusive or, which the compiler makes once for all tiles.
 struct Chunk {
     const T* row;
     int column;
@@ -154,7 +156,7 @@ __device__ inline T* chunk_at(const T* tile, int row, int column) {
     return Chunk(tile, row, column % PERMUTED).at(0, column / PERMUTED * PERMUTED);
 }
 
-// The rows (S, D) of one head of a tensor in memory, `row_stride` elements apart.
+// One head of a tensor in memory: rows (S, D), `row_stride` elements apart.
 struct Head {
     T* data;
     int row_stride;
@@ -299,7 +301,7 @@ __device__ inline void add_dot(float (&acc)[BLOCKS][D / 8][4], const float (&p)[
     }
 }
 
-// This warp's rows of a result to memory, through its own part of a tile so that every store is of 16 bytes.
+// Stores this warp's rows of a result to memory, by way of its own part of a tile, so that every store is of 16 bytes.
 template <int BLOCKS>
 __device__ inline void store_rows(T* tile, const float (&acc)[BLOCKS][D / 8][4], const Head& head, int row,
                                   int length) {

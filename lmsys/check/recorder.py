@@ -70,6 +70,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """A context in which this rank's collectives are recorded."""
         group = dist.ProcessGroup
         recorded: dict[str, Any] = {
             name: self._recorded(name, getattr(group, name)) for name in KINDS if name in vars(group)
@@ -86,6 +87,7 @@ class Recorder:
         return _read(self._note("", self.group, "ended"), timeout_s) is not None
 
     def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of torch's process groups, called `name` there, that is recorded, and delayed where it may be."""
         kind, written = KINDS[name]
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +109,7 @@ class Recorder:
             self.unwaited[work] = what
 
             def deliver() -> None:
-                """Copies the result into the tensors; NaN if they were written to meanwhile, which is undefined."""
+                """Copies the result into the tensors, or NaN if they were written to before it was delivered."""
                 if self.unwaited.pop(work, None) is None:
                     return
                 changed = not all(map(_same_bits, _tensors(args), _tensors(before)))
@@ -122,6 +124,7 @@ class Recorder:
         return call
 
     def _words(self, kind: str, tensors: list[torch.Tensor]) -> str:
+        """A collective in words, such as "all_reduce of 64 elements (bias) in float32"."""
         if not tensors:
             return kind
         count = sum(x.numel() for x in tensors)
@@ -148,8 +151,8 @@ class Recorder:
             missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
             doing.now(f"{doing.last()}, where it waits for rank {', '.join(missing)} in {what}")
             return
-        if lost := [rank for rank, other in enumerate(noted) if other.startswith("!")]:
-            raise PeerFailed(f"rank {lost[0]} has raised {noted[lost[0]][1:]}")
+        if failed := [rank for rank, other in enumerate(noted) if other.startswith("!")]:
+            raise PeerFailed(f"rank {failed[0]} has raised {noted[failed[0]][1:]}")
         if len(set(noted)) > 1:
             self.fail(Mismatch())
             calls = ", ".join(f"rank {rank} comes to {other}" for rank, other in enumerate(noted))
@@ -181,6 +184,7 @@ class Delayed:
 
 
 def _store() -> Any:
+    """The key-value store that all ranks share."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -194,6 +198,7 @@ def _read(keys: list[str], timeout_s: float) -> list[str] | None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists and tuples."""
     return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 

@@ -67,8 +67,8 @@ def attention_bytes(
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> float:
     """Operations of Muon's `steps` Newton-Schulz iterations on a matrix; its sides are n and m, n the shorter one.
 
-    An iteration multiplies n x m by m x n, and n x n by n x m: 2 n² m operations each. It squares an n x n matrix: 2
-    n³.
+    An iteration multiplies n x m by m x n, and n x n by n x m: 2 n² m operations each. It squares an n x n matrix by
+    2 n³ operations.
     """
     short, long = sorted((rows, columns))
     return steps * (4.0 * short**2 * long + 2.0 * short**3)

@@ -26,13 +26,14 @@ from lmsys.measure import clock, memory
 from lmsys.measure.step import Step
 from lmsys.values import one_of, whole
 
-PART = "part: "  # the prefix of our ranges in a trace
+PART = "part: "  # in a trace, the names of ranges that `part` makes begin so
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
 
 _SUFFIX = r"(_backward)?(_data)?_?$"  # the end of an operator's name
 
 PATTERNS = (  # kernels of torch and its libraries: the first pattern that is found in a name says its kind
-    (r"^triton_(poi|for)_|distribution_elementwise", "elementwise"),  # Inductor's names tell all that was fused
+    # Inductor's names come first: they list all fused operators, so patterns of these operators would be found in them.
+    (r"^triton_(poi|for)_|distribution_elementwise", "elementwise"),
     (r"^triton_(red|per|spl|mix)_", "reduction"),
     (r"nccl|gloo:|c10d::|_c10d_functional|multimem_|(all|shot)_reduce_|Memcpy PtoP", "communication"),
     (r"(?i)flash|fmha|sdpa|scaled_dot_product|attention|attn", "attention"),
@@ -70,7 +71,7 @@ PATTERNS = (  # kernels of torch and its libraries: the first pattern that is fo
     ),
 )
 
-_parts_are_on = _nvtx = False
+_parts_are_on = _nvtx = False  # whether `part` makes ranges of torch.profiler, and of NVTX too
 _registered: dict[str, str] = {}  # kind by pattern: kernels that this file does not know
 
 
@@ -104,11 +105,11 @@ class part(ContextDecorator):
         self.name = name
         self._ranges: ExitStack | None = None
 
-    def _recreate_cm(self) -> "part":  # a decorated function may call itself
+    def _recreate_cm(self) -> "part":  # as a decorator: each call gets its own, since a function may call itself
         return part(self.name)
 
     def __enter__(self) -> None:
-        # Asked first, so that compiled code does not depend on whether parts are on, and is not compiled anew.
+        # `is_compiling` stands first, so that compiled code does not depend on _parts_are_on and is not compiled anew.
         if torch.compiler.is_compiling() or not _parts_are_on:
             return
         self._ranges = ExitStack()
@@ -123,7 +124,7 @@ class part(ContextDecorator):
 
 @contextmanager
 def parts_on() -> Iterator[None]:
-    """Within it, parts are marked."""
+    """A context in which `part` marks parts."""
     global _parts_are_on, _nvtx
     before = _parts_are_on, _nvtx
     _parts_are_on, _nvtx = True, torch.cuda.is_available()
@@ -145,7 +146,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Part:
-    """Kernel seconds per call of what ran inside a part, and of the backward of that; `kinds` divides the former."""
+    """A part of a model, and the time of its kernels, per call.
+
+    total_s     seconds of the kernels launched inside of the part
+    backward_s  seconds of the kernels of its backward
+    count       how often the part ran
+    kinds       the share of each kind in `total_s`, in seconds
+    """
 
     name: str
     total_s: float
@@ -158,8 +165,9 @@ class Part:
 class Profile:
     """Where a call's time goes, per call. `dataclasses.asdict` makes JSON of it.
 
-    kernel_s: the sum over kernels, which run side by side on several streams; profiled_s: wall time under the profiler,
-    the mean of the same calls. shares: of kernel_s.
+    profiled_s  wall time under the profiler, the mean of the profiled calls
+    kernel_s    the sum over all kernels of these calls; more than the wall time if kernels ran side by side
+    shares      the share of each kind in kernel_s, from 0 to 1
     """
 
     profiled_s: float
@@ -203,7 +211,7 @@ def _recorded(call: Callable[[], Any], device: str, steps: int, trace: Path | No
 
 
 def _events_of(recorded: profile, trace: Path | None = None) -> list[dict[str, Any]]:
-    """The `traceEvents` of a recording; `trace` is a file that keeps the whole."""
+    """The `traceEvents` of a recording. `trace`: a file to keep the whole trace in."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(trace or Path(folder, "trace.json"))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +228,7 @@ class _Work(NamedTuple):
 
 
 def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tuple[list[Kernel], list[Part]]:
-    """Kernels and parts, the longest first, of the `traceEvents` of a trace over `steps` calls."""
+    """(kernels, parts), the longest first, from the `traceEvents` of a trace of `steps` calls."""
     by_category: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         by_category[event.get("cat")].append({**event, "end": event.get("ts", 0) + event.get("dur", 0)})
@@ -245,7 +253,7 @@ def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tup
 
 
 def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
-    """Each operator's time without those that it called."""
+    """For each operator, its time without that of the operators that it called."""
     ordered = sorted(operators, key=lambda op: (op["tid"], op["ts"], -op["dur"]))
     self_us = [op["dur"] for op in ordered]
     open_: list[int] = []
@@ -259,6 +267,7 @@ def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
 
 
 def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: int) -> list[Part]:
+    """The parts, the longest first. `events`: by category of a trace."""
     ranges = [event for event in events["user_annotation"] if event["name"].startswith(PART)]
     # Ranges hold for every thread: autograd works in threads of its own while its caller waits inside the part.
     spans = [(None, range_["ts"], range_["end"], range_["name"].removeprefix(PART)) for range_ in ranges]
@@ -288,6 +297,8 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
 
 def _enclosing(spans: list[tuple[Any, float, float, Any]], points: list[tuple[Any, float]]) -> list[set[Any]]:
     """Gives each point (thread, time) the labels of the spans (thread, start, end, label) that hold it."""
+    # (time, order, index of a point, thread, label): at equal times spans that begin, order 0, come before points, 1,
+    # and points before spans that end, 2.
     marks = [(time, 1, index, thread, None) for index, (thread, time) in enumerate(points)]
     for thread, start, end, label in spans:
         marks += [(start, 0, 0, thread, label), (end, 2, 0, thread, label)]
@@ -303,7 +314,10 @@ def _enclosing(spans: list[tuple[Any, float, float, Any]], points: list[tuple[An
 
 @dataclass(frozen=True)
 class Allocation:
-    """`count` allocations of `bytes` each by one line, `at_peak` of them live when most was."""
+    """`count` allocations of `bytes` each by one line of code; `at_peak` of them were live when memory use was highest.
+
+    where, function  the line as file and number, and the function that it is in
+    """
 
     bytes: int
     count: int
@@ -313,7 +327,7 @@ class Allocation:
 
 
 def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) -> list[Allocation]:
-    """The largest allocations during `call`, with the line that asked for them: see `allocator_events`."""
+    """The `top` largest allocations during `call`, with the line of code that made them: see `allocator_events`."""
     whole("top", top, least=1)
     events = memory.allocator_events(call, device, lines=True)
     levels = [0] + list(itertools.accumulate(event.bytes for event in events))
@@ -350,10 +364,10 @@ def communication_of(
 ) -> Communication:
     """Profiles a few steps on each rank. `finish` waits for what a step leaves under way; `begin` is a barrier.
 
-    On CUDA the host's calls are not recorded: that would slow down the host, which is what many a step waits for. Ranks
-    begin together, after a step under the profiler: one that comes early waits inside a collective, which counts as its
-    own time. Nothing may be under way when a recording begins or ends, since torch's profiler may crash on what a
-    thread of gloo's is recording.
+    On CUDA the host's calls are not recorded: that would slow down the host, for which many steps wait. Ranks begin
+    together, after a step under the profiler: a rank that came early would wait inside a collective, and this wait
+    would count as communication. No collective may be under way when a recording begins or ends: torch's profiler may
+    crash on what one of gloo's threads is recording.
     """
     with profile(
         activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU],
@@ -372,7 +386,7 @@ def communication_of(
 
 
 def read_overlap(events: list[dict[str, Any]], device: str, steps: int) -> Communication:
-    """The communication of a step in the `traceEvents` of a trace over so many."""
+    """The communication of a step, from the `traceEvents` of a trace of `steps` steps."""
     sending: Intervals = []
     computing: Intervals = []
     for event in events:
@@ -382,7 +396,7 @@ def read_overlap(events: list[dict[str, Any]], device: str, steps: int) -> Commu
         if kind_of(event["name"]) != "communication":
             if event["cat"] != "user_annotation":
                 computing.append(span)
-        elif device == "cuda" or event["name"].startswith("gloo:"):  # on a CPU not the call, but what its thread does
+        elif device == "cuda" or event["name"].startswith("gloo:"):  # on a CPU the work of gloo's thread, not the call
             sending.append(span)
     sending, computing = merged(sending), merged(computing)
     total = sum(end - start for start, end in sending)
@@ -391,7 +405,7 @@ def read_overlap(events: list[dict[str, Any]], device: str, steps: int) -> Commu
 
 
 def merged(intervals: Intervals, gap: float = 0.0) -> Intervals:
-    """Their union, in order; those less than `gap` apart are one."""
+    """The union of intervals, in order; intervals at most `gap` apart become one."""
     union: Intervals = []
     for start, end in sorted(intervals):
         if union and start <= union[-1][1] + gap:
@@ -402,7 +416,7 @@ def merged(intervals: Intervals, gap: float = 0.0) -> Intervals:
 
 
 def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tuple[str, float, float]]:
-    """The last of the steps, coarse enough to travel with a result."""
+    """`Communication.timeline`: the last of the steps, with few and short numbers, since results files keep it."""
     if not computing:
         return []
     begin, end = computing[0][0], max(spans[-1][1] for spans in (sending, computing) if spans)
@@ -414,13 +428,14 @@ def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tupl
     return rows
 
 
-NUM_CALLS = 3
+NUM_CALLS = 3  # of `call_in_ranges`
 
 
 def call_in_ranges(name: str, step: Step, device: str) -> None:
-    """Calls a step a few times, each on new inputs and in a push/pop range of this name, with nothing else in it.
+    """Calls a step a few times, each on new inputs and in an NVTX range `name` that holds nothing else.
 
-    A range is its thread's, so a backward runs in this thread too; and the device has done the call when it ends.
+    A range belongs to a thread, so a backward runs in this thread too. The range ends once the device has done the
+    call.
     """
     for draw in range(NUM_CALLS):
         step.before()

@@ -31,8 +31,9 @@ from lmsys.values import hold, sentences_of
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # facts of a run: runs that differ in one are not compared
 FACTS = ("date", "commit", "driver", "command")  # facts of a run that the table of the two runs has
+# "beside": the row whose time, taken in turns with the case's, shows by how much both changed for another reason.
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
-MEANINGS = {
+MEANINGS = {  # of verdicts, for the table that counts them
     BROKEN: "right before, and not after",
     SLOWER: "slower by more than the margin",
     FASTER: "faster by more than the margin",
@@ -51,14 +52,14 @@ class Compared:
     in_turns  True: they are one run, in which each row took turns with itself as it was
     """
 
-    sides: Mapping[str, load.Machine]
+    sides: Mapping[str, load.Machine]  # under "before" and "after"
     changes: Sequence[Change]
     margin: float
     in_turns: bool = False
 
 
 def read_both(old: Sequence[Path], new: Sequence[Path], margin: float, anyway: bool) -> Compared:
-    """Compares two runs. ValueError where they are of two machines or versions, unless `anyway`, or share no case."""
+    """Compares two runs. ValueError if they share no case, or differ in machine or versions and not `anyway`."""
     before, after = machine_of(old), machine_of(new)
     why = "" if anyway else why_not(before, after)
     hold((not why, f"{why}: measure both alike, or ask for --anyway"))
@@ -68,7 +69,7 @@ def read_both(old: Sequence[Path], new: Sequence[Path], margin: float, anyway: b
 
 
 def read_one(path: Path, margin: float | None) -> Compared:
-    """Compares the two states of the code that one run measured. ValueError where the run is not of --against."""
+    """Compares the two states of the code that one run measured. ValueError if it was not a sweep with --against."""
     pair = in_turns(machine_of([path]), margin)
     if pair is None:
         raise load.InputError(f"{path}: it has no rows as they were: name the run after, too")
@@ -77,7 +78,7 @@ def read_one(path: Path, margin: float | None) -> Compared:
 
 
 def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
-    """Compares rows of today with the same rows as they were, in a run of --against; None for any other run."""
+    """Compares rows of today with the same rows as they were, in a sweep with --against; None for any other run."""
     earlier = [case for case in machine.records if case["against"]]
     if not earlier:
         return None
@@ -92,7 +93,7 @@ def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | N
 
 
 def machine_of(paths: Sequence[Path]) -> load.Machine:
-    """The machine of these result files; ValueError where they are of several."""
+    """The machine that these result files come from; ValueError if they come from several."""
     machines = load.read(paths)
     titles = " and ".join(machine.title for machine in machines)
     hold((len(machines) == 1, f"{', '.join(map(str, paths))}: a run of one machine is compared, these are {titles}"))
@@ -171,6 +172,7 @@ def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]
 
 
 def _caption(pair: Compared) -> str:
+    """The caption of the table of verdicts: the margin, and how cases were compared."""
     spreads = [
         case["between_runs"] for side in pair.sides.values() for case in side.records if case.get("between_runs")
     ]
@@ -196,6 +198,7 @@ def _caption(pair: Compared) -> str:
 
 
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:
+    """A table with a line for each change."""
     rows, data, notes = list[list[str]](), list[fields.Record](), cells.Notes()
     for change in changes:
         old, new, (low, high) = change.old, change.new, change.interval or (None, None)

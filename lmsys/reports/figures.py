@@ -13,7 +13,7 @@ from lmsys.bench.fields import Record
 from lmsys.reports import cells, load, tables, words
 from lmsys.reports.items import Block, Plot, Table
 
-BRIEF = 80  # characters: a caption of at most so many is repeated, a longer one is a link to where it was shown
+BRIEF = 80  # characters: a caption that was shown before is repeated if it is no longer, else it is a link to the first
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,9 @@ class Figures:
     """The figures of a page so far. `single_file`: plots stand in the page, and it links to no other file."""
 
     single_file: bool
-    _shown: set[str] = field(default_factory=set, init=False)
-    _explained: dict[str, str] = field(
-        default_factory=dict, init=False
-    )  # by caption, the anchor of the figure that has it
+    _shown: set[str] = field(default_factory=set, init=False)  # anchors
+    # By the first line of a caption, the anchor of the first figure that has it.
+    _explained: dict[str, str] = field(default_factory=dict, init=False)
 
     def is_new(self, anchor: str) -> bool:
         """True at the first call with this anchor: a page may show a figure twice, but an id only once."""
@@ -33,13 +32,13 @@ class Figures:
         return is_new
 
     def caption(self, caption: str, anchor: str) -> tuple[str, str, str]:
-        """Splits a caption into: what is shown; the anchor of an earlier figure with these words, or ""; the rest."""
-        about, _, held = caption.partition("\n")
+        """(the first line of a caption, the anchor to link to in place of a long line shown before or "", the rest)."""
+        about, _, rest = caption.partition("\n")
         first = self._explained.setdefault(about, anchor)
-        return about, first if first != anchor and len(about) > BRIEF else "", held
+        return about, first if first != anchor and len(about) > BRIEF else "", rest
 
     def parts(self, block: Block) -> list[list[Table | Plot]]:
-        """The first table and plot of a block, then all others, without sentences that stand above in the block."""
+        """[the first table and plot of a block, all others]: without sentences that stand further up in the block."""
         known = set[str]()
         first = tables_of(block.lead)[:1] + plots_of(block.lead)[:1]
         more = [item for item in block.items if item not in first]
@@ -47,10 +46,12 @@ class Figures:
 
 
 def tables_of(items: Iterable[Table | Plot | None]) -> list[Any]:
+    """The tables among the items."""
     return [item for item in items if isinstance(item, Table)]
 
 
 def plots_of(items: Iterable[Table | Plot | None]) -> list[Any]:
+    """The plots among the items."""
     return [item for item in items if isinstance(item, Plot)]
 
 
@@ -66,8 +67,8 @@ def names(items: Iterable[Table | Plot]) -> str:
 
 def _without_repeats(item: Table | Plot, heading: str, known: set[str]) -> Table | Plot:
     """The figure without sentences that its block's heading or a figure above it has; adds its own to `known`."""
-    about, *held = item.caption.splitlines() or [""]
-    lines = [line for line in held if line not in known]
+    about, *rest = item.caption.splitlines() or [""]
+    lines = [line for line in rest if line not in known]
     if isinstance(item, Table):
         notes = [note for note in item.notes if note not in known or not note.startswith(tables.LEFT_OUT)]
         item = replace(item, notes=notes)
@@ -102,9 +103,9 @@ def lines(table: Table) -> Iterator[tuple[Sequence[str], str, list[tuple[str, st
         yield texts[: table.keys], cells.DETAILS.join(common), shown
 
 
-FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
+FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()  # those shown as they are
 
-SETTINGS = {  # of a machine: label and unit
+SETTINGS = {  # settings of a machine, as a run notes them: label and unit
     "ecc": ("ECC", ""),
     "mig": ("MIG", ""),
     "persistence": ("persistence mode", ""),
@@ -163,7 +164,7 @@ def _of_run(run: Record) -> dict[str, str]:
     return {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
 
 
-FILTERS = {
+FILTERS = {  # of Jinja: `value | name` in a template
     "brief": brief,
     "facts": facts_of,
     "file_name": load.file_name,

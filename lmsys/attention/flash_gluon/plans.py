@@ -9,7 +9,8 @@ keys. A percentage is the change of speed that a setting makes in an otherwise e
 bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes are commits with the alternative.
 
 - `consumers`: two at head_dim 128, where no registers are left for a third. At 64 a third gains 1 to 4 % from 2k keys
-  on and 8 to 9 % at 16k, as its tile of 192 queries reads each key tile less often. At 1k it costs 5 to 9 %.
+  on and 8 to 9 % at 16k: tiles of queries have 192 rows then, and each key tile is read less often. At 1k a third
+  costs 5 to 9 %.
 - `named`, release by named barriers, gains 1 to 5 % with two consumers, since an mbarrier's arrive costs 128 threads a
   BAR.SYNC; at 128 causal and 1k it costs 3 %. Three consumers wait for one another there, and lose up to 5 %.
 - `ping_pong` gains up to 4 % with three consumers. With two it costs up to 4 %, except in some shapes at 1k. In full
@@ -20,14 +21,14 @@ bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes a
 - `l2_mib`, heads grouped for the L2 cache: in a causal backward 10 % at 64 and 1k in the prototype; groups of 5 to 22
   MiB are within 3 % from 1k on. At 64, 5 MiB gains 5 % over 11 at 256 keys and 2 % at 512. Full attention goes head by
   head.
-- `ctas` 2 with `tile_k` 64, two CTAs on a processor: at head_dim 64 from 256 to 512 keys, and to 1,024 if causal. One
-  CTA computes while the other waits for its first keys or stores its last rows. The best such plan gains over the best
-  with tiles of 128, by ratio to cuDNN: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % at
-  256, nothing at 512, and it loses 5 % at 1,024. At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four
-  CTAs lose there too (9c5168b has them). At head_dim 128 a second CTA has no room; tiles of 64 gain 1 % at 256 causal.
-  Under patterns two CTAs with such tiles win at head_dim 64: 26 to 31 % with documents and short windows, 5 % with a
-  window of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 %
-  where a query sees 512 keys at most. Longer spans have not been timed.
+- `ctas` 2 with `tile_k` 64, two CTAs on an SM: at head_dim 64 from 256 to 512 keys, and to 1,024 if causal. One CTA
+  computes while the other waits for its first keys or stores its last rows. The best such plan gains over the best with
+  tiles of 128, by ratio to cuDNN: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % at 256,
+  nothing at 512, and it loses 5 % at 1,024. At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four CTAs
+  lose there too (9c5168b has them). At head_dim 128 a second CTA has no room; tiles of 64 gain 1 % at 256 causal. Under
+  patterns two CTAs with such tiles win at head_dim 64: 26 to 31 % with documents and short windows, 5 % with a window
+  of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 % where a
+  query sees 512 keys at most. Longer spans have not been timed.
 - `chained`, a start under the kernel before (programmatic dependent launch), at head_dim 64: 5 % at 128 keys, noise
   from 256 on.
 - `prefetch`, the log-sum-exp loaded a step ahead, gains 2 to 8 % at 128; at 64 it costs 1 to 3 %.
@@ -45,12 +46,12 @@ bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes a
 
 Choices that hold in every plan, and alternatives that lost:
 
-- Zeros of dq are written by CTAs a round of the GPU earlier, so that additions find them in the L2 cache, if a CTA's
-  share is small and heads go in groups. Compared with 44415a2, where the kernel before writes them all, this gains 4 to
-  5 % at 128, but for full attention from 4k on, 2 to 3 % at 64 and 1k, and changes less than 2 % elsewhere. Two rounds
-  earlier it gains 1 % less. After a CTA's last loads rather than its first it gains no more. With such zeros it gains
-  nothing that the key tiles of a head begin at evenly spread tiles of queries, but for 4 to 5 % at 64 where the last
-  key tile is not full.
+- Zeros of dq are written a round earlier (a round: the CTAs that the GPU runs at once), so that additions find them in
+  the L2 cache, if a CTA's share is small and heads go in groups. Compared with 44415a2, where the kernel before writes
+  them all, this gains 4 to 5 % at 128, but for full attention from 4k on, 2 to 3 % at 64 and 1k, and changes less than
+  2 % elsewhere. Two rounds earlier it gains 1 % less. After a CTA's last loads rather than its first it gains no more.
+  With such zeros it gains nothing that the key tiles of a head begin at evenly spread tiles of queries, but for 4 to
+  5 % at 64 where the last key tile is not full.
 - Lost: dq rounded by CTAs a round later, through shared memory and TMA, in place of the kernel after. The main kernel
   became slower by as much as this saves (1.003 times as fast as 44415a2 in geometric mean, the zeros alone 1.015).
 - dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in
@@ -90,13 +91,13 @@ class ForwardPlan:
     """How `forward_kernel` runs."""
 
     consumers: int  # warp groups that compute, 64 queries each
-    stages: int  # tiles of keys, and of values, in the ring
+    stages: int  # places in the ring, each for a tile of keys and one of values
     ping_pong: bool  # consumers take turns at the tensor cores, so that one's softmax runs under another's matmul
     named: bool  # stages are released through a named barrier: an mbarrier costs 128 threads a BAR.SYNC
     dynamic: bool  # the next tile comes from a counter, not from the CTA's number
-    l2_mib: int  # MiB of keys and values for heads worked on together; 0: one head after another
+    l2_mib: int  # MiB that the keys and values of heads worked on together may take; 0: one head after another
     tile_k: int = 128  # keys of a tile, a multiple of 64: a causal consumer masks only the first tile that it visits
-    ctas: int = 1  # on a processor at a time: 2, with half the registers each, begin scores after P V, not before
+    ctas: int = 1  # on an SM at a time. With 2, of half the registers, a step's scores begin after P V
     chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
 
 
@@ -105,26 +106,27 @@ class BackwardPlan:
     """How `backward_kernel` runs."""
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
-    l2_mib: int  # MiB that heads worked on together read and add to; 0: one head after another
+    l2_mib: int  # MiB that heads worked on together may read and add to; 0: one head after another
     wide: bool = False  # P stays float32 until dS is made
     late_dv: bool = False  # dV begins once dS is made, so that the exponentials may run beside what follows them
     by_query: bool = False  # dS is exchanged as rows of queries, which the matmul for dq reads untransposed
-    fma_exp: bool = False  # one exponential of eight by FMAs, beside those of the unit for them
-    peeled: bool = False  # causal tiles that need a mask have a loop of their own, but under a pattern
+    fma_exp: bool = False  # one of eight exponentials is made of FMAs, beside the unit that makes the others
+    peeled: bool = False  # causal tiles that need a mask have a loop of their own, except under a pattern
 
 
 ANY = 2**31  # keys: more than any case has
 
+# The plan of most short sequences at head_dim 64: two CTAs with tiles of 64 keys.
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
-# By head_dim: a pattern whose queries see at most so many keys each has a plan of its own, the one below.
+# By head_dim: a pattern whose queries see at most SHORT_SPAN keys each has the plan SHORT_SPAN_PLAN.
 SHORT_SPAN = {64: 2560, 128: 512}
 SHORT_SPAN_PLAN = {
     64: replace(SHORT_64, ping_pong=True, named=True, l2_mib=32, chained=False),
     128: ForwardPlan(2, 3, True, True, True, 32, tile_k=64),
 }
 
-# (head_dim, causal): (keys up to, plan), ...
+# By (head_dim, causal): (the most keys that the plan is for, plan), from the shortest sequences to the longest.
 FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (64, True): (
         (128, ForwardPlan(2, 3, True, True, False, 32, chained=True)),
@@ -154,7 +156,7 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
         (ANY, ForwardPlan(2, 2, False, True, False, 0)),
     ),
 }
-REORDERED = {"wide": True, "late_dv": True, "by_query": True}  # a step whose exponentials run beside what follows them
+REORDERED = {"wide": True, "late_dv": True, "by_query": True}  # exponentials run beside the work that follows them
 PEELED_64 = BackwardPlan(False, 11, **REORDERED, fma_exp=True, peeled=True)
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
     (64, True): ((1024, replace(PEELED_64, l2_mib=5)), (ANY, PEELED_64)),
