@@ -13,7 +13,7 @@ from lmsys import checkpointing, strict_json
 from lmsys.values import Count, Positive, choice, hold, one_of
 
 IGNORED = -100  # a target of this value has no loss, as in torch
-RESIDUALS = "wide", "narrow"
+RESIDUALS = "wide", "narrow"  # of `ModelConfig.residual`
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class ModelConfig(strict_json.Checked):
     attention          a row of `lmsys.attention.ATTENTION`
     checkpoint_blocks  activation checkpointing: what blocks keep for their backward. 0 or "none": all that it reads;
                        "matmuls", "attention": less, see `lmsys.checkpointing`; 1 or "whole": only their input; n:
-                       groups of n blocks keep only the group's input; "attention*12,matmuls*22": numbers of blocks, in
-                       order; "fit": training chooses what recomputes least and fits into the memory
+                       groups of n blocks keep only the group's input; "attention*12,matmuls*22": the first 12 blocks
+                       and the next 22; "fit": training chooses what recomputes least and fits into the memory
     residual           the dtype of the residual stream between blocks: "wide" is at least float32; "narrow" is that of
                        matmuls, under autocast half the bytes, and every block rounds the stream
     """
@@ -66,7 +66,7 @@ class ModelConfig(strict_json.Checked):
 
     @property
     def groups(self) -> list[checkpointing.Group]:
-        """The blocks by what they keep. ValueError for "fit"."""
+        """The groups of blocks that `checkpoint_blocks` describes, in order. ValueError for "fit"."""
         return checkpointing.groups_of(self.checkpoint_blocks, self.num_layers)
 
     @property
@@ -74,6 +74,7 @@ class ModelConfig(strict_json.Checked):
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
 
+# Named sizes: fields of a `ModelConfig`. Where vocab_size is left out, it has its default.
 SIZES: Mapping[str, Mapping[str, int]] = {
     name: dict(zip(("d_model", "d_ff", "num_layers", "num_heads", "vocab_size"), values, strict=False))
     for name, values in {

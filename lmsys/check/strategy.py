@@ -5,8 +5,8 @@ trials of `lmsys.extremes.strategy`. The ranks are processes with gloo on a CPU,
 
 The right gradient is the mean over ranks of each rank's gradient, as in DistributedDataParallel. With equal batches it
 is the gradient of the batch of all ranks; a rank with a smaller batch counts as much as the others. Every rank must end
-with the weights of that training, by `lmsys.testing.error_ratio`. Ranks begin with different weights, so that rank 0's
-have to be broadcast.
+with the weights of the one process, up to the error that `lmsys.testing.error_ratio` allows. Ranks begin with different
+weights, so that rank 0's have to be broadcast.
 
 A sharded optimizer is called as f(params, optimizer_cls, **kwargs), as in CS336, assignment 2. Ranks begin with equal
 weights; before each step every rank has the mean over ranks of the gradients, as after an all-reduce. Every rank must
@@ -26,10 +26,10 @@ from lmsys.extremes.strategy import OPTIMIZERS, Trial, trials
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
-WORLD_SIZE = 2
+WORLD_SIZE = 2  # ranks of a trial
 ORDER = "ranks do not call the same collectives in the same order"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # environment of ranks: otherwise a wait that times out prints four lines
-START_S, TRIAL_S = 120.0, 12.0  # timeouts: to start ranks and import what they need; for a training of milliseconds
+START_S, TRIAL_S = 120.0, 12.0  # timeouts: for ranks to start and import; for a trial, which takes milliseconds
 
 
 def questions(
@@ -79,6 +79,7 @@ class Ranks(AbstractContextManager["Ranks"]):
             return self._group.run(trained.train, entry, trial, next(self._numbers), {}, timeout_s=TRIAL_S)
         except WorkerError as error:
             first, *trace = str(error).strip().splitlines()
+            # The last text is the exception's own message if the trace has it, else the first line.
             texts = [
                 first,
                 *(
@@ -101,7 +102,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 
 def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
-    """The failure that caused the others; None if no rank failed. One that only reports a failed peer comes last."""
+    """The failure that caused the others; None if no rank failed. One that only reports another rank's comes last."""
     failures = (result.failure for result in results if result.failure is not None)
     return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 
@@ -112,7 +113,7 @@ def fault(
     results: Sequence[trained.Result],
     rules: strategy_mistakes.Rules = strategy_mistakes.rules,
 ) -> question.Fault | None:
-    """The fault of the ranks' results of a trial; None if they are right. `ask` runs shorter trials to explain it."""
+    """The fault of the ranks' results of a trial; None if they are right. `ask` runs shorter trials that explain it."""
     failure = blamed(results)
     if failure is not None and failure.kind == recorder.Mismatch.__name__:
         return question.Fault.explained(f"  {failure.text}, {failure.doing}", ORDER, None)
@@ -146,7 +147,7 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[strategy_mistakes.R
     steps  what ranks had before each step of a trial; the weights are those after the last step
     """
     last, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
-    means, world_size, given = last.means, trial.world_size, OPTIMIZERS[trial.optimizer]
+    means, world_size, options_given = last.means, trial.world_size, OPTIMIZERS[trial.optimizer]
     wrong_options: dict[str, dict[str, object]] = {
         "a group's own options are ignored: the first group's options are used": last.optimizer.param_groups[0],
         "a group's own options are ignored: the constructor's defaults are used": last.optimizer.defaults,
@@ -157,7 +158,7 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[strategy_mistakes.R
     changes = [
         (
             f"changes of {' and '.join(names)} in param_groups are not used",
-            last.after(means, {name: given[name] for name in names}),
+            last.after(means, {name: options_given[name] for name in names}),
         )
         for names in (CHANGED if trial.schedule and not is_first else ())
     ]
@@ -195,5 +196,5 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[strategy_mistakes.R
     return known + [("the update is applied twice", last.after(means, times=2))]
 
 
-# A question for each trial of a sharded optimizer, asked as those of `questions`.
+# As `questions`, for a sharded optimizer.
 optimizer_questions = partial(questions, trials=partial(trials, sharded=True), rules=optimizer_rules)
