@@ -63,8 +63,8 @@ def tasks(
 ) -> Iterator[Task]:
     """All tasks in float32, then in the narrow dtypes those in which a kernel may run other code.
 
-    Rarer tasks have odd lengths and are causal. But if the row does not pass the simple task with odd lengths, or the
-    one with a causal mask, they are asked without it, so that each tells something new.
+    Rarer tasks have odd lengths and are causal. But if the row fails the simple task with odd lengths, the rarer tasks
+    have other lengths, and if it fails the one with a causal mask, they have none: so each tells something new.
 
     device, capability  as in `AttentionCase`
     passes              runs a task: True if the row's results are right
@@ -102,12 +102,15 @@ def tasks(
         Task("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
     ]
     memory = [Task(about, replace(causal, batch=2), name, "strides") for name, (_, _, about) in MEMORY.items()]
+    # Asked twice: in the second call a row may use what it kept from the first.
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
     yield from rare + memory
     for dtype in DTYPES[1:]:
+        # One tile; several tiles, causal if the row can; the odd length, causal. Then grouped heads, rare[-2], and the
+        # layouts in memory.
         plain = [simple[0], simple[3 if masked else 2]] + simple[6:] * (length == ODD)
         for task in plain + [rare[-2]] + memory[2:]:
-            # A kernel that refuses grouped heads says nothing about dtypes, so that task keeps its aspect.
+            # A kernel that refuses grouped heads says nothing about dtypes, so the task with them keeps its aspect.
             yield replace(task, case=replace(task.case, dtype=dtype), aspect=task.aspect if task is rare[-2] else dtype)
 
 

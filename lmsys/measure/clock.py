@@ -115,7 +115,7 @@ class CudaClock:
         self._stream = current_stream()
         self._marks: dict[int, tuple[tuple[Any, ...], float]] = {}
         self._numbers = itertools.count()
-        self._is_bracketed = False
+        self._is_bracketed = False  # True: two short kernels stand around each call, for `spans_of` to find in a trace
         self.others: Callable[[], int | None] = nothing
         self.share_s, self.share_by, self._most_gap_s = 0.0, "not measured", float("inf")
         self.expect(nothing)

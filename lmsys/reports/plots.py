@@ -23,8 +23,9 @@ from lmsys.reports import cells, items, tables, views, words
 
 WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there
 INK = "#111827"
+# The style of the dotted line of a ceiling, as arguments of matplotlib.
 CEILING = {"color": INK, "linewidth": 1.0, "linestyle": (0, (1, 1.5)), "zorder": 1}
-RC = {
+RC = {  # matplotlib's settings, for all plots
     "font.family": "DejaVu Sans",  # comes with matplotlib: text is laid out alike on every machine
     "font.size": 10,
     "axes.spines.top": False,
@@ -54,7 +55,7 @@ FULL_COLOUR = 4.0  # the speedup, or its inverse, from which on a heat map's col
 ON_COLOUR = "#1f2937"  # text on a heat map's cells, which stay pale on a dark page
 LIFT = 0.25  # the share of white mixed into the colours of other rows on a dark page, so that a row keeps its hue
 MOST_DOTS = 40  # a line with more points has no markers
-APART = " Points of one place come from several runs: not comparable within a few per cent."
+APART = " Points of one place come from several runs: not comparable within a few per cent."  # ends a caption
 MOST_PLACES = 6  # the most labels of an x axis whose values are evenly spaced; fewer values have a label each
 
 

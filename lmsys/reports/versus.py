@@ -1,7 +1,8 @@
 """Three tables that are steps of layouts, listed in `steps.STEPS`: `rivals`, `means` and `same_bits`.
 
 They show strategies beside their rivals, geometric means of speedups, and which rows give the same bits again. Each is
-given a view and the layout's arguments, and returns a table, or None where there is nothing to show.
+given a view and the layout's arguments, and returns a table, or None where there is nothing to show. Of the arguments
+`word` ends the name of the table's file; `word` and `title` may have names of fields in braces (`words.filled`).
 """
 
 from collections.abc import Sequence
