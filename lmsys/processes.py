@@ -208,6 +208,7 @@ class Worker:
         self.close(GRACE_S if kind is None else 0.0)
 
     def _start(self) -> None:
+        """Starts the process, and a shell that ends it if this process ends first."""
         ours, theirs = socket.socketpair()
         self._line = Connection(ours.detach())
         path = [str(folder) for folder in (sys.path if self._path is None else self._path)]
@@ -221,7 +222,7 @@ class Worker:
                 env=self._environment,
                 cwd=self._folder,
             )
-        # A shell in the worker's process group: its standard input is closed when this process ends.
+        # The shell is in the worker's process group. It learns that this process ends from its closed standard input.
         self._watcher = subprocess.Popen(
             ["sh", "-c", WATCH.format(self._last_words)],
             stdin=subprocess.PIPE,

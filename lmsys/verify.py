@@ -289,6 +289,7 @@ def _differences(right: Mapping[str, Any], found: Mapping[str, Any], source: str
 
 
 def _same(one: Any, other: Any) -> bool:
+    """True if two values of a field are equal, numbers up to rounding."""
     if isinstance(one, float | int) and isinstance(other, float | int) and not isinstance(one, bool):
         try:
             return math.isclose(one, other, rel_tol=1e-9)  # Python computes the same from the same numbers, or nearly

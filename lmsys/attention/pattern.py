@@ -284,6 +284,7 @@ def checked_pattern(
 
 
 def _checked_window(window: Any, causal: bool) -> int | tuple[int, int]:
+    """The window; ValueError unless it is (left, right), or with `causal` a number."""
     if isinstance(window, tuple):
         if len(window) != 2:
             raise ValueError(
@@ -315,6 +316,7 @@ def _checked_offset(
 
 
 def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
+    """ValueError unless `documents` fit q and k: in type, lengths, batch entries and device."""
     if not isinstance(documents, Documents):
         raise ValueError(
             "documents must be lmsys.attention.Documents, made once, as by Documents(lengths, device);"

@@ -80,6 +80,7 @@ def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torc
 def _masks_of(
     documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
 ) -> Any:
+    """`Pattern.seen_and_blind` of these options. shape: (queries, keys, device)."""
     return Pattern(causal, window, offset, documents, prefix=prefix).seen_and_blind(*shape)
 
 
@@ -268,6 +269,7 @@ def _make_block_mask(
     keys: int,
     device: Any,
 ) -> BlockMask:
+    """FlexAttention's mask of these options of a pattern; `left` to `offset` as `_numbers` gives them."""
     # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
     batch = None if documents is None or documents.batch == 1 else documents.batch
     return create_block_mask(

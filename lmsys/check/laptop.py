@@ -152,7 +152,8 @@ def _mend_interpreter() -> None:
         return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
 
     def converted(x: Any) -> Any:
-        if not isinstance(x, bool):  # Triton's own function takes no bool
+        """`_implicit_cvt` of x, also for a bool."""
+        if not isinstance(x, bool):  # Triton's own function refuses a bool
             return convert(x)
         return language.tensor(interpreter.TensorHandle(np.array([x]), language.int1), language.int1)
 

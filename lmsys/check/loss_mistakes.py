@@ -209,11 +209,14 @@ IGNORED: dict[str, Formula] = {
 
 
 def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
+    """Mistakes in the sum of exponentials over the classes, of which there are `vocabulary`."""
+
     def padded(more: int, by: float = 0.0) -> Formula:
         """The loss with `more` classes appended, whose logits are `by`; a negative `more` drops the last classes."""
         return of_sum(lambda x: F.pad(x, (0, more), value=by).logsumexp(dim=-1))
 
     def repeated(times: int) -> Formula:
+        """The loss in which every class counts `times` times."""
         return lambda x, s: right(x, s) + math.log(times)
 
     return {
@@ -231,6 +234,7 @@ def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
 
 
 def _of_chunks(tokens: int) -> dict[str, Formula]:
+    """Mistakes of a mean loss that is computed chunk by chunk, for so many tokens."""
     sizes = {f"chunks of {size} tokens": size for size in CHUNKS if size < tokens}
     parts = {f"{parts} chunks": math.ceil(tokens / parts) for parts in (2, 4, 8)}
     sizes |= {words: size for words, size in parts.items() if size not in CHUNKS}

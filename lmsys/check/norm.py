@@ -293,6 +293,8 @@ def _dx_mistakes(centred: bool) -> dict[str, formulas.Gradients]:
     n, root = ("n = (x - mean) / sqrt(var + eps)", "root") if centred else ("n = x / rms", "rms")
 
     def with_dx(dx_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:
+        """The gradient of x by a function as in `dx`, below."""
+
         def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
             do, x = exact.grad_output, less(exact.inputs["x"])
             rstd = 1 / rms(x, exact.settings["eps"])

@@ -219,6 +219,7 @@ def weights_of(layer: int) -> dict[str, Tensor]:
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm of x."""
     return F.rms_norm(x, (M,), weight, eps=1e-5)
 
 

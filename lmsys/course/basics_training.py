@@ -62,6 +62,7 @@ def schedule() -> basics.Questions:
         return least + (1 + math.cos(math.pi * min(1.0, (it - begin) / (end - begin)))) / 2 * (most - least)
 
     def rates(of: Callable[[int], float]) -> Tensor:
+        """The learning rates of the first 25 iterations by the function `of`."""
         return torch.tensor([float(of(it)) for it in range(25)], dtype=torch.float64)
 
     mistakes = {
@@ -78,6 +79,7 @@ def schedule() -> basics.Questions:
 
 def batches() -> basics.Questions:
     def judge(data: Any) -> Fault | None:
+        """The fault of the adapter's batches from these tokens; None without one."""
         starts, last = set[int](), len(data) - 7 - 1  # the last start that has a target for each of its inputs
         for _ in range(200):
             x, y = checkout.adapter("run_get_batch")(data, 32, 7, "cpu")
@@ -103,6 +105,7 @@ def checkpoints() -> basics.Questions:
         return model, optimizer
 
     def judge(place: Any) -> Fault | None:
+        """The fault of a checkpoint that the adapters write to `place`, and read again into another model."""
         saved, others = trained(0.1), trained(0.2)
         checkout.adapter("run_save_checkpoint")(*saved, 3, place)
         if isinstance(place, io.BytesIO):
@@ -129,7 +132,7 @@ He'd never seen such a façade; the bear's bread was the best, better than the r
 Bread, bread, bread! The best bears eat the rest; the rest eat 24 or 25 breads, or the other bread.
 The café's façade: größer, größte, naïve; déjà vu, déjà lu. They thought that there'd be more of these {END}bears.
 """
-VOCABULARY = 320
+VOCABULARY = 320  # tokens: the 256 bytes, END, and what is merged
 
 
 def smallest(count: int, pair: naive.Pair) -> object:
@@ -139,6 +142,7 @@ def smallest(count: int, pair: naive.Pair) -> object:
 
 def bpe_training() -> basics.Questions:
     def counts_of(words: Sequence[str | bytes]) -> Mapping[bytes, int]:
+        """How often each pre-token occurs."""
         return Counter(word if isinstance(word, bytes) else word.encode() for word in words)
 
     kept, number = [word for word in naive.split(TEXT, [END]) if word != END], VOCABULARY - 256 - 1
@@ -155,6 +159,7 @@ def bpe_training() -> basics.Questions:
     }
 
     def judge() -> Fault | None:
+        """The fault of the vocabulary and merges that the adapter learns from TEXT."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "text.txt")
             file.write_text(TEXT, encoding="utf-8")
@@ -193,6 +198,7 @@ def bpe_encoding() -> basics.Questions:
     }
 
     def judge(given: str, special: list[str] | None, in_lines: bool = False) -> Fault | None:
+        """The fault of a text's tokens and of their decoding. in_lines: it is given line by line."""
         student = checkout.adapter("get_tokenizer")(dict(vocab), list(merges), special)
         ids = list(student.encode_iterable(given.splitlines(keepends=True)) if in_lines else student.encode(given))
         decoded = student.decode(ids)

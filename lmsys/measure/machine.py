@@ -151,6 +151,7 @@ def _cpu_name() -> str:
 
 
 def _triton_version() -> str | None:
+    """Triton's version; None where it is not installed."""
     try:
         import triton
     except ImportError:

@@ -40,6 +40,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
+    """The largest difference between finite elements of two tensors."""
     # In parts, whose copies in float64 need little memory.
     parts = zip(*(x.detach().reshape(-1).split(2**24) for x in (first, second)), strict=True)
     return max((x.double() - y.double()).abs().nan_to_num(0.0, posinf=0.0).max().item() for x, y in parts)

@@ -192,10 +192,12 @@ def nvml(ask: Callable[[Any], Any]) -> Any:
 
 
 def _scaled(unit: float, value: float | None) -> float | None:
+    """The value, counted in `unit`, as a number of the base unit; None stays None."""
     return None if value is None else unit * value
 
 
 def _whole(file: Path) -> int:
+    """The whole number that a file holds."""
     return int(file.read_text())
 
 
@@ -293,9 +295,11 @@ def _reasons(readings: Iterable[Reading]) -> set[int]:
 
 
 def _known(values: Iterable[Number | None]) -> list[Number]:
+    """The values that are not None."""
     return [value for value in values if value is not None]
 
 
 def _median(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are not None; None without any."""
     known = _known(values)
     return statistics.median(known) if known else None

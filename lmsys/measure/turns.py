@@ -89,15 +89,17 @@ class Turns:
         return self._heard
 
     def _leave(self) -> None:
+        """Tells the other side that this side takes no more turns, and waits until it leaves, too."""
         was_together, self.together = self.together, False
         self._send(LEAVES)
         if was_together:
-            self._wait()  # until the other side leaves, too
+            self._wait()
 
     def _send(self, word: Any) -> None:
         self._line.send_bytes(json.dumps(word).encode())
 
     def _wait(self) -> None:
+        """Waits for the other side's word, and notes it, or that the other side has left."""
         self._rest()
         self._heard = json.loads(self._line.recv_bytes())
         if self._heard == LEAVES:

@@ -76,6 +76,7 @@ def names_in(text: str) -> list[str]:
 
 @cache
 def _parsed(text: str) -> ast.expr:
+    """The syntax tree of an expression; InputError for a text that is none."""
     wanted = f"{shortly(text)} must be an expression of at most {MOST_CHARACTERS:,} characters"
     hold((len(text) <= MOST_CHARACTERS, wanted), error=load.InputError)
     try:

@@ -73,6 +73,7 @@ def hide_outside(x, others, first, length, HIDDEN: gl.constexpr):
 
 @gluon.constexpr_function
 def _hide_outside_asm(hidden):
+    """The PTX of `hide_outside`."""
     bits = {0.0: "0f00000000", float("-inf"): "0fFF800000"}[hidden]
     return f"""{{
         .reg .pred seen;
