@@ -96,10 +96,12 @@ def _tell(path: Path, recomputed: Recomputed, faults: Sequence[str]) -> int:
 
 
 def _wrong(count: int) -> str:
+    """A clause on how many things are wrong."""
     return f"{count} things are wrong" if count > 1 else "1 thing is wrong" if count else "nothing is wrong"
 
 
 def _say(text: str) -> None:
+    """Prints a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -30,7 +30,7 @@ from lmsys.measure import clock, host
 from lmsys.values import hold, one_of
 
 LINE = "line: "  # begins the names of the ranges that `_Lines` adds to a profiler's events
-TORCH = os.path.dirname(torch.__file__) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep  # torch's own folder
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def saved_bytes(forward: Callable[[], Any]) -> int:
     kept: list[Tensor] = []  # alive until the end, so that no address is given twice
 
     def pack(x: Tensor) -> Tensor:
+        """Notes the storage of a tensor that is saved for the backward."""
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         kept.append(x.detach())
         return kept[-1]
@@ -133,6 +134,7 @@ def first_steps(
     took: list[float] = []
 
     def first() -> None:
+        """The first step, with its time."""
         start = time.perf_counter()
         step()
         clock.synchronize(device)

@@ -24,10 +24,12 @@ def run_selectively(block: Any, level: str, x: torch.Tensor, *attend: Any) -> to
     attn, ffn = block.attn, block.ffn
 
     def up(x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(x after attention, whose result is `mixed`; the two inner tensors of the feed-forward)."""
         y = x + mixed
         return y, *ffn.up(block.ln2(y))
 
     def feed(x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """All of the block that comes after attention."""
         y, gate, value = up(x, mixed)
         return y + _up_to_matmuls(ffn.down, gate, value)
 

@@ -229,7 +229,7 @@ class _Backward:
         num_tiles = triton.cdiv(queries, self.block_q)
         # Of a key head: q and do (2 bytes a number each) and dq (4), or k, v, dk and dv (2 each), whichever are larger.
         bytes_per_head = 8 * max(queries * group, keys) * head_dim
-        down = causal and group > 1 and not (deterministic or bounded) and num_key_tiles <= MOST_DOWN
+        down = causal and group > 1 and not (deterministic or bounded) and num_key_tiles <= MOST_DOWN  # heads walk down
         waves, least = (DOWN_WAVES, DOWN_AT_ONCE) if down else (FEW_WAVES, 1)
         if deterministic:  # heads take turns: CTAs of one head that begin together would wait for one another
             at_once = heads_at_once(IN_ORDER_MIB[causal], bytes_per_head)
