@@ -101,6 +101,7 @@ def outcome_of(error: BaseException) -> Failure:
 
 
 def release_memory() -> None:
+    """Gives memory that nothing refers to back to the device."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -158,7 +159,7 @@ def interleave(
         order = _order(index, [name for name in taken.pending if index < rounds[name]], theirs)
         if not order:
             break
-        draw = turns.before(index, _ENTROPY.getrandbits(53))
+        draw = turns.before(index, _ENTROPY.getrandbits(53))  # the number that all inputs of the round are drawn from
         looks = index % distance == 0
         host_s = looks * look_cost.host_s + sum(costs[name].host_s for name in order)
         if turns.together:  # the device is idle; the first call after a wait is slower, so it is no sample
@@ -199,7 +200,7 @@ class _Taken:
         return costs
 
     def sample(self, name: str, draw: int, index: int) -> None:
-        """Takes one more sample of a row, unless it has failed."""
+        """Takes one more sample of a row, unless it has failed. draw, index: as in `_sample`."""
         if name not in self.pending or (sample := self._attempt(name, draw, index)) is None:
             return
         mark, place, kept = sample
@@ -309,6 +310,9 @@ def _again(step: Step, clock: Clock) -> Any:
 
 def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, int, Kept | None]:
     """(the clock's mark, the place of the call among the kept ones, what is kept of its result or None).
+
+    draw   the number from which the inputs are drawn
+    index  of the round; negative in calls that are never kept
 
     Whether a call is kept is drawn after the call, so that a row cannot find out while it runs. Calls of index 0 and
     more all have the same chance to be kept in the end, since a later one may take the place of an earlier one (Vitter,

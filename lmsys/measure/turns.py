@@ -24,7 +24,7 @@ from typing import Any
 
 from lmsys.measure.step import nothing
 
-LEAVES = "leaves"
+LEAVES = "leaves"  # the word that a side sends when it leaves a session
 
 
 class Turns:
@@ -106,4 +106,4 @@ class Turns:
             self.together, self._heard = False, None
 
 
-ALONE = Turns()
+ALONE = Turns()  # of a process without another side

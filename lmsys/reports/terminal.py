@@ -48,7 +48,7 @@ def lines(
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     """Yields the lines of a benchmark's table: of all comparisons if `every`, else of each setting's largest one."""
-    of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # axes in which the rows of one comparison may differ
+    of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # becomes all axes in which the rows of a comparison differ
     for part in view.groups(["comparison"]).values():
         of_rows.update(filter(part.varies, view.axes()))
     of_settings = [name for name in view.axes() if name not in of_rows]
