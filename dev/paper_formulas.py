@@ -23,7 +23,7 @@ from lmsys.values import one_of
 
 ELEMENT = 2  # bytes of an element
 FLOPS = {"forward": 6, "backward": 12}  # times B·D·F: three matmuls, and in the backward two for each
-WEIGHT_COLLECTIVES: dict[str, dict[str, tuple[str, ...]]] = {
+WEIGHT_COLLECTIVES: dict[str, dict[str, tuple[str, ...]]] = {  # of the three weights, by kind and direction
     "data": {"forward": (), "backward": ("all_reduce",)},
     "fsdp": {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")},
 }

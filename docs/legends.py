@@ -9,6 +9,8 @@ COLUMNS = re.compile(r"(\w[\w.*/]*(?:, \w[\w.*/]*)*) {2,}(?=\S)")
 
 
 class Legends(griffe.Extension):
+    """The extension of griffe, mkdocstrings' reader of sources, which mkdocs.yml names."""
+
     def on_instance(self, *, obj, **_):
         if obj.docstring:
             obj.docstring.value = listed(obj.docstring.value)

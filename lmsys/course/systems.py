@@ -103,6 +103,7 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
     step = optimizer.step
 
     def checked_step(*args: Any, **options: Any) -> Any:
+        """The optimizer's step, and then the check of how much state this rank keeps."""
         result = step(*args, **options)
         inner = [x for x in (optimizer, *vars(optimizer).values()) if isinstance(x, torch.optim.Optimizer)]
         kept = [item for x in inner for item in getattr(x, "state", {}).items()]  # a wrapper may have none
@@ -175,6 +176,7 @@ def train_on_rank(dtype: torch.dtype | None) -> State:
     assert share < MOST_HELD, f"nothing is sharded: a rank holds {share:.0%} of the parameters"
 
     def after(optimizer: Any) -> None:
+        """Calls the adapter that follows a backward, and asserts that gradients then fit their parameters."""
         checkout.adapter("fsdp_on_after_backward")(wrapped, optimizer)
         for name, p in wrapped.named_parameters():
             fits = p.grad is not None and (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype)

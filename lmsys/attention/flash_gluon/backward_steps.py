@@ -236,6 +236,7 @@ def walk_over(
                     WG, D, BLOCK_Q, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
                 )  # fmt: skip
             return state
+        # "down": the masked tiles are the lowest, so they come last.
         free_until = steps - gl.minimum(gl.maximum(masked.until - walk.low, 0) * walk.G, steps)
         state = _steps(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, 0, free_until, state,
