@@ -20,7 +20,7 @@ VERSION = "philox4x32-10/2"  # change it with any change of the values that are 
 STD = (4 * (256**2 - 1) / 12) ** 0.5  # standard deviation of the sum of four bytes
 STARTS = 2**16  # how many places of a stream a draw can begin at
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57  # these and the next are constants of Philox
-_WEYL = 0x9E3779B9, 0xBB67AE85
+_WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after each of Philox's 10 rounds
 _WORD = 0xFFFFFFFF  # the mask of a word's 32 bits
 _AT_ONCE = 2**22  # counters whose words are computed together, so that temporaries stay below 1 GiB
 _BLOCK, _BLOCKS = 2**16, 2**11  # values in a block of `part`, and blocks that it keeps: 256 MiB of bfloat16
@@ -47,6 +47,7 @@ def values(seed: int, first: int, count: int, device: str | torch.device = "cpu"
     """
 
     def nearly_normal(words: Tensor) -> Tensor:
+        """Values from words: the sum of four bytes, less its mean, and 13 bits for the rest of the mantissa."""
         total = sum((words >> shift & 255 for shift in (8, 16, 24)), words & 255)
         fraction = (words * _WEYL[0] & _WORD) >> 19
         return ((total - 510 << 13) + fraction - 2**12).float() * (2.0**-13 / STD)

@@ -233,6 +233,7 @@ class Worker:
         )
 
     def _write(self, message: bytes) -> None:
+        """Sends a message to the process."""
         with contextlib.suppress(OSError):  # the process has ended, which the next `receive` reports
             self._line.send_bytes(message)
 
@@ -273,6 +274,7 @@ def futures(
     idle = deque(workers)  # threads take from it and append to it at once; there are no more threads than workers
 
     def run(task: Any) -> Any:
+        """The result of a task, from an idle worker."""
         worker = idle.popleft()
         try:
             return worker.call(_apply, pickled, task, timeout_s=timeout_s)

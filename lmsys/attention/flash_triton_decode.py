@@ -328,7 +328,7 @@ def _can_chain(device: torch.device) -> bool:
     return arch_of(device) >= 90
 
 
-_kernels: dict[tuple[Any, ...], Any] = {}
+_kernels: dict[tuple[Any, ...], Any] = {}  # the compiled kernels, by the keys made below
 
 
 def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...], tile_d: int) -> Any:

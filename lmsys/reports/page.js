@@ -32,11 +32,13 @@ function go() {
   target?.scrollIntoView();
 }
 
+// The number that a text begins with; null if it begins with none.
 const numberOf = text => {
   const found = text.replaceAll(",", "").match(/^-?[\d.]+/);
   return found ? Number(found[0]) : null;
 };
 
+// Sorts a table by the column of a head: the largest first, and at the next click the smallest.
 function sort(head) {
   const table = head.closest("table"), at = head.cellIndex, down = head.ariaSort !== "descending";
   for (const one of head.parentElement.cells) one.ariaSort = "none";
@@ -53,6 +55,7 @@ function sort(head) {
 // The reader asks for rows by typing parts of their names into the field "only".
 const askedFor = () => document.getElementById("only").value.split(/[\s,]+/).filter(Boolean);
 const isAsked = (cell, asked) => asked.some(one => cell.textContent.includes(one));
+// A function of a cell: true if its text is the name of a row.
 const nameTest = () => {
   const names = new Set([...document.getElementById("rows").options].map(one => one.value));
   return cell => names.has(cell.textContent.replace(/:.*/, ""));
@@ -127,6 +130,7 @@ function withCommand(text) {
   return run && !text.endsWith(run.value) ? `${text}; made by: ${run.value}` : text;
 }
 
+// Prepares the tables of a part of the page that has come into view: their heads for clicks, widths and the filter.
 function prepare(part) {
   for (const scroll of part.querySelectorAll(".scroll")) widths.observe(scroll);
   for (const table of part.querySelectorAll("table:not(.facts)")) {
