@@ -38,7 +38,7 @@ __device__ inline void start_copy_8(void* to, const void* from, bool inside) {
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// c (16 x 8) += a (16 x 16) b (16 x 8)
+// c (16 x 8) += a (16 x 16) b (16 x 8). The first argument names the dtype of a and b.
 __device__ inline void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -117,7 +117,7 @@ float2 unpack(float, uint32_t);
 using T = ELEMENT;
 constexpr int D = HEAD_DIM;
 constexpr bool FLOAT32 = sizeof(T) == 4;
-constexpr int PER_CHUNK = 16 / sizeof(T);  // elements of 16 bytes, the unit of every move
+constexpr int PER_CHUNK = 16 / sizeof(T);  // elements of a chunk: 16 bytes, the unit of every move
 constexpr int CHUNKS = D / PER_CHUNK;      // of a row of D elements
 constexpr float INF = __builtin_inff();
 

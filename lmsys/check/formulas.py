@@ -323,6 +323,7 @@ def _alike(
 
 
 def _called(name: str) -> str:
+    """An output in words."""
     return "the result" if name == RESULT else f"the gradient of {name}"
 
 

@@ -38,7 +38,7 @@ NO_GPU = not torch.cuda.is_available()
 ON_A_LAPTOP = (
     "Without a GPU Triton's interpreter ran the kernels, and torch.compile compiled nothing: a GPU runs other code."
 )
-Answer = Mapping[str, Any]
+Answer = Mapping[str, Any]  # the verdict on a part and what explains it, as `--json` prints it: docs/course.md
 
 
 def main(arguments: list[str] | None = None) -> int:

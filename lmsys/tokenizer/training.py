@@ -140,6 +140,7 @@ class _Learner:
         return None
 
     def _entry(self, pair: str, count: int) -> tuple[int, tuple[str, str], str]:
+        """An entry of `queue`."""
         return -count, (self.order[pair[0]], self.order[pair[1]]), pair
 
     def _merge(self, pair: str) -> tuple[bytes, bytes]:
