@@ -59,7 +59,7 @@ struct Problem {
     int window; // where WINDOWED: at most `queries`
 };
 
-struct Owned {
+struct Owned { // `head` among the heads of all batch entries
     int head, tile;
 };
 
@@ -361,6 +361,7 @@ constexpr int DKDV_BYTES = STATS_BYTES + shared_bytes(2, DKDV.block_k, DKDV.bloc
 static_assert(FWD_BYTES <= SHARED_BYTES && DQ_BYTES <= SHARED_BYTES && DKDV_BYTES <= SHARED_BYTES);
 static_assert(!FLOAT32 || !(FWD.kept || DQ.kept || DKDV.kept), "fragments that are kept are of 16-bit elements");
 
+// Launches a kernel with a thread block of `warps` warps for each tile of each head, and `bytes` of shared memory.
 static cudaError_t launch(void (*kernel)(Problem), int heads, int tiles, int warps, int bytes, const Problem& p) {
     cudaError_t error = cudaSetDevice(p.device);
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -58,6 +58,7 @@ def right(inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def logits_of(inputs: Inputs) -> Tensor:
+    """The logits (N, V): an input, or made of the hidden states and the head's weight."""
     return inputs["logits"] if "logits" in inputs else F.linear(inputs["hidden"], inputs["weight"])
 
 
@@ -74,10 +75,12 @@ def plain(inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def options_of(settings: Settings) -> list[str]:
+    """The names of the options among the settings."""
     return [name for name in OPTIONS if name in settings]
 
 
 def counts(settings: Settings) -> Tensor:
+    """(N,): True for tokens that are not ignored."""
     return settings["targets"] != settings["ignore_index"]
 
 

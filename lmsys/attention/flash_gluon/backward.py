@@ -59,7 +59,7 @@ Work = namedtuple("Work", "batch first_bh walk")  # of a CTA: its batch entry, i
 def _await_free(step, FIRST: gl.constexpr):
     """Waits until both consumers have released the place of this step in the ring."""
     if step >= STAGES:
-        named_barrier("sync", FIRST + step % STAGES, 384)
+        named_barrier("sync", FIRST + step % STAGES, 384)  # the threads of the CTA's three warp groups
 
 
 @gluon.jit
@@ -315,6 +315,7 @@ def backward_kernel(
     order = Order(dq_semaphore, n, num_key_tiles, ends, Q if BOUNDED else None)
     clearing = Clearing(dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096))
     work = Work(batch, bh, walk)
+    # The lists at the end: warps of each consumer, and registers of their threads.
     gl.warp_specialize([
             (_producer, (
                 q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q, CAUSAL,

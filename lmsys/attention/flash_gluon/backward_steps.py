@@ -75,8 +75,8 @@ def _step(
     """(dk, dv, lse) after tile m of query head bh: sums of dk / sm_scale and of dv, (64, D), of this consumer's keys.
 
     With PREFETCH `lse` is the log-sum-exp of the next tile, loaded a step ahead. `n` is the CTA's key tile.
-    k, v: the keys of this consumer; all_k: those of both; dss: two places for dS (keys, queries) in shared memory, used
-    in turn; ring, masked: `Ring`, `Masked`.
+    k, v: keys and values of this consumer; all_k: the keys of both; dss: two places in shared memory, used in turn, for
+    dS of both: (keys, queries), BY_QUERY (queries, keys); ring, masked: `Ring`, `Masked`.
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
