@@ -24,10 +24,10 @@ nox.options.sessions = ["lint", "tests", "bench"]
 nox.options.default_venv_backend = "virtualenv"  # pip and its settings, also where uv is at hand
 nox.options.reuse_venv = "yes"
 
-TORCH = "torch==2.13.0"
+TORCH = "torch==2.13.0"  # the version that sessions install
 TRITON = "triton==3.6.0"  # installed where torch is built for CPUs and brings none: its interpreter runs the kernels
 TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # all known
-SITE = Path("reports/site")
+SITE = Path("reports/site")  # where the session `report` builds its page
 WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # processes that run tests: one may wait while others compute
 NOTHING_TO_BUILD = 3  # exit code of flash_cuda's build without a compiler: its row then says why, others are tested
 PROJECT = nox.project.load_toml("pyproject.toml")

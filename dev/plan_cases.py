@@ -19,7 +19,7 @@ from lmsys.attention.flash_gluon.plans import REORDERED, BackwardPlan, ForwardPl
 from lmsys.bench import Case, Record
 
 WIDTH = 2048  # heads x head_dim
-PLANNED, CANDIDATES = "planned", "candidates"
+PLANNED, CANDIDATES = "planned", "candidates"  # values of the axis `plan`, beside the plans themselves
 PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
 PLANS: Mapping[str, Any] = {"fwd": (ForwardPlan, plans.forward_plan), "bwd": (BackwardPlan, plans.backward_plan)}
 Plan = ForwardPlan | BackwardPlan

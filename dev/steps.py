@@ -23,7 +23,7 @@ from lmsys.bench import Grid, Settings
 from lmsys.bench.fields import filled, given_axes
 from lmsys.bench.ranks import Ranks
 
-DEFAULTS = Grid(
+DEFAULTS = Grid(  # values of axes whose options are not given
     "step", size=("tiny",), context=(32,), batch=(2,), precision=("fp32",), strategy=("naive",), world_size=(0,)
 )
 

@@ -22,13 +22,14 @@ from lmsys.registry import Entry
 
 GPUS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: Ampere, Hopper, Blackwell
 ANOTHER_GPU = "this GPU has"  # a reason with these words does not hold on another kind of GPU
-CUDA_TORCH = "python -m pip install --force-reinstall torch, on Linux"
+CUDA_TORCH = "python -m pip install --force-reinstall torch, on Linux"  # advice
 USES: dict[str, dict[str, Any]] = {  # uses for which the choice of impl="auto" is shown: changes of a training's case
     "training": {},
     "inference": {"grad": False},
     "training in windows": {"window": 64},
     "decoding": {"grad": False, "queries": 1, "offset": 127},
 }
+# Facts of the machine that are shown.
 FACTS = ("name", "cores", "memory_bytes", "gpu_count", "capability", "driver", "cuda", "python", "torch", "triton")
 
 

@@ -15,10 +15,11 @@ from lmsys import commands, files, values
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.record import load
 
-SHAPE = "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
-OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"
+SHAPE = "batch", "heads", "kv_heads", "queries", "keys", "head_dim"  # fields of a case that make its shape
+OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
 # By training: tuples of directions whose times are added up. The last tuple that was measured counts.
 USES = {False: (("fwd",),), True: (("fwdbwd",), ("fwd", "bwd"))}
+# The module that is written.
 MODULE = '''"""The attention rows that were fastest in a run of lmsys bench; `lmsys pick` has written this file.
 
     from lmsys.attention import attention

@@ -65,7 +65,7 @@ from lmsys.attention.pattern import PLAIN, Pattern
 
 MAX_SCORES = 2**31  # above it, a seeded sample of heads is checked
 MAX_ELEMENTS = 2**27  # elements of q or k in the sample: 1 GiB for each float64 tensor of the reference
-CURVE_STEPS = 100
+CURVE_STEPS = 100  # of a training, from the first on: the losses that are compared
 CURVE_BUDGET = {"float32": 1e-3, "bfloat16": 0.03}  # nats
 NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
 MEMORY = {  # layouts of inputs in memory: (layout of `_laid_out`, names of the tensors that have it, description)

@@ -31,7 +31,7 @@ LOOK_S = 1.0  # between two looks at /proc
 STOPPED_S = 15.0  # how long a rank may be stopped; $LMSYS_STOPPED_S overrides it
 GRACE_S = 10.0  # for ranks to end when another has died
 SAVE_S = 25.0  # for a rank to save and end when its agent is gone; torchrun itself gives 30
-PACKAGES = Path(__file__).parents[1]
+PACKAGES = Path(__file__).parents[1]  # the folder that lmsys is imported from
 # Exit statuses, as of waitpid(2), of a rank that was done or that obeyed when it was told to end.
 TOLD_TO_END = (0, signal.SIGTERM, (128 + signal.SIGTERM) << 8, (128 + signal.SIGINT) << 8)
 SAID = b"said"  # the message to the watchdog of a rank that has reported its own failure, see `said`

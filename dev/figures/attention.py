@@ -14,7 +14,7 @@ from lmsys.attention import ATTENTION
 README, RESULTS = "README.md", "docs/results.md"
 RUN = "attention-bf16", H200  # name and machine of the run that sampled all rows of these tables together
 BEST = "flash_attn_4", "sdpa_cudnn"  # in each shape the fastest peer is one of these
-WAYS = {"forward": "fwd", "backward": "bwd"}
+WAYS = {"forward": "fwd", "backward": "bwd"}  # by word of the tables: the direction of the records
 PATTERNS = {  # by line of the table: the run, its section and head dimensions
     "documents": ("documents-and-windows", "documents", (64, 128)),
     "windows, D 64": ("documents-and-windows", "window", (64,)),

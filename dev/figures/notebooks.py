@@ -17,7 +17,7 @@ from dev.figures.runs import H100, H200, Record, bounds, grouped, mean, path_of,
 from dev.plan_cases import name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BackwardPlan
 
-GLUON, TRITON = "docs/flash_gluon.md", "docs/flash_triton.md"
+GLUON, TRITON = "docs/flash_gluon.md", "docs/flash_triton.md"  # pages
 ORDER = "wide+late_dv+by_query+fma_exp+peeled"  # the fields that all plans of `_short_plans` but one have
 SHORT_PLANS = {  # by line of the table of `_short_plans`: the plan, or the row of a peer
     "5 MiB of heads": f"l2_mib5+{ORDER}",
@@ -31,7 +31,7 @@ FORMS = {  # by line of the table: a form of the loop in flash_triton's forward,
     "the next tile's scores ahead of this tile's softmax": "ahead",
     "the products with values a tile behind": "behind",
 }
-EMULATED_FORMS = (
+EMULATED_FORMS = (  # forms of the forward in the runs of `_emulation`, lines of their table
     "mask under a branch",
     "mask always, sums by columns",
     "mask added",

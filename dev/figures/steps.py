@@ -15,7 +15,7 @@ from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import attention_flops, block_matrices
 
 RESULTS = "docs/results.md"
-SIZES = "small", "medium", "xl"
+SIZES = "small", "medium", "xl"  # lines of the table of gradients' errors
 # Names of published tables; {} is the number of GPUs.
 BESIDE_LLAMA = f"{H200}-model-peers-step-beside-llama"
 PEERS = "{}-nvidia-h200-data-parallel-sizes-peers"

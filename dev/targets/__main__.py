@@ -25,7 +25,8 @@ from dev.targets.answers import Answer, answers_on, load
 from lmsys import values
 
 SCHEMA = 1  # the version of the JSON lines: docs/targets.md
-USAGE = 2
+USAGE = 2  # exit code
+# Options of the compiler, as the table names them.
 NAMES = {"num_warps": "warps", "num_stages": "stages", "num_ctas": "CTAs"}
 NUMBERS = "registers", "spills", "tensor cores", "copies", "blocks"  # columns, named after fields of an `Answer`
 HEAD = "card", "kernel", "fits", "shared KiB", *NUMBERS

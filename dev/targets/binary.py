@@ -12,7 +12,7 @@ from typing import Any
 
 import triton
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # NVIDIA's tools that come with Triton
 # DOT is a regular expression of a matmul in Triton's intermediate language, SPILLS are mnemonics. NVIDIA and AMD have
 # regular expressions of mnemonics, by the field that they count for.
 DOT = r"\b(?:tt\.dot|tt\.dot_scaled|ttng\.warp_group_dot|ttng\.tc_gen5_mma\w*)\b"

@@ -25,6 +25,7 @@ from lmsys.values import finite, hold
 
 FEW_QUERIES = 16  # with at most this many queries (decoding), tiles of queries alone do not fill a GPU
 FLOAT32_MAX = torch.finfo(torch.float32).max
+# By name in a case.
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

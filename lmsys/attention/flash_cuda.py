@@ -30,12 +30,12 @@ from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.files import cache_folder, check_private
 
 SOURCE = Path(__file__).with_name("flash_cuda.cu")
-FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
-ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")  # of nvcc
+ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}  # types of CUDA C++
 HEAD_DIMS = (32, 64, 128)
 OLDEST = {torch.float32: (7, 5), torch.float16: (7, 5), torch.bfloat16: (8, 0)}  # the first compute capability of each
 NO_NVCC = "it is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"
-TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")  # fields of `_Problem` that are a `_View`
 
 
 class Tile(NamedTuple):

@@ -49,6 +49,7 @@ KERNELS = {
     "dq": (flash_triton_kernels._dq_kernel, ["q", "k", "k", "q", "q", "q"]),
     "dkdv": (flash_triton_kernels._dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
 }
+# By pass: the kernel of its second launch.
 AGAIN = {"dq": flash_triton_kernels._dq_again_kernel, "dkdv": flash_triton_kernels._dkdv_again_kernel}
 MAX_LAUNCHES = 4096  # the most that are kept; each has about 1 KiB
 # Arguments for a pattern, in the kernels' order; only `_dq_kernel` has dlse_ptr. Without a pattern all are None.

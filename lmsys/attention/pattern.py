@@ -22,7 +22,7 @@ NO_CAP = 2.0**40  # a softcap of this size or more changes scores below 2**28 by
 TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"  # forms of two options that few rows know
 # Options under which a query still sees one interval of keys. (A softcap hides nothing.)
 INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
-OPTIONS = (
+OPTIONS = (  # fields of `Pattern` beside `causal`, parameters of `attention`
     "window",
     "offset",
     "documents",
@@ -224,7 +224,7 @@ def _bounds_of(
     return bounds
 
 
-PLAIN = {causal: Pattern(causal) for causal in (False, True)}
+PLAIN = {causal: Pattern(causal) for causal in (False, True)}  # by `causal`: the pattern without options
 
 
 def checked_pattern(

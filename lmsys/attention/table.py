@@ -13,8 +13,8 @@ from lmsys.attention.auto import fastest_first
 from lmsys.registry import Entry, Table
 from lmsys.traits import AttentionTraits
 
-INTERVALS = "lmsys.attention.pattern:intervals"
-BOOLEAN = "lmsys.attention.peers:boolean_mask"
+INTERVALS = "lmsys.attention.pattern:intervals"  # what a row makes of a pattern before it runs: the trait `mask`
+BOOLEAN = "lmsys.attention.peers:boolean_mask"  # the same for rows of SDPA
 
 
 def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str | None = "", **traits: Any) -> Entry:

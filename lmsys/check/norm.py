@@ -26,7 +26,7 @@ ROLES: signature.Roles = {
     "eps": ("eps", "epsilon", "variance_epsilon", "norm_eps"),
     "shape": ("normalized_shape",),
 }
-BUILT: signature.Roles = {
+BUILT: signature.Roles = {  # as ROLES, of a class's constructor
     "width": ("dim", "d_model", "hidden_size", "width", "n_embd", "features", "d", "normalized_shape", "ndim"),
     "eps": ROLES["eps"],
 }
@@ -43,7 +43,7 @@ CASES: tuple[formulas.Case, ...] = (
     + formulas.in_narrow_dtypes("an odd width", ODD)
     + formulas.on_extreme_inputs(ROWS, ODD)
 )
-EXTREME = ROWS | {"rows with a large mean": large_mean}
+EXTREME = ROWS | {"rows with a large mean": large_mean}  # by kind of extreme rows: the function that writes them
 
 
 def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
@@ -109,7 +109,7 @@ def _problem(case: formulas.Case, options: question.Options, with_bias: bool) ->
     )
 
 
-BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
+BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)  # rows that a kernel may take at a time
 USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)  # values that an implementation may have built in
 Divisor = Callable[[Tensor, float], Tensor]  # (x, eps) -> what x is divided by
 
@@ -161,6 +161,7 @@ def less_mean(x: Tensor, centred: bool) -> Tensor:
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
+    """The root of the mean square, the divisor of RMSNorm."""
     return (mean_of(x * x) + eps).sqrt()
 
 

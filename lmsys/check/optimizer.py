@@ -233,7 +233,7 @@ Changes = dict[str, dict[str, Any]]  # by mistake in words: the fields of a rule
 DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": optimizer_formula.Adam.taken}
 IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": optimizer_formula.Sgd.taken}}
 
-MOMENTS: Changes = {
+MOMENTS: Changes = {  # mistakes of AdamW and Adam, as changes of the rule
     "bias correction is forgotten: m / (1 - beta1 ** t), v / (1 - beta2 ** t)": {
         "corrections": lambda c1, c2: (1.0, 1.0)
     },
@@ -263,7 +263,7 @@ MOMENTS: Changes = {
     "moments are kept in float16": {"keep": lambda moment: moment.half().double()},
     "moments are kept in bfloat16": {"keep": lambda moment: moment.bfloat16().double()},
 }
-RULES: Mapping[str, Changes] = {
+RULES: Mapping[str, Changes] = {  # mistakes by algorithm, as changes of the rule
     "AdamW": IGNORED
     | {
         "weight decay is coupled: it is added to the gradient, as in Adam, not taken from the weights": {
@@ -304,7 +304,7 @@ RULES: Mapping[str, Changes] = {
     },
 }
 
-COUNTING: Changes = {
+COUNTING: Changes = {  # mistakes in the number of steps, t
     "steps are not counted: bias correction stays at t = 1": {"count": lambda steps, calls, of_all: 1},
     "each step is counted twice: t grows by 2": {"count": lambda steps, calls, of_all: 2 * steps},
     "steps are counted from 2: bias correction uses t + 1": {"count": lambda steps, calls, of_all: steps + 1},
@@ -313,7 +313,7 @@ COUNTING: Changes = {
         "count": lambda steps, calls, of_all: calls,
     },
 }
-KEEPING: Changes = {
+KEEPING: Changes = {  # mistakes in settings and state, of every algorithm
     "the sign is wrong: weights move along the gradient, not against it": {
         "setting": lambda all, step, group: all[step][group] | {"lr": -all[step][group]["lr"]}
     },
@@ -347,7 +347,7 @@ KEEPING_OF_ADAM: Changes = {
         "restores": lambda loaded, made: loaded | {"corrected_by": made["betas"]},
     },
 }
-KEEPINGS: Mapping[str, Changes] = {
+KEEPINGS: Mapping[str, Changes] = {  # mistakes by algorithm, as changes of the `Formula`
     "AdamW": COUNTING
     | {"weight decay is applied to parameters whose grad is None; they must be skipped": {"without_gradient": "decay"}}
     | KEEPING

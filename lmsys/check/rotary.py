@@ -27,7 +27,7 @@ ROLES: signature.Roles = {
     "sin": ("sin",),
     "theta": ("theta", "base", "rope_theta"),
 }
-BUILT: signature.Roles = {
+BUILT: signature.Roles = {  # as ROLES, of a class's constructor
     "theta": ROLES["theta"],
     "head_dim": ("head_dim", "d_k", "dim", "d_head", "rotary_dim"),
     "length": ("max_seq_len", "context_length", "max_position_embeddings", "max_len", "seq_len"),
@@ -125,7 +125,7 @@ def _problem(case: formulas.Case, options: question.Options, pairs: str) -> form
     )
 
 
-NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"
+NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"  # the pairs of channels that turn together
 THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)  # those that an implementation may have built in
 
 
@@ -206,7 +206,7 @@ def _turning(times: float) -> formulas.Gradients:
     }
 
 
-BACKWARDS = {
+BACKWARDS = {  # mistakes in the backward
     "the backward turns the same way as the forward; it must turn back": _turning(1.0),
     "the backward does not turn": _turning(0.0),
 }
@@ -228,7 +228,7 @@ def _with(name: str, other: Any) -> formulas.Formula:
     return by(lambda x, s: angles_of(x, {**s, name: other(s[name]) if callable(other) else other}))
 
 
-ANGLES: dict[str, formulas.Formula] = {
+ANGLES: dict[str, formulas.Formula] = {  # mistakes in the angles
     "positions are ignored: 0, 1, 2, ... is used, or the table of an earlier call": (
         _with("positions", lambda p: torch.arange(len(p), device=p.device))
     ),

@@ -27,7 +27,7 @@ from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
 WORLD_SIZE = 2  # ranks of a trial
-ORDER = "ranks do not call the same collectives in the same order"
+ORDER = "ranks do not call the same collectives in the same order"  # a mistake, in words
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # environment of ranks: otherwise a wait that times out prints four lines
 START_S, TRIAL_S = 120.0, 12.0  # timeouts: for ranks to start and import; for a trial, which takes milliseconds
 

@@ -94,6 +94,7 @@ def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(both[..., ::2]) * both[..., 1::2]
 
 
+# Mistakes in silu(gate) · up: (gate, up) -> the mistaken product.
 ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gate and up are exchanged: silu(up) · gate": lambda a, b: F.silu(b) * a,
     "silu is taken of the product: silu(gate · up)": lambda a, b: F.silu(a * b),

@@ -156,7 +156,7 @@ def attention() -> Questions:
     yield asked("no mask", partial(run, q, k, v), attended(q, k, v), beyond=True)
 
 
-CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()  # True where a query sees a key
 
 
 def projections(about: str) -> list[Tensor]:
@@ -205,8 +205,8 @@ def multihead_with_rope() -> Questions:
     yield asked("no positions given", call, expected, beyond=True)
 
 
-PROJECTIONS = "q_proj", "k_proj", "v_proj", "output_proj"
-SHAPES = {"w1": (FF, M), "w2": (M, FF), "w3": (FF, M)}
+PROJECTIONS = "q_proj", "k_proj", "v_proj", "output_proj"  # the course's names of attention's weights
+SHAPES = {"w1": (FF, M), "w2": (M, FF), "w3": (FF, M)}  # of the feed-forward's weights
 
 
 def weights_of(layer: int) -> dict[str, Tensor]:

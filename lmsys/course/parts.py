@@ -25,6 +25,7 @@ from lmsys.registry import Entry
 from lmsys.testing import Inputs
 
 BEYOND_S = 20.0  # seconds of a part, after which nothing is asked that goes beyond the handout
+# Verdicts.
 RIGHT, WRONG, REFUSED, NOT_WRITTEN, NOT_JUDGED = "right", "wrong", "refused", "not written", "not judged"
 INSTALLED_AS = {  # by the name of a module, the package that pip installs
     "yaml": "PyYAML",
@@ -186,6 +187,7 @@ PARTS: dict[str, Part] = {
 }
 
 
+# Adapters without kernels of their own: the worker that asked them is used again.
 IN_ONE_PROCESS = {part.adapter for part in PARTS.values() if "run_" in part.adapter} | {
     "get_tokenizer",
     "get_adamw_cls",

@@ -35,6 +35,7 @@ EVERY_ID, EVERY_GATE = 193, 61
 # A token with an ordinary embedding, which must be the first of a sequence: it sees no other token. A row of zeros
 # there would stay zero through all blocks, and each norm would multiply its gradient by 1 / sqrt(eps).
 FIRST_ID = 0
+# A name of a parameter, and the ends of the names of two parameters of each block.
 EMBEDDINGS, GATES_OF, VALUES_OF = "token_embeddings.weight", "ffn.w1.weight", "ffn.w3.weight"
 
 
@@ -61,11 +62,12 @@ def saturated(x: Tensor) -> None:
     x[..., 1::2].neg_()
 
 
-ROWS: dict[str, Callable[[Tensor], object]] = {
+ROWS: dict[str, Callable[[Tensor], object]] = {  # by kind of extreme rows: what writes them into x (N, M), in place
     "rows of zeros": Tensor.zero_,
     "huge rows": huge,
     "rows with an outlier channel": outlier,
 }
+# By kind of extreme gates: what writes them into x (N, F), in place.
 GATES: dict[str, Callable[[Tensor], object]] = {"saturated gates": saturated, "gates of zero": Tensor.zero_}
 
 

@@ -73,7 +73,7 @@ class Trial:
         return FEW if self.uneven and rank == self.world_size - 1 else EXAMPLES
 
 
-TRIALS = (
+TRIALS = (  # of strategies
     Trial("one step", steps=1),
     Trial("several steps", steps=3),
     Trial("small buckets", small_buckets=True),
@@ -171,13 +171,13 @@ def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:
     return draws.whole_numbers(key, 0, count * SEQUENCE, VOCABULARY).view(count, SEQUENCE)
 
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {  # by name: the options that it is built with
     "SGD": {"lr": 0.25, "momentum": 0.5},
     "AdamW": {"lr": 0.05, "eps": 1e-2, "weight_decay": 0.1},
 }
 SECOND: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0}  # options of the second param group
 SLOWER = 0.5  # the factor by which a schedule multiplies options after each step
-OPTIMIZER_TRIALS = (
+OPTIMIZER_TRIALS = (  # of sharded optimizers
     Trial("SGD with momentum, one step", steps=1),
     Trial("SGD with momentum", steps=3),
     Trial("AdamW", steps=3, optimizer="AdamW"),

@@ -30,7 +30,7 @@ FARTHEST_ROWS = 2**23  # a row stride in elements: 256 rows, the most of a tile,
 MAX_DESCRIPTORS = 8192  # kept at a time, about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # by address, geometry and way of encoding
-INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = triton.knobs.runtime.interpret  # True: kernels run in Triton's interpreter
 if INTERPRETED:
     from lmsys.kernels import interpreter
 
@@ -231,7 +231,7 @@ def _describe(x: Tensor, block: list[int] | None) -> Any:
     return descriptor
 
 
-DIRECT = is_known() and torch.version.hip is None and not INTERPRETED
+DIRECT = is_known() and torch.version.hip is None and not INTERPRETED  # True: `Kernel` is `DirectKernel`
 Kernel = DirectKernel if DIRECT else PublicKernel
 
 _kernels: dict[tuple[Any, ...], Any] = {}  # those of `launch`, by its `key`

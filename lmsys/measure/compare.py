@@ -30,7 +30,7 @@ from lmsys.measure.step import Failure, Kept, Step, nothing
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
 
-MAX_ROUNDS = 200
+MAX_ROUNDS = 200  # of a sampling, unless `min_rounds` is more
 MOST_LOOKS = 20  # about how often the sensors are read during one sampling
 MOST_OF_EXPECTED = 2.0  # sampling ends after this many times the expected wall time: the machine has become busy
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call

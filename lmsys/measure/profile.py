@@ -341,7 +341,7 @@ def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) 
     return [Allocation(key[0], count[key], at_peak[key], *key[1:]) for key in sorted(count, reverse=True)[:top]]
 
 
-PROFILED_STEPS = 3
+PROFILED_STEPS = 3  # of `communication_of`
 WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
 Intervals = list[tuple[float, float]]
 

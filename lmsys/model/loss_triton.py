@@ -20,7 +20,7 @@ from lmsys.measure.profile import register_kernels
 from lmsys.model.loss import LossOptions
 
 TILE = 2**14  # the most logits of a tile
-SMALLEST_TILE = 2**9
+SMALLEST_TILE = 2**9  # the fewest logits of a tile
 HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread, where a row is read once; where it is twice
 # Registers of a thread of a row read once. The compiler would take up to 128, and half as many rows would run at once.
 # Rows of 16,384 take 0.73 of the time on one H200, although some registers spill; rows of 10,000 take 0.79, without.

@@ -23,13 +23,13 @@ from lmsys.commands import parser as command_parser
 from lmsys.reports import against, answers, items, layout, load, page, views
 from lmsys.values import choice, finite, hold
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {  # of argparse
     "results": {"nargs": "*", "type": Path, "metavar": "RESULT.json", "help": "result files, reported as one"},
     "-o --output": {"type": Path, "metavar": "DIR", "help": "default: %(default)s"},
     "--baseline": {"metavar": "NAME", "help": "the row that speeds are relative to (default: as its table says)"},
     "--single-file": {"action": "store_true", "help": "the page holds its plots: one file to send"},
 }
-OF_TWO_RUNS: dict[str, dict[str, Any]] = {
+OF_TWO_RUNS: dict[str, dict[str, Any]] = {  # options of argparse with which a run is compared with an earlier one
     "--before": {"type": Path, "metavar": "OLD.json", "help": "the run before: which cases became slower?"},
     "--margin": {
         "type": float,

@@ -26,12 +26,13 @@ ABOUT = (
     " shape that took it longest. Point at a figure, or click on it: it names the rows,"
     f" and says in how many shapes no other row was more than {verdict.NEAR_TEXT} faster."
 )
+# A footnote, as RIVALS and UNSTEADY are.
 DISTURBED = "Cases that were disturbed decide nothing here, because others were not."
 RIVALS = "In another run, which took no turns with this one, these took less time: {}."
 UNSTEADY = (
     f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {cells.STEADY:.0%} of the median."
 )
-WAYS = {
+WAYS = {  # how a model's steps ran, for the caption
     "compiled": "by torch.compile",
     "graphed": "compiled, and replayed as one CUDA graph",
     "fused": "by kernels of lmsys in place of a compiler, and replayed",
@@ -58,7 +59,7 @@ KEYS = {  # fields that say what a training step was, and the heads of their col
     "residual": "residual",
 }
 PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}  # where a case lacks the field
-SHARES = {
+SHARES = {  # fields of a step that are shares of a rate, and the heads of their columns
     "mfu": "MFU",
     "matmul_ceiling_fraction": "Short ceiling",
     "sustained_ceiling_fraction": "Sustained ceiling",

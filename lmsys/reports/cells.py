@@ -113,6 +113,7 @@ def mean_text(values: Iterable[float | None]) -> str:
     return f"{words.number(mean)} ({count})" if count else ""
 
 
+# By share: what it is a share of.
 CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
 RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}  # {rate: share of a ceiling}
 NOT_RUN = "–"  # the text of a cell whose case was not run
@@ -121,7 +122,7 @@ SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 SUPERSCRIPT = str.maketrans("0123456789", SUPERSCRIPTS)
 STEADY = 0.2  # the largest spread of the samples of a steady case, as a share of the median
 UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
-SAME_BITS = {None: "", True: "the same bits each time", False: "bits vary"}
+SAME_BITS = {None: "", True: "the same bits each time", False: "bits vary"}  # of repeated calls
 
 STATE = (  # of the machine while a case was sampled: field, label, unit
     ("sm_clock_mhz", "SM clock", "MHz"),

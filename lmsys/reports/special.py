@@ -17,9 +17,9 @@ from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import cells, items, load, plots, steps, tables, views, words
 
-WAYS = ("precision", "compile", "checkpoint", "residual", "impl")
+WAYS = ("precision", "compile", "checkpoint", "residual", "impl")  # fields that say how a model ran
 PLAIN = {"checkpoint": "none", "residual": "wide"}  # values that file names leave out where nothing else was run
-VERDICTS = {True: "fits", False: "too large"}
+VERDICTS = {True: "fits", False: "too large"}  # on a step's memory
 GIB = 2**30
 PHASES = {"forward": "#2563eb", "backward": "#dc2626", "optimizer": "#16a34a"}  # colours in `memory_timeline`
 HELD = "#9ca3af"  # the colour there of memory that was held before the call

@@ -12,8 +12,8 @@ from typing import Any
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, expressions, items, load, views, words
 
-ENDINGS = ["timed", "verified, untimed"] + list(words.MEANINGS.values())
-LEFT_OUT = "Left out, as no case of it could run"
+ENDINGS = ["timed", "verified, untimed"] + list(words.MEANINGS.values())  # how a case may end, in words
+LEFT_OUT = "Left out, as no case of it could run"  # begins a note
 Place = tuple[int, int]  # a cell's line and column
 SPREAD = ["mean_s", "std_s", "p20_s", "p80_s", "rounds"]  # fields that a CSV has beside the time
 Line = Sequence[fields.Record | None]  # the cases in the cells of a line; None for one that was not run

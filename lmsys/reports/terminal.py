@@ -14,6 +14,7 @@ from lmsys.reports import cells, load, tables, views, words
 
 MOST = 20  # the most lines of a benchmark, unless `every` case is asked for
 NARROW = 18  # the fewest characters that a setting gets, in a narrow terminal
+# Heads of columns.
 SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in cells.CEILINGS.items()}
 HEADS = SHARES | {fields.ERROR.name: "error"}
 SIZES = int, float  # types of values that are sizes

@@ -20,7 +20,7 @@ from lmsys.reports.words import Style
 from lmsys.values import hold
 
 OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")  # "[text with {field}]" in a template of `View.cut`
-LIMIT = "memory_limit_bytes"
+LIMIT = "memory_limit_bytes"  # a field
 OF_THE_ROW = ("label", "peer")  # axes that follow from a case's row: they tell no two cases of a row apart
 NOT_IN_CAPTIONS = ("section",) + OF_THE_ROW + ("device",)  # headings and titles tell these
 Key = tuple[Any, ...]  # values of some fields, in the order in which the fields were named

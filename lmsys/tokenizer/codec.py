@@ -266,7 +266,7 @@ def _utf8(text: str) -> bytes:
         raise ValueError(f"character {error.start} is {text[error.start]!r}, half of a surrogate pair") from None
 
 
-NAMES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")
+NAMES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")  # pairs of files: ours, then those of GPT-2
 _VERSION = "#version: 0.2"
 # The bytes that files have as characters of the same number; the others are written as characters from 256 on.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -15,6 +15,7 @@ from itertools import product, starmap
 import numpy as np
 import regex
 
+# GPT-2's pattern of a pre-token.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PAD = 16  # zero bytes behind a text, so that wide reads at its end stay inside of the memory
 
@@ -32,7 +33,7 @@ _KINDS = bytes(
 )  # fmt: skip
 _APOSTROPHE, _SPACE = ord("'"), ord(" ")
 _ENDS_ONE = np.isin(np.arange(256), list(b"stmd"))  # 's 't 'm 'd
-_ENDS_TWO = [first << 8 | second for first, second in (b"re", b"ve", b"ll")]
+_ENDS_TWO = [first << 8 | second for first, second in (b"re", b"ve", b"ll")]  # 're 've 'll
 _FEW = 200  # up to so many special tokens, each pair is tested for overlaps
 _NEAR = 64  # bytes: pieces for the pattern that lie closer than that are joined
 # The last byte of some whitespace beyond ASCII: 85, A0 and 80-8A, A8, A9, AF, 9F, 80 behind E1, E2 or E3.
@@ -153,7 +154,7 @@ _LONGEST = 15  # bytes of the longest word in the table; the sixteenth byte of i
 _LOW = np.array([(1 << 8 * min(length, 8)) - 1 for length in range(17)], np.uint64)
 _HIGH = np.array([(1 << 8 * min(max(length - 8, 0), 7)) - 1 for length in range(17)], np.uint64)
 _LENGTH = np.arange(17, dtype=np.uint64) << np.uint64(56)
-_MIX_LOW, _MIX_HIGH = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+_MIX_LOW, _MIX_HIGH = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # factors of the hash
 
 
 class Words:
