@@ -25,7 +25,7 @@ from lmsys.registry import Entry
 from lmsys.testing import Inputs
 
 BEYOND_S = 20.0  # seconds of a part, after which nothing is asked that goes beyond the handout
-# Verdicts.
+# Verdicts on a part.
 RIGHT, WRONG, REFUSED, NOT_WRITTEN, NOT_JUDGED = "right", "wrong", "refused", "not written", "not judged"
 INSTALLED_AS = {  # by the name of a module, the package that pip installs
     "yaml": "PyYAML",

@@ -20,7 +20,7 @@ UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")  # what labels leave
 # Fields that follow from the samples, as all rates do.
 CLOCKED = "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
-# Outcomes in full.
+# As texts say outcomes in full.
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
 FILES = {  # {field: its word in the names of the report's files}; other fields have their own name there
     "time_s": "time",
