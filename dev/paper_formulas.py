@@ -31,7 +31,7 @@ KINDS = (*WEIGHT_COLLECTIVES, "tensor")
 
 
 def ring_seconds(operation: str, total_bytes: float, world_size: int, bytes_per_s: float) -> float:
-    """Seconds of a collective in a ring: (n - 1) / n · S / W, twice that for an all-reduce."""
+    """Seconds of a collective in a ring of n ranks: (n - 1) / n · S / W for S bytes, twice that for an all-reduce."""
     return bus_factor(operation, world_size) * total_bytes / bytes_per_s
 
 

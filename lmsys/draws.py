@@ -124,7 +124,7 @@ def _elements(
     below: int | None,
     device: str | torch.device = "cpu",
 ) -> Tensor:
-    """A part of a stream as `Draws` holds it: `count` elements from `first` on."""
+    """A part of a stream as `Draws` holds it: `count` elements from `first` on. std, below: as in `Draws`."""
     x = values(seed, first, count, device) * std if below is None else whole_numbers(seed, first, count, below, device)
     return x.to(dtype)
 
@@ -150,6 +150,8 @@ def part(
     below: int | None = None,
 ) -> Tensor:
     """`count` elements from `first` on of what `Draws.fill` writes, computed by themselves, on a CPU.
+
+    std, below  of the tensor, as in `Draws`
 
     Draws are overlapping windows of one stream: blocks that were computed for one are kept for the next.
     """

@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def ranked(
     paths: Sequence[Path], benchmarks: Mapping[str, Benchmark], anchor: str
 ) -> tuple[list[tuple[str, ...]], dict[str, str], frozenset[str]]:
-    """(the lines of the table, fastest first; by refused file the reason; the cases of the workload)."""
+    """(the lines of the table, fastest first; by refused file the reason; the cases of the workload).
+
+    anchor  the row that speeds are relative to, which every file must have
+    """
     times, machines, refused = dict[str, Times](), dict[str, Record](), dict[str, str]()
     for path in paths:
         try:

@@ -132,7 +132,7 @@ def _nvcc_version() -> str:
 
 
 def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles, windowed: bool = False) -> list[str]:
-    """nvcc's `-D` options that select a variant of flash_cuda.cu."""
+    """nvcc's `-D` options that select a variant of flash_cuda.cu. windowed: for calls with a window."""
     tile_macros = [
         f"-D{name.upper()}_TILE={','.join(str(int(x)) for x in tile)}" for name, tile in tiles._asdict().items()
     ]

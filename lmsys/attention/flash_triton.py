@@ -186,7 +186,11 @@ def _tuned(
     extent: tuple[str, ...],
     launch: Callable[[Tile], None],
 ) -> Tile:
-    """The fastest tile for a kernel in calls like this one; `launch` runs the kernel with a tile."""
+    """The fastest tile for a kernel in calls like this one; `launch` runs the kernel with a tile.
+
+    precision  as `dot_precision` gives it
+    extent     the names of the arguments that describe the pattern
+    """
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     tile_d = block_d(head_dim)
     tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, q.dtype, tile_d, precision, by_tma(q.device))

@@ -78,7 +78,10 @@ def _flash_attn_supports(
     below: tuple[int, int] = BEYOND,
     caches: bool = False,
 ) -> str | None:
-    """None, or why the package cannot run `case`. It runs on compute capabilities from `least` to below `below`."""
+    """None, or why the package `module` cannot run `case`.
+
+    It runs on compute capabilities from `least` to below `below`. `caches`: as in `_flash_attn`.
+    """
     if reason := _why_not(case, "flash-attn", least, below, *KNOWN, *(["key_lengths"] if caches else [])):
         return reason
     if case.key_lengths and (case.causal or case.documents or case.grad):

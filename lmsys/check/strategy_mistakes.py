@@ -218,7 +218,10 @@ def _stepped(before: Before, grads: Mapping[str, torch.Tensor]) -> State:
 
 
 def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
-    """The known mistake that explains the wrong result of a trial, in words; None if there is none."""
+    """The known mistake that explains the wrong result of a trial, in words; None if there is none.
+
+    ask  runs shorter trials on the ranks, to find the first step that is wrong
+    """
     exact, ordinary = plain(trial, torch.float64), plain(trial, torch.float32)
     for steps in range(trial.steps + 1):
         results = ask(replace(trial, steps=steps))
@@ -279,7 +282,11 @@ def _step(
 def _fitting(
     results: Sequence[Result], names: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before], rules: Rules
 ) -> dict[str, set[str]]:
-    """By mistake, the parameters of `names` whose weights it explains on every rank."""
+    """By mistake, the parameters of `names` whose weights it explains on every rank.
+
+    results          by rank, the wrong results after the last step of `exact`
+    exact, ordinary  as in `_step`
+    """
 
     def ranks(name: str, wide: State, narrow: State) -> list[int]:
         """The ranks that end with these weights of the parameter: `wide` in float64, `narrow` in float32."""

@@ -34,8 +34,9 @@ def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> t
 
 
 def ddp_overhead(total_bytes: float, num_buckets: float, latency_s: float, bytes_per_s: float) -> float:
-    """Seconds that gradients in n equal buckets add to a backward: T = n o + s / (n w).
+    """Seconds that gradients of s bytes in n equal buckets add to a backward: T = n o + s / (n w).
 
+    o is `latency_s`, the time that each call takes beside its bytes, and w is `bytes_per_s`.
     If computing a bucket takes as long as sending it, what is left is the calls' latencies and the last bucket. From
     CS336, assignment 2, "ddp_bucketed_benchmarking" (b).
     """
@@ -43,7 +44,10 @@ def ddp_overhead(total_bytes: float, num_buckets: float, latency_s: float, bytes
 
 
 def optimal_bucket_bytes(total_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """The bytes of a bucket for which `ddp_overhead` is least: sqrt(s o w), where its two terms are equal."""
+    """The bytes of a bucket for which `ddp_overhead` is least: sqrt(s o w), where its two terms are equal.
+
+    The letters are those of `ddp_overhead`.
+    """
     return math.sqrt(total_bytes * latency_s * bytes_per_s)
 
 

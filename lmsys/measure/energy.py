@@ -99,6 +99,8 @@ def of_call(
 ) -> Energy:
     """The energy of a call, of calls that follow one another for `seconds` or more between two moves of the counter.
 
+    synchronize  waits until the device has done the calls
+    warm_s       seconds of calls before the first move that counts
     EnergyError where the counter stands still, or does what no counter can.
     """
     marks: list[Mark] = []

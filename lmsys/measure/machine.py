@@ -32,7 +32,7 @@ PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250
 
 
 def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, Any]:
-    """Machine, versions and commit, JSON-safe. What cannot be found out is None."""
+    """Machine, versions, commit, and the run's command, seed and sweep, JSON-safe. What is not known is None."""
     on_gpu = device == "cuda"
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if on_gpu else None
     return {

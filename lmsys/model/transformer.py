@@ -149,7 +149,11 @@ class Attention(nn.Module):
         positions: Tensor | None,
         in_place: bool = False,
     ) -> Tensor:
-        """The attention from what `project` gives: (B, S, M). in_place: as in `RotaryEmbedding`."""
+        """The result (B, S, M) of attention, from what `project` gives.
+
+        attend               the function of attention: f(q, k, v, causal=True)
+        positions, in_place  as in `RotaryEmbedding`
+        """
         with part("rotation"):  # q (B, S, H, D), k and v (B, S, Hkv, D)
             q, k, v = (
                 projected.unflatten(-1, (-1, self.head_dim)).split(
@@ -361,7 +365,10 @@ class TransformerLM(nn.Module):
         documents: Documents | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Mean cross-entropy of the targets (B, S) that are not `lmsys.config.IGNORED`: a scalar in float32."""
+        """Mean cross-entropy of the targets (B, S) that are not `lmsys.config.IGNORED`: a scalar in float32.
+
+        tokens, documents, positions  as in `hidden`
+        """
         return self.loss_of(self.hidden(tokens, positions, documents=documents), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:

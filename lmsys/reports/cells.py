@@ -59,6 +59,8 @@ def compared(
 ) -> views.View:
     """Adds the field `name`: the speedup of each case over the case of `base` that `beside` finds for it.
 
+    base, axis, same  as in `beside`
+
     It is None for cases that were not sampled together with the base; with `medians` it then is the ratio of the two
     medians. The field `remark`, a footnote, says why a timed case has no speedup, or that it alone has such a ratio.
     """

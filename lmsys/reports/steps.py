@@ -276,7 +276,12 @@ def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
 def over_bases(
     view: views.View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
 ) -> items.Table | None:
-    """A table of all metrics and of the speedups over each baseline; `shares`: also peak memory over the baseline's."""
+    """A table of all metrics and of the speedups over each baseline; `shares`: also peak memory over the baseline's.
+
+    keys       fields of the first columns
+    same       as in `cells.beside`
+    otherwise  as in `over`
+    """
     metrics, bases = view.metrics(), cells.baselines_of(view, _fallbacks(view, otherwise))
     for base in bases:
         view = cells.compared(view, base, name=f"speedup_over_{base}", same=same)

@@ -202,7 +202,10 @@ class Words:
     def _insert(
         self, padded: bytes, starts: np.ndarray, which: np.ndarray, low: np.ndarray, high: np.ndarray
     ) -> np.ndarray:
-        """The numbers of the pre-tokens `which`, of the keys low and high, that are not in their first slots."""
+        """The numbers of the pre-tokens `which`, of the keys (low, high), that are not in the first slot of their key.
+
+        Those that are new get a number.
+        """
 
         def added(new: np.ndarray) -> np.ndarray:
             """Adds the words `which[new]`; returns their numbers."""
