@@ -107,7 +107,7 @@ def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> 
     needs_another = ANOTHER_GPU in reason
     if not needs_another and (device == "cuda" or " needs " in reason):
         return reason.removeprefix(f"{entry.name} ")
-    reasons = {capability: _asked(entry, case(device="cuda", capability=capability)) for capability in GPUS}
+    reasons = {capability: _why_not_elsewhere(entry, case(device="cuda", capability=capability)) for capability in GPUS}
     able = [capability for capability, why in reasons.items() if ANOTHER_GPU not in (why or "")]  # GPUs that suffice
     gpu = "a GPU"
     if able and (needs_another or len(able) < len(GPUS)):
@@ -117,7 +117,7 @@ def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> 
     )
 
 
-def _asked(entry: Entry, case: Any) -> str | None:
+def _why_not_elsewhere(entry: Entry, case: Any) -> str | None:
     """The row's reason not to run a case on a GPU that may not be here; None: it has none, or cannot say."""
     try:
         return entry.why_not(case)

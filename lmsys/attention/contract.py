@@ -256,7 +256,7 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     are given by position.
     """
     hold((callable(implementation), f"an attention row must be callable; got {implementation!r}"))
-    taken, is_function = _taken(implementation), signature.is_function(implementation)
+    taken, is_function = _parameters_used(implementation), signature.is_function(implementation)
     keywords = {name for name, x in taken.items() if x.kind is not x.POSITIONAL_ONLY}
     if not is_function and (_takes_all(implementation) or ROLES.keys() <= keywords):
         return implementation
@@ -273,7 +273,7 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     return row
 
 
-def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
+def _parameters_used(implementation: Any) -> dict[str, inspect.Parameter]:
     """The parameters that `adapt` gives arguments to, by name, in their order.
 
     For an autograd Function they are the first four parameters of `forward` after ctx, and all later ones without a
@@ -289,12 +289,12 @@ def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
 
 def _takes_all(implementation: Any) -> bool:
     """True if it has a parameter `**kwargs`."""
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _taken(implementation).values())
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters_used(implementation).values())
 
 
 def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
     """None, or why an implementation cannot be called for the case: it has no parameter for `causal` or `scale`."""
-    taken = _taken(implementation)
+    taken = _parameters_used(implementation)
     takes_scale = _takes_all(implementation) or taken.keys() & set(ROLES["scale"])
     without_causal = "it takes no causal" if case.causal and len(taken) == 3 else None
     return without_causal if case.scale is None or takes_scale else "it takes no scale"

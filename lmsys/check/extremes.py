@@ -145,7 +145,7 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
     far = 2.0 ** torch.arange(8, 13 if case.dtype == "float16" else 20)
     near = torch.arange(0.0, 256.0, RESOLUTION)
     scores = torch.cat([-far.flip(0), -near.flip(0)[:-1], near, far])
-    lost, leaks = _lost(row, case, keys, grad, scores)
+    lost, leaks = _lost_and_leaks(row, case, keys, grad, scores)
     values.hold((not lost[scores.abs() < 16].any(), "it is wrong at ordinary scores"))
     below, above = scores[lost & (scores < 0)], scores[lost & (scores > 0)]
     most = above.min().item() if len(above) else math.inf
@@ -154,12 +154,12 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
     least = below.max().item()
     if least <= -256:  # there only powers of two were tried: try the scores between two of them
         between = torch.linspace(least, least / 2, 256)
-        lost, leaks = _lost(row, case, keys, grad, between)
+        lost, leaks = _lost_and_leaks(row, case, keys, grad, between)
         least = between[lost].max().item()
     return least, most, bool(leaks.any())
 
 
-def _lost(
+def _lost_and_leaks(
     row: cases.Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(lost, leaks), by query: True where o is wrong, and where it is too large, since it has values of masked keys.

@@ -241,7 +241,7 @@ def judge(
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
         if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
             return question.Fault(
-                f"  {_called(name)} is {outputs[name].dtype} of shape {tuple(outputs[name].shape)};"
+                f"  {_name_of(name)} is {outputs[name].dtype} of shape {tuple(outputs[name].shape)};"
                 f" expected {problem.dtype} of shape {tuple(right.shape)}"
             )
         ratio = _ratio(outputs[name], right, plain[name], mean=not problem.extreme)
@@ -300,7 +300,7 @@ def explain(
     factor = float((output.double() * right).sum() / right.square().sum()) if has_factor else math.nan
     is_wrong = math.isfinite(factor) and _ratio(factor * right, right, plain_output) > 1
     return (
-        f"{_called(name)} is {factor:.4g} times what is right"
+        f"{_name_of(name)} is {factor:.4g} times what is right"
         if is_wrong and _alike(output, factor * right, right, plain_output)
         else None
     )
@@ -322,8 +322,8 @@ def _alike(
     return not bool(finite.any()) or _ratio(output, mistaken, (mistaken + error).to(plain.dtype), mean) <= 1
 
 
-def _called(name: str) -> str:
-    """An output in words."""
+def _name_of(name: str) -> str:
+    """The name of an output in sentences."""
     return "the result" if name == RESULT else f"the gradient of {name}"
 
 
@@ -334,7 +334,7 @@ def _fault(
     at = question.worst(output, right)
     place = f"[{', '.join(map(str, at))}]" * bool(at)
     lines = [
-        f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
+        f"  {_name_of(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
         f" {question.times_allowed(ratio)}"
     ]
     if at:
@@ -342,4 +342,4 @@ def _fault(
         error = (output.double() - right).abs()
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
         lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} in {question.where(wrong, axes)}")
-    return question.Fault.explained("\n".join(lines), mistake, ratio, list(map(_called, names[: names.index(name)])))
+    return question.Fault.explained("\n".join(lines), mistake, ratio, list(map(_name_of, names[: names.index(name)])))

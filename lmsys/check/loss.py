@@ -73,7 +73,7 @@ def questions(
     def reason(case: formulas.Case) -> str | None:
         return next((f"it takes no {name}" for name in case.more if name != "ignored" and not call.has(name)), None)
 
-    return formulas.questions_of(cases, partial(_judged, call, options), options, reason)
+    return formulas.questions_of(cases, partial(_fault_of, call, options), options, reason)
 
 
 def faults_of_options(entry: registry.Entry) -> dict[str, float]:
@@ -129,7 +129,7 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
     return formulas.Problem.of(case, options, inputs, settings, upstream)
 
 
-def _judged(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
+def _fault_of(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
     """The fault of the loss in a case, or None."""
     problem = _problem(call, case, options)
     return (

@@ -56,12 +56,12 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
     )
     return formulas.questions_of(
         CASES + formulas.on_extreme_inputs(EXTREME.keys() - ROWS, ODD, formulas.DTYPES[:1]) if with_bias else CASES,
-        partial(_judged, implementation, with_bias, options),
+        partial(_fault_of, implementation, with_bias, options),
         options,
     )
 
 
-def _judged(
+def _fault_of(
     implementation: Any, with_bias: bool, options: question.Options, case: formulas.Case
 ) -> question.Fault | None:
     """The fault of the implementation in a case, or None."""

@@ -227,13 +227,13 @@ def trace_of(
     changed  called with (step, parameter) if a step has changed a gradient
     """
     parameters = [torch.nn.Parameter(p.clone()) for p in run.parameters]
-    optimizer = _made(make, claim, run, parameters, run.settings[0])
+    optimizer = _optimizer_of(make, claim, run, parameters, run.settings[0])
     traced: Trace = []
     for step, gradients in enumerate(run.gradients):
         if step in run.reloads:
             state = copy.deepcopy(optimizer.state_dict())
             parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-            optimizer = _made(make, claim, run, parameters, [DEFAULTS] * len(run.groups))
+            optimizer = _optimizer_of(make, claim, run, parameters, [DEFAULTS] * len(run.groups))
             optimizer.load_state_dict(state)
         if step > 0 and run.settings[step] != run.settings[step - 1]:
             for group, settings in zip(optimizer.param_groups, run.settings[step], strict=True):
@@ -250,7 +250,7 @@ def trace_of(
     return traced
 
 
-def _made(
+def _optimizer_of(
     make: Any, claim: Claim, run: Run, parameters: list[torch.nn.Parameter], settings: Sequence[Settings]
 ) -> torch.optim.Optimizer:
     """The optimizer of a run. settings: for each param group; those of the first are also the constructor's."""

@@ -59,7 +59,7 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
     def reason(case: formulas.Case) -> str | None:
         return "it takes no theta" if "theta" in case.more and not takes_theta else None
 
-    return formulas.questions_of(CASES, partial(_judged, implementation, options), options, reason)
+    return formulas.questions_of(CASES, partial(_fault_of, implementation, options), options, reason)
 
 
 def remark(entry: registry.Entry, options: question.Options) -> str:
@@ -95,7 +95,7 @@ def _call_of(implementation: Any, problem: formulas.Problem) -> signature.Called
     return signature.called(implementation, ROLES)
 
 
-def _judged(implementation: Any, options: question.Options, case: formulas.Case) -> question.Fault | None:
+def _fault_of(implementation: Any, options: question.Options, case: formulas.Case) -> question.Fault | None:
     """The fault of the implementation in a case, or None."""
     problem = _problem(case, options, pairs_of(implementation, options))
     call = _call_of(implementation, problem)

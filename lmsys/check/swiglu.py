@@ -40,10 +40,10 @@ CASES: tuple[formulas.Case, ...] = (
 
 def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
     """A question for each case."""
-    return formulas.questions_of(CASES, partial(_judged, signature.called(entry.load(), ROLES), options), options)
+    return formulas.questions_of(CASES, partial(_fault_of, signature.called(entry.load(), ROLES), options), options)
 
 
-def _judged(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
+def _fault_of(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
     """The fault of the implementation in a case, or None."""
     return formulas.judge(call, right, mistakes, _problem(call, case, options))
 

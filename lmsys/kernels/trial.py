@@ -44,7 +44,7 @@ def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capa
         known = KEPT.read()
         if key not in known:
             print(f"lmsys: trying {row} on {', '.join(versions)} (once, a minute or two)", file=sys.stderr, flush=True)
-            known[key] = _tried(trial, capability)
+            known[key] = _verdict_now(trial, capability)
             if OF_THE_MOMENT not in known[key]:
                 KEPT.add(key, known[key])
         _verdicts[key] = known[key]
@@ -55,7 +55,7 @@ def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capa
     return None if _verdicts[key] == EXACT else refused
 
 
-def _tried(trial: processes.Function, capability: tuple[int, int]) -> str:
+def _verdict_now(trial: processes.Function, capability: tuple[int, int]) -> str:
     """The verdict of a trial that runs now: EXACT, or in a line what was wrong.
 
     A trial that does not end gives a verdict like any other, which is kept: otherwise a version that hangs would

@@ -177,7 +177,7 @@ def interleave(
             clock.drain()
             turns.after(index, draw)
     end_watch()
-    _read(taken.result, {name: (steps[name], marks) for name, marks in taken.pending.items()}, clock, warming)
+    _read_marks(taken.result, {name: (steps[name], marks) for name, marks in taken.pending.items()}, clock, warming)
     return taken.result
 
 
@@ -235,7 +235,7 @@ def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[s
     return chance.sample(shared, len(shared)) + chance.sample(others, len(others))
 
 
-def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:
+def _read_marks(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:
     """Fills `result` with the clock's readings of the marks, without the first `warming` ones.
 
     The time that the clock itself adds is subtracted. For rows of short calls it is measured here, row by row.
@@ -264,7 +264,9 @@ def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) 
     taken: list[tuple[str, Any]] = []
     for index in range(rounds):
         clock.wait(LEAD_S)
-        taken += [(name, _again(steps[name], clock)) for name in random.Random(index).sample(list(steps), len(steps))]
+        taken += [
+            (name, _sample_again(steps[name], clock)) for name in random.Random(index).sample(list(steps), len(steps))
+        ]
     return taken
 
 
@@ -284,7 +286,7 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
         if prepare_s <= 2 * alone_s + clock.saving_s:
             return None
         clock.wait(FIRST_LEAD_S)
-        readings = clock.read([_again(step, clock) for _ in range(1 + clock.num_prepares)])
+        readings = clock.read([_sample_again(step, clock) for _ in range(1 + clock.num_prepares)])
         prepare_s = min(reading.prepare_s for reading in readings[1:])  # the first follows no call
     return (
         "wrong",
@@ -297,13 +299,13 @@ def _least_after_a_call(step: Step, call: Callable[[], Any], clock: Clock) -> fl
     """The least seconds of a few calls, each right after a call of the step."""
     clock.wait(FIRST_LEAD_S)
     marks: list[tuple[Any, Any]] = [
-        (_again(step, clock), clock.sample(lambda _: call())[0]) for _ in range(clock.num_prepares)
+        (_sample_again(step, clock), clock.sample(lambda _: call())[0]) for _ in range(clock.num_prepares)
     ]
     clock.forget([before for before, _ in marks])
     return min(reading.run_s for reading in clock.read([mark for _, mark in marks], trusted=True))
 
 
-def _again(step: Step, clock: Clock) -> Any:
+def _sample_again(step: Step, clock: Clock) -> Any:
     """Takes one more sample. Returns the mark that the clock reads it by."""
     return _sample(step, clock, _ENTROPY.getrandbits(53))[0]
 
@@ -337,7 +339,7 @@ def _cost(step: Step, clock: Clock, calls: int) -> Cost:
     marks: list[Any] = []
 
     def sample() -> None:
-        marks.append(_again(step, clock))
+        marks.append(_sample_again(step, clock))
 
     for _ in range(calls):
         costs.append(clock.cost(sample, 2 * costs[-1].host_s if costs else FIRST_LEAD_S))

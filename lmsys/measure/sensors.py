@@ -140,10 +140,12 @@ class Cpu(Sensors):
         )
         try:
             self._counters = {  # by counter: (its last value, the value after which it begins at 0 again), microjoules
-                counter: (_whole(counter / "energy_uj"), _whole(counter / "max_energy_range_uj"))
+                counter: (_number_in(counter / "energy_uj"), _number_in(counter / "max_energy_range_uj"))
                 for counter in counters
             }
-            self.limit_w = sum(_whole(counter / "constraint_0_power_limit_uw") for counter in counters) / 1e6 or None
+            self.limit_w = (
+                sum(_number_in(counter / "constraint_0_power_limit_uw") for counter in counters) / 1e6 or None
+            )
         except OSError as error:
             self.why_no_joules = (
                 f"the counter of this CPU's energy cannot be read: {error}; most systems let root alone read it"
@@ -151,12 +153,12 @@ class Cpu(Sensors):
 
     def read(self) -> Reading:
         with suppress(OSError, ValueError):
-            return Reading(cpu_clock_mhz=statistics.fmean(map(_whole, self._files("scaling_cur_freq"))) / 1e3)
+            return Reading(cpu_clock_mhz=statistics.fmean(map(_number_in, self._files("scaling_cur_freq"))) / 1e3)
         return Reading()
 
     def joules(self) -> float:
         for counter, (last, limit) in self._counters.items():
-            now = _whole(counter / "energy_uj")
+            now = _number_in(counter / "energy_uj")
             self._used_uj += (now - last) % (limit + 1)
             self._counters[counter] = now, limit
         return self._used_uj / 1e6
@@ -196,7 +198,7 @@ def _scaled(unit: float, value: float | None) -> float | None:
     return None if value is None else unit * value
 
 
-def _whole(file: Path) -> int:
+def _number_in(file: Path) -> int:
     """The whole number that a file holds."""
     return int(file.read_text())
 
@@ -239,7 +241,7 @@ class Conditions:
 
     def strangers(self) -> int | None:
         """The most strangers that were seen on the device, when this was made and now; None where it does not tell."""
-        return max(_known([self._strangers, self._count()]), default=None)
+        return max(_without_none([self._strangers, self._count()]), default=None)
 
     def _count(self) -> int | None:
         """How many strangers have something on the device.
@@ -261,7 +263,7 @@ def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
         "sm_clock_mhz": _median(reading.sm_clock_mhz for reading in readings),
         "memory_clock_mhz": _median(reading.memory_clock_mhz for reading in readings),
         "cpu_clock_mhz": _median(reading.cpu_clock_mhz for reading in readings),
-        "temperature_c": max(_known(reading.temperature_c for reading in readings), default=None),
+        "temperature_c": max(_without_none(reading.temperature_c for reading in readings), default=None),
         "power_w": _median(reading.power_w for reading in readings),
         "clock_reasons": told(_reasons(readings) - {0x1}) or None,
     }
@@ -294,12 +296,12 @@ def _reasons(readings: Iterable[Reading]) -> set[int]:
     return {1 << place for reading in readings for place in range(64) if reading.reasons >> place & 1}
 
 
-def _known(values: Iterable[Number | None]) -> list[Number]:
+def _without_none(values: Iterable[Number | None]) -> list[Number]:
     """The values that are not None."""
     return [value for value in values if value is not None]
 
 
 def _median(values: Iterable[float | None]) -> float | None:
     """The median of the values that are not None; None without any."""
-    known = _known(values)
+    known = _without_none(values)
     return statistics.median(known) if known else None

@@ -251,7 +251,9 @@ def _wrong(machine: load.Machine) -> items.Table:
         rows = [[f"nothing was wrong: {len(ran):,} of {len(machine.records):,} cases ran, and {right}"]]
         columns = ["cases"]
     commands = [(f"Run of {name}", command) for name, command in load.commands(machine, runs).values()]
-    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=_right(machine), runs=commands)
+    return replace(
+        _table_of_texts(machine, "wrong", "Wrong or failed", columns, rows), notes=_right(machine), runs=commands
+    )
 
 
 def _right(machine: load.Machine) -> list[str]:
@@ -279,10 +281,10 @@ def _not_run(machine: load.Machine) -> items.Table | None:
         elsewhere = sorted(set(right.get(False, ())).difference(right.get(True, ()))) if refused else []
         also = f"; in another run {', '.join(elsewhere)} ran" * bool(elsewhere)
         lines.append([", ".join(rows), reason + also, str(rows.total())])
-    return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
+    return _table_of_texts(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
 
 
-def _listed(
+def _table_of_texts(
     machine: load.Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> items.Table:
     """A table of texts alone."""

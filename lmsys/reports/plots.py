@@ -194,7 +194,7 @@ def lines(
     else:
         add_places(axes, [view.text(axis, place) for place in places])
     axes.set(xlabel=xlabel or words.label_of(view.fields[axis]), ylabel=unit)
-    caption = _caption(view, field, axis, by, tables.about_of(field)) + _lost(view, axis, by)
+    caption = _caption(view, field, axis, by, tables.about_of(field)) + _out_of_memory(view, axis, by)
     return drawn(view, axes, words.sentence(words.label_of(field)), word or words.FILES.get(metric, metric), caption)
 
 
@@ -231,7 +231,7 @@ def _caption(view: views.View, field: Field, axis: str, by: str, about: str) -> 
     return view.caption(about, clocked) + APART * apart
 
 
-def _lost(view: views.View, axis: str, by: str) -> str:
+def _out_of_memory(view: views.View, axis: str, by: str) -> str:
     """A sentence on the points that lines lack because their cases ran out of memory; "" without any."""
     facts = []
     for (value,), part in view.only("outcome == 'oom'").ordered(by, axis).groups([by]).items():

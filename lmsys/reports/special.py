@@ -92,7 +92,7 @@ def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[
 @steps.step
 def each_way(view: views.View) -> list[views.View]:
     """Splits the view by all WAYS; headings and file names tell those that the view varies."""
-    return [_named(part, part) for part in view.groups(WAYS).values()]
+    return [_with_names(part, part) for part in view.groups(WAYS).values()]
 
 
 def _varying(view: views.View, axis: str) -> list[views.View]:
@@ -100,7 +100,7 @@ def _varying(view: views.View, axis: str) -> list[views.View]:
     return list(view.groups([name for name in WAYS if name != axis]).values())
 
 
-def _named(whole: views.View, part: views.View) -> views.View:
+def _with_names(whole: views.View, part: views.View) -> views.View:
     """The part, with the WAYS it holds constant in its file names, and those that the whole varies in its heading."""
     stem, heading = list[str](), list[str]()
     for name in WAYS:
@@ -114,7 +114,7 @@ def _grid(
     whole: views.View, part: views.View, metric: str, inside: str = "compile", word: str = ""
 ) -> items.Table | None:
     """A table of a metric: a line for each context, a column for each size, in a cell the values of `inside`."""
-    return tables.pivot(_named(whole, part), metric, ["context", "batch?"], "size", inside, word)
+    return tables.pivot(_with_names(whole, part), metric, ["context", "batch?"], "size", inside, word)
 
 
 @steps.step
@@ -124,7 +124,7 @@ def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ())
     for metric in view.chosen(metrics):
         for part in _varying(view, "compile"):
             figures.append(_grid(view, part, metric))
-            named = joined(_named(view, part), "line", ["size", "compile?"]).styled("line", row="size")
+            named = joined(_with_names(view, part), "line", ["size", "compile?"]).styled("line", row="size")
             facets = named.cut("B{batch}", "batch {batch}", tail=True) if part.varies("batch") else [named]
             figures += [plots.lines(facet, metric, "context", "line") for facet in facets if metric in drawn]
     return figures
