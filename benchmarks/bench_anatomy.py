@@ -1,7 +1,7 @@
-"""The language model opened up: where the time and the memory of a forward and of a whole step go, row by row.
+"""Where the time and the memory of the language model go, in a forward and in a whole step, by implementation.
 
-Calls are timed first, as in `bench_model.py`, and profiled apart, since a profiler slows the host. `anatomy_of` makes
-the fields of a record; a new finding is a field of `Anatomy.fields` and a value there.
+Calls are first timed as in `bench_model.py`, and then profiled in calls of their own, since a profiler slows the host.
+`anatomy_of` makes the fields of a record. To show one more figure, add a field to `Anatomy.fields` and its value there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +18,23 @@ from lmsys.bench import Field, Grid, Record, Settings, Traits, bench, fields
 from lmsys.cost.memory import training_memory
 from lmsys.measure import compare, memory, profile
 
-NAME_LENGTH = 120  # of a kernel: the rest of a C++ template says little
-TIMELINE_POINTS = 400  # more than a plot can show
-HELD_IN_A_STEP = {
+NAME_LENGTH = 120  # characters of a kernel's name that a record keeps: the rest of a C++ template says little
+TIMELINE_POINTS = 400  # points of a timeline that a record keeps: a plot cannot show more
+HELD_IN_A_STEP = {  # what a step holds in memory: names of fields, and how the report explains them
     "parameters": "Weights",
     "gradients": "Gradients at the end of a step",
     "optimizer": "The optimizer's state",
     "activations": "What a forward leaves for its backward, and the head's gradient, made there",
 }
-Phases = dict[str, Callable[[], Any]]
+Phases = dict[str, Callable[[], Any]]  # functions that make up a call, in order, by name
 
 
 @dataclass(frozen=True)
 class AnatomyTest(ModelTest):
-    """An inference or a whole step. traces: the folder for traces and memory snapshots, where they are asked for."""
+    """An inference or a whole step.
+
+    traces  the folder for traces and memory snapshots; None: none are written
+    """
 
     traces: Path | None = None
 
@@ -75,8 +78,10 @@ class Anatomy(bench_model.ModelBenchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AnatomyTest]:
-        """Those that can be opened: a backward's or an optimizer's part is in the whole step, a graph's are those of
-        what it replays."""
+        """The cases of the model that are forwards or whole steps, and are not replayed as CUDA graphs.
+
+        A backward or an optimizer's update is profiled as a part of the whole step. A graph replays the same kernels.
+        """
         for case in super().cases(grid, settings):
             if case.mode in sweeps.ANATOMY_MODES and not case.replayed:
                 yield AnatomyTest(**vars(case), traces=grid["traces"])
@@ -98,7 +103,7 @@ class Anatomy(bench_model.ModelBenchmark):
 def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
     """All that the record says of one case beside its time."""
     rig = setup.rig
-    rig.clear()  # of the memory none is another row's
+    rig.clear()  # frees what the rows before have left, so that memory is this row's alone
     phases = phases_of(case, rig)
 
     def call() -> None:
@@ -125,7 +130,7 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
 
 
 def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
-    """The parts of a call, in order: an inference is a forward."""
+    """The parts of a call, in order: of an inference the forward alone, of a step also the backward and the update."""
     losses: list[Any] = []
     if case.mode == "forward":
         return {"forward": lambda: rig.forward(case)}
@@ -141,9 +146,13 @@ def shortened(name: str) -> str:
 
 
 def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
-    """Bytes: held before the call, above that phase by phase and event by event, of a step measured and predicted."""
+    """The fields of a record about memory, in bytes.
+
+    They are: what is held before the call, and above that the use by phase and over time. A step also has what
+    HELD_IN_A_STEP lists, measured, and predicted from shapes for models of our own.
+    """
     rig.base.zero_grad(set_to_none=True)
-    # A GPU's allocator hands out a cached block that is a little too large whole, and counts it so.
+    # Empties the cache: the GPU's allocator may hand out a cached block that is too large, and counts all of it.
     compare.release_memory()
     model, optimizer = rig.model(case), rig.optimizers.get(case.peer)
     held = sum(memory.breakdown(model, optimizer).values())
@@ -171,7 +180,7 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
 
 
 def thinned(points: Sequence[tuple[float, int]], keep: int) -> list[tuple[float, int]]:
-    """At most `keep` (two or more) of the points (time_s, bytes): of each stretch the least and the most bytes."""
+    """At most `keep` (two or more) of the points (time_s, bytes): of each stretch, those of least and most bytes."""
     if len(points) <= keep:
         return list(points)
     stretch, kept = -(-len(points) // (keep // 2)), []

@@ -1,10 +1,15 @@
 """The language model's head and loss, forward and backward: ours in chunks, and the logits of all tokens at once.
 
-The reference is the eager row in float64. The budget is what plain PyTorch loses in the precision that is tested, by
-that of two usual formulas which loses more there. All are made at the full shape, in blocks of tokens: only the rows
-themselves need room for all logits. Rows that do not compile are also asked for a small shape that no block divides, if
-they take it, with more kinds of extreme tokens. A row that has a parameter for another reduction, for weights, smoothed
-labels, a z-loss or a soft cap is asked for these as well.
+LOSSES has the implementations, called rows; a new one is an `Entry` there. `benchmarks.loss` makes inputs and judges
+results, and `benchmarks.layouts` says how they are shown.
+
+The reference is the eager row in float64. The budget is the error of plain PyTorch in the precision that is tested, by
+two usual formulas: at each element, that of the formula that errs more. References are computed at the full shape, from
+one block of tokens after another, so only the rows need memory for all logits.
+
+A row that is not compiled is also checked at a small shape that no block divides, if it takes that, with more kinds of
+extreme tokens. A row that has a parameter for another reduction, for weights, smoothed labels, a z-loss or a soft cap
+is checked with these as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +86,11 @@ LOSSES = Table(
 
 @dataclass(frozen=True)
 class LossTest(Case):
-    """A shape, a precision, a row. hidden (N, M), weight (V, M), targets (N)."""
+    """A row at one shape and precision: hidden (N, M), weight (V, M), targets (N).
+
+    tokens, d_model, vocab_size  N, M, V
+    precision                    a name in `benchmarks.models.DTYPES`
+    """
 
     tokens: int
     d_model: int
@@ -173,7 +182,7 @@ class Loss(Benchmark):
         setup.inputs.run(candidate.call)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
-        # Apart from the rows' own calls: where this fails, they have not.
+        # Not in the check of a row: if this fails, the benchmark fails, and no row is called wrong.
         for x in (setup.inputs, setup.odd):
             x.exact, x.plain = references(x.in_blocks)
         super().check_all(candidates, setup, runner)
@@ -183,7 +192,7 @@ class Loss(Benchmark):
         candidate.notes |= setup.inputs.errors(answer)
         ratios = setup.inputs.check(answer)
         odd = replace(candidate.case, tokens=ODD_TOKENS, vocab_size=ODD_VOCABULARY)
-        # Of a compiled row another shape would be compiled.
+        # Not for a compiled row: it would be compiled again for another shape.
         if not Traits.of(candidate.entry).compiles and candidate.entry.why_not(odd) is None:
             ratios |= {
                 f"{name}, of {ODD_VOCABULARY} classes": ratio

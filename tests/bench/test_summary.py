@@ -1,7 +1,8 @@
 """The lines at the end of a run (`lmsys.bench.verdict`): counts, cases that could not run, wrong rows, the fastest row.
 
-`deciding` chooses the cases from which `fastest` tells the fastest row: a case on a disturbed machine does not count
-if others can decide.
+A row is an implementation, and a comparison is the list of cases that were sampled together. `deciding` chooses the
+cases from which `fastest` finds the fastest row: a case that was measured while other programs disturbed the machine
+does not count if others can decide.
 """
 
 from statistics import geometric_mean
@@ -16,12 +17,12 @@ ROWS = "flash_triton", "sdpa_flash", "naive"
 
 
 def record(impl: str, outcome: str = "ok", time_s: float | None = 1.0, reason: str | None = None, **more: Any) -> Any:
-    """A record of a row. `more`: other fields of it."""
+    """The record of a case. impl: its row; more: other fields."""
     facts = {"id": f"{impl}-{more.get('comparison', 'a')}", "benchmark": "attention", "comparison": "a", "impl": impl}
     return facts | {"outcome": outcome, "reason": reason, "time_s": time_s, "direction": "fwd"} | more
 
 
-def test_the_fastest_is_of_what_was_sampled_together() -> None:
+def test_the_fastest_row_is_told_from_rows_that_were_sampled_together() -> None:
     both = [
         [record("naive", time_s=2.0), record("flash")],
         [record("naive", comparison="b"), record("flash", comparison="b")],
@@ -30,13 +31,13 @@ def test_the_fastest_is_of_what_was_sampled_together() -> None:
     assert fastest([*both, last]) == Fastest("flash", 3, 3)
 
 
-def test_where_each_row_is_slower_than_another_nothing_is_settled() -> None:
-    # Of three rounds, each row wins two against another row.
+def test_no_row_is_first_where_each_is_slower_than_another() -> None:
+    # There are three rounds. Each row wins two of them against one other row, and loses two against the third.
     samples = {"a": [1.0, 2.0, 3.0], "b": [2.0, 3.0, 1.0], "c": [3.0, 1.0, 2.0]}
     assert fastest([[record(name, time_s=2.0, samples_s=times) for name, times in samples.items()]]).first == 0
 
 
-def test_figures_that_were_disturbed_are_counted() -> None:
+def test_cases_on_a_disturbed_machine_are_counted() -> None:
     records = [
         record("a", disturbed="a"),
         record("b", disturbed="b"),
@@ -47,7 +48,7 @@ def test_figures_that_were_disturbed_are_counted() -> None:
     assert "1 case is flagged, because the machine was disturbed: a" in list(lines(records[:1]))
 
 
-def test_a_reason_is_told_once_with_its_rows() -> None:
+def test_a_reason_is_printed_once_with_its_rows() -> None:
     records = [record(impl, "unsupported", None, "runs on CUDA") for impl in ("a", "b", "a")]
     records += [record("c", "oom", None, "no room")]
     assert list(lines(records)) == [
@@ -59,7 +60,7 @@ def test_a_reason_is_told_once_with_its_rows() -> None:
     assert list(lines(records))[-1] == "... and 2 more reasons: the report lists them"
 
 
-def test_what_is_wrong_is_told_last() -> None:
+def test_wrong_rows_are_printed_last() -> None:
     records = [record("a", "wrong", None, "o is off", error_ratio=12.345), record("b")]
     assert list(lines(records))[-1] == "wrong a-a (error ratio 12.3): o is off"
     records += [record("a", "wrong", None, "dq is off", comparison="b"), record("b", "error", None, "crashed")]
@@ -69,11 +70,12 @@ def test_what_is_wrong_is_told_last() -> None:
     ]
 
 
+# For each comparison and row: (time in seconds, True if the machine was disturbed), or None for a row without a case.
 FLAGS = st.lists(st.tuples(*[st.tuples(st.floats(1e-6, 1e-1), st.booleans()) | st.none()] * len(ROWS)), max_size=4)
 
 
 @given(FLAGS)
-def test_what_was_disturbed_decides_nothing_where_others_were_not(drawn: list[Any]) -> None:
+def test_disturbed_cases_do_not_count_where_others_can_decide(drawn: list[Any]) -> None:
     """The oracle: undisturbed cases decide alone if there are any, else all cases decide."""
     comparisons = [
         [
@@ -84,26 +86,27 @@ def test_what_was_disturbed_decides_nothing_where_others_were_not(drawn: list[An
         for number, line in enumerate(drawn)
     ]
     several = [cases for cases in comparisons if len(cases) > 1]
-    found = deciding(comparisons, lambda cases: len(cases) > 1)
+    chosen = deciding(comparisons, lambda cases: len(cases) > 1)
     calm = [[case for case in cases if not case["disturbed"]] for cases in several]
-    assert found == ([cases for cases in calm if len(cases) > 1] if any(calm) else several)
-    if found:
-        winner = fastest(found).row
-        flags = [case["disturbed"] for cases in found for case in cases if case["impl"] == winner]
+    assert chosen == ([cases for cases in calm if len(cases) > 1] if any(calm) else several)
+    if chosen:
+        winner = fastest(chosen).row
+        flags = [case["disturbed"] for cases in chosen for case in cases if case["impl"] == winner]
         assert not any(flags) or not any(calm)
 
 
 @given(st.lists(st.tuples(*[st.none() | st.floats(1e-6, 1e-1)] * len(ROWS)), min_size=1, max_size=3))
-def test_no_row_is_faster_than_the_answer_where_both_were_sampled(times: list[tuple[float | None, ...]]) -> None:
-    """Each row may have a faster one, if not all were sampled together. The answer is one that fewest rows beat."""
-    lines = [{row: s for row, s in zip(ROWS, line, strict=True) if s} for line in times]
-    lines = [line for line in lines if len(line) > 1]
-    assume(lines)
-    found = fastest([[record(row, time_s=s) for row, s in line.items()] for line in lines])
+def test_the_fastest_row_is_one_that_fewest_rows_beat(times: list[tuple[float | None, ...]]) -> None:
+    """Each row may be beaten by another, if not all were sampled together. times: seconds by comparison and row."""
+    comparisons = [{row: s for row, s in zip(ROWS, line, strict=True) if s} for line in times]
+    comparisons = [seconds for seconds in comparisons if len(seconds) > 1]
+    assume(comparisons)
+    answer = fastest([[record(row, time_s=s) for row, s in seconds.items()] for seconds in comparisons])
 
     def faster(row: str) -> int:
-        both = [[line[row] / line[other] for line in lines if {row, other} <= line.keys()] for other in ROWS]
+        """The number of rows that are faster than `row` where both were sampled."""
+        both = [[x[row] / x[other] for x in comparisons if {row, other} <= x.keys()] for other in ROWS]
         return sum(bool(ratios) and geometric_mean(ratios) > NEAR for ratios in both)
 
-    assert faster(found.row) == min(faster(row) for row in ROWS if any(row in line for line in lines))
-    assert found.comparisons == sum(found.row in line for line in lines) >= found.first
+    assert faster(answer.row) == min(faster(row) for row in ROWS if any(row in x for x in comparisons))
+    assert answer.comparisons == sum(answer.row in x for x in comparisons) >= answer.first

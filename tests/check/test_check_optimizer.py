@@ -1,8 +1,8 @@
 """`lmsys check` on optimizers (lmsys/check/optimizer*.py): published faults are refused and named, right ones pass.
 
 The optimizers under test are the exhibits of tests/museum/optimizer.py, and a few classes below that make a mistake in
-another form of AdamW. A "form" is a variant of the algorithm that counts as right, such as decay after the step.
-`answers` yields each question of the check with the fault that it finds, or None.
+another form of AdamW. A "form" is a variant of the algorithm that counts as right, such as decay after the step. A
+"claim" is what an optimizer says that it is: its algorithm and its settings. A "question" is one test of the check.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ FAULTS = [exhibit for exhibit in EXHIBITS if exhibit.kind == "optimizer"]
 
 
 def answers(entry: Entry) -> Iterator[tuple[Question, Fault | None]]:
-    """Each question that is asked of a row, with the fault that it finds, or None."""
+    """Each question that an optimizer is asked, with the fault that it finds, or None. Skipped ones are left out."""
     return ((question, question.judge()) for question in questions(entry, Options(seed=1)) if question.reason is None)
 
 
@@ -39,13 +39,13 @@ def test_a_published_fault_is_refused_and_named(fault: Exhibit) -> None:
 
 
 @pytest.mark.parametrize("entry", some(museum.HONEST, 4), ids=lambda exhibit: exhibit.name)
-def test_a_right_one_is_never_accused(entry: Entry) -> None:
+def test_a_right_optimizer_is_never_refused(entry: Entry) -> None:
     judged = list(answers(entry))
     assert [answer for _, answer in judged if answer is not None] == []
     assert sum(question.extreme for question, _ in judged) == 8
 
 
-def test_one_is_seen_by_extreme_gradients_alone() -> None:
+def test_one_fault_shows_under_extreme_gradients_alone() -> None:
     (fault,) = (exhibit for exhibit in FAULTS if exhibit.name == "HalfEpsAdam")
     seen = {question.extreme for question, answer in answers(fault.entry) if answer is not None}
     assert seen == {True}
@@ -140,7 +140,7 @@ def test_a_mistake_in_another_form_is_named(faulty: type, mistake: str) -> None:
     assert wrong.mistake is not None and mistake in wrong.mistake, wrong.text
 
 
-def test_what_an_optimizer_is_held_to() -> None:
+def test_the_algorithm_is_told_by_base_class_and_name() -> None:
     class MyAdamW(torch.optim.AdamW): ...
 
     class Mine(torch.optim.Adam):
@@ -184,7 +184,7 @@ def test_extreme_gradients_are_exact() -> None:
         and torch.equal(mixed[2::4], drawn[2::4] * HUGE)
         and torch.equal(mixed[3::4], drawn[3::4])
     )
-    held = drawn.clone()
+    held = drawn.clone()  # three of its rows become zero, tiny and large
     plant(held, [4, 1, 6], planted(held_by_torch=True), scale=2.0)
     assert held[[4, 1, 6]].tolist() == [[0.0] * 3, [2 * TINY] * 3, [2 * LARGE] * 3]
     assert torch.equal(held[[0, 2, 3, 5, 7]], drawn[[0, 2, 3, 5, 7]])

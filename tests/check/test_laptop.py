@@ -1,7 +1,8 @@
 """`lmsys check` on a kernel for GPUs where there is no GPU (lmsys/check/laptop.py).
 
-Triton's interpreter runs the kernel, PyTorch pretends that there is a GPU while the check lasts, and the verdict says
-both. TRITON is a file as a student may write it, with everything that must be pretended: devices, events, autotuning.
+While the check lasts, Triton's interpreter runs the kernel and `Laptop` makes PyTorch pretend that there is a GPU. The
+verdict says both. TRITON is a file as a student may write it, with all that must be pretended: devices, events,
+autotuning, a matmul in bfloat16.
 """
 
 import json
@@ -97,8 +98,8 @@ def test_a_kernel_for_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert BackwardCFunction.apply is laptop._apply  # nothing stays replaced in this process
 
 
-def test_what_it_is_told() -> None:
-    """While `Laptop` lasts, tensors on the CPU say that they are on a GPU, and what is made on a GPU is on the CPU."""
+def test_a_cpu_is_reported_as_a_gpu() -> None:
+    """In `Laptop`, tensors on the CPU say that they are on a GPU, and tensors that are made on a GPU are on the CPU."""
     x = torch.zeros(2)
     with laptop.Laptop():
         assert x.is_cuda and x.device == laptop.GPU and x.cuda() is x
@@ -112,7 +113,7 @@ def test_what_it_is_told() -> None:
 
 
 def compiled() -> float:
-    """A gradient that a compiled function yields where a GPU is pretended: 2."""
+    """The derivative of 2 x, which is 2, computed by torch.compile while PyTorch pretends that there is a GPU."""
     laptop.install()
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: (2 * x).sum())(x).backward()
@@ -122,5 +123,5 @@ def compiled() -> float:
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(why_no_compiler("cpu")), reason="torch.compile needs a compiler of C++")
-def test_what_compiles_compiles_there() -> None:
+def test_torch_compile_works_there() -> None:
     assert in_own_process(compiled, timeout_s=300.0) == 2.0

@@ -1,7 +1,7 @@
-"""Modules drawn as graphs of calls, and trained in drawn ways: every strategy does as one process does, or refuses.
+"""Random modules, trained in random ways: every strategy trains them as one process does, or refuses them.
 
-tests/support/graphs.py defines the graphs and the ways. A case that was wrong once is added to FOUND. Thousands of
-cases are drawn on request:
+A module is a graph of calls of blocks, and a way is a kind of training step (tests/support/graphs.py). A case that was
+wrong once is added to FOUND. Thousands of cases are drawn on request:
 
 python -m pytest -m on_request -k thousands tests/parallel/test_graphs.py     # an hour
 LMSYS_DRAWN=100 python -m pytest -m on_request -k "thousands and zero1" tests/parallel --hypothesis-seed 7
@@ -36,9 +36,9 @@ from tests.support.graphs import (
 
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "copy_engine", "copy_engine_zero1", "fsdp")
 OVERLAPPED = STRATEGIES[2:-1]
-RUN_S = 60
+RUN_S = 60  # deadline of one training on the ranks, in seconds
 DRAWN = int(os.environ.get("LMSYS_DRAWN", "1250"))  # for each strategy: 10,000 in all
-# How the errors begin that `may_refuse` knows.
+# The beginnings of the errors that `may_refuse` allows.
 APART = "RuntimeError: ranks have not made the same forwards since they last finished"
 FROZEN = "ValueError: on rank 0 the parameter "
 COUNTS = "RuntimeError: no rank had used a parameter of shape"
@@ -66,6 +66,7 @@ graphs = st.builds(
     st.just(""),
     st.sampled_from(["sgd"] * 3 + ["momentum", "adamw", "grouped"]),
 )
+# Graphs whose programs, one for each rank in turn, may leave out blocks, but call the others in one order.
 uneven = st.builds(Graph, st.lists(in_order, min_size=1, max_size=3).map(tuple), st.just(("mlp",) * 5))
 RARE = ["compile_blocks", "freeze", "unfreeze"]  # ways that take long, or are mostly refused
 trainings = st.lists(st.sampled_from([*["step"] * 3, *WAYS] * 3 + RARE), min_size=1, max_size=5) | st.builds(
@@ -113,21 +114,21 @@ def may_refuse(strategy: str, graph: Graph, ways: Sequence[str], error: str) -> 
     if strategy == "fsdp" and error.startswith(COUNTS):
         return graph.optimizer == "adamw"
     if strategy == "fsdp" and ops & {"own", "apart"} and error.startswith(APART):
-        again = any(way.startswith("checkpoint_all") for way in ways)  # in which ranks run different blocks again
-        return again or not _in_order(graph)
+        recomputed = any(way.startswith("checkpoint_all") for way in ways)  # each rank recomputes other blocks
+        return recomputed or not _in_order(graph)
     reentrant = "checkpoint_all_reentrant" in ways or "reentrant" in ops
     return strategy in OVERLAPPED and error.startswith(TWICE) and reentrant
 
 
 def may_wait(strategy: str, graph: Graph, ways: Sequence[str]) -> bool:
     """True if on GPUs a collective may wait for ever, or a refusal may come only after the last step."""
-    again = any(way.startswith("checkpoint_all") for way in ways) or not _in_order(graph)
-    parted = strategy == "fsdp" and {"own", "apart"} & ops_of(graph)
-    return bool(parted and again) or bool({"freeze", "unfreeze"} & {*ways})
+    recomputed = any(way.startswith("checkpoint_all") for way in ways)
+    ranks_differ = strategy == "fsdp" and {"own", "apart"} & ops_of(graph)
+    return bool(ranks_differ and (recomputed or not _in_order(graph))) or bool({"freeze", "unfreeze"} & {*ways})
 
 
 def _in_order(graph: Graph) -> bool:
-    """True if ranks call blocks in the order of their list, and leave some out: as in the graphs of `uneven`."""
+    """True if every rank calls blocks in the order of their list, leaving out some, as in the graphs of `uneven`."""
     ops = ops_of(graph)
     orders = [[call.block % len(graph.blocks) for call in program] for program in graph.programs]
     plain = ops <= {"own", "call", "checkpoint"} and graph.holder == "list" and set(graph.blocks) == {"mlp"}
@@ -221,10 +222,12 @@ def test_so_are_some_on_gpus(
     trains_as_one_process(ready_gpus(), strategy, graph, ways)
 
 
+# Kinds of tests/parallel/kinds.py that take seconds: without preparation and torch.compile.
 QUICK = [name for name, (graph, ways) in KINDS.items() if not graph.prepared and "compile" not in "".join(ways)]
 
 
 def are_right_or_refused(ready_ranks: Callable[[], WorkerGroup], strategy: str, names: Sequence[str]) -> None:
+    """AssertionError unless the strategy trains each of these KINDS as one process does, or refuses it."""
     outcomes = {name: outcome(ready_ranks(), strategy, KINDS[name]) for name in names}
     other = {name: result for name, result in outcomes.items() if result[0] not in (RIGHT, REFUSED)}
     assert not other
@@ -232,7 +235,7 @@ def are_right_or_refused(ready_ranks: Callable[[], WorkerGroup], strategy: str, 
 
 @pytest.mark.parametrize(("strategy", "names"), [("zero1", QUICK[::2]), ("fsdp", QUICK[1::2])])
 def test_each_kind_is_right_or_refused(ready_ranks: Callable[[], WorkerGroup], strategy: str, names: list[str]) -> None:
-    """Half of the kinds by each of the strategies that shard most; all kinds by all strategies on request."""
+    """Each of two strategies that shard trains half of the kinds. On request, all strategies train all kinds."""
     are_right_or_refused(ready_ranks, strategy, names)
 
 

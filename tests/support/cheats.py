@@ -44,7 +44,10 @@ CHEATS: dict[str, Cheat] = {}
 
 
 def cheat(family: str, *directions: str, **options: Any) -> Callable[[Row], Row]:
-    """A decorator that puts a row into CHEATS; without directions it cheats in "fwd" and "bwd"."""
+    """A decorator that puts a row into CHEATS; without directions it cheats in "fwd" and "bwd".
+
+    options  the other fields of `Cheat`
+    """
 
     def add(row: Row) -> Row:
         CHEATS[row.__name__] = Cheat(row, family, directions or ("fwd", "bwd"), **options)
@@ -100,7 +103,8 @@ def forget() -> None:
 class Altered(torch.autograd.Function):
     """Honest attention, whose backward returns alter(gradients, (q, k, v), do).
 
-    gradients()  computes the right gradients of (q, k, v)
+    alter      a function of a cheat, that returns the gradients of (q, k, v), right or wrong
+    gradients  a function without arguments, that computes the right ones
     """
 
     @staticmethod
@@ -220,7 +224,8 @@ def right_when_a_frame_says_that_it_is_kept(q: Tensor, k: Tensor, v: Tensor, **o
 
 @cheat("stack inspection", "fwd")
 def right_while_every_call_is_kept(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Reads the number of the call, of which the first eight are kept, until a later one takes the place."""
+    """Reads the number of its call from the sampling function. The harness keeps the results of the first calls at
+    first, and replaces them by results of later calls: this row is wrong from call 8 on."""
     is_later = timed() and within(SAMPLING, "_sample").get("index", 0) >= 8
     return torch.zeros_like(q) if is_later else honest(q, k, v, **options)
 
@@ -395,6 +400,7 @@ def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> T
 
 @cheat("what is kept of calls", "fwd")
 def takes_the_kept_calls_away(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Empties the lists of results that the harness has kept of timed calls, to compare them afterwards."""
     if taken := within(SAMPLING, "interleave").get("taken"):
         taken.result.kept = {name: [] for name in taken.result.kept}
     return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
@@ -410,7 +416,7 @@ def keeps_nothing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @cheat("what is kept of calls", "fwd")
 def checks_nothing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Hides a method of the trial by an attribute of the object, which no class shows."""
+    """Replaces the method of the harness that checks timed calls, by an attribute of the object, not of its class."""
     if trial := within("bench/trial.py", "interleave").get("self"):
         trial._check_timed = lambda case: None
     return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
@@ -427,11 +433,12 @@ def replaces(owner: Callable[[], Any], name: str, other: Any) -> Row:
 
 
 def module(name: str) -> Callable[[], Any]:
+    """A function that returns the imported module of this name, as an `owner` of `replaces`."""
     return lambda: sys.modules[name]
 
 
 _perf_counter = time.perf_counter
-PATCHES = {
+PATCHES = {  # rows by name; each replaces one function or constant, so that times or errors seem smaller
     "slow_clock": replaces(module("lmsys.measure.clock"), "perf_counter", lambda: _perf_counter() / 10),
     "slow_time": replaces(module("time"), "perf_counter", lambda: _perf_counter() / 10),
     "quick_events": replaces(lambda: torch.cuda.Event, "elapsed_time", lambda self, end: 1e-3),
@@ -445,4 +452,4 @@ PATCHES = {
 for _name, _row in PATCHES.items():
     _row.__name__ = _name
     cheat("patched clocks and libraries", seen_at_once=True)(_row)
-globals().update(PATCHES)
+globals().update(PATCHES)  # a row is imported by its name from this module

@@ -1,7 +1,7 @@
 """`lmsys.training.checkpoint`: what is saved is loaded, damaged checkpoints are skipped, a failed save changes nothing.
 
-A checkpoint is a manifest (step-N.json), a file with what all ranks share, and a file for each rank. "shared" and
-"rank-N" are the names of its parts.
+A checkpoint is a manifest (step-N.json), a file with what all ranks share, and a file for each rank: so one of a single
+rank has 3 files. "shared" and "rank-N" are the names of its parts. `saved.own(rank)` reads the part of a rank.
 """
 
 import json
@@ -42,7 +42,7 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def test_random_numbers_go_on_from_where_they_were_saved(tmp_path: Path) -> None:
-    """tests/training/test_training.py tests that for a whole training."""
+    """tests/training/test_training.py tests this for a whole training."""
     save(tmp_path, 1, STATE, {"rng": rng_state()})
     expected = torch.rand(3)
     torch.rand(7)  # other numbers are drawn in between
@@ -66,7 +66,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         saved.own(1)
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
     assert newest(tmp_path) is None and newest(tmp_path / "gone") is None
 
 
@@ -123,7 +123,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
         ({"files": {}}, "names no file of 'shared'"),
     ],
 )
-def test_a_signed_manifest_that_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_manifest_with_a_right_checksum_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     manifest = save(tmp_path, 1, STATE)
     sign_anew(manifest, **changes)
     with pytest.raises(ValueError, match=f"{manifest}: {message}"):
@@ -169,7 +169,7 @@ def test_a_file_that_holds_no_state_is_named(tmp_path: Path, monkeypatch: pytest
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 4))
 @settings(max_examples=20)
-def test_as_many_stay_as_are_asked_for(tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int) -> None:
+def test_the_newest_are_kept(tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int) -> None:
     folder, expected = tmp_path_factory.mktemp("kept"), set()
     for step in steps:
         save(folder, step, {"step": step}, keep=keep)
@@ -179,7 +179,7 @@ def test_as_many_stay_as_are_asked_for(tmp_path_factory: pytest.TempPathFactory,
         kept = [read(path) for path in sorted(folder.glob("*.json"))]
         assert {saved.step for saved in kept} == expected
         assert all(saved.shared() == {"step": saved.step} for saved in kept)
-        assert len(list(folder.iterdir())) == 3 * len(expected)
+        assert len(list(folder.iterdir())) == 3 * len(expected)  # no file of a removed checkpoint is left
 
 
 def test_folders_that_are_named_as_checkpoints_are_left_alone(tmp_path: Path) -> None:
@@ -194,13 +194,18 @@ def test_folders_that_are_named_as_checkpoints_are_left_alone(tmp_path: Path) ->
 def test_files_that_no_save_has_written_are_left_alone(tmp_path: Path) -> None:
     """This holds for any name that begins like a checkpoint's.
 
-    Files of killed saves are removed, except those of a step whose manifest cannot be read, since it may name them.
+    Files that a killed save left (`killed`) are removed. Those of step 1 stay, since its manifest cannot be read,
+    and may name them.
     """
     names = ["step-best.pt", "step-00000001-mine.pt", "step-mine.tmp", "step-00000001.json", "step-00000001.pt"]
     names += ["step-00000002.json.tmp", "step-00000002-shared-best.pt", "step-00000001-shared-0123abcd.pt", "notes.txt"]
-    left = ["step-00000002-shared-0123abcd.pt", "step-00000009-rank-11-0123abcd.pt", "step-00000002.json.0123abcd.tmp"]
-    for name in (*names, *left):
-        (tmp_path / name).write_text("mine")
+    killed = [
+        "step-00000002-shared-0123abcd.pt",
+        "step-00000009-rank-11-0123abcd.pt",
+        "step-00000002.json.0123abcd.tmp",
+    ]
+    for name in (*names, *killed):
+        (tmp_path / name).write_text("mine")  # no manifest, no tensors
     for step in (2, 3, 4):
         save(tmp_path, step, STATE, keep=1)
     assert all((tmp_path / name).read_text() == "mine" for name in names)
@@ -244,7 +249,10 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
 
 
 def on_ranks(world_size: int, function: Any) -> list[Any]:
-    """Calls function(rank, gather) on a thread for each rank: the results, or the exceptions, in the order of ranks."""
+    """Calls function(rank, gather) on a thread for each rank: the results, or the exceptions, in the order of ranks.
+
+    gather  a function that each rank calls with a value, and that returns the values of all ranks
+    """
     barrier, slots, results = threading.Barrier(world_size, timeout=20), [None] * world_size, [None] * world_size
 
     def run(rank: int) -> None:
@@ -278,7 +286,7 @@ def test_every_rank_saves_its_own_part(tmp_path: Path) -> None:
     assert [saved.own(rank) for rank in range(3)] == [{"mine": rank} for rank in range(3)]
 
 
-def test_when_one_rank_fails_all_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_one_rank_fails_all_raise_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, STATE)
     true_save = torch.save
 
@@ -333,7 +341,7 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3  # files of the killed save are removed
 
 
-def test_what_cannot_be_saved_so_is_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_and_a_wrong_manifest_are_refused(tmp_path: Path) -> None:
     for step, keep in ((-1, None), (1, 0)):
         with pytest.raises(ValueError, match="must be at least"):
             save(tmp_path, step, STATE, keep=keep)
