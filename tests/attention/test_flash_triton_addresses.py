@@ -26,7 +26,7 @@ from tests.support.patterns import make_pattern, patterned  # noqa: E402
 
 @contextmanager
 def by_addresses() -> Iterator[list[str]]:
-    """A context in which kernels are made without descriptors. Its value is a list of the names of those made in it."""
+    """A context in which kernels are made without descriptors. Its value is the list of their names."""
     made: list[str] = []
 
     def recorded(function: object, descriptors: list[object], others: list[object], **options: object) -> object:
@@ -44,24 +44,25 @@ def by_addresses() -> Iterator[list[str]]:
 
 
 def assert_right(run: Callable[[], dict[str, Tensor]], oracle: Oracle | None, *kernels: str) -> None:
-    """The results of run() by addresses are right by the oracle, if there is one, and equal those by descriptors.
+    """AssertionError unless the results of run() by addresses are right, and equal those by descriptors.
 
-    The `kernels` are names of which each must have been made.
+    oracle   judges the results; None: they are only compared
+    kernels  names of kernels, each of which must have been made
     """
-    described = run()
+    by_descriptors = run()
     with by_addresses() as made:
-        moved = run()
+        results = run()
     assert made and set(made) >= set(kernels)
     if oracle is not None:
-        assert_within_budget(oracle.error_ratios(moved, rms=False))
-    for name, x in described.items():
-        other = moved[name]
+        assert_within_budget(oracle.error_ratios(results, rms=False))
+    for name, x in by_descriptors.items():
+        other = results[name]
         assert torch.equal(x.isnan(), other.isnan()), name
         assert x.is_cuda or torch.equal(x.nan_to_num(), other.nan_to_num()), name
 
 
 @law(only=("flash_triton",))
-def test_both_ways_give_attention(row: Row, case: AttentionCase, seed: int) -> None:
+def test_kernels_by_addresses_are_right(row: Row, case: AttentionCase, seed: int) -> None:
     """Head dimensions may be smaller than a tile's columns, and inputs may be views."""
     case = replace(case, head_dim=[case.head_dim, 20, 17, 48][seed % 4])
     inputs = make_inputs(case, seed, memory="" if seed % 2 else "transposed")
@@ -69,7 +70,7 @@ def test_both_ways_give_attention(row: Row, case: AttentionCase, seed: int) -> N
 
 
 @law(only=("flash_triton",), of=patterned)
-def test_both_ways_give_attention_under_patterns(row: Row, case: AttentionCase, seed: int) -> None:
+def test_kernels_by_addresses_are_right_under_patterns(row: Row, case: AttentionCase, seed: int) -> None:
     """Half of the cases have a NaN that is hidden from some queries: the kernels then compute tiles a second time."""
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     oracle = None if seed % 2 else Oracle(case, inputs, pattern=pattern)
@@ -81,7 +82,7 @@ def test_both_ways_give_attention_under_patterns(row: Row, case: AttentionCase, 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("queries", "group", "head_dim"), [(1, 3, 16), (5, 4, 20)])
-def test_both_ways_give_attention_of_few_queries(
+def test_kernels_by_addresses_are_right_for_few_queries(
     queries: int, group: int, head_dim: int, parts: int, device: str
 ) -> None:
     row = Row("flash_triton", device)
@@ -99,7 +100,7 @@ def test_both_ways_give_attention_of_few_queries(
 
 
 def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
-    """A tile's addresses are counted in 32 bits from its first one."""
+    """An offset inside of a tile has 32 bits. `far` has rows of 2**23 elements, `near` of half as many."""
     far = torch.empty(1, device="meta", dtype=torch.bfloat16).as_strided((1, 1, 300, 64), (64, 64, 2**23, 1))
     near = far.as_strided(far.shape, (64, 64, 2**22, 1))
     assert describable(near).stride() == near.stride() and describable(far).stride(2) == 64
@@ -110,8 +111,8 @@ def test_strides_are_passed_as_odd_numbers_above_one() -> None:
     for dtype, length in product((torch.float16, torch.float32), (1, 5, 17)):
         x = describable(torch.zeros(2, 1, length, 20, dtype=dtype)[..., 1:])
         base, *numbers, columns = strided(x, x)
-        steps = [step * x.element_size() // 16 for step in x.stride()[:3]]
+        batch, _, row = (stride * x.element_size() // 16 for stride in x.stride()[:3])
         assert base is x and columns.value == 19
-        if length > 1:
-            assert numbers == [2 * n + 1 for n in (steps[0], numbers[1] // 2, steps[2], length)]
+        if length > 1:  # the stride between heads may be any, as there is one head
+            assert numbers == [2 * n + 1 for n in (batch, numbers[1] // 2, row, length)]
         assert all(n % 2 and n > 1 for n in numbers) and numbers[3] == 2 * length + 1

@@ -1,6 +1,7 @@
-"""Peers under a pattern: the arguments that they are called with mean what the pattern says.
+"""Other people's kernels under patterns: the arguments that we call them with mean what the pattern says.
 
 Their packages need GPUs. Stubs stand for them here: plain PyTorch functions, written from the packages' documentation.
+A new pattern is an entry in PATTERNS.
 """
 
 import inspect
@@ -23,8 +24,8 @@ from lmsys.processes import in_own_process
 from lmsys.testing import Oracle, make_inputs, run
 
 BEYOND = "offset", "prefix of documents"  # PATTERNS that the functions of FlashAttention cannot express
-PACKED = Documents([5, 1, 10])
-EACH = Documents([[16], [7, 9]])
+PACKED = Documents([5, 1, 10])  # lengths, in all batch entries
+EACH = Documents([[16], [7, 9]])  # lengths in each of two batch entries
 PATTERNS = {
     "causal": Pattern(True),
     "window": Pattern(True, 4),
@@ -46,7 +47,7 @@ def test_flex_masks_what_the_pattern_hides(name: str) -> None:
     assert torch.equal(found, pattern.seen(16, 16, torch.device("cpu")).expand_as(found))
 
 
-def test_flex_is_compiled_once_for_documents_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_is_compiled_once_for_documents_of_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[Any] = []
 
     def compile_for(function: Any, key: Any) -> Any:
@@ -81,7 +82,7 @@ def varlen(
         lengths = edges.diff().tolist()
         assert edges.dtype == torch.int32 and longest == max(lengths)
         parts += [x.unsqueeze(0).split(lengths, dim=1) for x in tensors]
-    return torch.cat([dense(*one, **options)[0] for one in zip(*parts, strict=True)]), torch.empty(0)
+    return torch.cat([dense(*tensors, **options)[0] for tensors in zip(*parts, strict=True)]), torch.empty(0)
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor | None, **options: Any) -> Tensor:
@@ -90,8 +91,8 @@ def cached(q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor | None, **o
     if cache_seqlens is None:
         return dense(q, k, v, **options)
     assert cache_seqlens.dtype == torch.int32 and cache_seqlens.min() > 0 and cache_seqlens.max() <= k.shape[1]
-    ends = enumerate(cache_seqlens.tolist())
-    return torch.cat([dense(q[at : at + 1], *(x[at : at + 1, :end] for x in (k, v)), **options) for at, end in ends])
+    entries = zip(q.split(1), k.split(1), v.split(1), cache_seqlens.tolist(), strict=True)
+    return torch.cat([dense(q1, k1[:, :length], v1[:, :length], **options) for q1, k1, v1, length in entries])
 
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name not in BEYOND])
@@ -102,18 +103,18 @@ def test_flash_attn_is_called_by_the_pattern(name: str, monkeypatch: pytest.Monk
     found = peers_flash_attn.flash_attn_2(q, k, v, scale=0.3, pattern=PATTERNS[name])
     torch.testing.assert_close(found, naive(q, k, v, scale=0.3, pattern=PATTERNS[name]))
     if name == "window":  # the last queries, as in decoding
-        one = q[:, :, 11:], k, v
-        last = Pattern(True, 4, offset=11)
-        torch.testing.assert_close(peers_flash_attn.flash_attn_2(*one, pattern=last), naive(*one, pattern=last))
+        tensors, pattern = (q[:, :, 11:], k, v), Pattern(True, 4, offset=11)
+        found = peers_flash_attn.flash_attn_2(*tensors, pattern=pattern)
+        torch.testing.assert_close(found, naive(*tensors, pattern=pattern))
 
 
 @pytest.mark.parametrize("name", ["causal", "documents"])
 def test_flash_attn_is_deterministic_where_torch_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noted(function: Any, *tensors: Tensor, deterministic: bool, **options: Any) -> Any:
+    def required(function: Any, *tensors: Tensor, deterministic: bool, **options: Any) -> Any:
         assert deterministic
         return function(*tensors, **options)
 
-    functions = {"flash_attn_func": partial(noted, dense), "flash_attn_varlen_func": partial(noted, varlen)}
+    functions = {"flash_attn_func": partial(required, dense), "flash_attn_varlen_func": partial(required, varlen)}
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(**functions))
     q, k, v = torch.randn(3, 2, 2, 16, 8)
     with deterministic_mode():
@@ -122,7 +123,8 @@ def test_flash_attn_is_deterministic_where_torch_is(name: str, monkeypatch: pyte
 
 
 def test_flash_attn_3_decodes_by_its_call_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That call is for few queries over more keys, or over caches; with gradients or many queries another is taken."""
+    """flash_attn_with_kvcache is for few queries over more keys, or over caches. With gradients or many queries it is
+    flash_attn_func that is called."""
     calls: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
@@ -134,7 +136,7 @@ def test_flash_attn_3_decodes_by_its_call_for_caches(monkeypatch: pytest.MonkeyP
     q, k, v = torch.randn(2, 4, 16, 8), *torch.randn(2, 2, 2, 40, 8)
     lengths = torch.tensor([40 + 5, 7])  # more keys than there are is all of them
     few, many = "flash_attn_with_kvcache", "flash_attn_func"
-    asked = [
+    cases = [
         ((q, k, v), Pattern(True, 4, offset=24), few),
         ((q[:, :, :1], k, v), Pattern(), few),
         ((q, k, v), Pattern(key_lengths=lengths), few),
@@ -142,13 +144,13 @@ def test_flash_attn_3_decodes_by_its_call_for_caches(monkeypatch: pytest.MonkeyP
         ((torch.randn(2, 4, 17, 8), k, v), Pattern(), many),
         ((q.clone().requires_grad_(), k, v), Pattern(), many),
     ]
-    for tensors, pattern, name in asked:
+    for tensors, pattern, name in cases:
         found = peers_flash_attn.flash_attn_3(*tensors, pattern=pattern)
         torch.testing.assert_close(found, naive(*tensors, pattern=pattern))
         assert calls.pop() == name and not calls
 
 
-def of_torch(*args: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
+def varlen_of_torch(*args: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
     """A stub of torch's varlen_attn: a window of (-1, -1) is full attention, one of (W, 0) is causal."""
     q, k, v, *edges, max_q, max_k = args
     assert enable_gqa == (q.shape[1] != k.shape[1])
@@ -160,13 +162,13 @@ def of_torch(*args: Any, scale: float | None, window_size: tuple[int, int], enab
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("name", ["full", *(name for name in PATTERNS if name not in (*BEYOND, "documents of each"))])
 def test_varlen_attn_is_called_by_the_pattern(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_of_torch)
     q, k, v = torch.randn(1, 4, 16, 8), *torch.randn(2, 1, kv_heads, 16, 8)
     pattern = PATTERNS.get(name, Pattern())
-    asked = [(q, pattern)]
+    cases = [(q, pattern)]
     if name in ("full", "window"):  # the last queries, as in decoding
-        asked.append((q[:, :, 11:], replace(pattern, offset=11)))
-    for queries, pattern in asked:
+        cases.append((q[:, :, 11:], replace(pattern, offset=11)))
+    for queries, pattern in cases:
         found = peers_flash_attn.varlen_attn(queries, k, v, scale=0.3, pattern=pattern)
         torch.testing.assert_close(found, naive(queries, k, v, scale=0.3, pattern=pattern))
 
@@ -180,10 +182,10 @@ def test_torchs_varlen_attn_has_the_parameters_of_its_stub() -> None:
 def test_varlen_attn_says_which_cases_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     case = AttentionCase(1, 4, 2, 16, 16, 64, "bfloat16", causal=True, grad=True, device="cuda", capability=(9, 0))
     why_not = ATTENTION["varlen_attn"].why_not
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_of_torch)
     assert why_not(case) is why_not(replace(case, documents=True, window=3)) is None
     assert "a batch of 1; got 2" in str(why_not(replace(case, batch=2)))
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, k, v: q)  # of torch 2.11
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, k, v: q)  # as in torch 2.11
     assert "enable_gqa" in str(why_not(case)) and why_not(replace(case, kv_heads=4)) is None
 
 
@@ -204,9 +206,9 @@ def test_flash_attn_says_which_patterns_it_cannot_run(monkeypatch: pytest.Monkey
 
 
 def _errors_of_cudnn(layouts: tuple[str, ...]) -> float:
-    """The largest error over its budget in the last of some calls. `layouts`: that of the gradient do in each call.
+    """The largest error over its budget in the last of several calls.
 
-    "contiguous" is (B, H, S, D) in memory, "transposed" (B, S, H, D).
+    layouts  for each call, how the gradient do lies in memory: "contiguous" (B, H, S, D) or "transposed" (B, S, H, D)
     """
     case = AttentionCase(1, 2, 2, 128, 583, 128, "float16", False, True, "cuda", torch.cuda.get_device_capability())
     inputs = make_inputs(case, 0)

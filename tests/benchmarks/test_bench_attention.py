@@ -1,7 +1,8 @@
 """benchmarks/bench_attention.py: right rows are timed, and rows that fail in any way have records without a time.
 
-KERNELS is the file of a user, whose rows fail in different ways. A new way to fail is a function there, and its
-outcome in `test_every_row_ends_as_a_cell`. Rows that are wrong for some inputs are in tests/support/wrong_kernels.py.
+A row is an implementation. KERNELS is the file of a user, whose rows fail in different ways. A new way to fail is a
+function there, with its outcome in `test_every_row_has_its_outcome`. Rows that are wrong for some inputs alone are in
+tests/support/wrong_kernels.py.
 """
 
 import json
@@ -132,14 +133,14 @@ def nobody_waits(q, k, v, *, causal=False, scale=None):
 '''
 
 CACHED = ("cached", "memoised", "versioned")
-SMALL = {
+SMALL = {  # values of the benchmark's axes
     "length": ((33, 33),),
     "head_dim": (16,),
     "heads": ((2, 2),),
     "causal": (True,),
     "direction": ("fwd", "bwd", "fwdbwd"),
 }
-Records = dict[tuple[str, str, str], dict[str, Any]]
+Records = dict[tuple[str, str, str], dict[str, Any]]  # by row, dtype and direction
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,12 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swept_rows(
     rows: list[str], device: str = "cpu", timed: bool = True, checks_files: bool = True, **changes: Any
 ) -> Records:
-    """{(row, dtype, direction): record} of these rows. `changes`: other values of axes than those of SMALL."""
+    """The records of these rows.
+
+    timed         False: rows are checked, but not timed
+    checks_files  True: rows from a file are first checked in the small cases of `lmsys check`
+    changes       other values of axes than those of SMALL
+    """
     values = {"dtype": ("float32", "bfloat16"), **SMALL, **changes}
     cases = cases_of(Attention(), Settings(device=device), attention=tuple(rows), **values)
     records: Records = {}
@@ -174,11 +180,11 @@ def swept_rows(
 def swept(kernels: Path) -> Records:
     names = ("right", "Explicit", "wrong_dk", *CACHED, "changing", "hungry", "broken", "undefined")
     users_rows = [f"{kernels}:{name}" for name in (*names, "only_bfloat16_and_off")]
-    # Without the quick check of files, so that each row reaches the check at its case's shape.
+    # Without the small cases of `lmsys check`, so that each row reaches the check at its case's shape.
     return swept_rows(["naive", *users_rows, "flash_attn_2"], checks_files=False)
 
 
-def test_every_row_ends_as_a_cell(swept: Records) -> None:
+def test_every_row_has_its_outcome(swept: Records) -> None:
     for dtype in ("float32", "bfloat16"):
         for direction in ("fwd", "bwd", "fwdbwd"):
             outcome = {row: record["outcome"] for (row, *rest), record in swept.items() if rest == [dtype, direction]}
@@ -218,7 +224,7 @@ TAKEN = ("right", "of_a_course")  # the second has no parameter `scale`, and is 
 def test_the_smoke_sweep_refuses_what_is_wrong_beyond_one_tile(device: str) -> None:
     """It also refuses rows that are wrong for grouped heads, an odd length or a given scale.
 
-    device  whose shapes are used; the rows run on a CPU
+    device  the sweep's shapes for this device are used; the rows run on a CPU
     """
     outcomes: dict[str, set[str]] = {}
     rows = [f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:{name}" for name in (*TAKEN, *REFUSED)]
@@ -235,8 +241,8 @@ def test_the_smoke_sweep_refuses_what_is_wrong_beyond_one_tile(device: str) -> N
     )
 
 
-def test_a_row_from_a_file_is_asked_other_shapes_before_it_is_timed() -> None:
-    """The row is right in the run's only shape, so with --no-check it is timed."""
+def test_a_row_from_a_file_is_checked_at_other_shapes_before_it_is_timed() -> None:
+    """The row is right in the only shape of this run. So it is timed if the check of files is left out (--no-check)."""
     row = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:other_heads"
     axes: dict[str, Any] = {"dtype": ("float32",), "direction": ("fwd",), "heads": ((2, 2),)}
     (checked,) = swept_rows([row], **axes).values()
@@ -253,10 +259,10 @@ def test_a_row_from_a_file_is_asked_other_shapes_before_it_is_timed() -> None:
     ("name", "message", "of_table"),
     [("unshifted", "no maximum is subtracted", "wrong"), ("other_heads", "grouped heads, float32", "ok")],
 )
-def test_a_row_of_the_table_is_asked_extreme_scores_alone_before_it_is_timed(
+def test_a_row_of_the_table_is_checked_with_extreme_scores_before_it_is_timed(
     name: str, message: str, of_table: str
 ) -> None:
-    """The row is judged as a row of the table, and as one from a file, which is asked other shapes, too."""
+    """The row is judged as a row of the table, and as one from a file, which is checked at other shapes, too."""
     axes = {"dtype": ("float32",), "direction": ("fwd",), "length": ((64, 64),)}
     (case,) = cases_of(Attention(), Settings(device="cpu"), attention=("naive",), **{**SMALL, **axes})
     from_file = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:{name}"
@@ -266,6 +272,7 @@ def test_a_row_of_the_table_is_asked_extreme_scores_alone_before_it_is_timed(
         assert candidate.outcome == outcome and (message in str(candidate.reason)) == (outcome == "wrong")
 
 
+# Softmaxes that are right for scores of usual size, and wrong for extreme ones.
 SHIPPED = """
 import torch
 
@@ -290,7 +297,7 @@ def finite_sentinel(q, k, v, *, causal=False, scale=None):
     scores = scores_of(q, k, causal, scale)
     return over_sum((scores - row_max(scores).clamp(min=-1e4)).exp(), q, v)
 """
-NAMES = {
+NAMES = {  # how the check names the mistake of each row in SHIPPED
     "no_max": "no maximum is subtracted",
     "fixed_max": "a fixed number, about 20",
     "oob_zero": "keys that pad the last tile count in the maximum",
@@ -298,8 +305,8 @@ NAMES = {
 }
 
 
-def test_the_sweep_refuses_and_names_what_normal_draws_do_not_show(tmp_path: Path) -> None:
-    """At this shape `oob_zero` is right: no key pads the last tile."""
+def test_the_sweep_refuses_and_names_mistakes_that_normal_inputs_do_not_show(tmp_path: Path) -> None:
+    """`oob_zero` is right at this shape, where no key pads the last tile. The check of files finds it, too."""
     file = tmp_path / "shipped.py"
     file.write_text(SHIPPED)
     rows = ["naive", *(f"{file}:{name}" for name in NAMES)]
@@ -309,18 +316,24 @@ def test_the_sweep_refuses_and_names_what_normal_draws_do_not_show(tmp_path: Pat
         assert row == "naive" or NAMES[row] in record["reason"]
 
 
-def test_the_sweep_refuses_what_is_wrong_for_memory_of_another_layout() -> None:
+def test_the_sweep_refuses_rows_that_are_wrong_for_other_memory_layouts() -> None:
     file = ROOT / "tests" / "support" / "wrong_kernels.py"
     rows = ["naive", f"{file}:by_16_bytes", f"{file}:no_expanded_gradient"]
     records = swept_rows(rows, dtype=("float32",), direction=("bwd",), timed=False)
     endings = {row: (record["outcome"], record["reason"]) for (row, *_), record in records.items()}
     assert endings["naive"][0] == "ok"
-    for row, words in {"by_16_bytes": "inputs that are not aligned", "no_expanded_gradient": "of stride 0"}.items():
-        assert endings[row][0] == "wrong" and f"wrong for {'a gradient ' * (row[0] == 'n')}{words}" in endings[row][1]
+    for row, words in {
+        "by_16_bytes": "wrong for inputs that are not aligned",
+        "no_expanded_gradient": "wrong for a gradient of stride 0",
+    }.items():
+        assert endings[row][0] == "wrong" and words in endings[row][1]
 
 
-def test_timed_calls_of_extreme_draws_are_looked_at_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that is wrong for deep scores, and passes the checks before the clock, is wrong when it is timed."""
+def test_timed_calls_with_extreme_scores_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is wrong for extreme scores, and is not checked with them before, is found wrong when it is timed.
+
+    All draws for timed calls are extreme here (SHARE); usually only some are.
+    """
     monkeypatch.setattr("benchmarks.attention.check.check_small", lambda *_: None)
     monkeypatch.setattr("lmsys.extremes.attention.SHARE", 1.0)
     row = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:unshifted"
@@ -331,7 +344,9 @@ def test_timed_calls_of_extreme_draws_are_looked_at_there(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("what", "outcome"), [("bench_attention.testing.make_inputs", "oom"), ("attention.check.Oracle", "error")]
 )
-def test_what_fails_in_the_bench_itself_is_a_cell_too(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_benchmark_itself_is_recorded_too(
+    what: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object, **__: object) -> None:
         raise MemoryError("no room")
 
@@ -398,11 +413,12 @@ def test_a_deterministic_case_runs_in_torchs_deterministic_mode(tmp_path: Path) 
         (None, ["no equals sign"], False),
     ],
 )
-def test_processes_begin_with_what_torch_reads_once(
+def test_deterministic_runs_set_what_torch_reads_once(
     option: str | None, axes: list[str], is_set: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """torch reads CUBLAS_WORKSPACE_CONFIG once, so conftest.py sets it if any case is to be deterministic."""
     name, value = CUBLAS_WORKSPACE
-    monkeypatch.setitem(os.environ, name, "")  # put back afterwards
+    monkeypatch.setitem(os.environ, name, "")  # so that the variable is restored after the test
     del os.environ[name]
     given = SimpleNamespace(**{f"{OPTION}--deterministic": option})
     configure = runpy.run_path(str(processes.ROOT / "conftest.py"))["pytest_configure"]
@@ -411,12 +427,12 @@ def test_processes_begin_with_what_torch_reads_once(
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_deterministic_cases_behind_others(tmp_path: Path) -> None:
+def test_a_gpu_runs_deterministic_cases_after_others(tmp_path: Path) -> None:
     """torch reads how cuBLAS is to be deterministic at a process's first matmul, long before such a case."""
     out, rows = tmp_path / "out.json", "naive,sdpa_flash,flash_triton"
     small = "--length 256 --head-dim 64 --dtype bfloat16 --causal yes --direction bwd --benchmark-max-time 0.01".split()
-    asked = ("-k", "by_length", "--attention", rows, "--deterministic", "no,yes", "--benchmark-only")
-    ended = processes.run("benchmarks/bench_attention.py", *asked, *small, "--benchmark-json", out)
+    options = ("-k", "by_length", "--attention", rows, "--deterministic", "no,yes", "--benchmark-only")
+    ended = processes.run("benchmarks/bench_attention.py", *options, *small, "--benchmark-json", out)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     records = json.loads(out.read_text())["lmsys"]["records"]
     assert len(records) == 6 and all(record["outcome"] == "ok" for record in records), [

@@ -6,10 +6,11 @@ from benchmarks.bench_precision import sums, tensors
 
 
 def test_a_rounded_sum_loses_more_than_rounded_addends() -> None:
-    half, brain = (sums(dtype, "cpu")["sums"] for dtype in (torch.float16, torch.bfloat16))
-    exact, low, mixed, cast = (abs(way["error"]) for way in half)
-    assert exact < 1e-3 < mixed == cast < 1e-2 < low and half[1]["result"] == 9.953125
-    assert abs(brain[1]["error"]) > 5  # once the sum is 4, adding 0.01 rounds to 4 again: half a unit is larger
+    """0.01 is added a thousand times. A rounded sum is `low`; the addends alone are rounded in `mixed` and `cast`."""
+    float16, bfloat16 = (sums(dtype, "cpu")["sums"] for dtype in (torch.float16, torch.bfloat16))
+    exact, low, mixed, cast = (abs(total["error"]) for total in float16)
+    assert exact < 1e-3 < mixed == cast < 1e-2 < low and float16[1]["result"] == 9.953125
+    assert abs(bfloat16[1]["error"]) > 5  # once the sum is 4, adding 0.01 rounds to 4 again: half a unit is larger
 
 
 def test_autocast_keeps_parameters_norms_loss_and_gradients_wide() -> None:

@@ -1,4 +1,7 @@
-"""`dev.layouts` gives a result file today's layouts, and `lmsys verify` still accepts its seals."""
+"""`dev.layouts` gives a result file today's layouts, and a new seal, so that `lmsys verify` still accepts the file.
+
+A layout says how the report shows a benchmark; {"place": 1} is a short one. A seal is a checksum of a file's content.
+"""
 
 import json
 from typing import Any
@@ -11,10 +14,11 @@ from tests.support.records import content_of, record
 
 
 def sealed(older: bool) -> dict[str, Any]:
-    """The content of a result file with its seal; `older`: that of lmsys 0.1, which does not cover layouts."""
+    """The content of a result file with its seal; `older`: the seal of lmsys 0.1, which does not cover layouts."""
     ours = content_of([record("attention", "naive")])
     content: dict[str, Any] = json.loads(json.dumps({"benchmarks": [], "lmsys": ours}))
     ours = content["lmsys"]
+    # "others" is the checksum of the rest of the file; any will do here.
     ours |= {"layouts": {"attention": {"place": 1}}} | ({} if older else {"others": "0" * 64})
     ours["seal"] = older_file_seal(ours) if older else seal(ours)
     return content

@@ -20,10 +20,10 @@ from lmsys.registry import Entry
 from tests.museum.mini import OPERATIONS, MiniModel, drawn, plain_of, tokens_of
 from tests.museum.ranks import Ranks, on_one
 
-STEPS_ON_RANKS = 3
+STEPS_ON_RANKS = 3  # steps of a training on two ranks, of which weights are compared
 CURVE_STEPS, CURVE_RTOL, CURVE_ATOL = 32, 2e-5, 1e-8  # Liger-Kernel's convergence tests in float32
-ROUNDS, WITHIN = 10, 0.99  # for `most_within`
-TIMED_CALLS = {True: 10, False: 100}  # {needs ranks: calls} for `new_seeds`: fewer if ranks have to run
+ROUNDS, WITHIN = 10, 0.99  # of `most_within`: draws, and the share of elements that must be right
+TIMED_CALLS = {True: 10, False: 100}  # calls of `new_seeds`, {whether the fault needs ranks: number}: ranks are slow
 OPTIMIZER_SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.9}
 Pair = tuple[list[Tensor], list[Tensor]]  # results of the fault, and of plain PyTorch
 Curves = tuple[list[float], list[float]]  # losses with the fault, and of plain PyTorch
@@ -33,9 +33,11 @@ Curves = tuple[list[float], list[float]]  # losses with the fault, and of plain 
 class Subject:
     """A fault as gates see it.
 
-    pair         seed of a normal draw -> (results of the fault, of plain PyTorch); None if the fault raises or hangs
-    curves       -> (losses of a training with the fault, of a plain training); None if the fault raises or hangs
+    pair         pair(seed) is (results of the fault, of plain PyTorch) on normal inputs of this seed
+    curves       curves() is (losses of a training with the fault, of a plain training)
     needs_ranks  True if the fault runs on two ranks
+
+    Both functions return None if the fault raises or hangs.
     """
 
     pair: Callable[[int], Pair | None]
@@ -44,7 +46,7 @@ class Subject:
 
 
 def subject(entry: Entry, kind: str, ranks: Ranks) -> Subject:
-    """The subject of a row of this kind. ValueError for a kind that gates cannot run."""
+    """The subject of an implementation of this kind. ValueError for a kind that gates cannot run."""
     if kind in OPERATIONS:
         return _of_operation(entry, kind)
     if kind == "optimizer":
@@ -114,6 +116,7 @@ def _or_none(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache
 def _plain_curve() -> list[float]:
+    """The losses of a training of the mini model with plain implementations alone."""
     return _curve({})
 
 
@@ -161,7 +164,7 @@ def new_seeds(fault: Subject) -> bool:
 
     The tolerance is 1e-3, as in that project's tasks for narrow floats, which compare outputs of forwards.
     """
-    seeds = range(0, 13 * TIMED_CALLS[fault.needs_ranks], 13)
+    seeds = range(0, 13 * TIMED_CALLS[fault.needs_ranks], 13)  # that project adds 13 to the seed of each call
     pairs = (fault.pair(seed) for seed in seeds)
     return all(
         pair is not None and _all(pair, lambda x, y: torch.allclose(x, y, rtol=1e-3, atol=1e-3)) for pair in pairs
@@ -189,6 +192,7 @@ def loss_curve(fault: Subject) -> bool:
 
 
 def _all(pair: Pair, passes: Callable[[Tensor, Tensor], bool]) -> bool:
+    """True if all results have the right shapes and pass."""
     return all(x.shape == right.shape and passes(x, right) for x, right in zip(*pair, strict=True))
 
 

@@ -1,4 +1,8 @@
-"""Muon on ranks that own matrices: bit for bit the steps of ranks that each do all the work, with shared-out state."""
+"""Muon on ranks that each own some of the matrices: steps have the bits of ranks that each do all the work.
+
+A rank steps the matrices that it owns, and has their optimizer state. `TreeSums` adds gradients of ranks in one order
+under every strategy, so that bits can be compared.
+"""
 
 from functools import partial
 from typing import Any
@@ -35,15 +39,19 @@ OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.8}
 
 
 def _owned(strategy: str, wrapper: Any, net: Net, group: Any, **options: Any) -> Any:
-    """The optimizer in which each rank steps what it owns."""
+    """The optimizer in which each rank steps the parameters that it owns."""
     if strategy not in REPLICATED:
         return wrapper.make_optimizer(Muon, groups=matrix_groups(net), **options)
     return ShardedOptimizer(grouped(net, matrix_groups(net)), Muon, collectives.unwrapped(group), **options)
 
 
 def _steps(recipe: Recipe, strategy: str, world_size: int, owned: bool, batched: bool, seed: int) -> Any:
-    """On a rank: (the model before and after three steps; the numbers of the parameters that this rank has state of;
-    by number the rank that owns a parameter; gathers of a step). Gradients are added as one tree under every strategy.
+    """On a rank: (before, after, held, owners, gathers).
+
+    before, after  the model's state before and after three steps
+    held           the numbers of the parameters whose optimizer state this rank has
+    owners         for each parameter, the rank that owns it
+    gathers        all-gathers of a step
     """
     group, rank = group_of(world_size), dist.get_rank()
     if rank >= world_size:
@@ -71,7 +79,7 @@ def _steps(recipe: Recipe, strategy: str, world_size: int, owned: bool, batched:
             optimizer.step()
             optimizer.zero_grad()
         after = on_ranks.copies(wrapper.full_state_dict())
-    params = [p for one in optimizer.param_groups for p in one["params"]]
+    params = [p for params_of in optimizer.param_groups for p in params_of["params"]]
     held = {number for number, p in enumerate(params) if optimizer.state.get(p)}
     owners = getattr(optimizer, "owners", dict.fromkeys(params, rank))
     return before, after, held, [owners[p] for p in params], len(gathers) / len(data)
@@ -85,40 +93,41 @@ def _steps(recipe: Recipe, strategy: str, world_size: int, owned: bool, batched:
     batched=flags,
     seed=st.integers(0, 99),
 )
-def test_owned_steps_are_those_of_ranks_that_do_all_the_work(
+def test_owners_step_as_ranks_that_do_all_the_work(
     ranks: WorkerGroup, recipe: Recipe, strategy: str, world_size: int, batched: bool, seed: int
 ) -> None:
-    """Bit for bit where each matrix is orthogonalized by itself; else another batch may round in another way."""
+    """Bits are equal if each matrix is orthogonalized by itself. A batch of other matrices may round otherwise."""
     plain = "none" if strategy == "none" else "naive"
-    alone = ranks.run(_steps, recipe, plain, world_size, False, batched, seed)[:world_size]
-    found = ranks.run(_steps, recipe, strategy, world_size, True, batched, seed)[:world_size]
-    for rank, (one, other) in enumerate(zip(alone, found, strict=True)):
-        (before, expected, *_), (start, state, held, owners, gathers) = one, other
+    replicated = ranks.run(_steps, recipe, plain, world_size, False, batched, seed)[:world_size]
+    owned = ranks.run(_steps, recipe, strategy, world_size, True, batched, seed)[:world_size]
+    for rank, (reference, result) in enumerate(zip(replicated, owned, strict=True)):
+        (before, expected, *_), (start, state, held, owners, gathers) = reference, result
         assert all(torch.equal(before[name], x) for name, x in start.items())
-        if strategy != "fsdp":  # whose ranks have a part of all state
-            assert all(owners[number] == rank for number in held) and owners == found[0][3]
+        if strategy != "fsdp":  # where every rank has a part of each parameter's state
+            assert all(owners[number] == rank for number in held) and owners == owned[0][3]
         assert gathers <= 6 or strategy == "fsdp"  # two groups of parameters, of two dtypes each; zero1: its buckets
         for name, x in expected.items():
             same = torch.equal(state[name], x)
             assert same if not batched else same or _ratio(state[name], x, before[name]) <= 1
     if strategy != "fsdp":
-        assert set.union(*(held for _, _, held, *_ in found)) == alone[0][2]
+        assert set.union(*(held for _, _, held, *_ in owned)) == replicated[0][2]
 
 
 def _ratio(state: Tensor, expected: Tensor, before: Tensor) -> float:
+    """The error of the change since `before`, over what bfloat16's rounding allows."""
     moved, reference = state.double() - before, expected.double() - before
     return ratio_of(moved, reference, reference, torch.bfloat16, mean=False)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_replicated_ranks_of_any_number_step_as_one(ranks: WorkerGroup, world_size: int) -> None:
-    """Also on three ranks, whose gradients cannot be added as a tree: rank 0's are taken."""
-    found = ranks.run(_given_gradients, world_size)
-    assert all(torch.equal(x, y) for state in found[:world_size] for x, y in zip(*state, strict=True))
+    """Gradients are given here, and equal on all ranks: on three ranks `TreeSums` could not add them."""
+    results = ranks.run(_given_gradients, world_size)[:world_size]
+    assert all(torch.equal(x, y) for parameters in results for x, y in zip(*parameters, strict=True))
 
 
 def _given_gradients(world_size: int) -> Any:
-    """On a rank: a model's parameters after steps by equal gradients, by owners and by this rank alone."""
+    """On a rank: [a model's parameters after three steps by owners, those after steps by this rank alone]."""
     group = group_of(world_size)
     if dist.get_rank() >= world_size:
         return None
@@ -139,7 +148,7 @@ def _given_gradients(world_size: int) -> Any:
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_the_whole_state_has_the_names_and_numbers_of_one_process(ranks: WorkerGroup, strategy: str) -> None:
-    """And loads under another strategy. Before a step it is one of zeros."""
+    """It also loads under another strategy. Before the first step it is zero."""
     expected, _ = ranks.run(_whole_states, "naive", 2)[0]
     for first, last in ranks.run(_whole_states, strategy, 2)[:2]:
         for state in (first, last):
@@ -150,7 +159,7 @@ def test_the_whole_state_has_the_names_and_numbers_of_one_process(ranks: WorkerG
 
 
 def _whole_states(strategy: str, world_size: int) -> Any:
-    """On a rank: the optimizer's whole state after two steps, by name, and as another strategy has it once loaded."""
+    """On a rank: [the optimizer's whole state after two steps, the same once loaded into another strategy]."""
     tree = collectives.TreeSums(group_of(world_size))
     if dist.get_rank() >= world_size:
         return None
@@ -226,7 +235,8 @@ costs = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1
 
 @given(costs, st.integers(1, 8))
 def test_matrices_are_shared_out_by_the_cost_of_their_steps(sizes: list[tuple[int, int]], world_size: int) -> None:
-    """No rank has more than the least one's and the largest matrix, as the largest go first, to the rank with least."""
+    """Matrices go, the most expensive first, to the rank with the least work. So the work of two ranks differs by that
+    of one matrix at most."""
     work = [newton_schulz_flops(*size, 5) for size in sizes]
     numels, loads = [rows * columns for rows, columns in sizes], [0] * world_size
     (segmented,) = plan_segments(numels, range(len(sizes)), 2**26, world_size, None, loads, work)
@@ -238,7 +248,7 @@ def test_matrices_are_shared_out_by_the_cost_of_their_steps(sizes: list[tuple[in
 
 @pytest.mark.parametrize(("use_muon", "owners"), [(True, [0, 1, 1]), (False, [0, 1, 0])])
 def test_the_optimizers_cost_decides_who_owns_a_matrix(use_muon: bool, owners: list[int]) -> None:
-    """A thin matrix has as many numbers as a square one, and costs less to orthogonalize."""
+    """These thin matrices have as many elements as the square one, and cost less to orthogonalize."""
     params = [torch.ones(shape, requires_grad=True) for shape in ((32, 32), (1, 1024), (1, 1024))]
     optimizer = _as_rank([{"params": params, "use_muon": use_muon}], 0, 2)
     assert [optimizer.owners[p] for p in params] == owners
@@ -246,19 +256,20 @@ def test_the_optimizers_cost_decides_who_owns_a_matrix(use_muon: bool, owners: l
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_work_of_a_transformer_comes_out_even(world_size: int) -> None:
-    """Beside embeddings, which have many numbers and cost no orthogonalization."""
+    """Embeddings do not count: they have many elements, but are not orthogonalized."""
     model = TransformerLM(model_config("tiny", num_layers=8))
     groups = grouped(model, matrix_groups(model))
     optimizers = [_as_rank(groups, rank, world_size) for rank in range(world_size)]
     loads = []
     for optimizer in optimizers:
-        steps = [one for one in optimizer._local.param_groups if one["use_muon"]]
-        loads.append(sum(newton_schulz_flops(*p.shape, 5) for one in steps for p in one["params"]))
+        by_muon = [group for group in optimizer._local.param_groups if group["use_muon"]]
+        loads.append(sum(newton_schulz_flops(*p.shape, 5) for group in by_muon for p in group["params"]))
     assert max(loads) <= 1.02 * sum(loads) / world_size
-    assert sum(len(one["params"]) for it in optimizers for one in it._local.param_groups) == len([*model.parameters()])
+    owned = [group["params"] for optimizer in optimizers for group in optimizer._local.param_groups]
+    assert sum(map(len, owned)) == len([*model.parameters()])
 
 
 def _as_rank(groups: list[Any], rank: int, world_size: int) -> ShardedOptimizer:
-    """The optimizer that this rank of so many would make."""
+    """The optimizer that this rank of `world_size` would make."""
     with on_ranks.use((collectives, "size_and_rank", lambda _: lambda group: (world_size, rank))):
         return ShardedOptimizer([dict(group) for group in groups], Muon)

@@ -1,6 +1,7 @@
 """When ZeRO-1 gathers updated parameters: right after a step, or a few buffers at a time in a recorded forward.
 
-A recorded forward is one that a CUDA graph captures; here `recording` (tests/support/ranks.py) pretends that.
+A recorded forward is one that a CUDA graph captures; `recording` (tests/support/ranks.py) pretends this on CPUs. The
+AHEAD next flat buffers are gathered while a block runs.
 """
 
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ recipes = st.builds(
 )
 
 
-class Some(nn.Module):
-    """A module that runs the blocks in `order`, which may leave some out."""
+class SomeBlocks(nn.Module):
+    """A module that runs the blocks that `order` names, in this order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> 
         return gathers
 
     torch.manual_seed(0)
-    module = Some()
+    module = SomeBlocks()
     for number, block in enumerate(module.blocks):
         block.register_forward_hook(lambda *_, number=number: events.append(("ran", number)))
     wrapper = Zero1(module, group, bucket_mb)
@@ -98,8 +99,9 @@ def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> 
 
 
 def _bucket_mb(bucket_mb: float | str) -> float | None:
+    """On a rank: the size in MiB that ZeRO-1 uses for this setting; None on ranks beyond the first two."""
     group = group_of(2)
-    return Zero1(Some(), group, bucket_mb).bucket_mb if dist.get_rank() < 2 else None
+    return Zero1(SomeBlocks(), group, bucket_mb).bucket_mb if dist.get_rank() < 2 else None
 
 
 def test_buckets_of_auto_have_one_size_until_segments_would_be_small(ranks: WorkerGroup) -> None:
@@ -131,7 +133,7 @@ def test_a_recorded_forward_begins_a_few_buffers_ahead_and_waits_for_all(
 
 @settings(max_examples=10)
 @given(order=orders, bucket_mb=bucket_mbs)
-def test_else_a_step_begins_all_buffers_and_a_forward_none(
+def test_without_recording_a_step_begins_all_buffers_and_a_forward_none(
     ranks: WorkerGroup, order: list[int], bucket_mb: float
 ) -> None:
     """A forward then needs no other rank, and may run on one rank alone."""
@@ -162,10 +164,10 @@ def test_recorded_forwards_train_as_one_process(
 
 @on_first(2)
 def _read_after_two_steps(group: Any) -> list[Tensor]:
-    """This rank's parameters, read after two steps. The first rank runs none of the blocks, the second runs all."""
+    """This rank's parameters, read after two steps, in reverse order. Rank 0 runs none of the blocks, rank 1 all."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    module = Some()
+    module = SomeBlocks()
     module.order = module.order if rank else []
     with deferred():
         wrapper = Zero1(module, group, 1e-4)
@@ -175,26 +177,26 @@ def _read_after_two_steps(group: Any) -> list[Tensor]:
             wrapper.finish_gradient_synchronization()
             optimizer.step()
             optimizer.zero_grad()
-        return [p.detach().clone() for p in reversed([*module.parameters()])]  # reads those of blocks first
+        return [p.detach().clone() for p in reversed([*module.parameters()])]  # blocks first
 
 
-def test_a_block_that_only_others_run_is_read_as_it_is_now(ranks: WorkerGroup) -> None:
+def test_a_rank_reads_the_new_parameters_of_a_block_that_only_others_run(ranks: WorkerGroup) -> None:
     first, second = ranks.run(_read_after_two_steps)[:2]
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-def test_who_took_the_values_last_is_asked() -> None:
-    """`leave` is called twice for a parameter, as after two steps in a row. Only the later function is asked."""
-    p, asked = nn.Parameter(torch.ones(2)), []
-    leave([p], lambda _: asked.append("first"))
-    leave([p], lambda p: (asked.append("last"), appear([p])))
-    assert p.sum() == 2 and asked == ["last"]
+def test_a_read_calls_the_latest_function_of_a_parameter_without_values() -> None:
+    """`leave` marks a parameter as without values. It is called twice here, as after two steps in a row."""
+    p, called = nn.Parameter(torch.ones(2)), []
+    leave([p], lambda _: called.append("first"))
+    leave([p], lambda p: (called.append("last"), appear([p])))
+    assert p.sum() == 2 and called == ["last"]
 
 
 @on_first(2)
 def _after_a_recording_that_failed(group: Any, order: list[int], bucket_mb: float) -> list[int] | None:
-    """The flat buffers that a forward gathers after a recorded forward that failed; [] unless it gathers all."""
-    module = Some()
+    """The flat buffers that a plain forward gathers after a recorded forward that failed; [] unless it gathers all."""
+    module = SomeBlocks()
     wrapper = Zero1(module, group, bucket_mb)
     begun: list[int] = []
 
@@ -212,7 +214,7 @@ def _after_a_recording_that_failed(group: Any, order: list[int], bucket_mb: floa
 
 @settings(max_examples=10)
 @given(order=orders, bucket_mb=bucket_mbs)
-def test_after_a_recording_that_failed_all_buffers_are_fetched(
+def test_after_a_recording_that_failed_all_buffers_are_gathered(
     ranks: WorkerGroup, order: list[int], bucket_mb: float
 ) -> None:
     for begun in ranks.run(_after_a_recording_that_failed, order, bucket_mb)[:2]:

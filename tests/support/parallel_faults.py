@@ -1,7 +1,8 @@
 """Faults seeded into data-parallel strategies, for collectives and for copy engines. Ranks import this file.
 
 Tests train by `train_with`, and must find the result wrong. A new fault is a function in FAULTS, or in
-FAULTS_OF_SHARDS if only strategies that shard the optimizer can have it. The text beside it there says what is wrong.
+FAULTS_OF_SHARDS if only strategies that shard the optimizer can have it. The text beside a function there says what it
+makes wrong.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from tests.support import engines
 from tests.support.engines import ExchangeOverGloo
 from tests.support.ranks import Recipe, Training, train, use
 
-# A function by_engines -> a context in which strategies have the fault: those over copy engines, or over collectives.
+# A function whose result is a context, in which strategies have the fault. Its argument is True for strategies that
+# communicate by copy engines, False for those that use collectives.
 Fault = Callable[[bool], Any]
 
 
