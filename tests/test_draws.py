@@ -1,7 +1,8 @@
 """`lmsys.draws`, which makes inputs that can be drawn again from a seed and the number of a draw.
 
-Tested are: its 32-bit words are those of Philox4x32-10, against known answers and `on_paper`; any part of a draw can be
-made alone; its values have the right distribution; and a GPU draws the same bits.
+A draw is a window of a stream of values. The tests show: the stream's 32-bit words are those of Philox4x32-10, by known
+answers and by `block_of`; any part of a draw can be made alone; values have the right distribution; and a GPU draws the
+same bits.
 """
 
 import pytest
@@ -26,8 +27,8 @@ KNOWN = (
 )
 
 
-def on_paper(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """One block of Philox4x32-10, computed with Python's integers."""
+def block_of(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """The reference: four words of Philox4x32-10, computed with Python's integers."""
     (a, b, c, d), (k, l) = counter, key  # noqa: E741
     for _ in range(10):
         first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
@@ -37,17 +38,17 @@ def on_paper(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     return a, b, c, d
 
 
-def test_the_block_on_paper_gives_the_known_answers() -> None:
+def test_the_reference_gives_the_known_answers() -> None:
     for counter, key, words in KNOWN:
-        assert on_paper(counter, key) == words
+        assert block_of(counter, key) == words
 
 
 @given(seed=SEEDS, first=st.integers(0, 2**40), count=st.integers(1, 9))
-def test_words_are_those_of_the_block_on_paper(seed: int, first: int, count: int) -> None:
+def test_words_are_those_of_the_reference(seed: int, first: int, count: int) -> None:
     expected = [
         word
         for block in range(first, first + count)
-        for word in on_paper((block & 0xFFFFFFFF, block >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
+        for word in block_of((block & 0xFFFFFFFF, block >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
     ]
     assert philox(seed, first, count).tolist() == expected
 
@@ -65,31 +66,31 @@ def drawn(device: str = "cpu") -> Draws:
 
 @given(draw=st.integers(0, 2**53), first=st.integers(0, 13))
 def test_a_part_of_a_draw_is_made_alone(draw: int, first: int) -> None:
-    found = drawn()
-    found.fill(draw)
-    for name, x in found.tensors.items():
-        what = {"narrow": {"std": 0.125}, "tokens": {"below": 1000}}.get(name, {})
-        alone = part(5, draw, name, first, x.numel() - first, x.dtype, **what)
+    inputs = drawn()
+    inputs.fill(draw)
+    for name, x in inputs.tensors.items():
+        distribution = {"narrow": {"std": 0.125}, "tokens": {"below": 1000}}.get(name, {})
+        alone = part(5, draw, name, first, x.numel() - first, x.dtype, **distribution)
         assert torch.equal(alone, x.flatten()[first:]), name
 
 
-def test_what_was_made_for_a_part_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream of values, of which draws are windows, is made once. Writing into a part does not change it."""
+def test_values_made_for_a_part_are_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream of values is computed once. Writing into a part does not change it."""
     wanted = 5, 7, "kept", 0, 10, torch.float32
     first = part(*wanted)
     expected = first.clone()
     first.zero_()
-    monkeypatch.setattr(draws, "philox", None)
+    monkeypatch.setattr(draws, "philox", None)  # a second computation would fail
     assert torch.equal(part(*wanted), expected)
 
 
-def test_no_elements_are_a_part_too() -> None:
+def test_a_part_may_have_no_elements() -> None:
     for first in range(-start(0, "none") % draws._BLOCK, 2 * draws._BLOCK, draws._BLOCK // 2):
         assert part(0, 0, "none", first, 0, torch.float32).shape == (0,)
 
 
 @given(seed=SEEDS, first=st.integers(0, 50), at_once=st.integers(1, 5))
-def test_how_much_is_made_at_once_does_not_matter(seed: int, first: int, at_once: int) -> None:
+def test_values_do_not_depend_on_how_many_are_computed_at_once(seed: int, first: int, at_once: int) -> None:
     whole = values(seed, 0, 90), whole_numbers(seed, 0, 90, below=17)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draws, "_AT_ONCE", at_once)

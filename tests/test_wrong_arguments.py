@@ -1,11 +1,11 @@
 """Wrong arguments: a public call works, or raises a ValueError whose message names the parameter.
 
 A `Call` has for each parameter a right value, and the names of those VALUES that are right for it too: all others are
-wrong. The other arguments are right, so an error can only be about that parameter. Nothing between the two is allowed:
-no TypeError from deep inside, and no wrong value that is taken. A new function of docs/api.md needs a line in CALLS.
+wrong. A test gives each of VALUES to one parameter, and right values to all others. A right value must be taken, and a
+wrong one refused: no other error may come from deep inside. A new function of docs/api.md needs a line in CALLS.
 
-Left out are functions of tensors alone, which a step calls often and for which torch's own TypeError has to do; what
-torch's classes, from which ours derive, take; and what only other parts of lmsys give.
+Left out are functions that take only tensors: a step calls them often, and torch's own TypeError must do. Left out are
+also parameters of torch's classes, from which ours derive, and those that only other parts of lmsys give.
 """
 
 import math
@@ -61,12 +61,12 @@ VALUES: dict[str, Any] = {
     "inf": math.inf,
     "huge": 2**70,
 }
-# The names of VALUES that are right for a parameter of this kind. "text?" is neither right nor wrong: it depends on
-# what stands elsewhere, or is left to torch.
+# The names of VALUES that are right for a parameter of this kind. A name with "?" is not tested: whether that value is
+# right depends on something else, such as files, or is left to torch.
 NONE: set[str] = set()
 INDEX = {"zero"}
 WHOLE = {"zero", "minus"}
-POSITIVE = {"half", "huge?"}  # torch refuses an int that is too large for a kernel's float, where it comes to one
+POSITIVE = {"half", "huge?"}  # torch may refuse an int that is too large for a kernel's float
 AMOUNT = POSITIVE | INDEX
 FLAG = {"true"}
 TEXT = {"text"}
@@ -77,9 +77,11 @@ UNJUDGED = {f"{name}?" for name in VALUES}
 
 
 class Call(NamedTuple):
-    """A public callable, with its parameters: (a right value, the names of VALUES that are right too).
+    """A public callable.
 
-    A right value that is a `partial` is called for each call, to make it anew. use: called with the result
+    parameters  by name: (a right value, the names of VALUES that are right too). A right value that is a `partial` is
+                called, so that each call gets a new one
+    use         a function that is called with the result, and may raise the error as well
     """
 
     function: Callable[..., Any]
@@ -94,8 +96,8 @@ BYTES = {number: bytes([number]) for number in range(256)}
 MODULE = partial(nn.Linear, 2, 3)
 
 
-class Row:
-    """A source of token ids."""
+class Tokens:
+    """A source of token ids, as the trainer reads it."""
 
     end_of_text = 7
 
@@ -106,7 +108,7 @@ class Row:
         return IDS[start:stop].astype(np.int64)
 
 
-SOURCE = Row()
+SOURCE = Tokens()
 WINDOWS = data.fixed_windows(SOURCE, 16, 2)
 
 
@@ -126,10 +128,11 @@ def parameter() -> list[nn.Parameter]:
     return [p]
 
 
-def step(made: Any) -> Any:
-    made.step()
+def step(optimizer: Any) -> Any:
+    optimizer.step()
 
 
+# Parameters that several callables have: OF_ADAMW also those of Muon, OF_BOTH those of both losses.
 OF_ADAMW = {
     "params": (partial(parameter), {"text?", "bytes?", "entries?"}),
     "lr": (1e-3, AMOUNT),
@@ -381,6 +384,7 @@ CALLS: dict[str, Call] = {
 
 
 def made(right: Any) -> Any:
+    """The right value of a parameter; a `partial` is called to make it."""
     return right() if isinstance(right, partial) else right
 
 
@@ -390,7 +394,10 @@ def words_of(name: str) -> str:
 
 
 def outcome(call: Call, name: str, value: Any) -> str:
-    """The call with a value of one parameter: "works", "refuses" it by its name, or another error in words."""
+    """How the call ends if one parameter has this value.
+
+    "works", or "refuses" if the message of a ValueError names the parameter, or else the text of the error.
+    """
     arguments = {other: made(right) for other, (right, _) in call.parameters.items()}
     try:
         call.use(call.function(**{**arguments, name: value}))
@@ -402,13 +409,14 @@ def outcome(call: Call, name: str, value: Any) -> str:
 
 def faults(call: Call) -> list[str]:
     """A line for each value that the call should have refused, or taken, and did not."""
-    found = []
+    lines = []
     for name, (_, right) in call.parameters.items():
-        for label in VALUES.keys() - {label.removesuffix("?") for label in right if label.endswith("?")}:
-            does = outcome(call, name, VALUES[label])
-            if does != ("works" if label in right else "refuses"):
-                found.append(f"{name}={values.shortly(VALUES[label])}: {does}")
-    return sorted(found)
+        untested = {label.removesuffix("?") for label in right if label.endswith("?")}
+        for label in VALUES.keys() - untested:
+            ending = outcome(call, name, VALUES[label])
+            if ending != ("works" if label in right else "refuses"):
+                lines.append(f"{name}={values.shortly(VALUES[label])}: {ending}")
+    return sorted(lines)
 
 
 @pytest.fixture(autouse=True)
@@ -429,9 +437,9 @@ def test_a_wrong_argument_is_refused_by_its_name(name: str) -> None:
     assert faults(call) == []
 
 
-def test_every_class_and_function_of_the_reference_is_asked() -> None:
+def test_every_class_and_function_of_the_api_page_is_tested() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     named = re.findall(r"^::: (lmsys\.(?:model|parallel|tokenizer|training)[.\w]*)\.(\w+)$", text, re.MULTILINE)
-    left_out = {"silu", "softmax", "Wrapper", "matrix_groups"}  # Wrapper is a base of strategies that are asked
+    left_out = {"silu", "softmax", "Wrapper", "matrix_groups"}  # Wrapper is the base of strategies that are tested
     public = {name for _, name in named if f"{name}.py" not in os.listdir(ROOT / "lmsys" / "training")}
     assert public - left_out - CALLS.keys() == set()

@@ -1,6 +1,8 @@
 """Axes of benchmarks: values that an option of the command line takes or refuses, and the cases that a grid becomes.
 
-The options are those of benchmarks/axes.py. A new bad value is a case of the first test.
+An axis is a parameter that a benchmark varies, such as "length", with an option such as --length. A grid has values of
+axes, and becomes cases, one for each combination. The options are those of benchmarks/axes.py. A new bad value is one
+more case of the first test.
 """
 
 from itertools import chain, groupby
@@ -71,7 +73,7 @@ def test_every_option_is_declared_once_and_has_help() -> None:
 
 @pytest.mark.parametrize("kind", [Collectives, DataParallel, Loss, Training])
 def test_every_sweep_has_cases_of_its_own(kind: type[Benchmark]) -> None:
-    """No id has the name of another benchmark, by which -k selects that one."""
+    """No case's id contains the name of another benchmark, since `-k NAME` would select it then."""
     names = "attention model loss anatomy precision tokenizer training data_parallel collectives".split()
     for sweep in chain.from_iterable(map(dict.values, SWEEPS.values())):
         ids = Session(Settings(device="cpu"), sweep).add(kind)
@@ -79,7 +81,7 @@ def test_every_sweep_has_cases_of_its_own(kind: type[Benchmark]) -> None:
         assert not any(name in case_id for case_id in ids for name in names if name != kind.name)
 
 
-def test_named_axes_take_the_place_of_a_grids_own() -> None:
+def test_values_from_the_command_line_replace_those_of_a_grid() -> None:
     section = Grid("s", length=((1024, 1024),), head_dim=(64,), tokens=4096, width=256)
     known = axes.named("--length", "--tiers", "--head-dim", "--batch", "--heads")
     assert list(shapes(filled(section, known, {}))) == [(4, 4, 4, 1024, 1024, 64)]
@@ -89,22 +91,23 @@ def test_named_axes_take_the_place_of_a_grids_own() -> None:
 
 
 @given(st.lists(st.sampled_from(["fit", *LEVELS, "7", "attention*12,matmuls*22", "whole*1"]), min_size=1))
-def test_settings_of_checkpointing_are_apart_where_their_commas_are_not_their_own(settings: list[str]) -> None:
+def test_commas_separate_settings_of_checkpointing_but_not_the_parts_of_one(settings: list[str]) -> None:
+    """Neighbouring parts with a number, such as "attention*12", are read as one setting."""
     given = given_axes(axes.NAMED, {"--checkpoint": ", ".join(settings)})["checkpoint"]
-    runs = [setting for has_number, part in groupby(settings, lambda setting: "*" in setting)
-            for setting in ([",".join(part)] if has_number else part)]  # fmt: skip
-    assert list(given) == runs
+    expected = [setting for has_number, parts in groupby(settings, lambda setting: "*" in setting)
+                for setting in ([",".join(parts)] if has_number else parts)]  # fmt: skip
+    assert list(given) == expected
     assert given_axes(axes.NAMED, {"--checkpoint": "0,1"})["checkpoint"] == ("none", "whole")
     assert given_axes(axes.NAMED, {"--residual": "wide,narrow"})["residual"] == RESIDUALS
 
 
-def test_two_options_of_one_axis_add_up_and_an_axis_is_known_by_its_name() -> None:
+def test_values_of_two_options_of_one_axis_are_joined() -> None:
     both = given_axes(axes.named("--length", "--tiers"), {"--length": "8", "--tiers": "4:2"})
     assert both == {"length": ((8, 8), (4, 2))}
     assert given_axes([Axis("size", positive)], {"size": "3,5"}) == {"size": (3, 5)}
 
 
-def test_of_two_axes_of_one_name_the_first_reads_the_values_that_are_given_by_name() -> None:
+def test_values_given_by_name_are_read_by_the_first_axis_of_that_name() -> None:
     assert given_axes(axes.named("--length", "--tiers"), {"length": "1024"}) == {"length": ((1024, 1024),)}
     numbers = [Axis("size", positive, option="--size"), Axis("size", positive, option="--more")]
     assert given_axes(numbers, {"size": "1,2"}) == {"size": (1, 2)}

@@ -1,4 +1,8 @@
-"""Pairs of versions of a training step: when their bits must be equal, and when the tolerance decides (`dev.steps`)."""
+"""Pairs of versions of a training step: when their bits must be equal, and when the tolerance decides (`dev.steps`).
+
+A version is one choice of strategy, precision, checkpointing and so on (`ParallelCase`). Two versions agree by BITS or
+by TOLERANCE. If they do not, the pair is WRONG, or UNKNOWN where the reference does not fit in memory (ratios of None).
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +19,7 @@ from dev import steps as tool
 from lmsys.bench.ranks import Ranks
 from tests.support import harness
 
+# Strategies whose gradients are wrong by less, and by more, than the tolerance.
 NEARLY = """
 import torch
 from lmsys.parallel.baselines import Naive
@@ -51,32 +56,30 @@ VERSIONS = st.builds(Steps, st.sampled_from(ALL), st.sampled_from(["x", "y"]), R
 
 @given(first=VERSIONS, second=VERSIONS)
 def test_a_pair_agrees_by_its_bits_or_else_by_the_tolerance_of_both(first: Steps, second: Steps) -> None:
-    held_by, why = agreement(first, second)
-    assert agreement(second, first)[0] == held_by and bool(why) == (held_by in (WRONG, UNKNOWN))
-    ratios = [one.ratios for one in (first, second)]
+    verdict, why = agreement(first, second)
+    assert agreement(second, first)[0] == verdict and bool(why) == (verdict in (WRONG, UNKNOWN))
+    ratios = [first.ratios, second.ratios]
     if first.bits == second.bits:
-        assert held_by == BITS
+        assert verdict == BITS
     elif first.case.same_bits(second.case):
-        assert held_by == WRONG
-    elif all(one is not None and all(ratio <= 1 for ratio in one.values()) for one in ratios):
-        assert held_by == TOLERANCE
+        assert verdict == WRONG
+    elif all(errors is not None and all(ratio <= 1 for ratio in errors.values()) for errors in ratios):
+        assert verdict == TOLERANCE
     else:
-        assert held_by in ((UNKNOWN, WRONG) if None in ratios else (WRONG,))
+        assert verdict in ((UNKNOWN, WRONG) if None in ratios else (WRONG,))
 
 
-@given(one=st.sampled_from(ALL), other=st.sampled_from(ALL))
-def test_versions_that_round_otherwise_need_not_have_equal_bits(one: ParallelCase, other: ParallelCase) -> None:
-    assert one.same_bits(one) == (one.compile == "eager") and one.same_bits(other) == other.same_bits(one)
-    if one.same_bits(other):
-        assert (one.precision, one.residual, one.compile, one.world_size) == (
-            *(other.precision, other.residual, "eager", other.world_size),
-        )
-        assert one.narrow == other.narrow
-        assert one.entry == other.entry or not (one.peer or other.peer or one.world_size > 2)
-    assert not replace(one, device="cuda").same_bits(replace(other, device="cuda"))
+@given(x=st.sampled_from(ALL), y=st.sampled_from(ALL))
+def test_versions_that_round_otherwise_need_not_have_equal_bits(x: ParallelCase, y: ParallelCase) -> None:
+    assert x.same_bits(x) == (x.compile == "eager") and x.same_bits(y) == y.same_bits(x)
+    if x.same_bits(y):
+        assert (x.precision, x.residual, x.world_size, x.narrow) == (y.precision, y.residual, y.world_size, y.narrow)
+        assert x.compile == "eager"
+        assert x.entry == y.entry or not (x.peer or y.peer or x.world_size > 2)
+    assert not replace(x, device="cuda").same_bits(replace(y, device="cuda"))
 
 
-def test_both_versions_of_a_pair_have_as_many_ranks() -> None:
+def test_both_versions_of_a_pair_have_the_same_number_of_ranks() -> None:
     versions = [Steps(case, "x", {}) for case in ALL[:: len(ALL) // 12]]
     for first, second in pairs(versions):
         assert first.case.world_size == second.case.world_size and first is not second
@@ -84,8 +87,8 @@ def test_both_versions_of_a_pair_have_as_many_ranks() -> None:
 
 def verdict_of(line: str) -> tuple[str, str, str]:
     """(first version, second version, how they agree) of a line of the tool's table."""
-    first, second, held, _ = (cell.strip().replace(", eager, 2 ranks", "") for cell in line.strip("|").split("|"))
-    return first, second, held.partition(":")[0]
+    first, second, verdict, _ = (cell.strip().replace(", eager, 2 ranks", "") for cell in line.strip("|").split("|"))
+    return first, second, verdict.partition(":")[0]
 
 
 @pytest.mark.long
@@ -99,13 +102,14 @@ def test_the_tool_says_how_each_pair_agrees(
     assert verdict_of(capsys.readouterr().out.splitlines()[2]) == ("fsdp", "fsdp-Cm1w1", BITS)
     own = ",".join(f"{tmp_path}/own.py:{name}" for name in ("nearly", "far"))
     assert tool.main([*common, "--strategy", f"naive,torch_ddp,{own}"]) == 1
-    found = {(first, second): how for first, second, how in map(verdict_of, capsys.readouterr().out.splitlines()[2:])}
-    assert found["naive", "nearly"] == WRONG and found["torch_ddp", "nearly"] == TOLERANCE
-    assert found["torch_ddp", "far"] == found["naive", "far"] == WRONG
+    lines = capsys.readouterr().out.splitlines()[2:]
+    verdicts = {(first, second): verdict for first, second, verdict in map(verdict_of, lines)}
+    assert verdicts["naive", "nearly"] == WRONG and verdicts["torch_ddp", "nearly"] == TOLERANCE
+    assert verdicts["torch_ddp", "far"] == verdicts["naive", "far"] == WRONG
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (["--strategy", "naive"], "two versions or more on as many ranks"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
@@ -113,24 +117,24 @@ def test_the_tool_says_how_each_pair_agrees(
     ],
 )
 def test_what_the_tool_cannot_compare_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool, "steps_of", lambda case, one, ranks: Steps(case, "", {}))
+    monkeypatch.setattr(tool, "steps_of", lambda case, steps, ranks: Steps(case, "", {}))
     with pytest.raises(SystemExit, match="2"):
-        tool.main(words)
-    assert said in capsys.readouterr().err
+        tool.main(options)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_the_tool_holds_eager_compiled_and_graphed_steps_together() -> None:
-    words = "--device cuda --size small --context 128 --precision bf16 --strategy none --world-size 1"
+def test_eager_compiled_and_graphed_steps_agree() -> None:
+    options = "--device cuda --size small --context 128 --precision bf16 --strategy none --world-size 1"
     levels = "--compile eager,compiled,graphed --checkpoint none,attention,whole"
-    assert tool.main([*words.split(), *levels.split()]) == 0
+    assert tool.main([*options.split(), *levels.split()]) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_tool_holds_fused_steps_to_eager_ones(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--device cuda --size small --context 128 --precision {precision} --strategy none --world-size 1"
-    assert tool.main([*words.split(), "--compile", "eager,fused"]) == 0
+def test_fused_steps_agree_with_eager_ones(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = f"--device cuda --size small --context 128 --precision {precision} --strategy none --world-size 1"
+    assert tool.main([*options.split(), "--compile", "eager,fused"]) == 0
     assert "none, fused, 1 rank" in capsys.readouterr().out

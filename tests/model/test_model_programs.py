@@ -1,4 +1,8 @@
-"""The model in users' programs: compiled and exported whole, in torch.func, copied, saved, built on the meta device."""
+"""The model in users' programs: compiled and exported whole, in torch.func, copied, saved, built on the meta device.
+
+A row is an implementation of attention, by its name. Results must equal those of the eager model but for rounding:
+their errors against the model in float64 are compared.
+"""
 
 import copy
 import io
@@ -38,6 +42,7 @@ def outcome(module: nn.Module, value: Any) -> list[Tensor]:
 
 
 def assert_equal_up_to_rounding(tested: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> None:
+    """AssertionError if an error of `tested` is larger than the error of `eager` allows; exact: in float64."""
     for x, usual, right in zip(tested, eager, exact, strict=True):
         assert error_ratio(x, right, usual) <= 1
 
@@ -64,7 +69,7 @@ def test_a_whole_model_compiles_once_without_a_break(row: str, packed: bool) -> 
 
 
 @pytest.mark.long
-def test_compiled_blocks_know_documents_of_any_lengths() -> None:
+def test_compiled_blocks_are_not_compiled_again_for_other_document_lengths() -> None:
     torch.compiler.reset()
     tested, exact, eager = model(), model().double(), model()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -88,14 +93,14 @@ def test_gradients_of_each_sequence_by_torch_func(row: str) -> None:
     loss, exact = Loss(model(row)), Loss(model(row).double())
     weights, tokens, targets = dict(loss.named_parameters()), ids(), ids(12, 1)
 
-    def of_one(weights: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss_of_one(weights: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
         return torch.func.functional_call(loss, weights, (tokens[None], targets[None]))
 
-    each = torch.func.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0))(weights, tokens, targets)
+    each = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(weights, tokens, targets)
     for number in range(2):
-        some = tokens[number, None], targets[number, None]
-        _, *usual = outcome(loss, loss(*some))
-        _, *right = outcome(exact, exact(*some))
+        sequence = tokens[number, None], targets[number, None]
+        _, *usual = outcome(loss, loss(*sequence))
+        _, *right = outcome(exact, exact(*sequence))
         assert_equal_up_to_rounding([x[number] for x in each.values()], usual, right)
 
 
@@ -115,7 +120,7 @@ def test_a_model_is_copied_and_saved_after_a_forward(row: str) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_model_that_was_built_on_the_meta_device_trains_as_any_other(assign: bool) -> None:
-    """The tables of rotary angles are in no state dict, and `to_empty` gives them memory with arbitrary content."""
+    """The tables of rotary angles must be computed again: no state dict has them, and `to_empty` leaves them unset."""
     usual, other = model(), model(device="meta")
     names = list(usual.state_dict())
     if not assign:

@@ -1,7 +1,7 @@
-"""`RoundedWeights`: a model with kept rounded copies of its weights has the bits of a model that casts in each forward.
+"""`RoundedWeights`: a model that keeps rounded copies of its weights has the bits of one that casts in each forward.
 
-Copies must never be older than their weights. A new way to change weights is a function in CHANGES, which takes the
-model and returns it or a copy.
+If a weight changes, its copy must be made again before it is read. A new way to change weights is a function in
+CHANGES, which takes the model and returns it, or another model with the changed weights.
 """
 
 import copy
@@ -33,7 +33,7 @@ def made(seed: int = 0, device: str = "cpu") -> TransformerLM:
 
 
 def gradients(model: TransformerLM) -> list[Tensor]:
-    """[loss, logits, the gradient of each parameter] in bfloat16 autocast."""
+    """[loss, logits, the gradient of each parameter] in bfloat16 autocast. The forward makes outdated copies again."""
     tokens = torch.arange(18, device=model.lm_head.weight.device).view(2, 9) % CONFIG.vocab_size
     with torch.autocast(tokens.device.type, torch.bfloat16):
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
@@ -79,24 +79,24 @@ def replaced(model: TransformerLM) -> TransformerLM:
     return model
 
 
-def pointed_elsewhere(model: TransformerLM) -> TransformerLM:
+def with_other_data(model: TransformerLM) -> TransformerLM:
     model.lm_head.weight.data = torch.randn_like(model.lm_head.weight)
     return model
 
 
-def there_and_back(model: TransformerLM) -> TransformerLM:
+def to_float64_and_back(model: TransformerLM) -> TransformerLM:
     model = model.double()
     with torch.no_grad():
         model.lm_head.weight[0] *= 2
     return model.float()
 
 
-def read_from_a_file(model: TransformerLM) -> TransformerLM:
+def pickled(model: TransformerLM) -> TransformerLM:
     return pickle.loads(pickle.dumps(model))
 
 
 CHANGES: list[Callable[[TransformerLM], TransformerLM]] = [
-    add, step, load, assign, replaced, pointed_elsewhere, there_and_back, copy.deepcopy, read_from_a_file
+    add, step, load, assign, replaced, with_other_data, to_float64_and_back, copy.deepcopy, pickled
 ]  # fmt: skip
 
 
@@ -121,18 +121,19 @@ def test_copies_have_the_dtype_of_autocast() -> None:
         assert all(torch.equal(copy, p.half()) for p, copy in pairs_of(model))
 
 
-def test_a_copy_is_made_again_where_its_weight_has_changed_alone() -> None:
+def test_only_the_copy_of_a_changed_weight_is_made_again() -> None:
     model = made()
     gradients(model)
     before = [copy._version for _, copy in pairs_of(model)]
     add(model)
     gradients(model)
     again = [copy._version != version for (_, copy), version in zip(pairs_of(model), before, strict=True)]
-    assert len(again) == 1 + 7 * CONFIG.num_layers
+    assert len(again) == 1 + 7 * CONFIG.num_layers  # the head, and seven matrices of each block
     assert sum(again) == 1
 
 
-def test_what_an_optimizer_has_written_is_not_made_again() -> None:
+def test_a_copy_that_an_optimizer_has_written_is_not_made_again() -> None:
+    """An optimizer that steps weights writes their copies itself, and says so by `follow`. Here the copy is older."""
     model = made()
     gradients(model)
     with torch.no_grad():
@@ -166,7 +167,7 @@ def test_weights_show_their_copies_within_a_forward_alone() -> None:
         assert not hasattr(model.lm_head.weight, "rounded")
 
 
-def test_a_tied_head_has_the_bits_of_one_that_is_cast() -> None:
+def test_a_weight_of_two_layers_has_the_bits_of_one_that_is_cast() -> None:
     model = made()
     model.layers[0].ffn.w1.weight = model.layers[1].ffn.w1.weight
     gradients(model)
@@ -174,7 +175,7 @@ def test_a_tied_head_has_the_bits_of_one_that_is_cast() -> None:
     assert all(map(torch.equal, gradients(model)[:2], gradients(casting(model))[:2]))
 
 
-def test_a_recording_knows_the_copies_that_it_reads() -> None:
+def test_recorded_has_the_copies_that_a_forward_reads() -> None:
     model, other = made(), made(1)
     gradients(other)
     READ.clear()
@@ -182,7 +183,7 @@ def test_a_recording_knows_the_copies_that_it_reads() -> None:
     assert set(READ) == {model.rounded}
 
 
-def test_queries_keys_and_values_are_read_as_one() -> None:
+def test_copies_of_query_key_and_value_weights_lie_side_by_side() -> None:
     model = made()
     gradients(model)
     attn = model.layers[0].attn

@@ -4,8 +4,9 @@ python -m tests.parallel.kinds            # prints the table, on two processes o
 python -m tests.parallel.kinds --write    # writes it into docs/strategy.md
 python -m tests.parallel.kinds --write --only AdamW,momentum    # renews only rows with one of these words in the kind
 
-A cell says "right", "refused" or what else happens. A new kind is an entry in KINDS: a graph and its ways of training
-(tests/support/graphs.py).
+A cell says "right", "refused" or what else happens. A kind is a module and how it is trained. A new one is an entry in
+KINDS: a graph, which says what blocks the module has and how it calls them, and its ways, one name for each training
+step (tests/support/graphs.py). tests/parallel/test_graphs.py trains all kinds, too.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def chain(*blocks: int, op: str = "call", returns: str = "tensor") -> tuple[Call
     return tuple(Call(op, block, (-1,), returns) for block in blocks)
 
 
-def one(program: tuple[Call, ...], *blocks: str, ways: Sequence[str] = TWO_STEPS, **options: object) -> Kind:
+def make_kind(program: tuple[Call, ...], *blocks: str, ways: Sequence[str] = TWO_STEPS, **options: object) -> Kind:
     """The kind of a module with a single program, by default of three MLP blocks and trained for two steps.
 
     options  other fields of `Graph`
@@ -62,66 +63,68 @@ PLAIN = chain(0, 1, 2)
 U_NET = (*PLAIN, Call("add", 0, (2, -1)), Call("call", 3), Call("add", 0, (1, -1)), Call("call", 4))
 OTHER_ORDERS = Graph((PLAIN, chain(2, 0, 1), chain(1, 2, 0)))
 KINDS: dict[str, Kind] = {
-    "blocks of a list in order": one(PLAIN),
-    "a list in reverse": one(PLAIN, holder="reversed"),
-    "two zipped lists": one(chain(0, 1, 2, 3), *("mlp",) * 4, holder="zipped"),
-    "a list of lists": one(chain(0, 1, 2, 3), *("mlp",) * 4, holder="nested"),
-    "a dictionary of blocks": one(PLAIN, holder="dict"),
-    "a Sequential of blocks": one(PLAIN, holder="sequential"),
-    "blocks as attributes": one(PLAIN, holder="attributes"),
-    "nothing but blocks": one(PLAIN, outside=False),
-    "a U-Net": one(U_NET, *("mlp",) * 5),
-    "an encoder and a decoder": one(
+    "blocks of a list in order": make_kind(PLAIN),
+    "a list in reverse": make_kind(PLAIN, holder="reversed"),
+    "two zipped lists": make_kind(chain(0, 1, 2, 3), *("mlp",) * 4, holder="zipped"),
+    "a list of lists": make_kind(chain(0, 1, 2, 3), *("mlp",) * 4, holder="nested"),
+    "a dictionary of blocks": make_kind(PLAIN, holder="dict"),
+    "a Sequential of blocks": make_kind(PLAIN, holder="sequential"),
+    "blocks as attributes": make_kind(PLAIN, holder="attributes"),
+    "nothing but blocks": make_kind(PLAIN, outside=False),
+    "a U-Net": make_kind(U_NET, *("mlp",) * 5),
+    "an encoder and a decoder": make_kind(
         (*chain(0, 1), Call("call", 2, (0,)), Call("add", 0, (2, 3)), Call("call", 3)), *("mlp",) * 4
     ),
-    "blocks in another order than the list's": one(chain(2, 0, 1)),
+    "blocks in another order than the list's": make_kind(chain(2, 0, 1)),
     "another order in each step": (OTHER_ORDERS, ["step"] * 6),
     "heads that exit early": (Graph((chain(0, 1, 2), chain(0), chain(0, 1))), ["step"] * 6),
-    "two branches of one input": one((Call("call", 0), Call("call", 1, (0,)), Call("add", 0, (1, 2)), Call("call", 2))),
-    "a block that runs twice in a row": one((Call("twice", 0), Call("twice", 1))),
-    "blocks that run in two rounds": one(chain(0, 1, 2, 0, 1, 2)),
-    "a single block": one(chain(0), "mlp"),
-    "a block that nobody calls": one(chain(0, 2)),
-    "a block that rank 0 alone calls": one((Call("call", 0), Call("own", 1), Call("call", 2))),
-    "two blocks that rank 0 alone calls": one(
+    "two branches of one input": make_kind(
+        (Call("call", 0), Call("call", 1, (0,)), Call("add", 0, (1, 2)), Call("call", 2))
+    ),
+    "a block that runs twice in a row": make_kind((Call("twice", 0), Call("twice", 1))),
+    "blocks that run in two rounds": make_kind(chain(0, 1, 2, 0, 1, 2)),
+    "a single block": make_kind(chain(0), "mlp"),
+    "a block that nobody calls": make_kind(chain(0, 2)),
+    "a block that rank 0 alone calls": make_kind((Call("call", 0), Call("own", 1), Call("call", 2))),
+    "two blocks that rank 0 alone calls": make_kind(
         (Call("call", 0), Call("own", 1), Call("own", 2), Call("call", 3)), *("mlp",) * 4
     ),
-    "blocks of which the last is rank 0's alone": one((Call("call", 0), Call("call", 1), Call("own", 2))),
-    "two blocks that ranks call in other orders": one((Call("apart", 0), Call("call", 2))),
-    "two blocks of other sizes that ranks call in other orders": one(
+    "blocks of which the last is rank 0's alone": make_kind((Call("call", 0), Call("call", 1), Call("own", 2))),
+    "two blocks that ranks call in other orders": make_kind((Call("apart", 0), Call("call", 2))),
+    "two blocks of other sizes that ranks call in other orders": make_kind(
         (Call("call", 0), Call("apart", 1), Call("call", 3)), "mlp", "mlp", "deep", "mlp"
     ),
     "blocks that ranks call in one order, and then in others": (
         Graph((PLAIN, PLAIN, PLAIN, PLAIN, (Call("apart", 0), Call("call", 2)))),
         ["step"] * 5,
     ),
-    "a block's method other than forward": one((Call("call", 0), Call("method", 1), Call("call", 2))),
-    "a weight of a block read from outside": one((Call("read", 0), *PLAIN)),
-    "a weight of a block read after it": one((*PLAIN, Call("read", 2), Call("read", 0))),
-    "blocks that take lists of dictionaries": one(chain(0, 1, 2, returns="nothing")),
-    "blocks that return dictionaries": one(chain(0, 1, 2, returns="dict")),
-    "blocks that return pairs": one(chain(0, 1, 2, returns="pair")),
-    "blocks that return objects": one(chain(0, 1, 2, returns="object")),
-    "blocks that return objects within objects": one(chain(0, 1, 2, returns="deep-object")),
-    "blocks that store a term of the loss": one(chain(0, 1, 2, returns="stored")),
-    "a module that returns a pair": one(PLAIN, returns="pair"),
-    "a module that returns a dictionary": one(PLAIN, returns="dict"),
-    "a module that returns an object": one(PLAIN, returns="object"),
-    "a module that returns objects within objects": one(PLAIN, returns="deep-object"),
-    "a block under no_grad": one((Call("no_grad", 0), Call("call", 1), Call("call", 0))),
-    "a detached input of a block": one((Call("call", 0), Call("detach", 1), Call("call", 2))),
-    "tied weights": one(PLAIN, tied=True),
-    "frozen blocks": one(PLAIN, "frozen", "mlp", "frozen"),
-    "the first blocks frozen": one(PLAIN, "frozen", "frozen", "mlp", outside=False),
-    "frozen weights within blocks": one(PLAIN, *("half",) * 3),
-    "LSTMs": one(PLAIN, *("lstm",) * 3),
-    "complex parameters": one(PLAIN, "complex", "mlp", "complex"),
-    "float32 and float64 in one block": one(PLAIN, *("mixed",) * 3),
-    "weight norm as a parametrization": one(PLAIN, *("normed",) * 3),
-    "blocks within blocks": one(PLAIN, *("deep",) * 3),
-    "a parameter that nobody uses": one(PLAIN, *("spare",) * 3),
-    "a parameter that nobody uses, AdamW with decay": one(PLAIN, *("spare",) * 3, optimizer="adamw"),
-    "a block that nobody calls, AdamW with decay": one(chain(0, 2), optimizer="adamw"),
+    "a block's method other than forward": make_kind((Call("call", 0), Call("method", 1), Call("call", 2))),
+    "a weight of a block read from outside": make_kind((Call("read", 0), *PLAIN)),
+    "a weight of a block read after it": make_kind((*PLAIN, Call("read", 2), Call("read", 0))),
+    "blocks that take lists of dictionaries": make_kind(chain(0, 1, 2, returns="nothing")),
+    "blocks that return dictionaries": make_kind(chain(0, 1, 2, returns="dict")),
+    "blocks that return pairs": make_kind(chain(0, 1, 2, returns="pair")),
+    "blocks that return objects": make_kind(chain(0, 1, 2, returns="object")),
+    "blocks that return objects within objects": make_kind(chain(0, 1, 2, returns="deep-object")),
+    "blocks that store a term of the loss": make_kind(chain(0, 1, 2, returns="stored")),
+    "a module that returns a pair": make_kind(PLAIN, returns="pair"),
+    "a module that returns a dictionary": make_kind(PLAIN, returns="dict"),
+    "a module that returns an object": make_kind(PLAIN, returns="object"),
+    "a module that returns objects within objects": make_kind(PLAIN, returns="deep-object"),
+    "a block under no_grad": make_kind((Call("no_grad", 0), Call("call", 1), Call("call", 0))),
+    "a detached input of a block": make_kind((Call("call", 0), Call("detach", 1), Call("call", 2))),
+    "tied weights": make_kind(PLAIN, tied=True),
+    "frozen blocks": make_kind(PLAIN, "frozen", "mlp", "frozen"),
+    "the first blocks frozen": make_kind(PLAIN, "frozen", "frozen", "mlp", outside=False),
+    "frozen weights within blocks": make_kind(PLAIN, *("half",) * 3),
+    "LSTMs": make_kind(PLAIN, *("lstm",) * 3),
+    "complex parameters": make_kind(PLAIN, "complex", "mlp", "complex"),
+    "float32 and float64 in one block": make_kind(PLAIN, *("mixed",) * 3),
+    "weight norm as a parametrization": make_kind(PLAIN, *("normed",) * 3),
+    "blocks within blocks": make_kind(PLAIN, *("deep",) * 3),
+    "a parameter that nobody uses": make_kind(PLAIN, *("spare",) * 3),
+    "a parameter that nobody uses, AdamW with decay": make_kind(PLAIN, *("spare",) * 3, optimizer="adamw"),
+    "a block that nobody calls, AdamW with decay": make_kind(chain(0, 2), optimizer="adamw"),
     "a block that not every step calls, momentum": (
         Graph((PLAIN, chain(0, 2)), optimizer="momentum"),
         ["step"] * 4,
@@ -134,65 +137,67 @@ KINDS: dict[str, Kind] = {
         Graph((PLAIN, chain(0, 2)), holder="attributes", optimizer="adamw"),
         ["step"] * 4,
     ),
-    "parameters that read no input": one(PLAIN, *("branch",) * 3),
-    "batch norm that is trained later": one(PLAIN, *("batch-norm",) * 3, prepared="eval", ways=["train_all"]),
-    "batch norm": one(PLAIN, *("batch-norm",) * 3),
-    "sparse gradients": one(PLAIN, "sparse", "mlp", "mlp"),
-    "a module on the meta device": one(PLAIN, prepared="meta"),
-    "checkpoints of blocks": one(chain(0, 1, 2, op="checkpoint")),
-    "checkpoints of blocks, reentrant": one(chain(0, 1, 2, op="reentrant")),
-    "checkpoints of a block that runs twice": one(chain(0, 1, 0, op="checkpoint")),
-    "checkpoints of a block that runs twice, reentrant": one(chain(0, 1, 0, op="reentrant")),
-    "a checkpoint of two blocks": one((Call("segment", 0), Call("segment", 2)), *("mlp",) * 4),
-    "a checkpoint of the whole": one(PLAIN, ways=["checkpoint_all", "step"]),
-    "a checkpoint of the whole, reentrant": one(PLAIN, ways=["checkpoint_all_reentrant", "step"]),
-    "a checkpoint of blocks in a checkpoint": one(chain(0, 1, 2, op="checkpoint"), ways=["checkpoint_all", "step"]),
-    "compiled blocks": one(PLAIN, prepared="compiled"),
-    "blocks compiled after wrapping": one(PLAIN, ways=["compile_blocks"]),
-    "torch.compile of the wrapper": one(PLAIN, ways=["compile_the_wrapper", "step"]),
-    "momentum": one(PLAIN, optimizer="momentum", ways=["step"] * 3),
-    "AdamW": one(PLAIN, optimizer="adamw", ways=["step"] * 3),
-    "accumulation under no_sync()": one(PLAIN, ways=["accumulate"] * 2),
-    "two forwards and one backward": one(PLAIN, ways=["two_forwards"] * 2),
-    "two forwards and two backwards": one(PLAIN, ways=["two_backwards"] * 2),
-    "two forwards and two backwards in reverse": one(PLAIN, ways=["two_backwards_in_reverse"] * 2),
+    "parameters that read no input": make_kind(PLAIN, *("branch",) * 3),
+    "batch norm that is trained later": make_kind(PLAIN, *("batch-norm",) * 3, prepared="eval", ways=["train_all"]),
+    "batch norm": make_kind(PLAIN, *("batch-norm",) * 3),
+    "sparse gradients": make_kind(PLAIN, "sparse", "mlp", "mlp"),
+    "a module on the meta device": make_kind(PLAIN, prepared="meta"),
+    "checkpoints of blocks": make_kind(chain(0, 1, 2, op="checkpoint")),
+    "checkpoints of blocks, reentrant": make_kind(chain(0, 1, 2, op="reentrant")),
+    "checkpoints of a block that runs twice": make_kind(chain(0, 1, 0, op="checkpoint")),
+    "checkpoints of a block that runs twice, reentrant": make_kind(chain(0, 1, 0, op="reentrant")),
+    "a checkpoint of two blocks": make_kind((Call("segment", 0), Call("segment", 2)), *("mlp",) * 4),
+    "a checkpoint of the whole": make_kind(PLAIN, ways=["checkpoint_all", "step"]),
+    "a checkpoint of the whole, reentrant": make_kind(PLAIN, ways=["checkpoint_all_reentrant", "step"]),
+    "a checkpoint of blocks in a checkpoint": make_kind(
+        chain(0, 1, 2, op="checkpoint"), ways=["checkpoint_all", "step"]
+    ),
+    "compiled blocks": make_kind(PLAIN, prepared="compiled"),
+    "blocks compiled after wrapping": make_kind(PLAIN, ways=["compile_blocks"]),
+    "torch.compile of the wrapper": make_kind(PLAIN, ways=["compile_the_wrapper", "step"]),
+    "momentum": make_kind(PLAIN, optimizer="momentum", ways=["step"] * 3),
+    "AdamW": make_kind(PLAIN, optimizer="adamw", ways=["step"] * 3),
+    "accumulation under no_sync()": make_kind(PLAIN, ways=["accumulate"] * 2),
+    "two forwards and one backward": make_kind(PLAIN, ways=["two_forwards"] * 2),
+    "two forwards and two backwards": make_kind(PLAIN, ways=["two_backwards"] * 2),
+    "two forwards and two backwards in reverse": make_kind(PLAIN, ways=["two_backwards_in_reverse"] * 2),
     "two forwards and two backwards of other blocks": (OTHER_ORDERS, ["two_backwards"] * 3),
-    "a backward, and another under no_sync()": one(PLAIN, ways=["sync_then_not"] * 2),
-    "two backwards of one loss (retain_graph)": one(PLAIN, ways=["retain"] * 2),
-    "a loss in chunks": one(PLAIN, ways=["chunks"] * 2),
-    "evaluation between a forward and its backward": one(PLAIN, ways=["evaluate_between"] * 2),
-    "inference mode between a forward and its backward": one(PLAIN, ways=["infer_between"] * 2),
-    "evaluation between a backward and its finish": one(PLAIN, ways=["forward_before_finish"]),
-    "a forward that no backward follows": one(PLAIN, ways=["look", "step"]),
-    "a forward between a finish and its step": one(PLAIN, ways=["late_look", "step"]),
-    "finish twice": one(PLAIN, ways=["finish_twice", "step"]),
-    "two steps' gradients added": one(PLAIN, ways=["two_finishes", "step"]),
-    "accumulation behind a finish": one(PLAIN, ways=["accumulate_behind_a_finish", "step"]),
-    "zero_grad(set_to_none=False)": one(PLAIN, ways=["zero_in_place", "step"]),
-    "a step that is skipped": one(PLAIN, ways=["drop", "step"]),
-    "a gradient penalty over blocks": one(PLAIN, ways=["penalty"] * 2),
-    "gradients of inputs before a step": one(PLAIN, ways=["ask_for_inputs_gradients", "step"]),
-    "backward(create_graph=True)": one(PLAIN, ways=["create_graph"]),
-    "a forgotten finish": one(PLAIN, ways=["forget_finish", "step"]),
-    "an exception in a backward, then finish": one(
+    "a backward, and another under no_sync()": make_kind(PLAIN, ways=["sync_then_not"] * 2),
+    "two backwards of one loss (retain_graph)": make_kind(PLAIN, ways=["retain"] * 2),
+    "a loss in chunks": make_kind(PLAIN, ways=["chunks"] * 2),
+    "evaluation between a forward and its backward": make_kind(PLAIN, ways=["evaluate_between"] * 2),
+    "inference mode between a forward and its backward": make_kind(PLAIN, ways=["infer_between"] * 2),
+    "evaluation between a backward and its finish": make_kind(PLAIN, ways=["forward_before_finish"]),
+    "a forward that no backward follows": make_kind(PLAIN, ways=["look", "step"]),
+    "a forward between a finish and its step": make_kind(PLAIN, ways=["late_look", "step"]),
+    "finish twice": make_kind(PLAIN, ways=["finish_twice", "step"]),
+    "two steps' gradients added": make_kind(PLAIN, ways=["two_finishes", "step"]),
+    "accumulation behind a finish": make_kind(PLAIN, ways=["accumulate_behind_a_finish", "step"]),
+    "zero_grad(set_to_none=False)": make_kind(PLAIN, ways=["zero_in_place", "step"]),
+    "a step that is skipped": make_kind(PLAIN, ways=["drop", "step"]),
+    "a gradient penalty over blocks": make_kind(PLAIN, ways=["penalty"] * 2),
+    "gradients of inputs before a step": make_kind(PLAIN, ways=["ask_for_inputs_gradients", "step"]),
+    "backward(create_graph=True)": make_kind(PLAIN, ways=["create_graph"]),
+    "a forgotten finish": make_kind(PLAIN, ways=["forget_finish", "step"]),
+    "an exception in a backward, then finish": make_kind(
         (Call("call", 0), Call("boom", 1), Call("call", 2)), ways=["step", "fail", "step"]
     ),
-    "an exception in a backward": one(
+    "an exception in a backward": make_kind(
         (Call("call", 0), Call("boom", 1), Call("call", 2)), ways=["fail_and_forget_finish", "step"]
     ),
-    "an exception in a backward of rank 0, then finish": one(
+    "an exception in a backward of rank 0, then finish": make_kind(
         (Call("call", 0), Call("boom", 1), Call("call", 2)), ways=["step", "fail_on_one_rank", "step"]
     ),
-    "an exception in a forward": one(PLAIN, ways=["fail_in_forward", "step", "step"]),
-    "functional_call of the module": one(PLAIN, ways=["functional_call"]),
-    "a call of the module, not of the wrapper": one(PLAIN, ways=["call_the_module"]),
-    "parameters that are read after a step": one(PLAIN, ways=["step", "read_parameters"]),
-    "a parameter frozen later": one(PLAIN, ways=["step", "freeze"]),
-    "one of parameters() frozen later": one(PLAIN, ways=["step", "freeze_parts", "step"]),
-    "a parameter unfrozen later": one(PLAIN, "frozen", "mlp", "mlp", ways=["step", "unfreeze"]),
-    "a parameter replaced": one(PLAIN, ways=["step", "replace"]),
-    "a GAN": one(PLAIN, ways=["gan"]),
-    "a teacher and a student": one(PLAIN, ways=["teach", "teach"]),
+    "an exception in a forward": make_kind(PLAIN, ways=["fail_in_forward", "step", "step"]),
+    "functional_call of the module": make_kind(PLAIN, ways=["functional_call"]),
+    "a call of the module, not of the wrapper": make_kind(PLAIN, ways=["call_the_module"]),
+    "parameters that are read after a step": make_kind(PLAIN, ways=["step", "read_parameters"]),
+    "a parameter frozen later": make_kind(PLAIN, ways=["step", "freeze"]),
+    "one of parameters() frozen later": make_kind(PLAIN, ways=["step", "freeze_parts", "step"]),
+    "a parameter unfrozen later": make_kind(PLAIN, "frozen", "mlp", "mlp", ways=["step", "unfreeze"]),
+    "a parameter replaced": make_kind(PLAIN, ways=["step", "replace"]),
+    "a GAN": make_kind(PLAIN, ways=["gan"]),
+    "a teacher and a student": make_kind(PLAIN, ways=["teach", "teach"]),
 }
 
 

@@ -1,4 +1,8 @@
-"""Plots of the report: a colour for each row, words in place of missing values, legends and labels that can be read."""
+"""Plots of the report: a colour for each row, words in place of missing values, legends and labels that can be read.
+
+A row is an implementation, and a chapter is the part of the report about one benchmark. `record` makes the record of a
+case, `built` a report of such records: {name of a file: its content}.
+"""
 
 import re
 from collections.abc import Sequence
@@ -35,22 +39,23 @@ def test_labels_that_would_run_into_one_another_are_slanted() -> None:
 @pytest.mark.parametrize(
     ("length", "text"), [(512, "512"), (1024, "1k"), (65536, "64k"), (1000, "1,000"), (128_000, "128,000")]
 )
-def test_only_powers_of_two_are_written_short(length: int, text: str) -> None:
+def test_only_powers_of_two_are_abbreviated(length: int, text: str) -> None:
     assert plots.short(length) == text
 
 
 def test_a_row_has_one_colour_in_all_chapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chapter draws a row in its colour of the table, and peers dashed."""
-    seen: set[tuple[str, str, str, bool]] = set()
+    seen: set[tuple[str, str, str, bool]] = set()  # (benchmark, row, colour, is dashed)
 
     def style(self: View, name: str, value: str) -> Style:
-        looks = drawn(self, name, value)
+        looks = original_style(self, name, value)
         seen.add((self.benchmark, str(value), looks.color, looks.dashed))
         return looks
 
-    drawn = View.style
+    original_style = View.style
     monkeypatch.setattr(View, "style", style)
     path = save(tmp_path / "r.json", of_everything())
+    # In this file flash_triton has another colour, which the report must take from there.
     path.write_text(path.read_text().replace(rows_of("attention")["flash_triton"]["color"], "#123456"))
     built(tmp_path / "out", path)
     assert {name for name, value, color, _ in seen if (value, color) == ("flash_triton", "#123456")} == {
@@ -82,7 +87,7 @@ def test_variants_of_a_row_are_its_lighter_shades(tmp_path: Path) -> None:
     assert list(view.styles["impl"]) == ["bucketed-25MiB", "bucketed-100MiB"]
 
 
-def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
+def test_the_word_for_a_missing_bar_stands_where_the_bar_would_be(tmp_path: Path) -> None:
     axes = {"section": "tiers", "keys": 64}
     records = [record("attention", "naive", queries=128, **axes)]
     records += [record("attention", "naive", queries=q, outcome="oom", **axes) for q in (64, 256)]
@@ -108,7 +113,7 @@ def test_a_row_without_a_bar_has_its_colour_in_the_legend(tmp_path: Path) -> Non
     assert rows_of("attention")["flex"]["color"] in drawing.partition(">naive<")[2]
 
 
-def test_the_heat_map_keeps_rows_of_words(tmp_path: Path) -> None:
+def test_the_heat_map_keeps_rows_without_any_value(tmp_path: Path) -> None:
     records = [record("attention", impl, queries=s, keys=s) for impl in ("naive", "sdpa_flash") for s in (512, 1024)]
     records += [record("attention", "sdpa_cudnn", queries=s, keys=s, outcome="unsupported") for s in (512, 1024)]
     files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
@@ -118,6 +123,7 @@ def test_the_heat_map_keeps_rows_of_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("growth", "from_zero"), [(1, True), (8, False)])
 def test_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zero: bool) -> None:
+    """The larger of two values is 2**growth times the smaller one."""
     sizes = {s: (s // 256) ** growth * 2**20 for s in (512, 1024)}
     records = [record("attention", "naive", queries=s, keys=s, peak_bytes=size) for s, size in sizes.items()]
     files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
@@ -128,7 +134,7 @@ def test_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zer
 @pytest.mark.parametrize(
     ("places", "scale", "ticks"), [(range(1, 15), "linear", 5), ((1, 2, 4, 8, 16, 32, 64), "log", 7)]
 )
-def test_an_axis_that_counts_is_even_and_has_few_labels(
+def test_an_axis_of_numbers_is_linear_or_logarithmic_and_has_few_ticks(
     places: Sequence[int], scale: str, ticks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [record("collectives", "all_reduce", megabytes=place, bytes=place * 10**6) for place in places]

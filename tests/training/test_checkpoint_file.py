@@ -12,12 +12,14 @@ from lmsys.training.optimizer import AdamW
 
 
 def made(seed: int, width: int = 4) -> tuple[nn.Module, AdamW]:
+    """A small model whose inputs have this width, and its optimizer."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(width, 3), nn.Linear(3, 1))
     return model, AdamW(model.parameters(), lr=0.1)
 
 
 def trained(model: nn.Module, optimizer: AdamW, steps: int) -> list[torch.Tensor]:
+    """The model's parameters after so many more steps."""
     for step in range(steps):
         optimizer.zero_grad()
         model(torch.full((2, 4), float(step + 1))).sum().backward()
@@ -42,7 +44,7 @@ def test_a_loaded_training_goes_on_as_the_saved_one(tmp_path: Path, kind: type |
     assert all(map(torch.equal, expected, trained(other, its_optimizer, 2)))
 
 
-def test_what_does_not_fit_or_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_or_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     save_checkpoint(*made(0), 0, path)
     with pytest.raises(ValueError, match=r"checkpoint.pt: does not fit this model and optimizer: Error"):
