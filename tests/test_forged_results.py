@@ -1,9 +1,10 @@
 """Forged result files: `lmsys verify` refuses each, or calls its times not proved, with exit code 1.
 
-A seal is a digest that a record or a file has of its content. A forger is a function that changes the content of a
-file; it is sealed again afterwards, unless the seal is what the forger changes. To add one, write a function with
-@forger(the file, what verify must say), or an entry of SIZES. Honest files pass: one of attention from one H200, and
-one of the loss, which is measured here. `tests/test_verify.py` has more alterations.
+A record has a proof: some of its timed calls with parts of their results, which verify judges again. A seal is a digest
+that a record or a file has of its content. A forger is a function that changes the content of a file. The file is
+sealed again afterwards, unless the seal is what the forger changes. To add one, write a function with @forger(the file,
+what verify must say), or an entry of SIZES. Honest files pass: one of attention from one H200, and one of the loss,
+which is measured here. `tests/test_verify.py` has more alterations.
 """
 
 import copy
@@ -31,7 +32,10 @@ UNSEALED: set[str] = set()  # names of forgers after which the file is not seale
 
 
 def forger(file: str, says: str, seals: bool = True) -> Callable[[Forger], Forger]:
-    """Register a function in FORGERS; it forges `file`, of which verify must say `says`."""
+    """A decorator that puts a function into FORGERS. It forges `file`; of the result verify must say `says`.
+
+    seals  True: the file is sealed again afterwards
+    """
 
     def register(function: Forger) -> Forger:
         FORGERS[function.__name__] = file, says, function
@@ -292,7 +296,7 @@ FORGERS |= {name: (file, says, partial(put, first_record, values)) for name, (fi
 
 
 def attention() -> Content:
-    """A result file with a forward and a backward of attention on one H200, each with two checked calls."""
+    """A result file with a forward and a backward of attention, measured on an H200, each with two checked calls."""
     content: Content = json.loads(RESULT.read_text())
     timed = records(content)
     kept = [next(record for record in timed if record["direction"] == direction) for direction in ("fwd", "bwd")]
@@ -309,8 +313,8 @@ def attention() -> Content:
 def measured() -> Content:
     """A result file of the loss, measured here.
 
-    The machine in the file is that of the file of attention; so the loss's share of the ceilings, which are of another
-    machine, is left out.
+    Its part about the machine is taken from the file of attention. So the record must not say which share of this
+    machine's matmul rate the loss reaches.
     """
     kept = [record for record in loss_records(row=("chunked",)).values() if record["outcome"] == "ok"]
     for record in kept:
@@ -320,7 +324,7 @@ def measured() -> Content:
 
 @pytest.fixture
 def honest(measured: Content, monkeypatch: pytest.MonkeyPatch) -> dict[str, Content]:
-    """The two files, sealed; verify is told to expect as many proofs as they hold."""
+    """The two files, sealed. verify is made to expect as many checked calls (`num_proofs`) as they have."""
     known = verify.benchmarks_in(ROOT / "benchmarks")
     monkeypatch.setattr(type(known["attention"]), "num_proofs", 2)
     monkeypatch.setattr(Loss, "num_proofs", min(Loss.num_proofs, len(losses(measured))))
@@ -337,7 +341,7 @@ def verified(content: Content, folder: Path, capsys: pytest.CaptureFixture[str])
     return verify.main(["--benchmarks", str(ROOT / "benchmarks"), str(path)]), capsys.readouterr().out
 
 
-def test_honest_files_pass_and_it_is_told_how_much_was_judged(
+def test_honest_files_pass_and_verify_says_how_much_it_judged(
     honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, output = verified(honest["attention"], tmp_path, capsys)
@@ -393,7 +397,7 @@ def test_a_file_may_be_kept_without_the_entries_of_pytest_benchmark(
     assert code == 0 and "the file is kept without pytest-benchmark's entries" in output
 
 
-def test_an_older_seal_passes_and_it_is_told_what_it_leaves_out(
+def test_an_older_seal_passes_and_verify_says_what_it_leaves_out(
     honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = honest["attention"]
@@ -405,7 +409,7 @@ def test_an_older_seal_passes_and_it_is_told_what_it_leaves_out(
     assert code == 0 and "the file has no seal" in output
 
 
-def test_a_row_that_no_table_has_is_told(
+def test_verify_says_that_no_table_has_a_row(
     honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = records(honest["attention"])[0]

@@ -1,8 +1,8 @@
 """`lmsys.registry`: tables of rows, which are found by name or by path, or come from other packages' entry points.
 
-`table` has three rows: one that runs always ("plain"), one with a condition ("choosy"), one whose package is missing
-("absent"). The last part is about traits, facts that a table, a row or a user's class states; `Facts` are those of a
-table made here.
+A row (`Entry`) is a name and the target that it loads. `table` has three rows: one that always runs ("plain"), one that
+runs even cases alone ("choosy"), and one whose package is missing ("absent"). The last part is about traits, which are
+facts that a table's row or a user's class states. `Facts` declares the traits of a table made here.
 """
 
 import importlib.metadata
@@ -25,6 +25,7 @@ TABLE_ROWS = [
 
 
 def only_even(case: int) -> str | None:
+    """The function `supports` of "choosy": None, or the reason why it cannot run a case."""
     return None if case % 2 == 0 else f"{case} is odd"
 
 
@@ -52,7 +53,7 @@ def test_a_missing_package_is_a_reason_and_names_the_extra(table: Table) -> None
         table["absent"].load()
 
 
-def test_auto_takes_the_first_that_can(table: Table) -> None:
+def test_auto_takes_the_first_row_that_can_run_the_case(table: Table) -> None:
     assert table.pick("auto", 2).name == "choosy"
     assert table.pick("auto", 3).name == "plain"
 
@@ -67,7 +68,7 @@ def test_a_named_row_never_falls_back(table: Table) -> None:
         table.pick("choosy", 3)
 
 
-def test_auto_gives_every_reason_when_none_can() -> None:
+def test_auto_gives_every_reason_when_no_row_can_run_the_case() -> None:
     table = Table("number", TABLE_ROWS, auto=lambda case: ("absent", "choosy"))
     with pytest.raises(ValueError, match=r"absent: .*no_such_package.*; choosy: 3 is odd"):
         table.pick("auto", 3)
@@ -105,8 +106,8 @@ def test_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     assert [kernel() for kernel in loaded] == [1, 2]
 
 
-def test_the_apply_of_a_function_is_the_function(tmp_path: Path) -> None:
-    """As in Triton's tutorial, which exports `attention = Attention.apply`: this is the row `Attention`."""
+def test_the_apply_of_an_autograd_function_stands_for_the_function(tmp_path: Path) -> None:
+    """Triton's tutorial exports `attention = Attention.apply`, which is loaded as `Attention`."""
     (tmp_path / "mine.py").write_text(
         "import torch\nclass Attention(torch.autograd.Function):\n    pass\nattention = Attention.apply\n"
         "def apply(q, k, v):\n    return q\n"
@@ -115,7 +116,7 @@ def test_the_apply_of_a_function_is_the_function(tmp_path: Path) -> None:
     )
     assert load_target(f"{tmp_path}/mine.py:attention") is load_target(f"{tmp_path}/mine.py:Attention")
     assert load_target(f"{tmp_path}/mine.py:apply")(1, 2, 3) == 1
-    assert load_target(f"{tmp_path}/mine.py:method")(1) == 1  # of an instance, which need not be callable
+    assert load_target(f"{tmp_path}/mine.py:method")(1) == 1  # a method `apply` of another object is loaded as it is
 
 
 @pytest.mark.parametrize("target", ["no_colon", ":attribute", "module:"])
@@ -144,7 +145,7 @@ def test_a_path_that_does_not_load_is_named(
         table.select([f"{tmp_path}/{target}"])
 
 
-def test_a_row_from_a_file_is_callable_and_has_a_name_of_its_own(table: Table, tmp_path: Path) -> None:
+def test_a_row_from_a_file_is_callable_and_has_a_new_name(table: Table, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("CONSTANT = 7\n\ndef plain(x):\n    return x\n")
     with pytest.raises(ValueError, match="must name a function or a class; it is 7"):
         table.select([f"{tmp_path}/mine.py:CONSTANT"])
@@ -167,18 +168,20 @@ class Facts(Traits):
 
 
 def row_of(folder: Path, text: str, table: Table) -> Entry:
-    """The row of `Kernel` in a file with this text, which is asked for by path, as a user does."""
+    """The row of `Kernel` in a file with this text, selected by its path, as a user does."""
     file = folder / "mine.py"
     file.write_text(text)
     (row,) = table.select([f"{file}:Kernel"])
     return row
 
 
-def test_traits_are_the_tables_else_the_rows_else_the_defaults(tmp_path: Path) -> None:
+def test_traits_come_from_the_table_or_else_the_class_or_else_defaults(tmp_path: Path) -> None:
     row = row_of(tmp_path, "class Kernel:\n    stage = 2\n", Table("row", [], traits=Facts))
     assert Facts.of(row) == Facts(stage=2)
     assert Facts.of(replace(row, traits={"stage": 3, "color": "#123456"})) == Facts(stage=3, color="#123456")
-    assert Facts.of(replace(row, traits=Facts(sums=False))) == Facts(sums=False)  # complete, so the class is not asked
+    assert Facts.of(replace(row, traits=Facts(sums=False))) == Facts(
+        sums=False
+    )  # has all traits, so the class is not read
     assert Facts.of(Entry("absent", "no_such_package:x", traits={"stage": 5})) == Facts(stage=5)
     assert Facts.of(Entry("narrow", "no_such_package:x", traits=Traits(baseline=1))) == Facts(baseline=1)
 
@@ -212,7 +215,7 @@ def test_a_misspelt_trait_of_a_users_row_is_an_error(tmp_path: Path) -> None:
         row_of(tmp_path, "def Kernel(): ...\n\nKernel.summs = False\nKernel.rivals = ()\n", table)
 
 
-def test_attributes_that_are_no_traits_are_the_users_affair(tmp_path: Path) -> None:
+def test_attributes_that_are_no_traits_are_ignored(tmp_path: Path) -> None:
     text = "class Kernel:\n    block_size = 64\n    sum = 'a text'\n    def stages(self): ...\n"
     assert Facts.of(row_of(tmp_path, text, Table("row", [], traits=Facts))) == Facts()
 

@@ -1,5 +1,8 @@
 r"""Random calls of `attention()`: shapes, dtypes, memory, options and contexts, by every row that can and by auto.
 
+tests/support/random_cases.py draws a case by its number, and judges it. A row is an implementation, and a context is
+how a call is run, such as under autocast.
+
 Environment variables choose the cases. LMSYS_RANDOM is their number: by default 300 on a GPU and ten on a CPU.
 LMSYS_RANDOM_SEED is the seed, LMSYS_RANDOM_FIRST the number of the first case: both 0 by default. LMSYS_RANDOM_ONLY=17
 runs case 17 alone. The command below runs 2,000 on one GPU, in as many processes as there are cores, but 12 at most. It
@@ -27,24 +30,25 @@ COUNT = {device: int(os.environ.get("LMSYS_RANDOM", few)) for device, few in (("
 PROCESSES = min(12, os.cpu_count() or 1)
 ALONE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # environment of each process: one thread
 EVERY_S = 10.0  # between lines that print the progress
-LATE_S = 200.0  # time limit of a task, which is several cases: their first calls compile
+LATE_S = 200.0  # time limit of a task of several cases, whose first calls compile
 
 
 def numbers(device: str) -> list[int]:
+    """The numbers of the cases to run."""
     return list(range(FIRST, FIRST + COUNT[device])) if ONLY is None else [int(ONLY)]
 
 
-def judged(device: str, given: list[list[int]]) -> Iterator[Judged]:
-    """The results of tasks (lists of case numbers). On a GPU each runs in another process.
+def results_of(device: str, lists: list[list[int]]) -> Iterator[Judged]:
+    """Yields the result of each task, which is a list of case numbers. On a GPU each task runs in a process of its own.
 
-    So an error that ends a process, such as one of CUDA, counts as a fault of its task alone.
+    An error that ends a process, such as one of CUDA, is then a fault of its task alone.
     """
     if device == "cpu":
-        yield from (judge_all(device, task) for task in given)
+        yield from (judge_all(device, task) for task in lists)
         return
     function = partial(judge_all, device)
-    running: Iterator[Future[Any]] = processes.futures(function, given, PROCESSES, timeout_s=LATE_S, environment=ALONE)
-    for task, future in zip(given, running, strict=True):
+    running: Iterator[Future[Any]] = processes.futures(function, lists, PROCESSES, timeout_s=LATE_S, environment=ALONE)
+    for task, future in zip(lists, running, strict=True):
         try:
             yield future.result()
         except Exception as error:
@@ -53,14 +57,14 @@ def judged(device: str, given: list[list[int]]) -> Iterator[Judged]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_random_calls_are_right_by_every_row(device: str) -> None:
-    given, found = tasks(numbers(device), device), Judged()
+    lists, total = tasks(numbers(device), device), Judged()
     shown_at = time.monotonic()
-    for done, one in enumerate(judged(device, given), 1):
-        found.faults += one.faults
-        found.asked += one.asked
+    for done, result in enumerate(results_of(device, lists), 1):
+        total.faults += result.faults
+        total.asked += result.asked
         if time.monotonic() > shown_at + EVERY_S:
             shown_at = time.monotonic()
-            print(f"{done} of {len(given)} tasks, {found.asked.total()} calls, {len(found.faults)} faults", flush=True)
-    print(f"\n{found.table()}")
-    assert not found.faults, f"{len(found.faults)} of {found.asked.total()} calls:\n" + "\n".join(found.faults[:40])
-    assert found.asked.total() >= 3 * len(numbers(device))
+            print(f"{done} of {len(lists)} tasks, {total.asked.total()} calls, {len(total.faults)} faults", flush=True)
+    print(f"\n{total.table()}")
+    assert not total.faults, f"{len(total.faults)} of {total.asked.total()} calls:\n" + "\n".join(total.faults[:40])
+    assert total.asked.total() >= 3 * len(numbers(device))

@@ -1,7 +1,8 @@
 """The smoke sweep of all benchmarks: each case has a record, and pytest-benchmark has the samples.
 
-The fixture `smoke_result` (tests/conftest.py) runs the sweep once. Its tests are here, since whoever reads it waits for
-it; only tests/reports/test_load.py reads it, too.
+The fixture `smoke_result` (tests/conftest.py) runs the sweep once, which takes minutes. All tests that read its result
+are here, so that others need not wait for it; only tests/reports/test_load.py reads it, too. A row is an
+implementation.
 """
 
 import json
@@ -29,8 +30,8 @@ def printed(smoke_result: Path) -> str:
 
 
 def by(name: str, benchmark: str, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{value of the field `name`: record} of a benchmark's records."""
-    return {row[name]: row for row in content["lmsys"]["records"] if row["benchmark"] == benchmark}
+    """A benchmark's records by the value of their field `name`."""
+    return {record[name]: record for record in content["lmsys"]["records"] if record["benchmark"] == benchmark}
 
 
 def test_every_case_has_a_record_and_none_failed(smoke_result: Path, printed: str) -> None:
@@ -41,10 +42,10 @@ def test_every_case_has_a_record_and_none_failed(smoke_result: Path, printed: st
     kinds = Counter(row["benchmark"] for row in records if row["outcome"] == "ok")
     names = "attention model loss anatomy precision collectives data_parallel tokenizer training steps".split()
     assert set(kinds) == set(names)
-    assert "cases" in printed and "lost" not in printed  # ranks end with the run, without an error message
+    assert "cases" in printed and "lost" not in printed  # "lost" would be an error message of ranks
 
 
-def test_the_result_is_pytest_benchmarks_and_ours(content: dict[str, Any]) -> None:
+def test_the_result_has_the_parts_of_pytest_benchmark_and_of_lmsys(content: dict[str, Any]) -> None:
     records = {row["id"]: row for row in content["lmsys"]["records"]}
     assert {"name", "torch", "commit", "command", "ceilings"} <= content["lmsys"]["machine"].keys()
     assert "node" not in content["machine_info"]
@@ -65,7 +66,7 @@ def test_every_field_of_a_record_is_declared(content: dict[str, Any]) -> None:
         assert written <= declared, f"{name}: {sorted(written - declared)}"
 
 
-def test_rows_travel_with_the_result_in_their_tables_order(content: dict[str, Any]) -> None:
+def test_the_result_lists_rows_in_the_order_of_their_tables(content: dict[str, Any]) -> None:
     rows = content["lmsys"]["rows"]
     names = [row["name"] for row in rows["attention"]]
     assert names[0] == "naive" and {"sdpa_flash", "flash_gluon"} <= set(names)
@@ -92,7 +93,7 @@ def test_strategies_and_trainings_have_a_record_each(content: dict[str, Any], pr
     assert "[2/4] naive-bucketed" in printed and "smoke-tiny-S64B2-fp32-W2-T512x2" in printed
 
 
-def test_steps_train_ours_beside_torchs_and_say_where_the_time_goes(content: dict[str, Any]) -> None:
+def test_training_steps_of_ours_and_torchs_have_times_by_kind_of_kernel(content: dict[str, Any]) -> None:
     by_row = by("strategy", "steps", content)
     assert [*by_row] == ["fsdp", "torch_fsdp2"]
     for row in by_row.values():
@@ -110,7 +111,7 @@ def test_steps_train_ours_beside_torchs_and_say_where_the_time_goes(content: dic
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
 
 
-def test_tokenizers_encode_beside_ours(content: dict[str, Any]) -> None:
+def test_all_tokenizers_encode(content: dict[str, Any]) -> None:
     encoded = [
         row for row in content["lmsys"]["records"] if row["benchmark"] == "tokenizer" and row["task"] == "encode"
     ]

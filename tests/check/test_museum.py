@@ -1,7 +1,8 @@
-"""The museum (tests/museum): docs/museum.md has every exhibit, and the rules of other gates see what they should.
+"""The museum (tests/museum): docs/museum.md has every exhibit, and gates refuse what they should.
 
-A gate is a test by which another project accepts a row, such as "allclose 1e-2"; tests/museum/gates.py has them all,
-and `seen_by` yields those that notice a fault. The two tests `on_request` run every exhibit, which takes minutes.
+An exhibit is a published fault in an implementation. A gate is the rule by which another project accepts a result, such
+as "allclose 1e-2". tests/museum/gates.py has them all, and `seen_by` yields those that refuse a fault. The two tests
+`on_request` run every exhibit, which takes minutes.
 """
 
 import re
@@ -39,9 +40,10 @@ def test_every_exhibit_has_a_name_and_a_reference_of_its_own() -> None:
 
 
 def subject_with(change: float, share: float = 1.0, seeds: range = range(10_000), losses: float = 0.0) -> Subject:
-    """A subject for the gates: its outputs should be ones, and a share of them is off by `change` on some `seeds`.
+    """A subject for the gates. Its outputs should all be 1.
 
-    Its loss curve is wrong by the relative error `losses` in the last step.
+    change  how much a `share` of the outputs is off, if the seed of the inputs is one of `seeds`
+    losses  the relative error of the last loss
     """
 
     def pair(seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -69,10 +71,11 @@ def subject_with(change: float, share: float = 1.0, seeds: range = range(10_000)
         (Subject(lambda seed: None, lambda: None), [*GATES]),
     ],
 )
-def test_what_the_rules_of_other_gates_see(fault: Subject, seen: list[str]) -> None:
+def test_gates_refuse_what_their_rules_say(fault: Subject, seen: list[str]) -> None:
     assert [*seen_by(fault)] == seen
 
 
+# Two wrong operations, one much and one a little.
 def twice(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return 2 * mini.norm(x, weight, eps)
 
@@ -82,11 +85,11 @@ def slightly_more(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["norm", "swiglu", "rotary", "loss"])
-def test_what_is_right_passes_every_rule(kind: str) -> None:
+def test_right_operations_pass_every_gate(kind: str) -> None:
     assert not [*seen_by(subject(Entry(kind, f"tests.museum.mini:{kind}"), kind, Ranks()))]
 
 
-def test_faults_of_operations_and_optimizers_are_run_as_gates_run_them() -> None:
+def test_gates_run_faulty_operations_and_optimizers() -> None:
     assert [*seen_by(subject(Entry("twice", f"{__name__}:twice"), "norm", Ranks()))] == [*GATES]
     assert [*seen_by(subject(Entry("more", f"{__name__}:slightly_more"), "swiglu", Ranks()))] == [
         "new seeds",
@@ -107,7 +110,7 @@ def test_the_verdict_of_the_check() -> None:
     assert verdict_on(Entry("AdamW", "torch.optim:AdamW"), "optimizer") == Verdict()
 
 
-def test_the_tables() -> None:
+def test_the_page_has_the_tables_of_verdicts() -> None:
     def row(name: str, kind: str, verdict: Verdict, *seen: str) -> Row:
         return Row(Exhibit(name, kind, f"any:{name}", "o/r#1", "it is | wrong", "forgotten"), verdict, seen)
 
@@ -137,7 +140,7 @@ def test_the_tables() -> None:
 
 
 @pytest.mark.on_request
-def test_strategies_run_as_gates_run_them() -> None:
+def test_gates_run_strategies() -> None:
     ranks = Ranks()
     assert not [*seen_by(subject(Entry("naive", "lmsys.parallel.baselines:Naive"), "strategy", ranks))]
     ranks.close()
@@ -147,7 +150,7 @@ def test_strategies_run_as_gates_run_them() -> None:
 def test_every_fault_is_refused_and_no_right_row_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Does not compare with the page: whether other gates see a race differs from run to run."""
-    monkeypatch.setattr("tests.museum.__main__.poison", lambda replace: None)  # it would outlast this test
+    """The result is not compared with the page, since gates notice a race in some runs and not in others."""
+    monkeypatch.setattr("tests.museum.__main__.poison", lambda replace: None)  # its patches would outlast this test
     assert main(["--markdown"]) == 0
     assert capsys.readouterr().out.count("\n| `") >= len(ALL)

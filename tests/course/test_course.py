@@ -1,7 +1,8 @@
 """`lmsys course` (lmsys/course) on a student's checkout of CS336, which the fixture `checkout` writes.
 
-Its adapters (ADAPTERS, ATTENTION, CONTAINERS, MODEL) are right, wrong, not written, or need a package that is missing;
-VERDICTS says which verdict each part must get. The last tests are about `--measure`, which times the right parts.
+A part is a piece of the assignment, such as "softmax". The checkout's parts (in ADAPTERS, ATTENTION, CONTAINERS, MODEL)
+are right, wrong, not written, or need a package that is missing. VERDICTS says which verdict each must get. The last
+tests are about `--measure`, which times the right parts.
 """
 
 import html
@@ -229,7 +230,7 @@ VERDICTS = {
     "FSDP": "refused",
     "sharded optimizer": "refused",
 }
-QUICK = [*VERDICTS][:7]
+QUICK = [*VERDICTS][:7]  # parts that are judged within seconds
 
 
 @pytest.mark.long
@@ -278,7 +279,7 @@ def test_ours_are_right_in_a_checkout(
     checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The adapters of docs/examples are right in a checkout with the tests of either assignment and either year."""
-    # No time for questions beyond the handout: test_basics.py and the tests of lmsys check ask ours all of them.
+    # No time for tests beyond the handout: test_basics.py and the tests of `lmsys check` run them all on ours.
     monkeypatch.setattr(parts, "BEYOND_S", 0.0)
     root = tmp_path / "reference"
     (root / "tests").mkdir(parents=True)
@@ -308,7 +309,7 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
-def test_what_an_exception_says_of_a_part() -> None:
+def test_the_text_of_an_exception_decides_the_verdict() -> None:
     assert verdict_of("in two steps: rank 0 raises NotImplementedError: no message", True) == "not written"
     assert (
         verdict_of("it raises NotImplementedError: inline_asm not supported in interpreter mode", True) == "not judged"
@@ -319,7 +320,7 @@ def test_what_an_exception_says_of_a_part() -> None:
     assert verdict_of("after a step weights are wrong; NVIDIA", False) == "wrong"
 
 
-def test_parts_are_asked_by_the_adapters_of_the_course() -> None:
+def test_every_part_has_an_adapter_of_the_course() -> None:
     example = ROOT / "docs" / "examples" / "adapters.py"
     defined = set(re.findall(r"^(?:def )?(\w+)(?:\(| = )", example.read_text(), re.MULTILINE))
     assert {part.adapter for part in PARTS.values()} <= defined
@@ -345,6 +346,7 @@ def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(ran) == 3
 
 
+# A program that loads rows of the file that `measure` writes: its argument is the path of this file.
 ROWS = """
 import sys
 import torch
@@ -359,7 +361,7 @@ with torch.cuda.nvtx.range("NVTX does nothing"):
 """
 
 
-def test_a_part_that_is_not_written_hinders_no_other(tmp_path: Path) -> None:
+def test_other_parts_load_where_one_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     (tmp_path / "tests" / "adapters.py").write_text(

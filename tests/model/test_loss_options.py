@@ -1,7 +1,7 @@
 """The options of the losses (smoothing, z-loss, soft cap, weights of tokens and so on) equal the formula in float64.
 
-PATHS are the ways in which a loss is computed; `holds` tests one on a case. A new option is added to `formula` and
-`cases`, and its bad values to BAD.
+PATHS are the ways in which a loss is computed; `holds` tests one of them on a case. A new option is added to `formula`
+and `cases`, and its bad values to BAD.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -38,18 +38,19 @@ def formula(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> 
     z = (options.get("z_loss", 0.0) * lse.square()).where(counted, 0)
     losses = (lse - (share * logits).sum(dim=-1)).where(counted, 0) + z
     token_weights = options.get("token_weights")
-    by = (counted if token_weights is None else token_weights.where(counted, 0)).to(losses.dtype)
-    divisor = by.sum() if options.get("reduction", "mean") == "mean" else torch.ones(())
-    both = losses * by, z.detach() * by.detach()
-    return both if options.get("reduction") == "none" else (both[0].sum() / divisor, both[1].sum() / divisor.detach())
+    factors = (counted if token_weights is None else token_weights.where(counted, 0)).to(losses.dtype)
+    divisor = factors.sum() if options.get("reduction", "mean") == "mean" else torch.ones(())
+    losses, z = losses * factors, z.detach() * factors.detach()
+    return (losses, z) if options.get("reduction") == "none" else (losses.sum() / divisor, z.sum() / divisor.detach())
 
 
 def by_logits(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, **options: Any) -> Any:
+    """`cross_entropy` of all logits at once, which needs no `chunk`."""
     return cross_entropy(hidden @ weight.mT, targets, **options)
 
 
 def by_kernel(*inputs: Any, tile: int = 2**14, **options: Any) -> Any:
-    """`linear_cross_entropy` with its Triton kernel, also interpreted. Rows wider than `tile` take two passes."""
+    """`linear_cross_entropy` with its Triton kernel, on a CPU interpreted. More than `tile` classes take two passes."""
     loss_triton = pytest.importorskip("lmsys.model.loss_triton")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_triton, "TILE", tile)
@@ -67,6 +68,7 @@ PATHS: dict[str, Loss] = {
 
 @st.composite
 def cases(draw: Any, *dtypes: torch.dtype, vocabularies: tuple[int, ...] = (1, 2, 33, 517, 1100)) -> dict[str, Any]:
+    """Sizes, a dtype and options of a loss; std: the standard deviation of hidden states."""
     return {
         "tokens": draw(st.integers(1, 12)),
         "vocabulary": draw(st.sampled_from(vocabularies)),
@@ -87,7 +89,7 @@ def cases(draw: Any, *dtypes: torch.dtype, vocabularies: tuple[int, ...] = (1, 2
 
 
 def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
-    """AssertionError unless a path is right on a case: the loss, its z-loss, and all gradients."""
+    """AssertionError unless one of PATHS is right on a case: the loss, its z-loss, and all gradients."""
     generator = torch.Generator().manual_seed(case["seed"])
     tokens, vocabulary, dtype, options = (case[name] for name in ("tokens", "vocabulary", "dtype", "options"))
     hidden = (torch.randn(tokens, WIDTH, generator=generator) * case["std"]).to(device, dtype)
@@ -98,11 +100,12 @@ def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
     upstream = torch.randn(tokens if options["reduction"] == "none" else (), generator=generator).to(device)
 
     def results(compute: torch.dtype, call: Loss, **more: Any) -> list[Tensor]:
+        """[the loss, its z-loss, the gradients] of a call with inputs in the dtype `compute`."""
         leaves = [x.detach().to(compute).requires_grad_() for x in (hidden, weight)]
         if token_weights is not None:
-            of_weights = token_weights.detach().to(torch.promote_types(compute, torch.float32))
-            more["token_weights"] = of_weights.requires_grad_(case["weights"] == "with a gradient")
-            leaves += [of_weights] if of_weights.requires_grad else []
+            factors = token_weights.detach().to(torch.promote_types(compute, torch.float32))
+            more["token_weights"] = factors.requires_grad_(case["weights"] == "with a gradient")
+            leaves += [factors] if factors.requires_grad else []
         value, z = call(*leaves[:2], targets, **options, **more)
         assert not z.requires_grad and value.shape == z.shape
         return [value.detach(), z, *torch.autograd.grad(value, leaves, upstream.to(value.dtype))]
@@ -165,14 +168,14 @@ def test_a_bad_value_is_named(path: str, options: dict[str, Any], message: str) 
         PATHS[path](*inputs(), chunk=3, **options)
 
 
-def test_a_class_may_be_the_one_that_is_ignored_and_then_others_may_not() -> None:
+def test_ignore_index_may_be_a_class_and_other_targets_must_be_classes() -> None:
     hidden, weight, targets = inputs()
     for call in (linear_cross_entropy, partial(by_logits, chunk=3)):
         with pytest.raises(ValueError, match=r"from 0 to 19, or 7; got -100"):
             call(hidden, weight, targets.index_fill(0, torch.tensor(2), IGNORED), ignore_index=7)
 
 
-def test_what_lies_at_ignored_tokens_is_not_read() -> None:
+def test_values_at_ignored_tokens_are_not_read() -> None:
     hidden, weight, targets = inputs()
     targets[2], token_weights = IGNORED, torch.rand(6)
     token_weights[2] = float("nan")
@@ -181,8 +184,8 @@ def test_what_lies_at_ignored_tokens_is_not_read() -> None:
             value = call(hidden, weight, targets, token_weights=token_weights, reduction=reduction)
             of_hidden, of_weight = torch.autograd.grad(value.sum(), (hidden, weight))
             assert value.isfinite().all() and of_weight.isfinite().all() and not of_hidden[2].any()
-            nowhere = hidden.detach().index_fill(0, torch.tensor(2), float("nan"))
-            assert call(nowhere, weight, targets, z_loss=0.1, reduction=reduction).isfinite().all()
+            with_nan = hidden.detach().index_fill(0, torch.tensor(2), float("nan"))
+            assert call(with_nan, weight, targets, z_loss=0.1, reduction=reduction).isfinite().all()
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -193,7 +196,7 @@ def test_small_factors_lose_nothing_in_float16(reduction: str) -> None:
     token_weights = torch.rand(6) * 1e-7 if reduction != "none" else None
     upstream = torch.rand(6) * 1e-7 if reduction == "none" else torch.ones(())
     value = linear_cross_entropy(*leaves, targets, reduction=reduction, token_weights=token_weights)
-    scale = 1.0 if reduction == "mean" else 2.0**20
+    scale = 1.0 if reduction == "mean" else 2.0**20  # a mean divides by the weights, so it needs none
     gradients = torch.autograd.grad(scale * value, leaves, upstream)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     reference, _ = formula(*wide, targets, reduction=reduction, token_weights=token_weights)
@@ -209,7 +212,7 @@ def test_losses_of_tokens_hold_one_chunk_of_logits(reduction: str) -> None:
     peak = memory.peak_bytes(
         lambda: linear_cross_entropy(hidden, weight, targets, 64, reduction=reduction).sum().backward(), "cpu"
     )
-    assert peak - hidden.nbytes - weight.nbytes < 1.7 * 4 * 64 * 500
+    assert peak - hidden.nbytes - weight.nbytes < 1.7 * 4 * 64 * 500  # 64 tokens, 500 classes, 4 bytes a logit
 
 
 def test_a_second_derivative_of_a_token_is_refused() -> None:

@@ -1,7 +1,8 @@
 """Made-up records of every benchmark, by the fields that it declares, and reports built of them. No result is real.
 
 Tests of reports make records by `record` or `of_everything`, files by `save`, and reports by `built`. `cells` and
-`numbers` read tables of such a report. A new benchmark is added to ALL, and the axes of its cases to ASKED.
+`numbers` read tables of such a report. A row is an implementation; an axis is a parameter of a case, such as "dtype". A
+new benchmark is added to ALL, and the axes of its cases to ASKED.
 """
 
 import csv
@@ -70,7 +71,7 @@ ASKED: dict[str, Record] = {  # {benchmark: the axes of a case, unless a test gi
         "bucket_mb": None, "epochs": 3, "train_tokens": 4096, "val_tokens": 2048, "corpus": "stdlib",
     },
 }  # fmt: skip
-OF_ROWS = {  # fields in which the rows of one comparison may differ
+OF_ROWS = {  # axes in which the rows of one comparison, which were sampled together, may differ
     "impl", "label", "peer", "compile", "strategy", "row", "attention", "attention_label", "attention_peer",
     "strategy_peer", "asked_bucket_mb", "bucket_mb", "comm_dtype", "sharded_optimizer", "world_size", "megabytes",
     "processes", "device", "memory_limit_bytes", "checkpoint", "residual", "model", "optimizer",
@@ -84,6 +85,7 @@ PHASES = {"forward": (3, 2), "backward": (4, 1), "optimizer": (2, 1)}  # (peak, 
 
 @cache
 def fields_of(benchmark: str) -> dict[str, Field]:
+    """The fields of a benchmark's records, by name."""
     return declared(COMMON, BENCHMARKS[benchmark].fields)
 
 
@@ -117,11 +119,11 @@ def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok"
     made |= {"comparison": "-".join(shared), "id": values.get("id", f"{made['section']}-" + "-".join([*shared, *own]))}
     made |= {"outcome": outcome, "reason": None, "clock": "cuda_event", "num_parameters": 1000 * made.get("d_ff", 1)}
     if outcome == "ok":
-        rounds = Random(made["comparison"])
-        samples = [seconds * rounds.uniform(0.97, 1.06) for _ in range(10)]
+        noise = Random(made["comparison"])
+        samples = [seconds * noise.uniform(0.97, 1.06) for _ in range(10)]
         made |= summarize(samples) | {"samples_s": samples, "sm_clock_mhz": 1800.0, **MEASURED.get(benchmark, {})}
         numbers = [field for field in fields.values() if field.role == "metric" or field.unit in ("s", "B", "FLOP")]
-        for field in sorted(numbers, key=lambda field: field.of is not None):
+        for field in sorted(numbers, key=lambda field: field.of is not None):  # computed fields last
             if field.name not in made:
                 made[field.name] = field.of(made) if field.of else _some_number(field, made)
     made |= values
@@ -222,17 +224,18 @@ def content_of(records: list[Record], **machine: Any) -> Record:
 
 
 def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, bytes]:
-    """Builds a report in the folder `out` by the command's arguments: {path: content} of its files but the manifest.
+    """Builds a report in the folder `out`, and returns its files but the manifest, {path: content}.
 
-    drawn  a pattern: only plots with matching names are drawn, since that takes most of a report's time; others are
-           empty
+    arguments  the command's, such as result files
+    drawn      a pattern: only plots with matching names are drawn, since drawing takes most of a report's time. Others
+               are empty
     """
     to_svg = plots.to_svg
 
-    def of_some(axes: Any, name: str, title: str) -> str:
+    def svg_or_empty(axes: Any, name: str, title: str) -> str:
         return to_svg(axes, name, title) if re.search(drawn, name) else '<svg width="1pt" height="1pt"></svg>'
 
-    with mock.patch.object(plots, "to_svg", of_some):
+    with mock.patch.object(plots, "to_svg", svg_or_empty):
         assert main([*map(str, arguments), "-o", str(out)]) == 0
     files = [file for file in sorted(out.rglob("*")) if file.is_file() and file.name != MANIFEST]
     return {file.relative_to(out).as_posix(): file.read_bytes() for file in files}

@@ -1,7 +1,8 @@
-"""Engines (lmsys/tokenizer/engines.py): packages that encode in the place of ours, and the comparison before they do.
+"""Engines (lmsys/tokenizer/engines.py): packages that encode faster than our tokenizer, once their ids equal ours.
 
-Laws hold for each package that is installed; the others' tests are skipped, with what installs them. `Fake` is an
-engine that needs no package of the kind, and has a wrong id.
+Each package that is installed is tested; the tests of others are skipped, with the command that installs them. `Fake`
+is an engine that needs no such package, and gives one wrong id. `choose` compares pieces of the text, the first and
+some that it draws, before it takes an engine.
 """
 
 import importlib.util
@@ -60,6 +61,7 @@ def test_every_engine_has_our_ids(
 
 
 def part(folder: Path, text: str) -> chunks.Chunk:
+    """A file with this text, as tokenizing takes files."""
     file = folder / "text"
     file.write_bytes(text.encode())
     return chunks.whole(file)
@@ -69,7 +71,7 @@ def part(folder: Path, text: str) -> chunks.Chunk:
 def test_a_short_text_has_our_ids_or_the_engine_is_refused(
     tmp_path_factory: pytest.TempPathFactory, counts: dict[bytes, int], specials: list[str], text: str, name: str
 ) -> None:
-    """Any characters, those of a later Unicode included, and vocabularies in another order than that of the merges."""
+    """Texts have any characters, also those of a later Unicode. Vocabularies may not be in the order of the merges."""
     assume(name in ("auto", "own") or importlib.util.find_spec(name) is not None)
     tokenizer = trained(tuple(counts.items()), tuple(specials))
     shuffled = dict(enumerate(reversed(tokenizer.vocab.values())))
@@ -86,7 +88,7 @@ def test_a_short_text_has_our_ids_or_the_engine_is_refused(
 
 
 class Fake(engines.Engine):
-    """An engine without a package: ours, but for the ids of `wrong`."""
+    """An engine without a package: it gives our ids, but 0 in place of the id `wrong`."""
 
     package = "numpy"
     wrong = 256
@@ -111,6 +113,7 @@ class Missing(engines.Engine):
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the engines by fakes, and makes the compared pieces short: 3 first ones and 4 others, of 100 bytes."""
     kinds = {"missing": Missing, "refusing": Refusing, "wrong": Fake, "right": Right}
     monkeypatch.setattr(engines, "ENGINES", kinds)
     monkeypatch.setattr(engines, "FASTER", tuple(kinds))
@@ -122,7 +125,7 @@ AB = Tokenizer({number: bytes([number]) for number in range(256)} | {256: b"ab"}
 
 
 @pytest.mark.usefixtures("fakes")
-def test_auto_passes_over_what_is_missing_or_wrong_and_says_why(tmp_path: Path) -> None:
+def test_auto_passes_over_missing_and_wrong_engines_and_says_why(tmp_path: Path) -> None:
     lines = list[str]()
     engine = engines.choose("auto", AB, [part(tmp_path, f"cd é {END}ab")], say=lines.append)
     assert type(engine) is Right and engine.name.endswith("compared with ours on 21 of 21 bytes")
@@ -147,9 +150,9 @@ def test_a_named_engine_that_is_missing_or_wrong_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("fakes")
-def test_of_a_long_text_a_sample_is_compared(tmp_path: Path) -> None:
-    """The first pieces always; one wrong id elsewhere is noticed if its piece is drawn, and some are not."""
-    refused = list[bool]()
+def test_pieces_of_a_long_text_are_compared(tmp_path: Path) -> None:
+    """The first pieces are always compared. A wrong id elsewhere is noticed only if its piece is drawn."""
+    refused = list[bool]()  # for each place of the only word with a wrong id
     for place in range(40):
         words_of_text = ["cd "] * 1400
         words_of_text[place * 35] = "ab "
@@ -171,7 +174,7 @@ def test_the_settings_name_the_engines() -> None:
 
 
 @pytest.mark.usefixtures("fakes")
-def test_the_engine_is_named_beside_the_tokens_which_any_engine_may_have_made(tmp_path: Path) -> None:
+def test_the_file_beside_the_tokens_names_the_engine(tmp_path: Path) -> None:
     text = part(tmp_path, f"cd ab é {END}{END} ab\r\n")
     for name, engine in (("own", None), ("engine", engines.choose("right", AB, [text]))):
         path = data.tokenize_files(AB, [text], tmp_path / f"{name}.npy", engine=engine)
@@ -194,7 +197,7 @@ def test_an_engine_of_another_tokenizer_is_refused_and_files_stay(tmp_path: Path
 
 
 @pytest.mark.usefixtures("fakes")
-def test_files_are_given_by_their_names(tmp_path: Path) -> None:
+def test_files_may_be_given_by_their_paths(tmp_path: Path) -> None:
     path = part(tmp_path, "cd ab").path
     assert type(engines.choose("right", AB, [path])) is Right
     with pytest.raises(ValueError, match="absent: there is no such file"):
