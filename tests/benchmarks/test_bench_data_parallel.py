@@ -1,7 +1,8 @@
 """benchmarks/bench_data_parallel.py: its cases, its records, a user's own strategies, and torchrun.
 
-OWN is a user's file with strategies that are right, wrong or fail; OWN_NAMES lists them. Ranks are two processes, or
-`Answers`, which returns made-up results.
+OWN is a user's file with strategies that are right, wrong or fail; OWN_NAMES lists them. A row is a strategy with its
+options, and a pass is a number of timed training steps of a row. Ranks are two processes, or `Answers`, which returns
+made-up results.
 """
 
 import json
@@ -120,7 +121,7 @@ def cases_of(**values: Any) -> list[ParallelCase]:
 
 
 def records(cases: list[ParallelCase], ranks: Any) -> Records:
-    """{row: record} of cases that are one group, on these ranks."""
+    """The records, by row, of cases that are measured together, on these ranks."""
     runner = harness.runner()
     runner.__dict__["ranks"] = ranks
     return {result.record["impl"]: result.record for result in runner.run(DataParallel(), cases)}
@@ -143,7 +144,7 @@ def test_the_command_line_names_rows_and_their_variants() -> None:
     }
 
 
-def test_optimizers_are_rows_of_their_own() -> None:
+def test_each_optimizer_makes_a_row() -> None:
     adamw, muon = cases_of(strategy=("naive",), optimizer=("adamw", "muon"))
     assert (adamw.impl, muon.impl, muon.axes["optimizer"]) == ("naive", "naive-muon", "muon")
     assert adamw.group == muon.group and DataParallel().why_not(muon) is None
@@ -154,7 +155,7 @@ def test_optimizers_are_rows_of_their_own() -> None:
     assert [(first.case.impl, second.case.impl) for first, second in pairs(steps)] == [("naive", "flat")]
 
 
-def test_the_state_of_muon_is_a_moment_less_for_each_matrix() -> None:
+def test_muon_keeps_one_moment_less_of_each_matrix() -> None:
     adamw, muon = cases_of(strategy=("naive",), optimizer=("adamw", "muon"))
     hidden = adamw.config.num_layers * block_matrices(adamw.config)
     held = 8 * model_parameters(adamw.config) - 4 * hidden
@@ -164,20 +165,20 @@ def test_the_state_of_muon_is_a_moment_less_for_each_matrix() -> None:
     assert memory(Row(adamw, [seen]))["predicted_optimizer_bytes"] == 8 * model_parameters(adamw.config)
 
 
-def test_one_bucket_for_all_is_asked_for_by_a_word() -> None:
+def test_all_is_the_size_of_a_single_bucket() -> None:
     sized, whole = cases_of(strategy=("bucketed",), world_size=(2,), bucket_mb=(25, "all"))
     assert (sized.impl, whole.impl) == ("bucketed-25MiB", "bucketed-all")
     assert (sized.options, whole.options) == ({"bucket_mb": 25}, {"bucket_mb": None})
 
 
-def test_ways_of_compiling_are_groups_of_their_own() -> None:
+def test_rows_that_compile_otherwise_are_measured_apart() -> None:
     cases = cases_of(strategy=("none", "zero1", "fsdp"), compile=("eager", "compiled", "graphed"))
     assert {case.group for case in cases} == {f"s-tiny-S16B2-fp32{how}" for how in ("", "-compiled", "-graphed")}
     assert {case.group for case in cases_of(strategy=("none", "zero1", "fsdp"))} == {"s-tiny-S16B2-fp32"}
 
 
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
-def test_what_cannot_be_graphed_says_why() -> None:
+def test_rows_that_cannot_be_graphed_say_why() -> None:
     why_not = DataParallel().why_not
     case, *_ = cases_of(strategy=("none",), compile=("graphed",))
     assert why_not(case) == "CUDA graphs need a CUDA device"
@@ -189,7 +190,7 @@ def test_what_cannot_be_graphed_says_why() -> None:
     assert why_not(replace(case, compile="compiled")) is None
 
 
-def test_what_cannot_be_fused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_fused_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     case, *_ = cases_of(strategy=("naive",), compile=("fused",))
     on_gpu = replace(case, device="cuda")
     cases = [case, on_gpu, replace(on_gpu, entry=TABLE["zero1"]), replace(on_gpu, checkpoint="whole")]
@@ -218,7 +219,7 @@ def _graphs(cases: list[ParallelCase]) -> list[int]:
 @pytest.mark.long
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_all_rows_of_a_group_share_compiled_blocks(two_ranks: Ranks) -> None:
-    """Whichever row comes first, there is only one graph, in DDP and in every pass, too."""
+    """The first row compiles one graph, and no later row or pass compiles another."""
     cases = cases_of(strategy=("torch_ddp_tuned", "bucketed", "zero1", "fsdp"), compile=("compiled",))
     cases = [replace(case, asked_bucket_mb=None if case.impl == "fsdp" else 0.01) for case in cases]
     first, *others = two_ranks.run(2, "gloo", _graphs, [*cases, cases[0]])[0]
@@ -230,7 +231,7 @@ def test_an_unknown_strategy_is_refused() -> None:
         ids(SWEEPS["smoke"]["cpu"], strategy="buckted")
 
 
-def test_what_is_no_strategy_is_told_so() -> None:
+def test_classes_that_are_no_strategies_are_refused() -> None:
     with pytest.raises(ValueError, match="Identity is no strategy: it has no finish_gradient_synchronization"):
         Adapter(nn.Identity, nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match="NoSync does not take bucket_mb"):
@@ -241,7 +242,7 @@ class Answers(Ranks):
     """Ranks that return made-up results without running anything. The row "flat" is unsupported."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.passes: list[str] = []  # the rows that trained, in order
 
     def run(self, world_size: int, backend: str, function: Any, *args: Any) -> list[Any]:
         if function is entropy:
@@ -261,16 +262,16 @@ class Answers(Ranks):
         if function is judge_pass:
             return [{"weight": 0.25}] * world_size
         assert function is take_pass
-        self.asked.append(case.impl)
+        self.passes.append(case.impl)
         return [Taken([rank + number / 10 for number in range(10)], [], "model", 0.0) for rank in range(world_size)]
 
 
-def test_passes_are_taken_in_turns_and_a_row_that_fails_costs_no_other() -> None:
+def test_rows_train_in_turns_and_one_that_fails_ends_no_other() -> None:
     runner, ranks = harness.runner(seconds_per_row=2.0), Answers()
     runner.__dict__["ranks"] = ranks
     results = runner.run(DataParallel(), cases_of(strategy=("none", "naive", "flat")))
     by_row = {result.record["impl"]: result for result in results}
-    assert ranks.asked == ["none", "naive", "none", "naive"]
+    assert ranks.passes == ["none", "naive", "none", "naive"]
     slowest = [1 + number / 10 for number in range(10) for _ in range(2)]
     assert by_row["none"].samples == by_row["naive"].samples == slowest
     assert by_row["naive"].record["exposed_s"] == 0 and by_row["naive"].record["unsynchronized_by"] == "none"
@@ -280,7 +281,7 @@ def test_passes_are_taken_in_turns_and_a_row_that_fails_costs_no_other() -> None
 
 
 class Ended(Answers):
-    """Ranks that end when the steps of "naive" are judged. What they kept of other rows' steps is lost with them."""
+    """Ranks that end when the steps of "naive" are judged. The kept results of other rows' steps are lost with them."""
 
     def run(self, world_size: int, backend: str, function: Any, *args: Any) -> list[Any]:
         if function is holds:
@@ -290,21 +291,21 @@ class Ended(Answers):
         return super().run(world_size, backend, function, *args)
 
 
-def test_ranks_that_end_cost_the_case_that_they_were_busy_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lost steps of other rows are taken, timed and judged again."""
+def test_when_ranks_end_only_the_case_that_they_judged_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows, whose results are lost, train and are judged again."""
     monkeypatch.setitem(PASSES, "gloo", 1)
     runner, ranks = harness.runner(seconds_per_row=2.0), Ended()
     runner.__dict__["ranks"] = ranks
     naive, overlapped = runner.run(DataParallel(), cases_of(strategy=("naive", "overlapped")))
     assert naive.record["outcome"] == "error" and "no such judge" in naive.record["reason"]
-    assert ranks.asked == ["naive", "overlapped", "overlapped"]
+    assert ranks.passes == ["naive", "overlapped", "overlapped"]
     assert overlapped.record["outcome"] == "ok" and overlapped.record["proof"]["calls"]
     assert overlapped.samples == [1 + number / 10 for number in range(10)]
 
 
 @pytest.fixture(scope="module")
 def measured(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """{row: record} of one run with some of our rows and all of the user's."""
+    """The records, by row, of one run with some of our strategies and all of the user's."""
     file = tmp_path_factory.mktemp("strategies") / "own.py"
     file.write_text(OWN)
     users_rows = [f"{file}:{name}" for name in OWN_NAMES]
@@ -316,7 +317,7 @@ def measured(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Reco
 
 
 @pytest.mark.long
-def test_a_run_measures_ours_and_a_strategy_of_the_users(measured: Records) -> None:
+def test_a_run_measures_our_strategies_and_the_users(measured: Records) -> None:
     assert {name for name, record in measured.items() if record["outcome"] == "ok"} == {
         *("none", "naive", "bucketed-1MiB", "zero1", "Container", "divided-1MiB", "divided-25MiB")
     }, [record["reason"] for record in measured.values()]
@@ -352,8 +353,8 @@ def test_a_run_measures_ours_and_a_strategy_of_the_users(measured: Records) -> N
 
 
 @pytest.mark.long
-def test_what_a_users_class_says_of_itself_is_in_its_records(measured: Records, tmp_path: Path) -> None:
-    """Its ZeRO stage has a prediction of memory, and its bucket sizes are variants, without an edit of another file."""
+def test_records_have_the_traits_that_a_users_class_states(measured: Records, tmp_path: Path) -> None:
+    """Its ZeRO stage predicts its memory, and each bucket size makes a row. No other file needs to be changed."""
     for size in (1, 25):
         record = measured[f"divided-{size}MiB"]
         whole = 4 * record["num_parameters"]

@@ -1,7 +1,8 @@
-"""The state of the machine that is recorded with each time (`Conditions`), and what of it counts as a disturbance.
+"""The state of the machine that is recorded with each time (`Conditions`), and which parts of it count as disturbances.
 
-Covers lmsys/measure/sensors.py (reasons of a GPU's clock, as bits of a mask) and lmsys/measure/host.py (the load that
-other programs put on the CPU). A "stranger" is a process on the device that is not of this run.
+The modules under test are lmsys/measure/sensors.py (the reasons why a GPU limits its clock, as bits of a mask) and
+lmsys/measure/host.py (the load that other programs put on the CPU). A "stranger" is a process on the device that does
+not belong to this run.
 """
 
 import os
@@ -23,9 +24,9 @@ from tests.support.device import FakeDevice
 def test_a_clock_is_flagged_for_each_reason_but_the_expected(masks: list[int]) -> None:
     record = Conditions("cuda", FakeDevice(), os.getpid()).record([Reading(reasons=mask) for mask in masks])
     seen = {bit for bit in (1 << place for place in range(12)) if any(mask & bit for mask in masks)}
-    unexpected = seen - {0x1, 0x2, 0x4}
+    unexpected = seen - {0x1, 0x2, 0x4}  # idle, set by a user, power cap
     assert (record["disturbed"] is None) == (not unexpected)
-    for bit in seen - {0x1}:
+    for bit in seen - {0x1}:  # an idle device is not reported
         assert told([bit]) in record["clock_reasons"]
         if bit in unexpected:
             assert told([bit]) in record["disturbed"]
@@ -48,14 +49,14 @@ def test_strangers_are_flagged(strangers: int | None, share: float | None, flagg
     assert disturbance([], strangers, share) == flagged
 
 
-def test_only_a_cpus_own_figures_are_flagged_for_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_on_the_cpu_flags_times_of_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "others_share", lambda *_: 0.5)
     for device, is_flagged in (("cpu", True), ("cuda", False)):
         record = Conditions(device, FakeDevice(), os.getpid()).record([])
         assert record["others_cpu_share"] == 0.5 and bool(record["disturbed"]) == is_flagged
 
 
-def test_readings_become_one_line() -> None:
+def test_readings_are_summed_up() -> None:
     device = FakeDevice()
     readings = [Reading(1700, 2619, None, 50, 600), Reading(1500, 2619, None, 60, 700), Reading(1600, 2619, None, 55)]
     record = Conditions("cuda", device, os.getpid()).record(readings)
@@ -64,7 +65,7 @@ def test_readings_become_one_line() -> None:
     ]  # fmt: skip
 
 
-def test_who_is_of_this_run_is_no_stranger_on_the_device() -> None:
+def test_processes_of_this_run_are_no_strangers() -> None:
     """This process and its child are of this run; its parent is not."""
     device = FakeDevice()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
@@ -75,8 +76,8 @@ def test_who_is_of_this_run_is_no_stranger_on_the_device() -> None:
         child.communicate(b"\n")
 
 
-def test_in_another_count_of_processes_a_surplus_is_strangers() -> None:
-    """In a container, the driver's numbers of processes are not ours: only how many there are can be compared."""
+def test_where_process_ids_cannot_be_compared_a_surplus_is_strangers() -> None:
+    """In a container, the driver's process ids are not ours, so that only the numbers of processes can be compared."""
     ours = len(host.family_of(os.getpid(), host.processes_in(Path("/proc"))))
     for surplus in (0, 2):
         device = FakeDevice()
@@ -117,5 +118,5 @@ def test_the_cpu_that_others_took_is_what_neither_we_nor_our_children_used(
     assert host.others_share(before, before) is None and host.others_share(None, after) is None
 
 
-def test_an_empty_machine_tells_no_load(tmp_path: Path) -> None:
+def test_a_machine_without_proc_has_no_load(tmp_path: Path) -> None:
     assert host.load(7, tmp_path) is None

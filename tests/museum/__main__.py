@@ -1,8 +1,9 @@
 """`python -m tests.museum`: which published silent faults `lmsys check` refuses, and which other projects' rules do.
 
 It takes minutes. With --write it writes the tables of docs/museum.md. The exit code is 1 if a fault is not refused, or
-a right row is accused. In the museum, `exhibit.py` defines exhibits (a published fault each), the files named after
-kinds of rows contain them, `gates.py` has the rules of other projects, and `table.py` makes the tables.
+if a right implementation is. In the museum, an exhibit is a published fault. `exhibit.py` defines it, the files named
+after kinds of implementations contain exhibits, `gates.py` has the rules of other projects ("gates"), and `table.py`
+makes the tables.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _line(row: Row) -> str:
+    """A line for the terminal: the exhibit, the mistake that the check names, and the gates that refuse it."""
     verdict = "NOT REFUSED" if row.verdict.fault is None else row.verdict.fault.mistake or "refused, without a name"
     new, others = ", not seen before" if row.new else "", ", ".join(row.seen) or "none"
     return f"{row.exhibit.kind} {row.exhibit.name}: {verdict}{new}; other gates: {others}"

@@ -17,7 +17,7 @@ from tests.museum.exhibit import exhibit
 
 
 class PlainAdamW(Optimizer):
-    """A right AdamW. `coupled`: weight decay is added to the gradient, which makes it an Adam.
+    """A right AdamW. If `coupled` is True, weight decay is added to the gradient instead, which makes it an Adam.
 
     A fault overrides a method below `step`:
     - `state_of`: the dict in which a parameter's state is kept;
@@ -25,7 +25,7 @@ class PlainAdamW(Optimizer):
     - `without_gradient`: called for a parameter whose grad is None;
     - `decay`: applies decoupled weight decay;
     - `update_parameter`: updates a parameter p with gradient g;
-    - `update`: the change of a parameter over lr, from moments m and v and their bias corrections c1 and c2.
+    - `update`: the change of a parameter, divided by lr, from moments m and v and their bias corrections c1 and c2.
     """
 
     coupled = False
@@ -393,7 +393,9 @@ class StalePowersAdamW(PlainAdamW):
 class Masters(PlainAdamW):
     """A right AdamW that keeps float32 master weights as state; they stay float32 when they are loaded.
 
-    Only `MastersAdamW` and the faults derive from it. `master_weights`: False keeps none.
+    `MastersAdamW`, which is an entry of HONEST, and the faults derive from it.
+
+    master_weights  False: it keeps none, and is a plain AdamW
     """
 
     def __init__(
@@ -462,7 +464,7 @@ class RebuiltMastersAdamW(Masters):
 
 
 class Sgd(Optimizer):
-    """A right SGD. A fault overrides `update_parameter`, or `buffer`: the momentum buffer after b and gradient g."""
+    """A right SGD. A fault overrides `update_parameter` or `buffer`, which makes the next momentum buffer from b and g."""
 
     def __init__(
         self, params: Any, lr: float = 1e-3, momentum: float = 0, dampening: float = 0, weight_decay: float = 0
@@ -530,6 +532,7 @@ class IgnoresDecaySgd(Sgd):
         super().update_parameter(p, g, state, {**group, "weight_decay": 0.0})
 
 
+# Right: torch's optimizers, each in one of its implementations.
 class ForeachAdamW(torch.optim.AdamW):
     def __init__(self, params: Any, **settings: Any):
         super().__init__(params, foreach=True, **settings)

@@ -1,4 +1,7 @@
-"""Trainings of the mini model on two ranks, with a strategy or a sharded optimizer, and on one process, for gates."""
+"""Trainings of the mini model on two ranks, with a strategy or a sharded optimizer, and on one process.
+
+`gates.py` compares the two, to judge a fault of such an optimizer or strategy.
+"""
 
 from functools import lru_cache
 from typing import Any
@@ -19,7 +22,7 @@ Trained = tuple[list[float], list[Tensor]]  # (each step's loss, a mean over ran
 
 
 def on_ranks(entry: Entry, kind: str, seed: int, steps: int, optimizer: str) -> Trained:
-    """Trains on this rank with the row `entry`, of kind "strategy" or "sharded_optimizer".
+    """Trains on this rank with an implementation, `entry`, of kind "strategy" or "sharded_optimizer".
 
     optimizer  a key of SETTINGS
     """

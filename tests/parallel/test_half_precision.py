@@ -1,6 +1,7 @@
 """Fsdp in half precision on two ranks: its weights equal those of one process that computes both halves of a batch.
 
-A module with `reads_own_dtype` (here `Norm`) reads its own parameters in their own precision.
+Parameters are rounded to half precision for a forward. A module with `reads_own_dtype` (here `Norm`) reads its own
+parameters unrounded.
 """
 
 import copy
@@ -17,7 +18,7 @@ from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.sharded_optimizer import flat_share, whole_state
 from tests.support.ranks import on_first
 
-RANKS, STEPS, EXAMPLES, WORDS, WIDTH = 2, 4, 10, 100, 64
+RANKS, STEPS, EXAMPLES, WORDS, WIDTH = 2, 4, 10, 100, 64  # EXAMPLES of a rank; WORDS of the vocabulary
 
 
 class Norm(nn.Module):
@@ -49,13 +50,13 @@ def _loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
 
 @on_first(RANKS)
 def _differences(group: Any, where: str, dtype: torch.dtype) -> list[float]:
-    """On a rank: the largest difference of any weight from one process, after each step."""
+    """On a rank: after each step, the largest difference of a weight from that of one process. where: the device."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WORDS)
-    alone = nn.Sequential(nn.Embedding(WORDS, WIDTH), Norm(), *layers).to(where)
-    fsdp = Fsdp(copy.deepcopy(alone), group, compute_dtype=dtype)
-    ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.5) for module in (fsdp, alone))
+    reference = nn.Sequential(nn.Embedding(WORDS, WIDTH), Norm(), *layers).to(where)
+    fsdp = Fsdp(copy.deepcopy(reference), group, compute_dtype=dtype)
+    ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.5) for module in (fsdp, reference))
     largest = []
     for _ in range(STEPS):
         ids, labels = torch.randint(WORDS, (2, RANKS, EXAMPLES)).to(where)
@@ -63,20 +64,20 @@ def _differences(group: Any, where: str, dtype: torch.dtype) -> list[float]:
         fsdp.finish_gradient_synchronization()
         ours.step()
         ours.zero_grad()
-        parts = [_narrow(alone, dtype) for _ in range(RANKS)]
+        parts = [_narrow(reference, dtype) for _ in range(RANKS)]
         for number, part in enumerate(parts):
             _loss(part, ids[number], labels[number]).backward()
-        for p, *halves in zip(alone.parameters(), *(part.parameters() for part in parts), strict=True):
+        for p, *halves in zip(reference.parameters(), *(part.parameters() for part in parts), strict=True):
             p.grad = torch.stack([half.grad.float() for half in halves]).sum(0) / RANKS
         theirs.step()
         whole = fsdp.full_state_dict()
-        largest.append(max(float((whole[name] - x).abs().max()) for name, x in alone.state_dict().items()))
+        largest.append(max(float((whole[name] - x).abs().max()) for name, x in reference.state_dict().items()))
     return largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_two_ranks_equal_both_halves_on_one(ranks: WorkerGroup, where: str, dtype: torch.dtype) -> None:
+def test_two_ranks_have_the_weights_of_one_process(ranks: WorkerGroup, where: str, dtype: torch.dtype) -> None:
     """Bits are equal: matmuls are the same, and gradients are sums of two terms.
 
     On "cuda" both ranks share a GPU, and gloo sends gradients by way of the host.
@@ -87,12 +88,12 @@ def test_two_ranks_equal_both_halves_on_one(ranks: WorkerGroup, where: str, dtyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_so_do_two_gpus(gpu_ranks: WorkerGroup, dtype: torch.dtype) -> None:
+def test_two_gpus_have_the_weights_of_one_process(gpu_ranks: WorkerGroup, dtype: torch.dtype) -> None:
     assert gpu_ranks.run(_differences, "cuda", dtype) == [[0.0] * STEPS] * RANKS
 
 
-def test_an_optimizers_state_goes_through_parts_of_marked_modules_and_back() -> None:
-    """AdamW's state survives the division. If `reads_own_dtype` has changed since, loading is an error."""
+def test_an_optimizers_state_is_divided_among_ranks_and_joined_again() -> None:
+    """It is equal afterwards. If `reads_own_dtype` of a module has changed since, joining raises an error."""
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm())
     model = nn.Sequential(Norm(), nn.ModuleList([block]))
     optimizer = torch.optim.AdamW(model.parameters())

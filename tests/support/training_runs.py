@@ -30,7 +30,7 @@ from lmsys.training.loop import Trainer
 from lmsys.training.reproducible import Tree, weights_sha256
 from tests.support.ranks import group_of, use
 
-# The model and the settings of every run. Tests depend on them: give a run other ones by `config(output, *settings)`.
+# The model and the settings of every run. Tests depend on them. A run gets others by `config(output, *settings)`.
 MODEL = ModelConfig(16, 32, 2, 2, vocab_size=300, context_length=16, attention="naive")
 SETTINGS = [
     *(
@@ -55,7 +55,7 @@ WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
 class RandomTokens:
     """A source of `length` random token ids, for runs that need to learn nothing.
 
-    longest  an end of text stands after so many ids, and again after so many; None: nowhere
+    longest  each id whose index is a positive multiple of this is an end of text; None: no id is
     """
 
     def __init__(self, vocab_size: int, length: int, longest: int | None = None):
@@ -194,7 +194,7 @@ def scales_on_rank(
 
 
 def error_on_rank(run: RunConfig) -> str:
-    """On a rank: trains, and returns the message of the ValueError, or "nothing"; the rank goes on after the error."""
+    """On a rank: trains, and returns the message of the ValueError, or "nothing"; the rank can be used again."""
     try:
         train_on_rank(run)
     except ValueError as error:

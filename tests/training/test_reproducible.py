@@ -1,6 +1,7 @@
 """`train.reproducible`: trained weights have one sha256 for every number of ranks and every strategy.
 
-Gradients of a batch's leaves (`train.leaves` equal parts) are added as a binary tree, so ranks change no order.
+A batch is divided into `train.leaves` equal parts, the leaves. Their gradients are added as a binary tree, in an order
+that does not depend on the number of ranks. `reproduced` trains on a rank, and returns the sha256 of the weights.
 """
 
 import math
@@ -25,8 +26,9 @@ from tests.support.variants import some
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
 SHARDED = "flat+sharded", "overlapped+sharded", "bucketed+sharded"
 STEPS = 6
+# {setting: numbers of ranks that it can have}; other settings run on 1, 2 and 4.
 WORLD_SIZES = {"train.leaves=2": (1, 2), "train.leaves=8": (1, 4)}
-# {setting: numbers of ranks, or strategies, that it can have}; all others run with every one.
+# {setting: strategies that it can have}; other settings run with every strategy.
 ONLY = {"train.bucket_mb=0.001": ("bucketed", "zero1")}
 SETTINGS = ("train.reproducible=true", f"train.steps={STEPS}", "train.clip_norm=0.5")
 
@@ -39,6 +41,7 @@ def settings(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def expected(ranks: WorkerGroup, settings: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sha256 of the weights that one rank trains."""
     run = config(tmp_path_factory.mktemp("run"), *settings, "train.strategy=naive")
     return ranks.run(reproduced, run, 1, STEPS)[0]
 
@@ -51,7 +54,7 @@ def test_weights_have_one_sha256(
     assert digests[:world_size] == [expected] * world_size
 
 
-TRAINED = [
+CHANGES = [  # of settings, each for one case of the next test
     ("train.precision=bf16",),
     ("train.precision=fp16",),
     ("model.d_model=12", "model.d_ff=21", "model.vocab_size=307", "model.num_layers=3"),
@@ -63,8 +66,8 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("more", some([(more,) for more in TRAINED], 4))
-def test_whatever_is_trained(ranks: WorkerGroup, tmp_path: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("more", some([(more,) for more in CHANGES], 4))
+def test_other_settings_have_one_sha256_too(ranks: WorkerGroup, tmp_path: Path, more: tuple[str, ...]) -> None:
     digests = set()
     for strategy, world_size in product(("bucketed", "zero1", "fsdp"), (1, 2, 4)):
         if world_size not in WORLD_SIZES.get(more[0], (1, 2, 4)) or strategy not in ONLY.get(more[0], STRATEGIES):
@@ -93,7 +96,7 @@ def test_checkpointing_changes_no_bit(
         (("zero1", 2), ("fsdp", 1)),
     ],
 )
-def test_a_run_that_goes_on_elsewhere_ends_the_same(
+def test_a_run_that_is_resumed_on_other_ranks_has_the_same_sha256(
     ranks: WorkerGroup,
     settings: tuple[str, ...],
     expected: str,
@@ -109,9 +112,10 @@ def test_a_run_that_goes_on_elsewhere_ends_the_same(
     assert digests == {expected}
 
 
-def test_two_additions_exchanged_are_seen(
+def test_another_order_of_additions_has_another_sha256(
     ranks: WorkerGroup, settings: tuple[str, ...], expected: str, tmp_path: Path
 ) -> None:
+    """Here gradients are added one after another: so the other tests can fail."""
     run = config(tmp_path, *settings, "train.strategy=naive")
     assert ranks.run(reproduced, run, 1, STEPS, "", True)[0] != expected
 
@@ -132,7 +136,7 @@ EXECUTIONS = pytest.mark.parametrize("execution", ["", "compile", "compile,graph
 
 
 def takes(strategy: str, execution: str) -> bool:
-    """True if the strategy can run in this way."""
+    """True if the strategy can be executed so: compiled, as a CUDA graph, with fused blocks."""
     row = TABLE[strategy]
     traits = StrategyTraits.of(row)
     reasons = {"graph": traits.why_not_graphed, "fused": traits.why_not_fused}
@@ -140,6 +144,7 @@ def takes(strategy: str, execution: str) -> bool:
 
 
 def executed(execution: str) -> list[str]:
+    """The settings of an execution."""
     return [f"train.{name}=true" for name in execution.split(",") if name]
 
 
@@ -170,7 +175,7 @@ def test_one_sha256_on_one_gpu_and_two(gpu_ranks: WorkerGroup, tmp_path: Path, e
 
 
 @given(st.integers(0, 99), st.integers(1, 400), st.integers(1, 9), st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
-def test_the_norm_has_no_order(seed: int, count: int, parts: int, size: float) -> None:
+def test_the_norm_does_not_depend_on_an_order(seed: int, count: int, parts: int, size: float) -> None:
     """The norm has equal bits for any order and any division of the gradient, and is exact to 1e-12."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, generator=generator).pow(5) * size
@@ -182,6 +187,7 @@ def test_the_norm_has_no_order(seed: int, count: int, parts: int, size: float) -
 
 @given(st.integers(0, 99), st.integers(1, 9000), st.integers(1, 4), st.sampled_from([1e-30, 1.0, 1e30]))
 def test_one_launch_sums_the_same_whole_numbers(seed: int, count: int, parts: int, size: float) -> None:
+    """The kernel sums scaled squares as whole numbers, and of the remainders the first 44 bits, in two sums."""
     x = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * size
     scales = torch.tensor([2.0**40 / size**2, 2.0**44], dtype=torch.float64)
     sums = whole_squares(x.chunk(parts), scales)
@@ -191,7 +197,7 @@ def test_one_launch_sums_the_same_whole_numbers(seed: int, count: int, parts: in
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_is_told(value: float) -> None:
+def test_a_gradient_that_is_not_finite_has_no_finite_norm(value: float) -> None:
     assert not math.isfinite(exact_norm([torch.tensor([1.0, value]), torch.ones(3)], 5))
     assert exact_norm([], 5) == exact_norm([torch.zeros(2)], 5) == 0
 
@@ -216,17 +222,17 @@ def test_leaves_are_added_in_pairs(levels: int, seed: int) -> None:
         ({"leaves": 32, "reproducible": True}, "batch_size=16 must be a multiple of leaves=32"),
     ],
 )
-def test_leaves_that_do_not_come_out_even_are_refused(settings: dict[str, int], message: str) -> None:
+def test_numbers_of_leaves_that_cannot_divide_a_batch_are_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(**settings)
 
 
-def test_ranks_that_leaves_do_not_fit_are_refused() -> None:
+def test_numbers_of_ranks_that_cannot_share_leaves_are_refused() -> None:
     with pytest.raises(ValueError, match="train.leaves=8 runs on 1, 4, 8 ranks, not 2"):
         TrainConfig(reproducible=True, leaves=8).accumulation(2)
 
 
 @pytest.mark.parametrize("strategy", ["torch_ddp", "copy_engine"])
-def test_strategies_with_an_order_of_their_own_are_refused(tmp_path: Path, strategy: str) -> None:
+def test_strategies_that_add_in_another_order_are_refused(tmp_path: Path, strategy: str) -> None:
     with pytest.raises(ValueError, match=f"strategy '{strategy}' with train.reproducible: "):
         trainer(config(tmp_path, *SETTINGS, f"train.strategy={strategy}"))
