@@ -1,5 +1,8 @@
-"""Right arguments that the checks of tests/test_wrong_arguments.py must take: as torch's classes do, and by what an
-object can do rather than by its class."""
+"""Unusual arguments that are right, and that the checks of arguments (tests/test_wrong_arguments.py) must not refuse.
+
+Layers take the arguments of torch's layers. Wrapped models, derived configurations and the like are taken as well,
+since they can do what is needed, though their classes are others.
+"""
 
 import io
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from lmsys.training.optimizer import AdamW
 CONFIG = ModelConfig(8, 16, 1, 2, vocab_size=300, context_length=16, attention="naive")
 
 
-def test_an_embedding_and_a_norm_take_torchs_options_by_place() -> None:
+def test_an_embedding_and_a_norm_take_torchs_positional_arguments() -> None:
     assert transformer.Embedding(4, 8, 0).padding_idx == 0
     assert transformer.Embedding(4, 8, device="meta").weight.is_meta
     assert transformer.RMSNorm(8, 1e-5, False).weight is None
@@ -28,7 +31,7 @@ def test_an_embedding_and_a_norm_take_torchs_options_by_place() -> None:
 
 @pytest.mark.parametrize("kind, sizes", [(transformer.Embedding, (4, 8)), (transformer.RMSNorm, (8,))])
 def test_an_embedding_and_a_norm_are_made_without_initialization(kind: Any, sizes: tuple[int, ...]) -> None:
-    assert nn.utils.skip_init(kind, *sizes).weight.shape == sizes  # looks for `device` in the signature
+    assert nn.utils.skip_init(kind, *sizes).weight.shape == sizes  # skip_init needs a parameter `device`
 
 
 class Proxy(nn.Module):
@@ -66,7 +69,7 @@ def test_a_config_may_be_of_a_derived_class() -> None:
 
 
 class Both:
-    """Two optimizers as one, by hand."""
+    """Two optimizers with one state dict, which is a list."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = optimizers
@@ -79,7 +82,7 @@ class Both:
             optimizer.load_state_dict(state)
 
 
-def test_a_checkpoint_takes_whatever_has_a_state_dict() -> None:
+def test_a_checkpoint_takes_any_object_with_a_state_dict() -> None:
     first, second = (Both(AdamW([nn.Parameter(torch.ones(2))], lr=lr), AdamW([nn.Parameter(torch.ones(3))]))
                      for lr in (0.5, 0.1))  # fmt: skip
     file = io.BytesIO()
@@ -89,7 +92,7 @@ def test_a_checkpoint_takes_whatever_has_a_state_dict() -> None:
     assert second.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
-def test_a_batch_comes_onto_a_device_by_its_number() -> None:
+def test_get_batch_takes_the_number_of_a_device() -> None:
     assert sampling.get_batch(np.arange(50), 2, 4, None)[0].device.type == "cpu"
     if torch.cuda.is_available():
         assert sampling.get_batch(np.arange(50), 2, 4, 0)[0].is_cuda

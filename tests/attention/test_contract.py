@@ -125,7 +125,7 @@ def preferred(**changes: Any) -> list[str]:
     return [name for name in ATTENTION.auto(replace(case, **changes)) if name != "flash_gluon"]
 
 
-def test_auto_knows_what_was_faster() -> None:
+def test_auto_prefers_what_was_measured_as_the_fastest() -> None:
     hopper = AttentionCase(1, 32, 32, 8192, 8192, 64, "bfloat16", device="cuda", capability=(9, 0))
     assert ATTENTION.auto(hopper)[0] == "flash_gluon"
     assert preferred()[0] == preferred(head_dim=128)[0] == preferred(head_dim=128, grad=True)[0] == "sdpa_cudnn"
@@ -136,12 +136,13 @@ def test_auto_knows_what_was_faster() -> None:
     assert set(preferred(grad=True)) == set(preferred()) and preferred()[-1] == "vectorized"
 
 
+# Compute capabilities of GPUs on which nothing was timed; None is unknown.
 NEVER_TIMED = [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 4), (10, 0), (12, 0)]
 
 
 @pytest.mark.parametrize("capability", NEVER_TIMED)
-def test_auto_takes_torch_s_choice_on_gpus_without_measurements(capability: tuple[int, int] | None) -> None:
-    """`sdpa` is taken. Another row is taken for an option that `sdpa` lacks, or needs a Q x K mask for."""
+def test_auto_takes_torchs_choice_on_gpus_without_measurements(capability: tuple[int, int] | None) -> None:
+    """That is `sdpa`. Another row is taken for an option that `sdpa` lacks, or for which it needs a Q x K mask."""
     case = AttentionCase(1, 2, 2, 32, 32, 64, "float16", causal=True, device="cuda", capability=capability)
     for plain in ({}, {"grad": True}, {"queries": 1}, {"mask": True}, {"head_dim": 512}):
         assert ATTENTION.pick("auto", replace(case, **plain)).name == "sdpa"
@@ -153,7 +154,7 @@ def test_auto_takes_torch_s_choice_on_gpus_without_measurements(capability: tupl
         assert ATTENTION.pick("auto", replace(case, **refused)).name == ("flash_triton" if runs else "vectorized")
 
 
-def test_what_triton_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_this_triton_cannot_compile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     flash_triton = pytest.importorskip("lmsys.attention.flash_triton")
     blackwell = AttentionCase(1, 2, 2, 32, 32, 64, "float16", device="cuda", capability=(10, 0))
     for version, runs in (("3.6.0", False), ("3.7.1", False), ("3.8.0", True)):
@@ -166,7 +167,7 @@ def test_what_triton_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_auto_takes_nothing_that_is_interpreted(grad: bool) -> None:
+def test_auto_takes_no_row_that_is_interpreted(grad: bool) -> None:
     case = AttentionCase(1, 2, 2, 8, 8, 16, "float32", grad=grad)
     assert not [name for name in ATTENTION.auto(case) if ATTENTION[name].extra == "triton"]
     with interpreted_kernels() as launched:
@@ -203,6 +204,7 @@ def test_keys_may_have_fewer_heads_in_any_rank() -> None:
 
 
 def cs336(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """A function as CS336 asks for it, on (B, S, D)."""
     assert q.dim() == k.dim() == 3
     return naive(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
 
@@ -213,7 +215,7 @@ def test_rows_written_as_cs336_asks_are_accepted_as_they_are(foreign: Any, causa
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
     row = adapt(foreign)
     torch.testing.assert_close(row(q, k, k, causal=causal), naive(q, k, k, causal=causal))
-    assert row(q, k, k, causal=causal, scale=0.25).shape == q.shape  # 16 ** -0.5, the one it knows
+    assert row(q, k, k, causal=causal, scale=0.25).shape == q.shape  # 16 ** -0.5, the only scale of this row
     with pytest.raises(ValueError, match="scale=0.3"):
         row(q, k, k, causal=causal, scale=0.3)
 
@@ -235,7 +237,7 @@ class NeedsDropout(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_parameters_between_those_that_are_known_keep_their_defaults(causal: bool) -> None:
+def test_unknown_parameters_between_known_ones_keep_their_defaults(causal: bool) -> None:
     def by_place(
         q: Tensor, k: Tensor, v: Tensor, flag: bool = False, causal: bool = False, scale: float = 1.0, /
     ) -> Any:
@@ -318,7 +320,7 @@ def test_rows_of_other_interfaces_are_accepted_as_they_are(foreign: Any, causal:
         )
 
 
-def test_a_row_of_q_k_and_v_alone() -> None:
+def test_a_row_may_take_only_q_k_and_v() -> None:
     def plain(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return naive(a, b, c)
 

@@ -33,7 +33,7 @@ lengths = st.integers(1, 60)
 
 
 @given(lengths, lengths)
-def test_pairs_are_those_that_the_mask_leaves(queries: int, keys: int) -> None:
+def test_pairs_are_those_of_a_query_and_a_key_that_it_sees(queries: int, keys: int) -> None:
     assert attention_pairs(queries, keys, causal=False) == queries * keys
     visible = sum(j <= i for i in range(queries) for j in range(keys))
     expected = queries * keys / 2 if queries == keys else visible
@@ -90,12 +90,12 @@ def test_parameters_are_those_of_the_network(config: ModelConfig) -> None:
 def test_parameters_of_the_named_sizes() -> None:
     millions = {name: round(model_parameters(model_config(name)) / 1e6) for name in SIZES}
     published = {"tiny": 3, "small": 129, "medium": 423, "large": 969, "xl": 1998, "2.7b": 3407, "10b": 12833}
-    published |= {"1b": 1033, "3b": 2998, "8b": 8126}  # of a vocabulary of 151,936
+    published |= {"1b": 1033, "3b": 2998, "8b": 8126}  # with a vocabulary of 151,936
     assert millions == published
 
 
 @given(configs, st.integers(1, 64), st.integers(1, 4))
-def test_a_step_is_six_operations_a_weight_and_token_and_half_the_scores(
+def test_a_step_has_six_operations_for_each_weight_and_token_and_those_of_attention(
     config: ModelConfig, context: int, batch: int
 ) -> None:
     tokens, width = batch * context, config.d_model
@@ -117,8 +117,8 @@ def test_a_mode_without_operations_is_named() -> None:
 BLOCKS = {"num_blocks": 126, "d_model": 16384, "d_ff": 53248}  # of CS336's problem; each block has two matrices
 
 
-def test_the_document_s_own_numbers() -> None:
-    """Figures of CS336's problem "communication_accounting" (assignment 2), from a published solution."""
+def test_the_figures_of_a_published_solution() -> None:
+    """They answer CS336's problem "communication_accounting" (assignment 2)."""
     gib, tokens = 2**30, 2**20
     assert stack_state_bytes(**BLOCKS) == 3276 * gib
     assert stack_activation_bytes(**BLOCKS, tokens=1) == 2 * 1071 * 2**13
@@ -141,7 +141,7 @@ def test_the_best_bucket_is_where_the_overhead_is_least(total: float, latency: f
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12))
-def test_a_fit_finds_latency_and_bandwidth(latency: float, bandwidth: float) -> None:
+def test_a_fit_recovers_latency_and_bandwidth(latency: float, bandwidth: float) -> None:
     sizes = [1e3, 1e6, 1e8, 1e9]
     found = fit_latency_bandwidth(sizes, [latency + size / bandwidth for size in sizes])
     assert found == pytest.approx((latency, bandwidth), rel=1e-6)
@@ -153,7 +153,7 @@ def test_times_without_a_bandwidth_are_refused(sizes: list[float], times: list[f
         fit_latency_bandwidth(sizes, times)
 
 
-def test_zero_divides_one_thing_after_another() -> None:
+def test_each_zero_stage_divides_one_more_kind_of_memory() -> None:
     by_stage = [zero_memory(10, 4, stage) for stage in range(4)]
     assert [sum(memory.values()) for memory in by_stage] == [160, 100, 70, 40]
     assert by_stage[1] == {"parameters": 40, "gradients": 40, "optimizer": 20}

@@ -464,7 +464,7 @@ class RebuiltMastersAdamW(Masters):
 
 
 class Sgd(Optimizer):
-    """A right SGD. A fault overrides `update_parameter` or `buffer`, which makes the next momentum buffer from b and g."""
+    """A right SGD. A fault overrides `update_parameter` or `buffer`, the next momentum buffer from b and gradient g."""
 
     def __init__(
         self, params: Any, lr: float = 1e-3, momentum: float = 0, dampening: float = 0, weight_decay: float = 0

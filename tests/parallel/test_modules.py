@@ -1,7 +1,8 @@
 """Strategies used as people use a module: single operations end as expected, and programs equal a plain module's.
 
-Operations are in tests/support/modules.py. A new one also has its expected text in EXPECTED, and in OTHERWISE if a
-strategy has another.
+An operation, such as "copy.deepcopy", yields a text or an error; a program is a list of operations. Both are defined in
+tests/support/modules.py. A new operation also has its expected text in EXPECTED, and in OTHERWISE if a strategy has
+another.
 """
 
 from pathlib import Path
@@ -49,7 +50,7 @@ EXPECTED = {  # {operation: how its text begins on all strategies that OTHERWISE
     "a parameter removed on one rank": f"ValueError: on rank 0 the parameter layers.1.down.bias was removed, {CHANGED}",
     "module.to() of another dtype": WHOLE,
 }
-OTHERWISE = {
+OTHERWISE = {  # {(strategy, operation): how its text begins there}
     ("zero1", "an optimizer over parameters()"): "ValueError: this SGD holds parameters whose gradients ZeRO-1 has",
     ("zero1", "an optimizer over module.parameters()"): "ValueError: this SGD holds parameters whose gradients ZeRO-1",
     ("zero1", "module.to() of another dtype"): "ValueError: the module was moved or cast after it was wrapped",
@@ -65,7 +66,7 @@ OTHERWISE = {
 }
 
 
-def test_the_table_has_every_operation() -> None:
+def test_every_operation_has_an_expected_text() -> None:
     assert EXPECTED.keys() == ONE_BY_ONE.keys()
     assert all(strategy in STRATEGIES and operation in EXPECTED for strategy, operation in OTHERWISE)
 
@@ -95,6 +96,7 @@ def test_any_program_is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, 
 
 
 def is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, program: list[str]) -> None:
+    """AssertionError unless a strategy's values, after each operation, equal those of one process but for rounding."""
     exact, plain = (play_alone(program, dtype) for dtype in (torch.float64, torch.float32))
     for seen in ranks.run(play, strategy, program)[:2]:
         assert not isinstance(seen, str), seen
@@ -123,7 +125,7 @@ def test_a_program_is_as_on_a_plain_module_on_gpus(gpu_ranks: WorkerGroup, strat
         (("zero1", 3), ("fsdp", 2)),
     ],
 )
-def test_a_distributed_checkpoint_goes_from_one_to_another(
+def test_a_distributed_checkpoint_loads_under_another_strategy(
     ranks: WorkerGroup, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
 ) -> None:
     saved, *_ = ranks.run(save_checkpoint, *before, str(tmp_path))
@@ -133,8 +135,8 @@ def test_a_distributed_checkpoint_goes_from_one_to_another(
 
 
 @given(recipe=recipes, world_sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)))
-def test_a_flat_state_is_a_whole_one_divided(recipe: Recipe, world_sizes: tuple[int, int]) -> None:
-    """AdamW's state is divided among ranks, put together, and divided again among another number of ranks."""
+def test_optimizer_state_is_divided_among_ranks_and_joined_again(recipe: Recipe, world_sizes: tuple[int, int]) -> None:
+    """AdamW's state is divided and joined for one number of ranks, and then for another."""
     module = Net(recipe)
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.randn(3, recipe.width)).backward()
@@ -157,7 +159,7 @@ def test_a_flat_state_is_a_whole_one_divided(recipe: Recipe, world_sizes: tuple[
         assert all(torch.equal(restored[name], x) for name, x in expected.items())
 
 
-def test_a_parameter_that_moves_to_the_next_module_is_a_change() -> None:
+def test_a_parameter_that_moves_to_another_module_is_a_change() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     before = structure.Structure(module)
     assert before.is_as_it_was()

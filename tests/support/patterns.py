@@ -29,16 +29,16 @@ EXAMPLES: dict[str, Any] = {  # {option: a value that it can have in a case}
 }
 
 
-def taken(row: Row) -> list[str]:
-    """The options that the row knows."""
+def options_of(row: Row) -> list[str]:
+    """The options that the row supports."""
     return [name for name in OPTIONS if row.why_not(row.case(causal=True, **{name: EXAMPLES[name]})) is None]
 
 
 @st.composite
 def patterned(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
-    """A case with one or more options that the row knows. The fields in `fixed`, perhaps options, are not drawn."""
+    """A case with one or more options that the row supports. The fields in `fixed`, perhaps options, are not drawn."""
     case = draw(cases(row, **fixed))
-    free = [name for name in taken(row) if name not in fixed]
+    free = [name for name in options_of(row) if name not in fixed]
     given = draw(st.sets(st.sampled_from(free), min_size=0 if case.options else 1)) if free else set()
     changes = dict.fromkeys(given & {"documents", "key_lengths", "mask", *FLAGS}, True)
     if "prefix" in given and case.window is None and fixed.get("causal", True):
@@ -68,9 +68,10 @@ def make_pattern(case: AttentionCase, seed: int) -> Pattern:
     chance = random.Random(seed)
     if case.documents:
         entries = (1, case.batch)[seed % 2]
-        of_keys = [document_lengths(case.keys, seed + entry) for entry in range(entries)]
+        of_keys = [document_lengths(case.keys, seed + entry) for entry in range(entries)]  # lengths by batch entry
         documents = Documents(of_keys, case.device)
         if case.queries != case.keys:
+            # At most as many documents as queries: the last keys become one document.
             of_keys = [
                 row[: case.queries - 1] + [sum(row[case.queries - 1 :])] * (len(row) >= case.queries) for row in of_keys
             ]
@@ -106,7 +107,7 @@ def divided(tokens: int, parts: int, chance: random.Random) -> list[int]:
 
 
 def document_lengths(tokens: int, seed: int) -> list[int]:
-    """Lengths of documents that add up to `tokens`: all of one token, one document alone, or any."""
+    """Lengths of documents that add up to `tokens`: all of them 1, at most 3 or at most 20, or a single document."""
     chance = random.Random(seed)
     longest = chance.choice([1, 3, 20, tokens])
     lengths: list[int] = []

@@ -33,10 +33,10 @@ prompt_lists = st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=9), mi
 
 @settings(max_examples=25)
 @given(prompt_lists, st.integers(0, 3), st.sampled_from([None, 1, 2]), st.sampled_from(["naive", "flash_torch"]))
-def test_a_cached_step_equals_the_uncached(
+def test_logits_with_the_cache_equal_those_without(
     prompts: list[list[int]], seed: int, num_kv_heads: int | None, attention: str
 ) -> None:
-    """Logits of each step for prompts of different lengths in a batch equal those of the model on each prompt alone."""
+    """Prompts of different lengths are a batch. Each step's logits equal those of the model on each prompt alone."""
     model = make_model(seed, num_kv_heads=num_kv_heads, attention=attention)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     tokens = torch.zeros(len(prompts), int(lengths.max()) + 5, dtype=torch.int64)
@@ -62,7 +62,7 @@ def test_a_cached_step_equals_the_uncached(
     st.integers(0, 5),
     st.sampled_from(SAMPLINGS),
 )
-def test_neither_cache_nor_company_changes_what_is_drawn(
+def test_neither_the_cache_nor_other_prompts_change_what_is_drawn(
     prompts: list[list[int]], seed: int, sampling: Sampling
 ) -> None:
     model = make_model()
@@ -73,8 +73,8 @@ def test_neither_cache_nor_company_changes_what_is_drawn(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_kernel_that_splits_keys_draws_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are shorter than the cache, and query heads share key heads."""
+def test_the_decoding_kernel_draws_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the kernel of `flash_triton` for few queries. Query heads share key heads, and the cache is not full."""
     row = Row("flash_triton", device)
     if reason := row.why_not(row.case(dtype="float32", key_lengths=True)):
         pytest.skip(reason)
@@ -85,7 +85,7 @@ def test_the_kernel_that_splits_keys_draws_the_same(device: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cached_step_is_as_exact_as_the_uncached(dtype: torch.dtype) -> None:
+def test_logits_with_the_cache_are_as_exact_as_those_without(dtype: torch.dtype) -> None:
     for seed in range(5):
         model, exact = make_model(seed, dtype), make_model(seed)
         exact.load_state_dict(model.state_dict())
@@ -118,12 +118,12 @@ def test_the_stop_token_ends_a_row_and_no_other() -> None:
 
 @given(st.integers(1, 50))
 def test_only_ids_below_the_vocabulary_of_a_tokenizer_are_drawn(vocab_size: int) -> None:
-    """The tokenizer of a short text has fewer tokens than the model, and training does not teach the model that."""
+    """The tokenizer of a short text may have fewer tokens than the model, which has not learned to avoid the others."""
     made = generate(make_model(), [[0], [0, 0]], 20, vocab_size=vocab_size)
     assert max(map(max, made)) < vocab_size and (vocab_size < 40 or max(map(max, made)) >= 20)
 
 
-def test_equal_seeds_draw_alike_and_others_do_not() -> None:
+def test_equal_seeds_draw_the_same_and_others_do_not() -> None:
     model = make_model()
     assert generate(model, [[1]], 20, seed=3) == generate(model, [[1]], 20, seed=3)
     assert generate(model, [[1]], 20, seed=3) != generate(model, [[1]], 20, seed=4)
@@ -188,7 +188,7 @@ def test_ids_are_drawn_as_often_as_they_should() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_interval_draw_what_is_possible(uniform: float) -> None:
+def test_the_least_and_the_largest_random_number_draw_possible_ids(uniform: float) -> None:
     for top_k, top_p in product((None, 1, 2), (1.0, 0.5)):
         sampling = Sampling(1.0, top_k, top_p)
         row: Tensor = torch.tensor([[0.0, -1000.0, 1.0, 0.5]])
@@ -207,7 +207,7 @@ def test_the_ends_of_the_interval_draw_what_is_possible(uniform: float) -> None:
         ({"top_p": 1.1}, "top_p=1.1 must be more than 0 and at most 1"),
     ],
 )
-def test_ways_of_sampling_that_are_none_are_refused(changes: dict[str, float], message: str) -> None:
+def test_impossible_samplings_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**changes)  # type: ignore[arg-type]
 

@@ -1,7 +1,8 @@
 """Packing of documents (`data.packing=documents`): loss and gradients are those of each document computed alone.
 
-Windows hold several documents or parts of them; no token attends to another document, and no target crosses an end.
-`apart` is the slow definition with which results are compared.
+A window is a sequence of the model's inputs and targets. It holds several documents or parts of them. No token attends
+to another document, and no target lies in another document. `apart` is the slow definition with which results are
+compared.
 """
 
 import json
@@ -56,14 +57,17 @@ def documents(lengths: list[int], seed: int) -> Ids:
     return Ids(ids)
 
 
-def model(row: str, context: int, dtype: torch.dtype = torch.float64) -> TransformerLM:
+def model(attention: str, context: int, dtype: torch.dtype = torch.float64) -> TransformerLM:
     torch.manual_seed(0)
-    shape = ModelConfig(16, 32, 2, 2, vocab_size=VOCABULARY, context_length=context, attention=row)
+    shape = ModelConfig(16, 32, 2, 2, vocab_size=VOCABULARY, context_length=context, attention=attention)
     return TransformerLM(shape).to(dtype)
 
 
 def apart(language_model: TransformerLM, windows: Windows, end: int = END, device: torch.device = CPU) -> Tensor:
-    """The loss by definition: the model computes each document of the windows alone; the mean over all targets."""
+    """The loss by definition: the model computes each document of the windows by itself. It is a mean over targets.
+
+    end  the id that ends a document
+    """
     losses = []
     for inputs, targets in zip(*windows, strict=True):
         window = torch.from_numpy(np.append(inputs, targets[-1]))
@@ -83,23 +87,23 @@ def gradients(loss: Tensor, language_model: TransformerLM) -> list[Tensor]:
 @pytest.mark.parametrize("row", ["naive", "vectorized", "flash_torch"])
 @settings(max_examples=12)
 @given(st.lists(st.integers(1, 14), min_size=4, max_size=20), st.integers(2, 16), st.integers(1, 3), st.integers(0, 9))
-def test_loss_and_gradients_are_those_of_the_documents_apart(
+def test_loss_and_gradients_are_those_of_each_document_alone(
     row: str, lengths: list[int], context: int, count: int, seed: int
 ) -> None:
     source = documents([*lengths, 20], seed)
     windows = fixed_windows(source, context, count, END)
     if (windows[1] == IGNORED).all():
         return  # documents of one token have nothing to predict
-    one = model(row, context)
-    packed, expected = one.loss(*model_inputs(*windows, CPU)), apart(one, windows)
+    tested = model(row, context)
+    packed, expected = tested.loss(*model_inputs(*windows, CPU)), apart(tested, windows)
     torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-12)
-    for x, reference in zip(gradients(packed, one), gradients(expected, one), strict=True):
+    for x, reference in zip(gradients(packed, tested), gradients(expected, tested), strict=True):
         torch.testing.assert_close(x, reference, rtol=1e-9, atol=1e-12)
-    assert evaluate(one, windows, 2).tokens == np.count_nonzero(windows[0] != END)
-    assert np.isclose(evaluate(one, windows, 2).loss, expected.item(), rtol=1e-9)
+    assert evaluate(tested, windows, 2).tokens == np.count_nonzero(windows[0] != END)
+    assert np.isclose(evaluate(tested, windows, 2).loss, expected.item(), rtol=1e-9)
 
 
-def test_in_float32_the_error_is_that_of_documents_apart() -> None:
+def test_in_float32_the_error_is_that_of_each_document_alone() -> None:
     windows = fixed_windows(documents([1, 5, 9, 2, 30, 4, 12], 0), 16, 3, END)
     reference, plain = (apart(model("naive", 16, dtype), windows) for dtype in (torch.float64, torch.float32))
     for row in ("vectorized", "flash_torch"):
@@ -119,22 +123,23 @@ def test_a_batch_says_where_documents_end() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=8, max_size=40), st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
-def test_weights_make_every_target_count_alike(lengths: list[int], shared: tuple[int, int]) -> None:
+def test_every_target_has_the_same_weight(lengths: list[int], shared: tuple[int, int]) -> None:
+    """shared: the numbers of ranks, and of microbatches of a rank, among which a batch of 4 windows is shared."""
     (world_size, accumulation), source = shared, documents([*lengths, 9], 1)
     parts = [
         Batches(source, 5, 4 // (world_size * accumulation), 3, rank, world_size, accumulation, end_of_text=END)
         for rank in range(world_size)
     ]
-    whole = np.count_nonzero(Batches(source, 5, 4, 3, end_of_text=END).batch(2)[1] != IGNORED)
+    count = np.count_nonzero(Batches(source, 5, 4, 3, end_of_text=END).batch(2)[1] != IGNORED)
     targets_of_parts = [
         (part.weight(2, i), part.batch(2, i)[1] != IGNORED) for part in parts for i in range(accumulation)
     ]
     for weight, counted in targets_of_parts:
-        assert np.isclose(weight * whole, np.count_nonzero(counted) * len(targets_of_parts))
+        assert np.isclose(weight * count, np.count_nonzero(counted) * len(targets_of_parts))
     assert Batches(source, 5, 4).weight(2) == 1
 
 
-def test_unigram_judges_the_same_targets() -> None:
+def test_the_unigram_baseline_counts_the_same_targets() -> None:
     source = documents([4, 5, 6, 7, 8], 0)
     evaluation = unigram(source, fixed_windows(source, 6, 3, END), VOCABULARY)
     assert evaluation.tokens == evaluate(model("naive", 6), fixed_windows(source, 6, 3, END), 2).tokens
@@ -250,7 +255,7 @@ def test_token_files_of_different_ends_are_refused(tmp_path: Path) -> None:
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
-def test_a_training_of_the_default_size_evaluates_as_documents_apart(tmp_path: Path, device: str) -> None:
+def test_a_training_of_the_default_size_evaluates_documents_alone(tmp_path: Path, device: str) -> None:
     run = RunConfig(str(tmp_path)).changed(["data.packing=documents", f"train.device={device}", "evaluate.windows=8"])
     training = trainer(run.changed(["train.steps=60"]), device=torch.device(device))
     for _ in range(60):
