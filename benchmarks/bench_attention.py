@@ -1,4 +1,4 @@
-"""Attention: every selected row of the table, by shape, dtype, mask and direction.
+"""Attention: every selected row, an implementation in the table, by shape, dtype, mask and direction.
 
 The sizes are in `benchmarks/sweeps.py`, the rows in `lmsys.attention.ATTENTION`, the checks in
 `benchmarks.attention.check`. A new axis is a field of `AttentionTest`, an entry of `Attention.axes` and one of
@@ -43,7 +43,7 @@ from lmsys.measure import compare, memory
 
 @dataclass(frozen=True)
 class AttentionTest(Case):
-    """A shape, a mask, a direction, a row. q (B, H, Q, D), k and v (B, Hkv, K, D)."""
+    """A row at one shape, mask and direction: q (B, H, Q, D), k and v (B, Hkv, K, D)."""
 
     batch: int
     heads: int
@@ -80,7 +80,7 @@ class AttentionTest(Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options that the case asks for beside `causal`."""
+        """The options of attention that the case has, beside `causal`."""
         return {name: value for name in patterns.OPTIONS if (value := getattr(self, name))}
 
     @property
@@ -89,7 +89,7 @@ class AttentionTest(Case):
 
     @property
     def asked(self) -> AttentionCase:
-        """The case that the row is asked for."""
+        """The case as rows know it, for their `supports`."""
         return AttentionCase(
             **self.shape,
             dtype=self.dtype,
@@ -107,15 +107,15 @@ class AttentionTest(Case):
 
     @property
     def visible(self) -> tuple[float | None, float]:
-        """(pairs of a query and a key that it sees, None where `causal` says it all; keys that some query sees): of a
-        head."""
+        """Of one head: (pairs of a query and a key that it sees, or None where `causal` alone decides; keys that some
+        query sees)."""
         if not self.options:
             return None, min(self.queries, self.keys) if self.causal else self.keys
         return patterns.visible(self.batch, self.queries, self.keys, causal=self.causal, **self.options)
 
 
 class Attention(Benchmark):
-    """Each row is held to one float64 oracle, in float32 where it has such a form, and in the case's own dtype."""
+    """Each row is compared with an oracle in float64, in the case's dtype and, if it can run so, in float32."""
 
     name = "attention"
     layout = LAYOUT
@@ -127,7 +127,7 @@ class Attention(Benchmark):
         "--dtype --causal --direction --window --documents --softcap --deterministic",
         Axis("offset", axes.offset, (None,)),
         Axis("key_lengths", fields.yes_no, (None,)),
-        # batch is tokens / queries and heads is width / head_dim, where these are given; `without`: rows left out
+        # If given, tokens / queries is the batch, and width / head_dim the heads. `without` has rows to leave out.
         Axis("tokens", int, 0, single=True),
         Axis("width", int, 0, single=True),
         Axis("without"),
@@ -201,18 +201,18 @@ class Attention(Benchmark):
         testing.run(candidate.call, setup.inputs, pattern=setup.pattern, grad=candidate.case.asked.grad)
 
     def check_all(self, candidates: Sequence[Candidate], setup: check.Spots, runner: Any) -> None:
-        """Judges rows in float32 first, once, where an error of 1 % shows.
+        """Checks rows in float32 first, once for all cases of a setup, since an error of 1 % shows there.
 
-        A row that cannot run in float32, or not in this memory, is held to the stricter root-mean-square rule in its
-        own dtype. Then rows are judged in small cases: all rows with extreme scores, rows from files in all of them.
+        A row that cannot run in float32, or not in this memory, must meet the stricter root-mean-square rule in its own
+        dtype. Then rows are checked in small cases: all rows with extreme scores, rows from files in all of them.
         """
         seed = runner.settings.seed
-        if setup.inputs.seed == seed:  # as they were drawn
+        if setup.inputs.seed == seed:  # inputs are those of `setup`: this is the first check
             setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
                 check.check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
                 compare.release_memory()
-        elif setup.draws.extreme is not None:  # one oracle judges all of the inputs
+        elif setup.draws.extreme is not None:  # one oracle judges all inputs: none may be as extreme as in timed calls
             setup.inputs.redraw_(seed + 2)
         in_own_dtype = check.Gate(setup.inputs, setup.case, setup.pattern)
         for candidate in candidates:
@@ -234,7 +234,7 @@ class Attention(Benchmark):
         yield from check.repeat(case, record["direction"] != "fwd", record["proof"], call, make)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Step:
-        """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
+        """What is timed. fwd: without gradients, as in inference. bwd: the backward alone, after an untimed forward."""
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
         options = contract.keywords_of(call, setup.pattern)
@@ -266,13 +266,13 @@ class Attention(Benchmark):
         return testing.run(candidate.call, inputs, pattern=pattern, grad=candidate.case.asked.grad)
 
     def batch_of(self, candidate: Candidate) -> int:
-        """1 for rows that would compile for another batch, or cannot run one of 1."""
+        """The batch; 1 for rows that would compile for a batch of 1, or cannot run it."""
         entry, alone = candidate.entry, replace(candidate.case.asked, batch=1)
         return 1 if Traits.of(entry).compiles or entry.why_not(alone) else candidate.case.batch
 
     def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
-        """A forward's two products; of a backward's five one may be kept from the forward. Inputs are read once."""
-        products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of two
+        """A forward has two products, and a backward four, as the forward may keep its scores. Inputs are read once."""
+        products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of a forward's two
         rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.visible[1]
         return (
             products * case.flops("fwd"),
@@ -281,8 +281,8 @@ class Attention(Benchmark):
         )
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Record:
-        """Peak bytes of what is timed, above what was live before it, the bytes saved from forward to backward, and the
-        time of what is made before any call."""
+        """Peak bytes of the timed call above what was live before, bytes that a forward saves for its backward, and the
+        time to make masks and the like before any call."""
         step = self.step(case, candidate, setup)
         peak, _ = compare.attempt(lambda: memory.peak_bytes(partial(step.run, step.prepare()), case.device))
         bytes_of_call: Record = {"peak_bytes": peak, "saved_bytes": None}
@@ -294,7 +294,7 @@ class Attention(Benchmark):
         )
 
     def tokens(self, case: AttentionTest) -> int:
-        """Queries."""
+        """The number of queries."""
         return case.batch * case.queries
 
     def metrics(self, case: AttentionTest, record: Record, machine: Record) -> Record:
@@ -316,7 +316,7 @@ class Attention(Benchmark):
 
 
 def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """(B, H, Hkv, Q, K, D) of a grid. Batch or heads of the command line go before tokens and width."""
+    """Yields (B, H, Hkv, Q, K, D) of a grid. Batch and heads of the command line replace tokens and width."""
     for head_dim, (queries, keys) in grid.product("head_dim", "length"):
         by_tokens, by_width = max(1, grid["tokens"] // queries), max(1, grid["width"] // head_dim)
         batches = (by_tokens,) if grid["tokens"] and "batch" not in grid.given else grid["batch"]
@@ -326,7 +326,7 @@ def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
 
 
 def rows_of(grid: Grid) -> list[Entry]:
-    """Exactly the rows that the command line names, in its order; else the grid's, or all but those left out."""
+    """The rows that the command line names, in its order; else those of the grid, by default all, without `without`."""
     if "attention" in grid.given:
         return ATTENTION.select(name for name in grid["attention"] if name not in axes.MODELS_ONLY)
     names = grid["attention"] or list(ATTENTION)

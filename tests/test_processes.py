@@ -1,6 +1,6 @@
 """`lmsys.processes`: calls in a worker process, and every way in which a call can fail.
 
-A failure costs that call alone: the worker, or a new one in its place, answers the next call. The functions at the top
+Only the call that fails is lost: the worker, or a new one in its place, answers the next call. The functions at the top
 are called in the worker. `futures`, tested last, hands tasks to several workers.
 """
 
@@ -60,7 +60,7 @@ def hangs_with_a_child(file: Path) -> None:
     time.sleep(60)
 
 
-HARMS: dict[str, Callable[[], Any]] = {
+HARMS: dict[str, Callable[[], Any]] = {  # what a call may do to stdout
     "closed": lambda: sys.stdout.close(),
     "detached": lambda: sys.stdout.detach(),
     "away": lambda: setattr(sys, "stdout", None),
@@ -133,7 +133,7 @@ def test_functions_are_named_by_texts_too(worker: Worker, tmp_path: Path) -> Non
         (time.sleep, (60,), "timeout", "a worker process did not answer within 0.5 s and was killed"),
     ],
 )
-def test_a_death_costs_one_call(worker: Worker, function: Any, arguments: Any, kind: str, message: str) -> None:
+def test_a_dead_worker_loses_one_call(worker: Worker, function: Any, arguments: Any, kind: str, message: str) -> None:
     worker.call(abs, 1)  # so that there is a process
     before, watch = worker.pid, Stopwatch()
     with pytest.raises(ProcessError) as caught:
@@ -143,7 +143,7 @@ def test_a_death_costs_one_call(worker: Worker, function: Any, arguments: Any, k
     assert worker.call(double, 4) == 8 and worker.pid != before
 
 
-def test_one_that_dies_between_calls_is_replaced(worker: Worker) -> None:
+def test_a_worker_that_dies_between_calls_is_replaced(worker: Worker) -> None:
     os.kill(worker.pid, signal.SIGKILL)
     assert eventually(lambda: bool(answered([worker], 0.0))) and worker.call(double, 4) == 8
 
@@ -164,7 +164,7 @@ def test_an_exception_is_raised_here_with_its_traceback(worker: Worker) -> None:
         ("interrupt", "KeyboardInterrupt", "KeyboardInterrupt: there"),
     ],
 )
-def test_an_exception_that_cannot_come_is_told(worker: Worker, kind: str, name: str, message: str) -> None:
+def test_an_exception_that_cannot_be_sent_is_described(worker: Worker, kind: str, name: str, message: str) -> None:
     before = worker.pid
     with pytest.raises(ProcessError) as caught:
         worker.call(raises, kind)
@@ -172,7 +172,7 @@ def test_an_exception_that_cannot_come_is_told(worker: Worker, kind: str, name: 
     assert worker.call(abs, -1) == 1 and worker.pid == before
 
 
-def test_what_cannot_be_pickled_is_an_error_of_that_call(worker: Worker) -> None:
+def test_arguments_and_results_that_cannot_be_pickled_are_errors_of_the_call(worker: Worker) -> None:
     before = worker.pid
     with pytest.raises(Exception, match="pickle"):
         worker.call(abs, lambda: 0)
@@ -183,7 +183,7 @@ def test_what_cannot_be_pickled_is_an_error_of_that_call(worker: Worker) -> None
     assert worker.call(abs, -1) == 1 and worker.pid == before
 
 
-def test_a_deadline_ends_what_the_worker_has_started_too(worker: Worker, tmp_path: Path) -> None:
+def test_a_deadline_also_ends_processes_that_the_worker_has_started(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(ProcessError, match="did not answer within 3 s"):
         worker.call(hangs_with_a_child, tmp_path / "pid", timeout_s=3)
     child = int((tmp_path / "pid").read_text())
@@ -200,7 +200,7 @@ def test_an_interrupt_leaves_no_answer_for_the_next_call(worker: Worker, monkeyp
     assert worker.call(abs, -6) == 6
 
 
-def test_printing_is_not_answering(capfd: pytest.CaptureFixture[str]) -> None:
+def test_printed_text_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
     with Worker() as fresh:  # the process of `worker` has the stdout of the test that has started it
         assert fresh.call(prints, "four") == 4
     assert capfd.readouterr().out == "four in Python and past it"
@@ -216,13 +216,13 @@ def test_a_worker_imports_what_its_calls_need() -> None:
     assert "lmsys.processes" in loaded and not {"torch", "numpy", "pytest"} & set(loaded)
 
 
-def test_a_worker_inherits_the_output_and_its_line_alone() -> None:
+def test_a_worker_inherits_only_stdout_stderr_and_its_socket() -> None:
     with open(os.devnull) as file:
         os.set_inheritable(file.fileno(), True)
         with Worker() as first, Worker() as second:
             for worker in (first, second):
                 open_files = set(worker.call(os.listdir, "/proc/self/fd")) - {"0", "1", "2"}
-                # the line to its caller, its copies of stdout and stderr, and /proc/self/fd itself, which is being read
+                # the socket to its caller, copies of stdout and stderr, and /proc/self/fd itself, which is being read
                 assert len(open_files) == 4
 
 
@@ -232,7 +232,7 @@ def leaves_a_thread() -> int:
 
 
 @pytest.mark.parametrize("function", [os.getpid, leaves_a_thread])
-def test_nothing_is_left_of_a_worker(function: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_worker_leaves_no_process(function: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds for a worker whose interpreter, as it ends, waits for a thread that a call has left."""
     monkeypatch.setattr(processes, "GRACE_S", 1.0)
     pid = in_own_process(function)
@@ -285,7 +285,7 @@ def test_tasks_are_answered_in_order_and_errors_passed_on(processes: int) -> Non
         [future.result() for future in futures(double, range(20), processes)]
 
 
-def test_a_failure_among_many_tasks_is_that_of_one() -> None:
+def test_a_failure_among_many_tasks_is_that_of_its_task_alone() -> None:
     answers = []
     for future in futures(double, (1, 99, 2, 13, 3, 4), 2):
         error = future.exception()
@@ -293,7 +293,7 @@ def test_a_failure_among_many_tasks_is_that_of_one() -> None:
     assert answers == [2, "a worker process died with exit code 7", 4, "13 is refused", 6, 8]
 
 
-def test_no_more_tasks_are_taken_than_are_soon_done() -> None:
+def test_few_tasks_are_taken_before_they_are_needed() -> None:
     taken: list[int] = []
     endless = (taken.append(task) or task for task in itertools.count())  # type: ignore[func-returns-value]
     answers = futures(double, endless, 2)
@@ -322,9 +322,7 @@ def test_a_stdout_that_was_closed_has_its_encoding_again() -> None:
 
 
 @pytest.mark.parametrize("name", HARMS)
-def test_a_call_that_takes_stdout_away_costs_no_later_call_its_output(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_later_calls_can_print_after_one_that_has_closed_stdout(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     with Worker() as fresh:  # it prints where this test's output is captured
         fresh.call(harms_stdout, name)
         fresh.call(prints, "behind it")

@@ -1,4 +1,7 @@
-"""Attention of few queries over keys in parts: the number of parts changes no result, and `parts_of` fills the GPU."""
+"""`flash_triton` for few queries: keys are divided into parts, and `parts_of` chooses how many, so as to fill the GPU.
+
+One kernel computes attention over each part, and another combines the parts.
+"""
 
 from dataclasses import replace
 
@@ -23,6 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def row_of(device: str) -> Row:
+    """`flash_triton` on this device; the test is skipped where it cannot run."""
     row = Row("flash_triton", device)
     if reason := row.why_not(row.case()):
         pytest.skip(reason)
@@ -30,6 +34,7 @@ def row_of(device: str) -> Row:
 
 
 def as_decoding(case: AttentionCase, queries: int, group: int) -> AttentionCase:
+    """The case with so many queries, and with so many query heads to a key head."""
     return replace(case, queries=queries, heads=case.kv_heads * group, grad=False)
 
 
@@ -67,24 +72,24 @@ def test_each_query_has_a_window_of_its_own(parts: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_beyond_key_lengths_change_no_bit(device: str) -> None:
-    """Only keys that are seen are divided into parts, so bits equal those of a short cache. Without keys: zeros."""
+    """Only keys that are seen are divided into parts, so bits equal those of a short cache. Without keys o is 0."""
     row = row_of(device)
     lengths, keys = ([0, 1, 33, 70], 70) if device == "cpu" else ([0, 1, 4097, 32_768], 32_768)
     case = row.case(batch=4, heads=8, kv_heads=2, queries=1, keys=keys)
     q, k, v = (getattr(make_inputs(case, 0), name) for name in "qkv")
 
-    def found(batch: slice, keys: int, parts: int | None) -> tuple[Tensor, Tensor]:
-        own = torch.tensor(lengths[batch], dtype=torch.int32, device=device)
-        return decode(q[batch], k[batch, :, :keys], v[batch, :, :keys], 0.2, Pattern(key_lengths=own), parts)
+    def decoded(batch: slice, keys: int, parts: int | None) -> tuple[Tensor, Tensor]:
+        pattern = Pattern(key_lengths=torch.tensor(lengths[batch], dtype=torch.int32, device=device))
+        return decode(q[batch], k[batch, :, :keys], v[batch, :, :keys], 0.2, pattern, parts)
 
     for parts in (1, 3):
-        o, lse = found(slice(None), keys, parts)
+        o, lse = decoded(slice(None), keys, parts)
         assert not o[0].any() and bool((lse[0] == -torch.inf).all())
         for entry, length in list(enumerate(lengths))[1:]:
-            alone = found(slice(entry, entry + 1), length, parts)
+            alone = decoded(slice(entry, entry + 1), length, parts)
             assert torch.equal(o[entry], alone[0][0]) and torch.equal(lse[entry], alone[1][0])
-    first, again = found(slice(None), keys, None), found(slice(None), keys, None)
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    first, again = decoded(slice(None), keys, None), decoded(slice(None), keys, None)
+    assert all(map(torch.equal, first, again))
 
 
 @pytest.mark.gpu
@@ -99,7 +104,7 @@ def test_a_long_cache_on_a_gpu(heads: tuple[int, int]) -> None:
         assert_within_budget(Oracle(case, inputs, pattern=pattern).error_ratios({"o": o, "lse": lse}))
 
 
-def test_it_takes_few_queries_and_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_is_called_for_few_queries_without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     class TakenError(Exception):
         pass
 
@@ -123,7 +128,11 @@ def test_it_takes_few_queries_and_no_documents(monkeypatch: pytest.MonkeyPatch) 
 
 @given(st.integers(1, 2000), st.integers(0, 500), st.integers(1, 300))
 def test_parts_fill_the_gpu(owners: int, most: int, places: int) -> None:
-    """The programs fill FULL of the places, or no smaller number of parts would. One more part needs a new wave."""
+    """The programs fill the share FULL of the GPU's places, or no smaller number of parts does.
+
+    owners  programs of each part; most: the largest number of parts; places: programs that run at once. Programs run in
+            waves of as many as there are places, and one more part would need one more wave
+    """
     parts = parts_of(owners, most, places)
     assert 1 <= parts <= max(1, most)
     if parts == most or parts == 1:

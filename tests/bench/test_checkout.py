@@ -1,7 +1,7 @@
-"""`lmsys.bench.checkout`: a temporary folder to import from, with rows as they were and the bench as it is today.
+"""`lmsys.bench.checkout`: a temporary folder to import from, with rows of an earlier state and the bench of today.
 
-The state is that of a git reference or of another folder. ROWS lists what is taken as it was, and JUDGES the files
-inside it that are taken from today.
+A row is an implementation that is measured. The earlier state is a git reference or another folder. ROWS lists the
+files that are taken from it, and JUDGES the files among them that are taken from today all the same.
 """
 
 import os
@@ -26,7 +26,7 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", "-C", folder, *named, *words], check=True, capture_output=True, text=True).stdout
 
 
-def tell(folder: Path, *files: str, text: str) -> None:
+def write(folder: Path, *files: str, text: str) -> None:
     """Writes the text into each of these files below the folder."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -42,13 +42,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "repository"
     rows = "lmsys/attention/naive.py", "lmsys/attention/flash.py"
     files = *rows, "lmsys/bench/runner.py", "work/mine.py", "work/bench_mine.py", "lmsys/parallel"
-    tell(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="earlier")
+    write(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="earlier")
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "first")
-    (folder / "lmsys" / "parallel").unlink()  # it was a file, and is a folder
+    (folder / "lmsys" / "parallel").unlink()  # a file in the earlier state, a folder today
     files = *files[:-1], "lmsys/turns.py", "lmsys/attention/contract.py", *(f"lmsys/{name}" for name in JUDGES[2:])
-    tell(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="today")
+    write(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="today")
     monkeypatch.chdir(folder / "work")
     monkeypatch.setattr(checkout, "PACKAGE", folder / "lmsys")
     (tmp_path / "temporary").mkdir()
@@ -64,14 +64,14 @@ def copied(repository: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_rows_are_as_they_were_and_the_bench_is_of_today(is_folder: bool, repository: Path) -> None:
+def test_rows_are_of_the_earlier_state_and_the_bench_is_of_today(is_folder: bool, repository: Path) -> None:
     text = str(copied(repository)) if is_folder else "HEAD"
     state = Checkout(text, repository.parent / "temporary")
     texts = {
         path.relative_to(state.folder).as_posix(): path.read_text()
         for path in sorted(state.folder.glob("[lw]*/**/*.py"), key=str)
     }
-    for folder in ("lmsys/attention", "lmsys/bench"):  # glob does not follow links
+    for folder in ("lmsys/attention", "lmsys/bench"):  # they are links, which glob does not follow
         texts |= {f"{folder}/{path.name}": path.read_text() for path in (state.folder / folder).iterdir()}
     assert {name for name, text in texts.items() if name.startswith("lmsys") and text == "earlier"} == {
         "lmsys/attention/flash.py", "lmsys/autograd.py"
@@ -90,7 +90,7 @@ def test_rows_are_as_they_were_and_the_bench_is_of_today(is_folder: bool, reposi
         assert git(Path(text), "status", "--short") == ""
 
 
-def test_what_is_installed_is_imported_as_it_is(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_packages_are_imported_from_where_they_are(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = Checkout("HEAD", repository.parent / "temporary")
     monkeypatch.setattr(sys, "prefix", str(repository / ".venv"))
     packages = str(repository / ".venv" / "lib")
@@ -101,7 +101,7 @@ def test_what_is_installed_is_imported_as_it_is(repository: Path, monkeypatch: p
     assert state.target(f"{repository}/work/mine.py:f") == f"{state.working_folder}/mine.py:f"
 
 
-def test_what_is_no_state_is_refused(repository: Path) -> None:
+def test_a_name_of_no_state_is_refused(repository: Path) -> None:
     folder = repository.parent / "temporary"
     with pytest.raises(ValueError, match="'v9': neither a folder nor a git reference of"):
         Checkout("v9", folder)
@@ -116,11 +116,11 @@ def test_what_is_no_state_is_refused(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["HEAD", "v9", "."])
-def test_a_run_leaves_nothing_of_it_behind(text: str, repository: Path) -> None:
+def test_a_run_removes_the_temporary_folder(text: str, repository: Path) -> None:
     cleanups: list[Callable[[], None]] = []
-    asked = {"against": text, "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1}
-    asked = {f"lmsys_{name}": value for name, value in asked.items()}
-    config: Any = SimpleNamespace(getoption=asked.get, add_cleanup=cleanups.append)
+    values = {"against": text, "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1}
+    values = {f"lmsys_{name}": value for name, value in values.items()}
+    config: Any = SimpleNamespace(getoption=values.get, add_cleanup=cleanups.append)
     with nullcontext() if text == "HEAD" else pytest.raises(ValueError, match="--against"):
         state = options.checkout(config, on_ranks=False)
         assert state is not None and state.working_folder.is_dir()
@@ -129,19 +129,20 @@ def test_a_run_leaves_nothing_of_it_behind(text: str, repository: Path) -> None:
     assert cleanups and not list((repository.parent / "temporary").iterdir())
 
 
-def test_the_list_of_what_stays_as_it_was_names_what_there_is() -> None:
+def test_the_listed_files_exist() -> None:
     assert all((PACKAGE / name).exists() for name in (*ROWS, *JUDGES))
 
 
 def test_the_registry_has_what_earlier_rows_need(repository: Path) -> None:
-    tell(repository, "lmsys/registry.py", text="today\n")
-    tell(repository, "lmsys/bench/earlier.py", text="and more\n")
+    """lmsys/bench/earlier.py is appended to today's registry."""
+    write(repository, "lmsys/registry.py", text="today\n")
+    write(repository, "lmsys/bench/earlier.py", text="and more\n")
     state = Checkout("HEAD", repository.parent / "temporary")
     assert (state.folder / "lmsys" / "registry.py").read_text() == "today\nand more\n"
     assert (repository / "lmsys" / "registry.py").read_text() == "today\n"
 
 
-def test_earlier_rows_read_traits_by_name_and_have_any() -> None:
+def test_earlier_rows_read_any_trait_by_its_name() -> None:
     code = """if True:
         from lmsys import registry
         from lmsys.traits import AttentionTraits, StrategyTraits
@@ -156,12 +157,13 @@ def test_earlier_rows_read_traits_by_name_and_have_any() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+# A program that trains a step with an earlier lmsys and today's benchmarks.
 STEP = """
 import torch
 from benchmarks.data_parallel import check, rank
 from benchmarks.loss import unchunked
 from benchmarks.model import rig
-from benchmarks.training import rank as of_training
+from benchmarks.training import rank as training_rank
 from lmsys.config import model_config
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES
@@ -184,7 +186,7 @@ print(loop.__file__)
 
 
 @pytest.mark.long
-def test_todays_benchmarks_train_a_model_as_it_was_before_there_was_prepare(
+def test_todays_benchmarks_train_a_model_from_before_lmsys_training_prepare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = PACKAGE.parent

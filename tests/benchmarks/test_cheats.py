@@ -1,7 +1,6 @@
 """Cheating attention rows (tests/support/cheats.py) are recorded as wrong, without a time; honest rows are not.
 
-A cheat is right while it is checked, and fast or wrong while it is timed. A new cheat in CHEATS is tested here by
-itself.
+A cheat is right while it is checked, and fast or wrong while it is timed. The tests run every cheat in CHEATS.
 """
 
 from collections.abc import Iterator
@@ -19,11 +18,11 @@ from tests.support import harness
 from tests.support.cheats import CHEATS, forget
 from tests.support.variants import some
 
-SHAPE = {"cpu": (1, 4, 2, 200, 200, 32), "cuda": (2, 8, 4, 1024, 1024, 64)}
+SHAPE = {"cpu": (1, 4, 2, 200, 200, 32), "cuda": (2, 8, 4, 1024, 1024, 64)}  # (B, H, Hkv, Q, K, D)
 SMALLER = (1, 2, 1, 100, 100, 32)  # the shape for Triton's interpreter, which takes seconds
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 DTYPES = "float32", "float16", "bfloat16"
-WAYS = [
+WAYS = [  # parameters (name, direction) of all cheats
     pytest.param(name, direction, marks=[] if "cpu" in cheat.devices else [pytest.mark.gpu])
     for name, cheat in CHEATS.items()
     for direction in cheat.directions
@@ -40,6 +39,7 @@ def leave_no_trace() -> Iterator[None]:
 
 
 def record_of(entry: Entry, direction: str, device: str, dtype: str = "", **settings: Any) -> dict[str, Any]:
+    """The record of a row in one case; settings: those of `harness.records`."""
     shape = SMALLER if device == "cpu" and "triton" in entry.name else SHAPE[device]
     case = AttentionTest("cheats", entry, device, *shape, dtype or DTYPE[device], True, direction)
     by_row = harness.records(Attention(), [case], device=device, seconds_per_row=0.02, **settings)
@@ -47,12 +47,13 @@ def record_of(entry: Entry, direction: str, device: str, dtype: str = "", **sett
 
 
 def cheated(name: str, direction: str, device: str, **settings: Any) -> dict[str, Any]:
+    """The record of a cheat; the test is skipped on devices where it cannot run."""
     if device not in CHEATS[name].devices:
         pytest.skip(f"{name} is a cheat on {CHEATS[name].devices[0]} alone")
     return record_of(Entry(name, f"tests.support.cheats:{name}"), direction, device, **settings)
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_many_kinds_of_cheats() -> None:
     assert len(CHEATS) >= 20 and len({cheat.family for cheat in CHEATS.values()}) >= 8
     assert sum("cpu" in cheat.devices for cheat in CHEATS.values()) >= 20
 
@@ -68,7 +69,7 @@ def test_a_cheat_is_refused(name: str, direction: str, run: int, device: str) ->
 
 
 @pytest.mark.parametrize(("name", "direction"), WAYS)
-def test_it_would_pass_where_nothing_is_timed(name: str, direction: str, device: str) -> None:
+def test_a_cheat_is_right_where_nothing_is_timed(name: str, direction: str, device: str) -> None:
     record = cheated(name, direction, device, timed=False)
     assert record["outcome"] == ("wrong" if CHEATS[name].seen_at_once else "ok"), record["reason"]
 
@@ -95,7 +96,7 @@ def honest() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype", "direction"), [*honest()])
-def test_an_honest_row_is_not(name: str, dtype: str, direction: str, device: str) -> None:
+def test_an_honest_row_is_not_refused(name: str, dtype: str, direction: str, device: str) -> None:
     entry = Entry(name, "tests.support.cheats:honest") if name == "honest" else ATTENTION[name]
     record = record_of(entry, direction, device, dtype)
     assert record["outcome"] in ("ok", "unsupported"), record["reason"]

@@ -1,7 +1,8 @@
 """benchmarks/data_parallel/passes.py: the timed steps of a strategy must lead to the weights of plain steps.
 
-A pass is a number of timed steps. It is judged by the weights after it, against exact steps in float64, with the error
-of plain steps as its budget. Honest strategies must stay within MARGIN of that, and cheats far outside.
+A pass is a number of timed training steps. It is judged by the weights after it. Their error, against exact steps in
+float64, may be as large as its budget, which is the error of plain steps: those of one process with torch's optimizer.
+Honest strategies must stay within the part MARGIN of it, and cheats (tests/support/rank_cheats.py) far outside.
 """
 
 import math
@@ -30,6 +31,7 @@ MARGIN = 0.8  # the part of the budget that honest strategies may use
 
 
 def target(cheat: type) -> str:
+    """How the command line names a strategy of tests/support/rank_cheats.py."""
     return f"{rank_cheats.__file__}:{cheat.__name__}"
 
 
@@ -56,12 +58,12 @@ def test_honest_steps_in_bfloat16_are_right(strategy: str, two_ranks: Ranks) -> 
     assert worst(two_ranks, case_of(strategy, precision=("bf16",))) < MARGIN
 
 
-def test_gradients_that_are_sent_in_bfloat16_have_the_budget_of_that(two_ranks: Ranks) -> None:
+def test_gradients_sent_in_bfloat16_have_a_budget_for_its_rounding(two_ranks: Ranks) -> None:
     case = case_of("bucketed", comm_dtype=("bfloat16",), bucket_mb=(1,))
     assert worst(two_ranks, case) < MARGIN
 
 
-def test_one_process_is_held_to_plain_steps_too(two_ranks: Ranks) -> None:
+def test_one_process_is_compared_with_plain_steps_too(two_ranks: Ranks) -> None:
     assert worst(two_ranks, case_of("none", world_size=(1,))) < MARGIN
 
 
@@ -101,35 +103,35 @@ def test_cheats_in_bfloat16_are_wrong(cheat: type, two_ranks: Ranks) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_steps_on_gpus_are_held_to_plain_ones(precision: str) -> None:
+def test_steps_on_gpus_are_compared_with_plain_ones(precision: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each of two ranks")
 
-    def asked(strategy: str, **changes: Any) -> ParallelCase:
+    def on_gpus(strategy: str, **changes: Any) -> ParallelCase:
         return replace(case_of(strategy, precision=(precision,), bucket_mb=(1,)), device="cuda", **changes)
 
     gpus = Ranks()
     try:
         for strategy in (*HONEST, *PEERS):
-            gpus.run(2, "nccl", gate, asked(strategy), 0)  # compiles, as in a run, before the passes
-            assert worst(gpus, asked(strategy)) < MARGIN, strategy
-        assert worst(gpus, asked("none", world_size=1)) < MARGIN
-        assert worst(gpus, asked("bucketed", compile="graphed")) < MARGIN
-        assert worst(gpus, asked(target(rank_cheats.HalvedGradients))) > 3
+            gpus.run(2, "nccl", gate, on_gpus(strategy), 0)  # compiles, as in a run, before the passes
+            assert worst(gpus, on_gpus(strategy)) < MARGIN, strategy
+        assert worst(gpus, on_gpus("none", world_size=1)) < MARGIN
+        assert worst(gpus, on_gpus("bucketed", compile="graphed")) < MARGIN
+        assert worst(gpus, on_gpus(target(rank_cheats.HalvedGradients))) > 3
     finally:
         gpus.close()
 
 
 def _judged_by_wrong_steps(case: ParallelCase, timed_pass: Pass, change: float) -> str:
-    """On a rank: the error of the judge if its "exact" steps are off by `change`; the rank goes on afterwards."""
+    """On a rank: the error of `judge_pass` if its exact steps are off by `change`. The rank can be used afterwards."""
     take = passes._take_steps
 
-    def elsewhere(case: ParallelCase, timed_pass: Pass, dtype: torch.dtype, *rest: Any) -> Any:
+    def take_wrong(case: ParallelCase, timed_pass: Pass, dtype: torch.dtype, *rest: Any) -> Any:
         start, end = take(case, timed_pass, dtype, *rest)
         return start, {name: x + (change if dtype == torch.float64 else 0.0) for name, x in end.items()}
 
     passes._RIGHT.clear()
-    passes._take_steps = elsewhere
+    passes._take_steps = take_wrong
     try:
         judge_pass(case, timed_pass)
     except RuntimeError as error:
@@ -141,7 +143,7 @@ def _judged_by_wrong_steps(case: ParallelCase, timed_pass: Pass, change: float) 
 
 
 @pytest.mark.parametrize("change", [1.0, math.nan])
-def test_exact_steps_that_are_wrong_judge_nothing(change: float, two_ranks: Ranks) -> None:
+def test_wrong_exact_steps_are_an_error_of_the_bench(change: float, two_ranks: Ranks) -> None:
     """The budget is the distance of plain steps from exact ones. If exact steps were wrong, it would allow anything."""
     case = case_of("none", world_size=(1,))
     two_ranks.run(1, case.backend, take_pass, case, ONE)
@@ -150,7 +152,7 @@ def test_exact_steps_that_are_wrong_judge_nothing(change: float, two_ranks: Rank
 
 
 @pytest.mark.long
-def test_a_row_that_cheats_is_a_case_without_a_time(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_that_cheats_has_a_record_without_a_time(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PASSES, "gloo", 2)
     runner = harness.runner(min_rounds=12)
     runner.__dict__["ranks"] = two_ranks
@@ -173,15 +175,15 @@ def test_a_row_that_cheats_is_a_case_without_a_time(two_ranks: Ranks, monkeypatc
 def _drawn(case: ParallelCase, timed_pass: Pass) -> list[list[list[int]]]:
     """On a rank: [tokens, targets] of each batch of a pass, then of one batch more."""
     batches, drawn = Batches(case.config, case.batch, timed_pass), []
-    where = batches.now.tokens.data_ptr()
+    address = batches.now.tokens.data_ptr()
     for _ in range(len(batches.all) + 1):
         batches.advance()
-        assert batches.now.tokens.data_ptr() == where
+        assert batches.now.tokens.data_ptr() == address
         drawn.append([x.flatten().tolist() for x in (batches.now.tokens, batches.now.targets)])
     return drawn
 
 
-def test_batches_come_one_after_another_in_one_memory(two_ranks: Ranks) -> None:
+def test_batches_follow_one_another_in_the_same_memory(two_ranks: Ranks) -> None:
     """Each batch comes once before any comes again. Another draw, seed or rank has other batches."""
 
     def drawn(batches: Pass) -> list[Any]:
@@ -196,7 +198,7 @@ def test_batches_come_one_after_another_in_one_memory(two_ranks: Ranks) -> None:
 def _judged_beside_lucky_steps(
     case: ParallelCase, timed_pass: Pass, luck: float
 ) -> tuple[str, dict[str, float] | None]:
-    """On a rank: (a parameter's name, the error ratios if plain steps have 1 / luck of their error in it)."""
+    """On a rank: (a parameter's name, the error ratios if plain steps have only 1 / luck of their error in it)."""
     take, ends = passes._take_steps, {}
     name = "model.layers.0.attn.q_proj.weight"
 

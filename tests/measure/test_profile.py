@@ -1,7 +1,7 @@
 """Profiles (lmsys/measure/profile.py) of functions whose kernels, parts and allocations are known.
 
-A part is a range that the library marks with `part("name")`; a profile gives the time of its kernels, forward and
-backward. NAMES has names of kernels by the kind that they must get: to teach a new name, add it there.
+A part is a range of code that the library marks with `part("name")`; a profile gives the time of its kernels, forward
+and backward. NAMES has names of kernels, by the kind that `kind_of` must find for them.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ def model(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
-def test_a_profile_tells_kernels_and_parts(tmp_path: Path, device: str) -> None:
+def test_a_profile_has_times_of_kernels_and_parts(tmp_path: Path, device: str) -> None:
     x = torch.randn(256, 256, device=device)
     w = torch.randn(256, 256, device=device, requires_grad=True)
     calls = []
@@ -157,7 +157,7 @@ def test_bad_numbers_are_named() -> None:
         largest_allocations(lambda: None, "cpu", top=0)
 
 
-def test_a_trace_of_cuda_is_read() -> None:
+def test_a_trace_of_cuda_kernels_is_read() -> None:
     """Host thread 1 launches the forward, autograd's thread 2 the backward; kernels run long after their launch.
 
     A kernel's `correlation` leads to its launch, and by the launch's time and thread to its part. A "fwdbwd" pair, s to

@@ -1,6 +1,7 @@
 """`lmsys.parallel.group`: ranks start once and run functions; they return results, and each way to fail is reported.
 
-Functions with an underscore run on ranks. A new way to fail is such a function, with the error that it must give.
+Functions whose names begin with an underscore run on ranks, except `_fails_within_seconds`. A new way to fail is such a
+function, with the error that it must give.
 """
 
 import os
@@ -100,7 +101,7 @@ def ended(pids: list[int]) -> bool:
         (Unsupported("of no use"), ("unsupported", "of no use")),
     ],
 )
-def test_a_failure_of_ranks_is_told_in_a_line(error: Exception, failure: tuple[str, str]) -> None:
+def test_a_failure_of_ranks_is_recorded_in_a_line(error: Exception, failure: tuple[str, str]) -> None:
     assert outcome_of(error) == failure
 
 
@@ -147,6 +148,7 @@ def test_a_rank_that_fails_ends_the_others_on_nccl(  # type: ignore[no-untyped-d
 
 
 def _fails_within_seconds(backend: str, function, kind: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    """AssertionError unless rank 1, which fails in `function`, ends a group of two with this error within 15 s."""
     group = WorkerGroup(2, backend, timeout_s=PATIENCE_S)
     processes, watch = pids(group), Stopwatch()
     with pytest.raises(WorkerError, match=f"(?s){message}") as caught:
@@ -158,7 +160,7 @@ def _fails_within_seconds(backend: str, function, kind: str, message: str) -> No
         group.run(_facts, 1)
 
 
-def test_a_rank_that_is_slow_or_stopped_for_a_moment_is_not_ended(
+def test_a_rank_that_is_slow_or_stopped_for_a_second_goes_on(
     ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks._stopped, "limit_s", 2.0)
@@ -166,7 +168,7 @@ def test_a_rank_that_is_slow_or_stopped_for_a_moment_is_not_ended(
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_a_limit_for_stops_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_limit_for_stopped_ranks_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMSYS_STOPPED_S", text)
     with pytest.raises(ValueError, match=rf"^\$LMSYS_STOPPED_S is '{text}'; it must be seconds, or 0 for no limit"):
         WorkerGroup(1, "gloo")
@@ -179,7 +181,7 @@ def test_closing_leaves_no_process() -> None:
     assert ended(processes)
 
 
-def test_what_a_machine_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_the_machine_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="backend='mpi' must be one of"):
         check_backend("mpi", 2)
     with pytest.raises(ValueError, match="world_size=0 must be at least 1"):

@@ -3,8 +3,8 @@
 `python -m tests.support.launches 90` simulates a GPU with TMA, and 80 a GPU without. It prints a JSON line for each
 launch, {"kernel": its name, "same": both ways passed the same grid, stream and bytes of parameters, "bytes": number of
 these bytes, "descriptors": number of tensor descriptors kept so far, "most": the limit of that number}. Successive
-calls differ in length, layout and address, and come back to earlier addresses, so that a kept descriptor that is not
-renewed shows. The module must run without TRITON_INTERPRET, so tests start it in a process of its own.
+calls differ in length, layout and address, and come back to earlier addresses: so a descriptor that was kept, but does
+not fit any more, shows. The module must run without TRITON_INTERPRET, so tests start it in a process of its own.
 """
 
 import ctypes
@@ -150,6 +150,7 @@ def attend(
     """A forward and a backward of flash_triton, on tensors that begin at the same addresses in every call."""
 
     def placed(i: int, heads: int) -> Tensor:
+        """A tensor (BATCH, heads, length, head_dim) that begins where row i of `memory` does."""
         place = memory[i].view(dtype)
         if transposed:
             place = place[: BATCH * length * heads * head_dim]

@@ -1,4 +1,7 @@
-"""`lmsys.training.evaluation`: a mean over tokens for any batch size; and the unigram model, by frequencies alone."""
+"""`lmsys.training.evaluation`: the mean loss over tokens for any batch size, and that of a unigram model.
+
+A unigram model predicts each token by how frequent it is in the text.
+"""
 
 import math
 
@@ -56,10 +59,10 @@ def test_a_huge_loss_has_infinite_perplexity() -> None:
     assert math.isnan(Evaluation(math.nan, 1).perplexity)
 
 
-def test_a_unigram_model_knows_how_often_each_token_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmsys.training.evaluation._READ", 7)
+def test_a_unigram_model_predicts_by_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmsys.training.evaluation._READ", 7)  # tokens are counted 7 at a time
     source = RandomTokens(5, 200)
     windows = fixed_windows(source, 10, 8)
-    counts = 1 + np.bincount(source.read(0, 200), minlength=6)
+    counts = 1 + np.bincount(source.read(0, 200), minlength=6)  # as if each of 6 tokens were there once more
     expected = np.mean([-math.log(counts[token] / 206) for token in windows[1].flatten()])
     assert math.isclose(unigram(source, windows, 6).loss, expected, rel_tol=1e-12)
