@@ -43,7 +43,7 @@ from lmsys.measure import memory, profile, sensors
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
 
-STEPS = 20
+STEPS = 20  # timed steps of a row, by default
 KERNELS = {  # labels of the kinds of kernels that have a field each; the optimizer's kernels have one of their own
     "matmul": "matmuls",
     "attention": "attention",
@@ -58,13 +58,13 @@ STAGES = 4  # stretches of the timed steps: the mean loss must fall from each to
 
 
 class TrainingRig(rank.Rig):
-    """A rig that clips, and trains on its first batch."""
+    """A model with its strategy and optimizer that clips gradients, and trains on its first batch alone."""
 
     def __init__(self, case: ParallelCase, seed: int):
         super().__init__(
             case,
             passes.Pass(seed, seed, 0, 0),  # no slices of weights are taken, and no batch but the first is used
-            # A quarter of the usual rate for this width: there is no warm-up.
+            # A quarter of the usual learning rate for this width, since there is no warm-up.
             {"lr": 0.25 * models.LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)},
         )
         self.divided = case.traits.shards_gradients and case.world_size > 1
@@ -72,7 +72,7 @@ class TrainingRig(rank.Rig):
 
     def update(self) -> None:
         with profile.part(UPDATE):
-            if self.case.traits.fused_adamw:  # the trait of rows whose parameters are DTensors: torch knows their norm
+            if self.case.traits.fused_adamw:  # this row's parameters are DTensors, whose norm torch can compute
                 torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             else:
                 scale_gradients(
@@ -85,7 +85,7 @@ class TrainingRig(rank.Rig):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def finite(self) -> bool:
-        """True where no weight of this rank's is NaN or inf."""
+        """True if no weight of this rank is NaN or inf."""
         parts = (p.to_local() if hasattr(p, "to_local") else p for p in map(torch.Tensor.detach, self.parameters))
         return all(math.isfinite(torch.linalg.vector_norm(p, math.inf).item()) for p in parts if p.numel())
 
@@ -94,12 +94,12 @@ class TrainingRig(rank.Rig):
 class Alone:
     """The measurements of `train_alone` on this rank.
 
-    levels    the model's setting `checkpoint_blocks`: the levels of checkpointing
+    levels    the model's setting `checkpoint_blocks`: what blocks keep for their backward
     most      fields of which a record has the largest value of any rank: first_step_s, with compiling and tuning;
               held_bytes, weights and optimizer state before a step; total_bytes, the most that is live in a step
     samples   seconds of each timed step
     losses    loss of each timed step, the mean over ranks
-    finite    True where no weight of this rank is NaN or inf after the timed steps
+    finite    True if no weight of this rank is NaN or inf after the timed steps
     times     fields of a record, in seconds: the kernels of a step by kind without the optimizer's, `optimizer_s`,
               `profiled_s`, `communication_s` and `exposed_s`
     readings  of the device's sensors: on a GPU one after each timed step is launched, on a CPU one at the end
@@ -116,7 +116,7 @@ class Alone:
 
 @ranks.on_part
 def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
-    """Builds the row, takes its steps, and looks into some more."""
+    """On a rank: builds the row, times its steps, and profiles some more."""
     for row in attention.ATTENTION.values():
         profile.register_kernels(Traits.of(row).kernels, "attention")
     profile.register_kernels(case.traits.kernels, "communication")
@@ -136,7 +136,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
         def timed(_: object) -> None:
             losses.append(rig.step())
-            if kind == "cuda":  # the host is ahead of it; on a CPU reading would count as a part of the step
+            if kind == "cuda":  # meanwhile the GPU works; on a CPU reading would count as a part of the step
                 readings.append(device_sensors.read())
 
         samples, _ = ranks.times(Step(timed), range(steps), group, finish=rig.finish)
@@ -171,7 +171,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
 
 def by_kind(taken: profile.Profile) -> tuple[dict[str, float], float]:
-    """(seconds by kind without the optimizer's, the optimizer's), of one step."""
+    """(seconds of a step's kernels by kind, without the optimizer's; seconds of the optimizer's)."""
     update: dict[str, float] = next((part.kinds for part in taken.parts if part.name == UPDATE), {})
     return (
         {kind: max(0.0, taken.shares[kind] * taken.kernel_s - update.get(kind, 0.0)) for kind in profile.KINDS},
@@ -180,7 +180,7 @@ def by_kind(taken: profile.Profile) -> tuple[dict[str, float], float]:
 
 
 def why_wrong(ranks: list[Alone]) -> str | None:
-    """None, or why these steps do not train: a weight or loss that is no number, or losses that do not fall."""
+    """None, or why these steps do not train: a weight or a loss is NaN or inf, or losses do not fall."""
     if not all(rank.finite for rank in ranks):
         return "after the timed steps a weight is NaN or inf"
     losses = ranks[0].losses
@@ -195,7 +195,7 @@ def why_wrong(ranks: list[Alone]) -> str | None:
 
 
 class TrainingSteps(bench_data_parallel.ParallelBenchmark):
-    """Each case alone is checked, then trains."""
+    """Each case is checked and then trains, with the GPUs to itself."""
 
     name = "steps"
     layout = steps_layout.STEPS
@@ -277,20 +277,20 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
             grid["residual"],
             grid["optimizer"],
         ):
-            if row.peer or model == "ours":  # somebody else's model is there as its users train it
+            if row.peer or model == "ours":  # others' models run only under torch's strategies, as their users run them
                 asked = grid.name, row, settings.device, *work, world_size
                 kept_as = {"checkpoint": kept, "residual": residual, "optimizer": optimizer}
                 yield StepsCase(*asked, steps=grid["steps"], model=model, **kept_as)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
-        """Judges each row by `check.gate`: three steps on the ranks beside those of one process."""
+        """Judges each row by `check.gate`: three steps on the ranks against those of one process."""
         for candidate in candidates:
             ratios = candidate.attempt(runner.ranks.ask, candidate.case, check.gate, runner.settings.seed)
             if ratios:
                 candidate.judge(ratios[0], "float32")
 
     def sample(self, turn: Sequence[StepsCase], trial: Any) -> None:
-        """Trains the one case of a turn where times are asked for, and prints in a line how it has ended."""
+        """Trains the only case of a turn, unless nothing is to be timed, and prints a line about its result."""
         (case,) = turn
         candidate = trial.candidate(case)
         if trial.settings.timed:
@@ -311,7 +311,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         }
 
     def _figures(self, case: StepsCase, candidate: Candidate, trial: Any) -> str:
-        """How the case has ended, in a line."""
+        """The case's outcome, in a line for the terminal."""
         measurement = trial.measurements[case.id]
         if candidate.outcome != "ok" or not measurement.samples:
             return f"{candidate.outcome}: {candidate.reason or NOT_TIMED}"
@@ -321,7 +321,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
 
 
 def findings_of(ranks: Sequence[Alone]) -> Record:
-    """The fields of what the ranks have found; kernels are those of the rank that waits least for the others."""
+    """Fields of a record from the ranks' measurements. Kernels are of the rank that waits least for the others."""
     least = min(ranks, key=lambda rank: rank.times["communication_s"])
     most = {name: max(rank.most[name] for rank in ranks) for name in least.most}
     return {

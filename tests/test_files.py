@@ -1,7 +1,7 @@
-"""`lmsys.files`: files are replaced whole or not at all, one process at a time writes them, and code is trusted.
+"""`lmsys.files`: files are replaced whole or not at all, by one process at a time, and code comes from safe places.
 
 `replacing` writes a file, `claim` keeps other processes from writing it, `check_private` refuses to run code from a
-place that others can write, and `read_text` also reads what gzip has compressed.
+place that others can write, and `read_text` also reads files that gzip has compressed.
 """
 
 import gzip
@@ -18,12 +18,12 @@ from lmsys import files
 from lmsys.files import check_private, claim, read_text, replacing
 from tests.support.processes import ENVIRONMENT
 
-# A program that claims the file that it is given, says so, and stays.
+# A program that claims the file that its argument names, prints "held", and sleeps.
 HOLD = "import sys, time; from lmsys.files import claim; from pathlib import Path\n"
 HOLD += "release = claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
 
 
-def test_what_is_replaced_stands_until_the_new_is_whole(tmp_path: Path) -> None:
+def test_a_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("old")
     with pytest.raises(ZeroDivisionError), replacing(path) as file:
@@ -36,7 +36,7 @@ def test_what_is_replaced_stands_until_the_new_is_whole(tmp_path: Path) -> None:
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_who_claims_a_file_removes_what_a_killed_writer_has_left(tmp_path: Path) -> None:
+def test_a_claim_removes_temporary_files_of_killed_writers(tmp_path: Path) -> None:
     """Only files with names such as a writer makes, NAME.xxxxxxxx.tmp, are removed, and only those of this file."""
     left = [tmp_path / name for name in ("out.json.0123abcd.tmp", "out.json.partial.89abcdef.tmp")]
     others = [tmp_path / name for name in ("out.json", "out.json.tmp", "out.json.mine.tmp", "b.json.0123abcd.tmp")]
@@ -46,7 +46,7 @@ def test_who_claims_a_file_removes_what_a_killed_writer_has_left(tmp_path: Path)
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
-def test_a_claim_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+def test_a_claim_ends_with_its_process_even_if_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     line = [sys.executable, "-c", HOLD, str(path)]
     other = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
@@ -63,7 +63,7 @@ def test_a_claim_ends_with_its_process_however_that_ends(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_code_is_not_run_from_where_others_can_write(tmp_path: Path) -> None:
+def test_code_is_not_run_from_a_place_that_others_can_write(tmp_path: Path) -> None:
     path = tmp_path / "library.so"
     path.touch(mode=0o644)
     tmp_path.chmod(0o755)
@@ -78,8 +78,10 @@ def test_code_is_not_run_from_where_others_can_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("owner", ["root", "the user", "another"])
-def test_code_is_not_run_from_what_another_owns(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owners of the file, its folder and this process are made up, as a test cannot change them. 7 is the user."""
+def test_code_is_not_run_from_a_place_that_another_user_owns(
+    owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of owners are made up, since a test cannot change them. This process's user is 7, root is 0."""
     path = tmp_path / "library.so"
     for place in (path, tmp_path):
         owners = {path: 7, tmp_path: 7, place: {"root": 0, "the user": 7, "another": 8}[owner]}
@@ -94,8 +96,8 @@ def test_code_is_not_run_from_what_another_owns(owner: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("group", [3, 4])
-def test_code_is_not_run_from_what_another_group_can_write(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's own group (3) may write it, as on many machines nobody else is in it."""
+def test_code_is_not_run_from_a_place_that_another_group_can_write(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own group (3) may write it, since on many machines nobody else is in this group."""
     monkeypatch.setattr(os, "getuid", lambda: 7)
     monkeypatch.setattr(os, "getgid", lambda: 3)
     monkeypatch.setattr(Path, "stat", lambda _: status(7, group, 0o664))
@@ -111,8 +113,8 @@ def status(owner: int, group: int = 3, mode: int = 0o644) -> os.stat_result:
     return os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, group, 0, 0, 0, 0))
 
 
-def test_what_gzip_has_compressed_is_read_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is cut, spoilt or too large is refused in one line that names it."""
+def test_a_compressed_file_is_read_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is cut, damaged or too large is refused in one line that names it."""
     path, packed = tmp_path / "result.json", gzip.compress(b'{"a": "\xc3\xa9"}')
     path.write_bytes(packed)
     assert read_text(path) == '{"a": "é"}'

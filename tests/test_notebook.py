@@ -1,7 +1,7 @@
-"""docs/examples/speedrun.ipynb is executed, small, from top to bottom; and its commands are checked for other machines.
+"""docs/examples/speedrun.ipynb is executed with small sizes, and its commands are checked for other machines.
 
-For the latter, `commands_on` runs the cells in this process where torch tells of other GPUs (MACHINES) and no command
-is started, but recorded. To add a machine, add it to MACHINES.
+For the latter, `commands_on` runs the cells in this process, with a torch that pretends to have other GPUs. Commands
+are recorded, not started. To add a machine, add it to MACHINES.
 """
 
 import ast
@@ -27,13 +27,16 @@ NOTEBOOK = EXAMPLES / "speedrun.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 NEEDS = "pip install nbclient ipykernel to run the notebook"
+# Settings, which the notebook reads from the environment, for a run of seconds.
 SMALL = {"MINUTES": "0.05", "LENGTHS": "32,64", "ROWS": "naive,sdpa", "RANKS": "2"}
 SHOWING = re.compile(r"^import matplotlib|^from IPython", re.MULTILINE)  # marks cells that only draw results
 
 T4 = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=15 * 2**30)
 A100 = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 * 2**30)
 RTX_3090 = SimpleNamespace(name="RTX 3090", major=8, minor=6, total_memory=24 * 2**30)
-MACHINES = {  # how many GPUs, of which kind; then the dtype of attention, the precision of training, its processes
+# {name: (number of GPUs, their properties; and what the notebook must choose: the dtype of attention, the precision of
+# training, the number of its processes)}
+MACHINES = {
     "CPU": (0, None, "float32", "fp32", 1),
     "one T4": (1, T4, "float16", "fp16", 1),
     "two T4": (2, T4, "float16", "fp16", 2),
@@ -42,12 +45,12 @@ MACHINES = {  # how many GPUs, of which kind; then the dtype of attention, the p
 }
 
 
-def test_it_has_no_outputs_that_were_not_run() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     code = [cell for cell in CELLS if cell["cell_type"] == "code"]
     assert code and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
-def test_sentences_stand_before_every_cell_of_code() -> None:
+def test_two_or_three_sentences_precede_every_cell_of_code() -> None:
     for before, cell in zip(CELLS, CELLS[1:], strict=False):
         if cell["cell_type"] == "code":
             assert before["cell_type"] == "markdown"
@@ -55,7 +58,7 @@ def test_sentences_stand_before_every_cell_of_code() -> None:
             assert len(sentences) in (2, 3), before["source"]
 
 
-def test_its_kernel_is_that_of_the_examples() -> None:
+def test_the_notebooks_kernel_is_that_of_the_examples() -> None:
     def kernel(text: str) -> str:
         functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
         (dumped,) = (ast.dump(node) for node in functions if node.name == "my_attention")
@@ -88,7 +91,7 @@ class Recorder:
 
 
 def run_cells() -> None:
-    """All cells of code but those that show something, in this process."""
+    """Runs all cells of code in this process, except those that only draw results."""
     names: dict[str, Any] = {"__name__": "notebook"}
     for place, text in enumerate(CODE):
         if not SHOWING.search(text):
@@ -116,7 +119,7 @@ def commands_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_its_commands_are_taken_on_every_machine(
+def test_its_commands_are_accepted_on_every_machine(
     machine: str, commands_on: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     count, gpu, dtype, precision, world_size = MACHINES[machine]
@@ -140,11 +143,11 @@ def test_its_commands_are_taken_on_every_machine(
 
 
 def check_training(words: list[str], precision: str, world_size: int) -> None:
-    """Checks the command of a training: its settings are accepted, and its processes can divide the batch."""
+    """AssertionError unless the command of a training has valid settings, and its processes can divide the batch."""
     launched = words[1] == "torch.distributed.run"
     start = words.index("lmsys.training") + 1 if launched else 3
     asked = training.parser().parse_args(words[start:])
-    if asked.config is not None:  # a command that goes on with a training reads the config which that has written
+    if asked.config is not None:  # a command that continues a training reads the configuration of that training
         return
     config = training.read_config(asked)
     assert launched == (world_size == 2) and config.train.precision == precision
@@ -152,7 +155,7 @@ def check_training(words: list[str], precision: str, world_size: int) -> None:
     assert config.train.accumulation(world_size) == 1
 
 
-def test_it_measures_what_it_says(commands_on: Any) -> None:
+def test_it_measures_each_row_at_each_length(commands_on: Any) -> None:
     """On each machine the benchmark has two cases for each row and length: forward and backward.
 
     The row of the notebook's own kernel is taken from docs/examples/mine.py, which has the same kernel.
@@ -168,15 +171,15 @@ def test_it_measures_what_it_says(commands_on: Any) -> None:
         assert len(collected["ids"]) == 2 * len(rows) * len(lengths), line  # forward and backward
 
 
-def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made small (SMALL), on a CPU; two processes train for three seconds."""
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with the settings SMALL. Two processes train for three seconds."""
     nbformat = pytest.importorskip("nbformat", reason=NEEDS)
     nbclient = pytest.importorskip("nbclient", reason=NEEDS)
     pytest.importorskip("ipykernel", reason=NEEDS)
     text = tmp_path / "text.md"
     text.write_text((ROOT / "docs" / "results.md").read_text())
     small = {f"LMSYS_NOTEBOOK_{name}": value for name, value in {**SMALL, "CORPUS": str(text)}.items()}
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))  # nothing is left in a home
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))  # and not in the home folder
     small["IPYTHONDIR"] = str(tmp_path / "ipython")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(

@@ -19,7 +19,7 @@ from tests.support.patterns import make_pattern, patterned, spelled
 from tests.support.variants import some
 
 NAN, INF = float("nan"), float("inf")
-LIKE = {"o": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}
+LIKE = {"o": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}  # results have a vector for each of q, or of k
 
 
 def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> dict[str, Tensor]:
@@ -36,8 +36,8 @@ def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> 
     return found
 
 
-def spoilt_by(name: str, at: tuple[int, int, int], sees: Tensor, case: AttentionCase) -> dict[str, Tensor]:
-    """The vectors of q (B, H, Q) and k (B, Hkv, K) whose results or gradients vector `at` of tensor `name` may change.
+def reached_by(name: str, at: tuple[int, int, int], sees: Tensor, case: AttentionCase) -> dict[str, Tensor]:
+    """True for the vectors of q (B, H, Q) and k (B, Hkv, K) whose results vector `at` of tensor `name` may change.
 
     `sees` (B, H, Q, K) is True where a query sees a key.
     """
@@ -70,17 +70,19 @@ def test_a_bad_value_reaches_only_queries_that_see_it(row: Row, case: AttentionC
     at = tuple(seed // 4 % n for n in tensor.shape[:3])
     value = (NAN, INF, -INF)[seed // 16 % 3]
     tensor[at][seed % tensor.shape[-1]] = value
-    spoilt = spoilt_by(name, at, sees, case)
+    vectors = reached_by(name, at, sees, case)
     for output, x in answer(row.name, dirty, case, pattern).items():
-        reached = spoilt[LIKE[output]]
-        apart = (x - clean[output]).double().masked_fill(x == clean[output], 0)[~reached].abs()  # -inf is -inf
-        assert not (apart > 2 * oracle.budget[output]).any() and bool(apart.isfinite().all()), (output, name, value)
+        reached = vectors[LIKE[output]]
+        # Equal values differ by 0, also two of -inf.
+        change = (x - clean[output]).double().masked_fill(x == clean[output], 0)[~reached].abs()
+        assert not (change > 2 * oracle.budget[output]).any() and bool(change.isfinite().all()), (output, name, value)
         if value is NAN and (output not in ("o", "lse") or name != "do"):
             assert not x[reached].unsqueeze(-1).flatten(1).isfinite().all(dim=-1).any(), (
                 f"{output} hides that {name} has NaN"
             )
 
 
+# Options that are combined with key_lengths: one that adds to scores, and some that hide keys.
 ADDED = "", "sinks", "bias", "alibi"
 HIDES: tuple[dict[str, Any], ...] = {}, {"causal": True, "prefix": 12}, {"window": (3, 1)}
 BESIDE = [*product(("naive", "vectorized", "flash_torch"), ADDED, HIDES)]
@@ -96,26 +98,27 @@ def test_nan_beyond_key_lengths_reaches_no_result_under_other_options(
     made = {"sinks": torch.randn(4), "alibi": torch.rand(4), "bias": torch.randn(1, 4, 1, 40)}
     lengths, tensors = torch.tensor([17, 33]), [torch.randn(2, 4, 9, 16), *torch.randn(2, 2, 2, 40, 16)]
 
-    def asked(behind: float, seen: float = 0) -> list[Tensor]:
+    def results_with(behind: float, seen: float = 0) -> list[Tensor]:
+        """Results and gradients. behind: values of keys beyond key_lengths; seen: is added to one key that is seen."""
         leaves = [x.clone() for x in tensors]
         leaves[1][0, 1, 15] += seen
         for x in leaves[1:]:
             x[0, :, 17:], x[1, :, 33:] = behind, behind
-        learnt = [made[added].clone()] if added in ("sinks", "bias") else []
-        leaves = [x.requires_grad_() for x in (*leaves, *learnt)]
+        trained = [made[added].clone()] if added in ("sinks", "bias") else []
+        leaves = [x.requires_grad_() for x in (*leaves, *trained)]
         options = hides | {"key_lengths": lengths, "offset": "end", "return_lse": True}
-        options |= {added: learnt[0] if learnt else made[added]} if added else {}
+        options |= {added: trained[0] if trained else made[added]} if added else {}
         results = attention(*leaves[:3], **options, impl=impl)
         loss = results[0].square().sum() + results[1].sin().sum()
         return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
 
-    for found, expected in zip(asked(NAN), asked(0.0), strict=True):
+    for found, expected in zip(results_with(NAN), results_with(0.0), strict=True):
         torch.testing.assert_close(found, expected)
     if added == "sinks" and "window" not in hides:  # heads 2 and 3 read the key head whose key 15 is NaN
-        found = asked(0.0, seen=NAN)[-1]
+        found = results_with(0.0, seen=NAN)[-1]
         assert bool(found[:2].isfinite().all()) and bool(found[2:].isnan().all())
     if added == "bias":
-        found = asked(0.0, seen=NAN)[-1]
+        found = results_with(0.0, seen=NAN)[-1]
         assert bool(found[:, :2].isfinite().all()) and bool(found[:, 2:, :, 15].isnan().all())
         assert bool(found[..., 33:].isfinite().all())
 
@@ -149,9 +152,9 @@ def test_a_cache_of_uninitialised_memory_decodes(impl: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_flash_triton_computes_every_tile_with_nan_again(device: str) -> None:
-    """`flash_triton` finds NaN in sums afterwards, and computes these tiles again, many in each program.
+    """`flash_triton` finds NaN in its sums, and then computes these tiles again, several in each program.
 
-    Their number is no multiple of that, so the last program computes fewer.
+    The number of tiles is no multiple of that here, so the last program computes fewer.
     """
     pytest.importorskip("triton")
     tokens = 190 if device == "cpu" else 1990

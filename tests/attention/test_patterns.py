@@ -1,7 +1,8 @@
 """Laws of patterns, and of values with another head dimension than keys: every row that takes these must pass them.
 
-A law is a test that `law` (`tests/support/attention_rows.py`) calls for each row with drawn cases. Also errors for bad
-options, and rows of users' files.
+A law is a test that `law` (`tests/support/attention_rows.py`) calls for each row, an implementation, with drawn cases.
+A pattern is a set of options, such as a window and a bias. Further tests are about bad options, and rows of users'
+files.
 """
 
 import random
@@ -29,7 +30,7 @@ OURS = (
     "flash_triton",
     "flash_gluon",
     "flash_cuda",
-)  # the others are held to the oracle, and no further
+)  # these must meet all laws, other rows only those of the oracle
 lawful = partial(law, of=patterned, only=OURS)
 
 
@@ -64,12 +65,14 @@ def defined(
 
 
 def assert_right(row: Row, case: AttentionCase, inputs: Inputs, pattern: Pattern) -> None:
+    """AssertionError unless the oracle accepts all results of the row."""
     found = row.run(case, inputs, pattern=pattern)
     assert_within_budget(Oracle(case, inputs, pattern=pattern).error_ratios(found))
     assert found["o"].shape == inputs.do.shape and found["o"].dtype == inputs.q.dtype
 
 
 def parts(inputs: Inputs, queries: slice, keys: slice, batch: slice = slice(None)) -> Inputs:
+    """The inputs of these queries, keys and batch entries alone."""
     q, do = (x[batch, :, queries] for x in (inputs.q, inputs.do))
     k, v = (x[batch, :, keys] for x in (inputs.k, inputs.v))
     return replace(inputs, q=q, k=k, v=v, do=do)
@@ -122,11 +125,11 @@ def test_an_empty_cache_gives_zeros_and_gradients_of_zero(row: Row, case: Attent
 
 
 @lawful()
-def test_a_pattern_is_the_mask_that_spells_it(row: Row, case: AttentionCase, seed: int) -> None:
+def test_a_pattern_equals_the_mask_of_what_it_hides(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     kept = ("softcap", "bias", "alibi", "sinks", "return_lse")
     spelt = Pattern(mask=spelled(pattern, case), **{name: getattr(pattern, name) for name in kept})
-    if pattern.alibi is not None:  # of positions, which a mask does not say
+    if pattern.alibi is not None:  # it depends on positions, which a mask does not give
         spelt = replace(spelt, offset=pattern.offset, documents=pattern.documents)
     found = row.run(case, inputs, pattern=pattern)
     if not pattern.return_lse:
@@ -136,18 +139,18 @@ def test_a_pattern_is_the_mask_that_spells_it(row: Row, case: AttentionCase, see
 
 
 @lawful(documents=True, offset=0, key_lengths=False, mask=False, square=True)
-def test_documents_packed_are_documents_apart(row: Row, case: AttentionCase, seed: int) -> None:
+def test_packed_documents_equal_documents_alone(row: Row, case: AttentionCase, seed: int) -> None:
     """o, the gradients and the log-sum-exp of packed documents are those of calls with one document each."""
     inputs, lengths = make_inputs(case, seed), document_lengths(case.keys, seed)
-    lengths = lengths[:6] + [sum(lengths[6:])] * (len(lengths) > 6)  # each is a call of the row
+    lengths = lengths[:6] + [sum(lengths[6:])] * (len(lengths) > 6)  # at most seven, since each is a call of the row
     pattern = Pattern(case.causal, case.window, documents=Documents(lengths, case.device), softcap=case.softcap)
     packed, start = row.run(case, inputs, pattern=pattern), 0
     for length in lengths:
         own = slice(start, start := start + length)
         alone = replace(case, queries=length, keys=length, documents=False)
-        one, unpacked = parts(inputs, own, own), replace(pattern, documents=None)
-        found = row.run(alone, one, pattern=unpacked)
-        oracles = 2 * [Oracle(alone, one, pattern=unpacked)]
+        document, unpacked = parts(inputs, own, own), replace(pattern, documents=None)
+        found = row.run(alone, document, pattern=unpacked)
+        oracles = 2 * [Oracle(alone, document, pattern=unpacked)]
         assert_agree({name: packed[name][:, :, own] for name in found}, found, *oracles)
 
 
@@ -156,13 +159,13 @@ def test_the_order_of_documents_does_not_matter(row: Row, case: AttentionCase, s
     inputs, lengths = make_inputs(case, seed), document_lengths(case.keys, seed)
     order = random.Random(seed).sample(range(len(lengths)), len(lengths))
     tokens = torch.arange(case.keys).split(lengths)
-    tokens = torch.cat([tokens[one] for one in order]).to(case.device)
+    tokens = torch.cat([tokens[number] for number in order]).to(case.device)
     moved = replace(inputs, **{name: getattr(inputs, name)[:, :, tokens] for name in ("q", "k", "v", "do")})
 
     def under(lengths: list[int]) -> Pattern:
         return Pattern(case.causal, case.window, documents=Documents(lengths, case.device), softcap=case.softcap)
 
-    found = row.run(case, moved, pattern=under([lengths[one] for one in order]))
+    found = row.run(case, moved, pattern=under([lengths[number] for number in order]))
     expected = {name: x[:, :, tokens] for name, x in row.run(case, inputs, pattern=under(lengths)).items()}
     assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=under(lengths))])
 
@@ -173,7 +176,7 @@ def test_a_window_as_long_as_the_sequence_is_causal(row: Row, case: AttentionCas
     last = case.queries + int(torch.as_tensor(pattern.offset).max())  # the first position behind all queries
     wide = replace(pattern, window=max(1, last + seed % 2))
     causal = replace(pattern, window=None)
-    found, expected = (row.run(case, inputs, pattern=one) for one in (wide, causal))
+    found, expected = (row.run(case, inputs, pattern=each) for each in (wide, causal))
     assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=causal)])
 
 
@@ -189,12 +192,12 @@ def test_a_window_of_one_is_the_value_at_its_place(row: Row, case: AttentionCase
 def test_a_huge_softcap_changes_nothing(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     plain = replace(pattern, softcap=None)
-    found, expected = (row.run(case, inputs, pattern=one) for one in (pattern, plain))
+    found, expected = (row.run(case, inputs, pattern=each) for each in (pattern, plain))
     assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=plain)])
 
 
 @lawful(key_lengths=True, batch=2, documents=False, mask=False, bias=False)
-def test_key_lengths_are_shorter_caches(row: Row, case: AttentionCase, seed: int) -> None:
+def test_key_lengths_equal_shorter_caches(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     whole = row.run(case, inputs, pattern=pattern)
     for entry, length in enumerate(pattern.key_lengths.tolist()):
@@ -210,15 +213,15 @@ def test_key_lengths_are_shorter_caches(row: Row, case: AttentionCase, seed: int
 
 
 @lawful(causal=True, offset=1, documents=False, key_lengths=False, mask=False, square=True)
-def test_decoding_gives_the_last_rows_of_the_whole(row: Row, case: AttentionCase, seed: int) -> None:
+def test_decoding_equals_the_last_queries_of_a_whole_forward(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, last = make_inputs(case, seed), 1 + seed % min(case.queries, 16)
     whole = Pattern(True, case.window, softcap=case.softcap)
     decoding = replace(whole, offset=case.keys - last)
     forward, few = replace(case, grad=False), replace(case, grad=False, queries=last)
     expected = row.run(forward, inputs, pattern=whole)["o"][:, :, -last:]
-    one = parts(inputs, slice(case.keys - last, None), slice(None))
-    found = row.run(few, one, pattern=decoding)["o"]
-    assert_agree({"o": found}, {"o": expected}, *2 * [Oracle(few, one, pattern=decoding)])
+    decoded = parts(inputs, slice(case.keys - last, None), slice(None))
+    found = row.run(few, decoded, pattern=decoding)["o"]
+    assert_agree({"o": found}, {"o": expected}, *2 * [Oracle(few, decoded, pattern=decoding)])
 
 
 @lawful(only=(*OURS, "sdpa"), mask=True)
@@ -226,15 +229,15 @@ def test_a_mask_of_true_alone_changes_nothing(row: Row, case: AttentionCase, see
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     unmasked = replace(pattern, mask=None)
     everything = replace(pattern, mask=torch.ones_like(pattern.mask))
-    found, expected = (row.run(case, inputs, pattern=one) for one in (everything, unmasked))
+    found, expected = (row.run(case, inputs, pattern=each) for each in (everything, unmasked))
     assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=unmasked)])
 
 
 @lawful(only=(*OURS, "sdpa"), mask=True)
-def test_a_mask_that_broadcasts_is_the_whole_one(row: Row, case: AttentionCase, seed: int) -> None:
+def test_a_mask_that_broadcasts_equals_the_whole_one(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     whole = pattern.mask.expand(case.batch, case.heads, case.queries, case.keys).contiguous()
-    found = [row.run(case, inputs, pattern=replace(pattern, mask=one))["o"] for one in (pattern.mask, whole)]
+    found = [row.run(case, inputs, pattern=replace(pattern, mask=mask))["o"] for mask in (pattern.mask, whole)]
     assert torch.equal(*found)
 
 
@@ -283,21 +286,21 @@ def test_options_fit_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(o, naive(*heads, pattern=Pattern(**options)).reshape(shape))
 
 
-def test_the_rows_that_take_options_are_these() -> None:
+def test_options_are_supported_by_the_listed_rows() -> None:
     case = AttentionCase(1, 2, 2, 8, 8, 16, "float32", causal=True)
     rows = [name for name, row in ATTENTION.items() if row.target.startswith("lmsys.") and row.why_not(case) is None]
-    named = {"window": 2, "documents": True, "softcap": 2.0, "mask": True, "value_dim": 24}
-    for option, value in named.items():
+    values = {"window": 2, "documents": True, "softcap": 2.0, "mask": True, "value_dim": 24}
+    for option, value in values.items():
         reasons = {name: ATTENTION[name].why_not(replace(case, **{option: value})) for name in rows}
         takes = [name for name, reason in reasons.items() if reason is None]
         assert takes == [name for name in TAKES[option] if name in rows], option
-        said = "head dimension of k, 16; got 24" if option == "value_dim" else option
-        assert all(said in reason for reason in reasons.values() if reason)
+        words = "head dimension of k, 16; got 24" if option == "value_dim" else option
+        assert all(words in reason for reason in reasons.values() if reason)
 
 
 FLASH = ["flash_torch", "flash_triton_torch_bwd", "flash_triton"]
 INTERVALS = ["naive", "vectorized", *FLASH]
-TAKES = {
+TAKES = {  # {option: the rows that support it}
     "window": [*INTERVALS, *TAKE_MASKS[2:], "flex"],
     "documents": [*INTERVALS, *TAKE_MASKS[2:], "flex"],
     "softcap": [*INTERVALS, "flex"],
@@ -410,17 +413,18 @@ def test_an_option_that_hides_nothing_is_dropped(impl: str) -> None:
 
 def test_a_named_row_that_cannot_run_a_call_says_why() -> None:
     mask = torch.ones(8, 8, dtype=torch.bool)
-    said = r"'naive_compiled' cannot run q .* under mask in float32 on cpu: knows no mask"
-    with pytest.raises(ValueError, match=said):
+    message = r"'naive_compiled' cannot run q .* under mask in float32 on cpu: knows no mask"
+    with pytest.raises(ValueError, match=message):
         attention(Q, Q, Q, mask=mask, impl="naive_compiled")
-    said = r"'naive_compiled' cannot run q .* under window 3, softcap 2.0 in .*: knows no window and no softcap"
-    with pytest.raises(ValueError, match=said):
+    message = r"'naive_compiled' cannot run q .* under window 3, softcap 2.0 in .*: knows no window and no softcap"
+    with pytest.raises(ValueError, match=message):
         attention(Q, Q, Q, causal=True, window=3, softcap=2, impl="naive_compiled")
-    said = r"'flash_torch' cannot run q .* of head dimension 4 in .*: needs v of the head dimension of k, 16; got 4"
-    with pytest.raises(ValueError, match=said):
+    message = r"'flash_torch' cannot run q .* of head dimension 4 in .*: needs v of the head dimension of k, 16; got 4"
+    with pytest.raises(ValueError, match=message):
         attention(Q, Q, Q[..., :4], impl="flash_torch")
 
 
+# The text of a user's file with a row that has one option, or none.
 OWN = "from lmsys.attention import Pattern\nfrom lmsys.attention.naive import naive\n\n\n"
 OWN += "def {name}(q, k, v, *, causal, scale{more}):\n"
 OWN += "    return naive(q, k, v, scale=scale, pattern=Pattern(causal{given}))\n"
@@ -441,14 +445,14 @@ def test_rows_of_others_are_given_the_options_that_they_take(tmp_path: Path, mon
     options: dict[str, dict[str, Any]] = {"masked": {"mask": mask}, "windowed": {"window": 3, "causal": True}}
     for name, given in options.items():
         assert torch.equal(attention(q, q, q, impl=name, **given), attention(q, q, q, impl="naive", **given))
-    said = r"'plain' \(.*plain.py:plain\) cannot run mask: it has no parameter `mask`"
-    with pytest.raises(ValueError, match=said):
+    message = r"'plain' \(.*plain.py:plain\) cannot run mask: it has no parameter `mask`"
+    with pytest.raises(ValueError, match=message):
         attention(q, q, q, mask=mask, impl="plain")
     with pytest.raises(ValueError, match="cannot run window, mask: it has no parameter `mask`"):
         attention(q, q, q, mask=mask, window=3, causal=True, impl="windowed")
 
 
-def test_a_drawn_mask_blinds_some_query() -> None:
+def test_some_query_of_a_drawn_mask_sees_nothing() -> None:
     """Otherwise the laws of queries that see nothing would hold for no query."""
     case = AttentionCase(2, 4, 2, 40, 40, 16, "float32", mask=True)
     assert any((~drawn_mask(case, seed).any(-1)).any() for seed in range(5))

@@ -1,7 +1,8 @@
-"""Norms in the museum of published faults, and in HONEST right norms, which `lmsys check` must not accuse.
+"""Norms in the museum of published faults, and right norms, which HONEST lists.
 
-A new fault is a function or an autograd Function with the decorator `exhibit(kind, where it was published, what users
-saw, a part of the mistake's name)`. Faults of a backward are made by `with_backward`.
+`lmsys check` must refuse each fault, and must not accuse the right norms. A new fault is a function or an autograd
+Function with the decorator `exhibit(kind, where it was published, what users saw, a part of the mistake's name)`.
+Faults of a backward are made by `with_backward`.
 
 Legend: N rows, M width.
 """
@@ -20,7 +21,7 @@ from lmsys.model.transformer import RMSNorm
 from lmsys.registry import Entry
 from tests.museum.exhibit import exhibit
 
-# The backward of a norm: see `with_backward`.
+# (x, weight, eps, upstream) -> (dx, dw), in the backward of a norm: see `with_backward`.
 Gradients = Callable[[Tensor, Tensor, float, Tensor], tuple[Tensor | None, Tensor | None]]
 
 

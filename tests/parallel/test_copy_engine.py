@@ -1,6 +1,7 @@
 """Strategies over copy engines train as one process does, and their buckets stay where they are in memory.
 
-On CPUs the stand-in of tests/support/engines.py carries the buckets, on GPUs copy engines do.
+Copy engines copy memory between GPUs without a kernel. On CPUs the stand-in of tests/support/engines.py takes their
+place, which sends buckets over gloo.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ recipes = st.builds(Recipe, width=st.integers(1, 9), tied=flags, frozen=flags, u
     recorded=flags,
     seed=st.integers(0, 99),
 )
-def test_it_trains_as_one_process_on_the_whole_batch(
+def test_strategies_train_as_one_process_on_the_whole_batch(
     ranks: WorkerGroup,
     strategy: str,
     recipe: Recipe,
@@ -62,8 +63,9 @@ def test_it_trains_as_one_process_on_the_whole_batch(
 
 @on_first(2)
 def _places(group: Any, comm_dtype: torch.dtype | None) -> Any:
-    """(for each of four steps (True if gradients are views of buckets, addresses of buckets), number of buckets,
-    dtypes of buckets, dtypes of gradients)
+    """(by_step, number of buckets, dtypes of buckets, dtypes of gradients), on a rank.
+
+    by_step  for each of four steps: (True if gradients are views of buckets, the addresses of the buckets)
     """
     by_step = []
     with stand_in():
@@ -80,7 +82,9 @@ def _places(group: Any, comm_dtype: torch.dtype | None) -> Any:
 
 
 @pytest.mark.parametrize("comm_dtype", [None, torch.bfloat16])
-def test_buckets_stay_and_gradients_are_their_views(ranks: WorkerGroup, comm_dtype: torch.dtype | None) -> None:
+def test_buckets_keep_their_memory_and_gradients_are_views_of_them(
+    ranks: WorkerGroup, comm_dtype: torch.dtype | None
+) -> None:
     """Gradients are views from the second step on, since the first step decides how buckets are planned.
 
     If gradients are sent in another dtype, they keep their own memory and dtype.
@@ -92,7 +96,7 @@ def test_buckets_stay_and_gradients_are_their_views(ranks: WorkerGroup, comm_dty
 
 
 def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
-    """For each bucket, after steps with create_graph=True: True if it is part of autograd's graph."""
+    """On a rank: for each bucket, after steps with create_graph=True, True if it is part of autograd's graph."""
     group, in_graph = group_of(2), []
     if dist.get_rank() < 2:
         with stand_in():
@@ -110,18 +114,19 @@ def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
 @pytest.mark.parametrize(
     ("strategy", "comm_dtype"), [("copy_engine", None), ("copy_engine", torch.bfloat16), ("copy_engine_zero1", None)]
 )
-def test_buckets_that_stay_keep_no_graph(ranks: WorkerGroup, strategy: str, comm_dtype: torch.dtype | None) -> None:
+def test_buckets_do_not_keep_autograds_graph(ranks: WorkerGroup, strategy: str, comm_dtype: torch.dtype | None) -> None:
     """A backward with create_graph=True makes a graph, which would grow from step to step."""
     in_graph = ranks.run(_kept_graphs, strategy, comm_dtype)[0]
     assert in_graph and not any(in_graph)
 
 
 def _refused() -> str:
+    """On a rank: the error of making a strategy where there are no copy engines."""
     group = group_of(2)
     return on_ranks.error_of(CopyEngine, Net(Recipe()), group) if dist.get_rank() < 2 else ""
 
 
-def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_without_copy_engines_are_refused(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in ranks.run(_refused)[:2]:
         assert error.startswith("ValueError: copy engines need NCCL and parameters on GPUs; elsewhere take bucketed")
     module = "lmsys.parallel.collectives"
@@ -140,8 +145,8 @@ class _GroupOfTwo:
     group_name = "two"
 
 
-def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise each rank would wait for the other for ever."""
+def test_ranks_that_have_shared_memory_unequally_often_raise_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each rank would wait for the other for ever. The other rank has done so 5 times."""
     monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", lambda flat, name: None)
     counts: list[int] = []
 
@@ -188,10 +193,10 @@ def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str,
 @pytest.mark.parametrize(
     ("strategy", "options"), [("bucketed", {}), ("bucketed", {"comm_dtype": torch.bfloat16}), ("zero1", {})]
 )
-def test_it_trains_bit_for_bit_as_with_nccl(
+def test_weights_have_the_bits_of_those_with_nccl(
     gpu_ranks: WorkerGroup, strategy: str, options: dict[str, Any], graphed: bool
 ) -> None:
-    """To halve a number is exact, and the sum of two halves is rounded once, by NCCL as by copy engines."""
+    """Halving is exact, and NCCL and copy engines both round the sum of two halves once."""
     ours = {"bucketed": "copy_engine", "zero1": "copy_engine_zero1"}[strategy]
     expected = gpu_ranks.run(_trained, strategy, options, graphed)[:2]
     trained = gpu_ranks.run(_trained, ours, options, graphed)[:2]
@@ -205,6 +210,6 @@ def test_it_trains_bit_for_bit_as_with_nccl(
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [Recipe(width=8, tied=True, rare=True), Recipe(width=5, unused=True, mixed=True)])
 @pytest.mark.parametrize("strategy", ["copy_engine", "copy_engine_zero1"])
-def test_as_one_process_on_gpus(gpu_ranks: WorkerGroup, strategy: str, recipe: Recipe) -> None:
+def test_strategies_train_as_one_process_on_gpus(gpu_ranks: WorkerGroup, strategy: str, recipe: Recipe) -> None:
     training = Training(strategy, {"bucket_mb": 1e-4}, optimizer="momentum", steps=5, microbatches=2)
     assert worst_ratio(gpu_ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1

@@ -1,6 +1,7 @@
 """Traits of strategies: facts that benchmarks and training act on, stated by the table or by a class of a user's file.
 
-`StrategyTraits` in lmsys/traits.py declares them. A row of the table needs a test in FACTS only if somebody acts on it.
+`StrategyTraits` in lmsys/traits.py declares them. A row is a strategy in the table STRATEGIES. FACTS has traits of rows
+that a benchmark or training acts on; another row needs no entry there.
 """
 
 import inspect
@@ -14,7 +15,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Traits
 from lmsys.traits import StrategyTraits
 
-OPTIONS = {  # trait: the option of the constructor that it speaks of
+OPTIONS = {  # {trait: the option of the constructor that it is about}
     "takes_bucket_mb": "bucket_mb",
     "tuned_bucket_mb": "bucket_mb",
     "comm_dtypes": "comm_dtype",
@@ -37,7 +38,7 @@ ROWS = {name: row for name, row in STRATEGIES.items() if row.target.startswith("
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 
 
-def test_a_strategy_in_a_file_of_its_own_has_traits_of_its_own(tmp_path: Path) -> None:
+def test_a_strategy_in_a_users_file_states_its_traits(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN_FILE)
     rows = STRATEGIES.select([f"{file}:Plain", f"{file}:Derived"])
@@ -67,7 +68,7 @@ def test_every_trait_is_described() -> None:
 
 
 @rows
-def test_a_trait_that_speaks_of_an_option_has_it(row: Entry) -> None:
+def test_a_row_with_a_trait_about_an_option_has_this_option(row: Entry) -> None:
     options = inspect.signature(row.load()).parameters
     assert all(option in options for trait, option in OPTIONS.items() if getattr(StrategyTraits.of(row), trait))
 
@@ -81,7 +82,6 @@ def test_traits_of_sharding_agree(row: Entry) -> None:
     assert bool(traits.why_not_fused) == (stage > 0)
 
 
-# Facts about rows that are in the table, each of which a benchmark or training acts on. A new row needs none here.
 FACTS = {
     "none": {"synchronizes": False},  # the row that exposed communication and scaling are measured against
     "naive": {"baseline": 1},  # the row that gains are measured against
@@ -98,7 +98,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_facts_that_others_act_on(name: str) -> None:
+def test_rows_have_the_traits_that_others_act_on(name: str) -> None:
     traits = StrategyTraits.of(STRATEGIES[name])
     assert {trait: getattr(traits, trait) for trait in FACTS[name]} == FACTS[name]
 

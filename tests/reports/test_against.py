@@ -1,8 +1,8 @@
 """`lmsys report --before OLD NEW`: verdicts, the page, the exit code (1 if a row is slower), and refused comparisons.
 
-There are two kinds of comparison: of two result files, OLD and NEW, and within one file of a run that measured each row
-both as it is and as it was in an earlier commit (`lmsys bench --against`). `run` makes up a file of the first kind,
-`both` one of the second; a factor slows down the row "flash_triton".
+There are two kinds of comparison. One is of two result files, OLD and NEW. The other is within one file, of a run that
+measured each row of today and of an earlier commit in turns (`lmsys bench --against`). `run` makes up a file of the
+first kind, `run_of_both` one of the second. A factor slows down the row "flash_triton".
 """
 
 import json
@@ -36,7 +36,7 @@ def compared(out: Path, *arguments: object) -> int:
     return main(["--before", *map(str, arguments), "-o", str(out)])
 
 
-def test_a_slower_row_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slower_row_is_reported_and_the_command_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.1, commit="f" * 40)
     assert compared(tmp_path / "out", old, new) == 1
     printed = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
         ({"name": "Another GPU"}, "before ran on Synthetic GPU, after on Another GPU"),
     ],
 )
-def test_runs_that_differ_are_refused_unless_asked(
+def test_runs_that_differ_are_refused_without_anyway(
     machine: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, **machine)
@@ -113,7 +113,7 @@ def test_another_clock_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "by the clock 'cuda_event' before, and by 'perf_counter' after" in capsys.readouterr().err
 
 
-def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_a_common_case_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = save(tmp_path / "old.json", [record("attention", "naive")])
     new = save(tmp_path / "new.json", [record("attention", "naive", queries=7)])
     assert compared(tmp_path / "out", old, new) == 2
@@ -125,14 +125,15 @@ def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert f"--margin={float(margin)}" in capsys.readouterr().err
 
 
-def both(path: Path, factor: float) -> Path:
-    """Writes a result file of a run that measured the earlier rows, and today's rows, slower by a factor."""
+def run_of_both(path: Path, factor: float) -> Path:
+    """Writes a result file of a run that measured earlier rows, and today's, of which one is slower by a factor."""
     against = {"name": "aaaaaaaaaa", "commit": "a" * 40, "margin": 0.02}
-    before, today = (record_of(run(path.with_name(name), 1, by)) for name, by in (("one", 1.0), ("other", factor)))
+    before = records_of(run(path.with_name("before"), 1))
+    today = records_of(run(path.with_name("today"), 1, factor))
     return save(path, [*(earlier(case, against) for case in before), *today])
 
 
-def record_of(path: Path) -> list[dict[str, Any]]:
+def records_of(path: Path) -> list[dict[str, Any]]:
     """The records of a result file."""
     records: list[dict[str, Any]] = load(path)["records"]
     return records
@@ -142,11 +143,11 @@ def test_a_run_that_measured_both_states_is_compared_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The margin is that of the run. The usual report begins with the verdicts, and its chapters have today's rows."""
-    result = both(tmp_path / "both.json", 1.03)
+    result = run_of_both(tmp_path / "both.json", 1.03)
     assert compared(tmp_path / "out", result) == 1
     assert capsys.readouterr().out.startswith("3 slower, 6 same, by a margin of 0.02\n")
     assert compared(tmp_path / "wide", result, "--margin", "0.1") == 0
-    assert compared(tmp_path / "faster", both(tmp_path / "faster.json", 0.9)) == 0
+    assert compared(tmp_path / "faster", run_of_both(tmp_path / "faster.json", 0.9)) == 0
     pages = []
     for name in ("site", "again"):
         assert main([str(result), "-o", str(tmp_path / name)]) == 0
@@ -180,7 +181,7 @@ def test_options_of_the_other_report_are_refused(tmp_path: Path, capsys: pytest.
     assert "--margin is of two runs: name the run before by --before" in capsys.readouterr().err
 
 
-def test_cases_that_are_gone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_that_are_only_in_the_earlier_run_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = save(tmp_path / "old.json", [record("attention", row) for row in ROWS])
     new = save(tmp_path / "new.json", [record("attention", row) for row in ("naive", "sdpa_flash")])
     assert compared(tmp_path / "out", old, new) == 0
@@ -189,7 +190,7 @@ def test_cases_that_are_gone_are_told(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("name", ["a/b", "changed", "../x"])
-def test_any_name_of_a_benchmark_will_do(name: str, tmp_path: Path) -> None:
+def test_a_benchmark_may_have_any_name(name: str, tmp_path: Path) -> None:
     paths = []
     for side in ("old", "new"):
         path = save(tmp_path / f"{side}.json", [record("attention", "naive")])

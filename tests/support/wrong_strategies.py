@@ -130,7 +130,7 @@ class LosesItsState(Sharded):
         super().step(closure)
 
 
-# The class's name, and a part of the mistake that `lmsys check` must report.
+# {a class's name: a part of the mistake that `lmsys check` must report}
 WRONG = {
     "WeightedByTokens": "weighted by the number of tokens",
     "OneLayerForgotten": "the gradients of layers.1.weight are never synchronized",
