@@ -1,8 +1,9 @@
-"""Other people's heads and losses, as rows of `benchmarks.bench_loss`; docs/measurement.md says what is set for each.
+"""Other people's heads and losses, as rows (implementations) of `benchmarks.bench_loss`.
 
-A row maps hidden states (N, M), a weight (V, M), both float32, and targets (N) to the mean loss. In bf16 and fp16 it is
-called under autocast; a row that autocast does not reach casts its inputs itself. `<row>_supports` returns None, or why
-the row cannot run a case. Packages are imported on first use, as most machines have none of them.
+docs/measurement.md says which of their settings are chosen here. A row maps hidden states (N, M), a weight (V, M), both
+float32, and targets (N) to the mean loss. In bf16 and fp16 it is called under autocast; a row that autocast does not
+reach casts its inputs itself. `<row>_supports` returns None, or why the row cannot run a case. Packages are imported on
+first use, as most machines have none of them.
 """
 
 import importlib
@@ -28,16 +29,16 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Liger-Kernel's, in chunks, which adds the gradient of the weight in float32 if it is told to.
+    """Liger-Kernel's loss, in chunks. `accum_dtype` makes it add the gradient of the weight in float32.
 
-    Autocast would reach its matmuls, but would cast the whole weight twice for each chunk.
+    Autocast would reach its matmuls, but would cast the whole weight twice for each chunk. So inputs are cast before.
     """
     package = importlib.import_module("liger_kernel.transformers.functional")
     return package.liger_fused_linear_cross_entropy(*_cast(hidden, weight), targets, accum_dtype=torch.float32)
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, impl: str = "cce") -> Tensor:
-    """Apple's, which follows autocast; `impl` is its name for how gradients are added and what is left out of them."""
+    """Apple's loss, which follows autocast. impl: its way to add gradients, and to leave out small terms of them."""
     return importlib.import_module("cut_cross_entropy").linear_cross_entropy(hidden, weight, targets, impl=impl)
 
 
@@ -46,12 +47,12 @@ cut_cross_entropy_exact = partial(cut_cross_entropy, impl="cce_exact")
 
 
 def quack(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """QuACK's, in chunks, which follows autocast and adds the gradient of the weight in float32."""
+    """QuACK's loss, in chunks, which follows autocast and adds the gradient of the weight in float32."""
     return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy(hidden, weight, targets)
 
 
 def _cast(*tensors: Tensor) -> list[Tensor]:
-    """In the dtype that autocast gives a matmul."""
+    """The tensors in the dtype that autocast gives a matmul."""
     return [x.to(linear.matmul_dtype(x)) for x in tensors]
 
 
@@ -65,10 +66,10 @@ def _why_not(
 ) -> str | None:
     """None, or why a package cannot run a case. ImportError without the package, which `Entry.why_not` explains.
 
-    module      its module that makes the loss
+    module      the package's module that computes the loss
     least       the lowest compute capability that it runs on
-    precisions  those that it knows
-    multiple    of what tokens, features and classes must be multiples
+    precisions  the precisions that it supports
+    multiple    the numbers of tokens, features and classes must be multiples of this
     """
     package = module.partition(".")[0]
     if case.device != "cuda":

@@ -1,7 +1,7 @@
 """`impl="auto"` takes a row that is within 2 % of the fastest one in every measured shape.
 
-Measured are the committed runs on Hopper, and tables of small shapes in reports/results/auto. If a test fails after new
-measurements, change FASTER in `lmsys/attention/auto.py`.
+A row is an implementation of attention. The measurements are the committed runs on Hopper, and tables of small shapes
+in reports/results/auto. If a test fails after new measurements, change FASTER in `lmsys/attention/auto.py`.
 """
 
 import json
@@ -19,7 +19,7 @@ from lmsys.traits import AttentionTraits
 RESULTS = Path(__file__).parents[2] / "reports" / "results"
 PUBLISHED = [*RESULTS.glob("*.json.gz"), *(RESULTS / "h100").glob("*.json.gz")]
 CLASSES = sorted((RESULTS / "auto").glob("*.json"))  # the tables of small shapes
-BEHIND = 1.02  # the most that the time of auto's row may be, relative to that of the fastest row
+BEHIND = 1.02  # the time of auto's row over that of the fastest row is at most this
 TORCH = ("sdpa", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "flex", "varlen_attn")
 HOPPER = {"device": "cuda", "capability": (9, 0)}
 
@@ -50,12 +50,12 @@ def cells() -> Iterator[Any]:
     """(case, seconds by row) for each machine and shape, from the latest committed run that has it."""
     latest: dict[tuple[str, str], tuple[str, AttentionCase, dict[str, float | None]]] = {}
     for path in PUBLISHED:
-        found = json.loads(read_text(path))["lmsys"]
-        for record in found["records"]:
+        content = json.loads(read_text(path))["lmsys"]
+        for record in content["records"]:
             if record.get("benchmark") != "attention" or record["device"] != "cuda" or record.get("memory_limit_bytes"):
                 continue
             cell, _, date = record["comparison"].partition(" ")
-            key = found["machine"]["gpu"], cell
+            key = content["machine"]["gpu"], cell
             if key not in latest or latest[key][0] < date:
                 latest[key] = date, case_of(record), {}
             if latest[key][0] == date:
@@ -67,15 +67,15 @@ def cells() -> Iterator[Any]:
 def classes() -> Iterator[Any]:
     """(case, seconds by row) for each shape of the tables, whose calls were replayed by a CUDA graph."""
     for path in CLASSES:
-        for one in json.loads(path.read_text())["cells"]:
-            case = AttentionCase(**one["case"], **HOPPER)
-            yield pytest.param(case, one["time_s"], id=f"{path.stem} {case}")
+        for cell in json.loads(path.read_text())["cells"]:
+            case = AttentionCase(**cell["case"], **HOPPER)
+            yield pytest.param(case, cell["time_s"], id=f"{path.stem} {case}")
 
 
 @pytest.mark.parametrize(("case", "times"), [*cells(), *classes()])
 def test_auto_is_never_behind_the_best_row(case: AttentionCase, times: dict[str, float | None]) -> None:
     order = iter(ATTENTION.auto(case))
-    picked = next(row for row in order if times.get(row, 0) is not None)  # others cannot run it
+    picked = next(row for row in order if times.get(row, 0) is not None)  # None: it cannot run this
     if picked not in times:
         pytest.skip(f"{picked} was not timed in this shape")
     best = min((time, row) for row, time in times.items() if time is not None and contends(row, case))

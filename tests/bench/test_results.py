@@ -1,7 +1,7 @@
 """Sessions (`lmsys.bench.results`) and journals: a run keeps the results of an earlier run, and of a killed one.
 
 A journal, out.json.partial, gets each record as it is measured. `--resume` carries records over to a new file, and
-`--repeat` measures groups several times. Runners here are made up.
+`--repeat` measures each group of cases several times. The runners here return made-up results.
 """
 
 import json
@@ -24,8 +24,7 @@ from lmsys.measure import machine
 from lmsys.verify import verify
 from tests.support.harness import Telling
 
-# A record.
-ONE = {
+RECORD = {
     "id": "a",
     "benchmark": "attention",
     "section": "s",
@@ -37,20 +36,22 @@ ONE = {
 
 
 def facts() -> dict[str, object]:
+    """What a file says of the machine."""
     return machine.describe("cpu", command="", seed=0, sweep="smoke")
 
 
 def head(**changes: object) -> dict[str, object]:
+    """A result file's content before its records. changes: of facts about the machine."""
     return {"machine": facts() | changes, "fields": {}, "layouts": {}, "rows": {}}
 
 
-def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
+def test_only_results_of_equal_settings_are_resumed(tmp_path: Path) -> None:
     records = [
-        ONE,
-        ONE | {"id": "b", "memory_limit_bytes": 2**30},
-        {**ONE, "id": "c", "outcome": "wrong", "time_s": None},
-        {**ONE, "id": "d", "time_s": None, "reason": "verified, not timed"},
-        {**ONE, "id": "e", "outcome": "error", "time_s": None, "crashed": True},
+        RECORD,
+        RECORD | {"id": "b", "memory_limit_bytes": 2**30},
+        {**RECORD, "id": "c", "outcome": "wrong", "time_s": None},
+        {**RECORD, "id": "d", "time_s": None, "reason": "verified, not timed"},
+        {**RECORD, "id": "e", "outcome": "error", "time_s": None, "crashed": True},
     ]
     journal = record.Journal(tmp_path / "out.json", head())
     for line in records:
@@ -60,6 +61,7 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
     assert journaled["records"] == records
 
     def resumed(limit: int | None, timed: bool = True, retries: bool = False, **changed: str) -> list[str]:
+        """The ids that a run with these settings carries over. retries: measures errors again."""
         session = Session(Settings(device="cpu", memory_limit_bytes=limit, timed=timed), retries=retries)
         session.resume(journaled | {"machine": journaled["machine"] | changed}, [])
         return [name for _, name in session.carried]
@@ -71,10 +73,10 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
             resumed(None, **{fact: "another"})
 
 
-def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None:
+def test_a_killed_run_that_resumed_another_keeps_both_results(tmp_path: Path) -> None:
     output, entry = tmp_path / "out.json", {"extra_info": {"id": "a"}, "stats": {}}
-    output.write_text(json.dumps({"benchmarks": [entry], "lmsys": record.payload(head(), [ONE])}))
-    record.Journal(output, head()).add(ONE | {"id": "b"})
+    output.write_text(json.dumps({"benchmarks": [entry], "lmsys": record.payload(head(), [RECORD])}))
+    record.Journal(output, head()).add(RECORD | {"id": "b"})
     session = Session(Settings(device="cpu"))
     for content, entries in read_results(output):
         session.resume(content, entries)
@@ -82,25 +84,25 @@ def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("moment", range(3))
-def test_a_journal_that_goes_on_from_another_never_holds_less(
+def test_a_journal_that_continues_another_never_has_less(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write, a flush to the disk or the renaming fails, as if the run were killed there."""
     output = tmp_path / "out.json"
-    record.Journal(output, head()).add(ONE)
+    record.Journal(output, head()).add(RECORD)
     names = (files.os, "fsync"), (Path, "replace"), (record, "_line")
     monkeypatch.setattr(*names[moment], lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        record.Journal(output, head(), [ONE, ONE | {"id": "b"}])
+        record.Journal(output, head(), [RECORD, RECORD | {"id": "b"}])
     monkeypatch.undo()
-    assert record.load(output)["records"] == [ONE] and [path.name for path in tmp_path.iterdir()] == [
+    assert record.load(output)["records"] == [RECORD] and [path.name for path in tmp_path.iterdir()] == [
         "out.json.partial"
     ]
-    record.Journal(output, head(), [ONE, ONE | {"id": "b"}])
+    record.Journal(output, head(), [RECORD, RECORD | {"id": "b"}])
     assert [line["id"] for line in record.load(output)["records"]] == ["a", "b"]
 
 
-BENCHMARKS = {
+BENCHMARKS = {  # wrong lists of pytest-benchmark's entries, with the error
     "null": "benchmarks=None must be a list",
     '{"a": 1}': "benchmarks={'a': 1} must be a list",
     "[3]": "benchmarks[0]: must be an object; got a int",
@@ -114,9 +116,9 @@ BENCHMARKS = {
 
 
 @pytest.mark.parametrize("benchmarks", BENCHMARKS)
-def test_what_is_no_entry_of_pytest_benchmark_is_named(benchmarks: str, tmp_path: Path) -> None:
+def test_a_wrong_entry_of_pytest_benchmark_is_named(benchmarks: str, tmp_path: Path) -> None:
     """Both readers of such entries name it: a run that resumes the file, and `lmsys verify`."""
-    path, ours = tmp_path / "out.json", json.dumps(record.payload(head(), [ONE]))
+    path, ours = tmp_path / "out.json", json.dumps(record.payload(head(), [RECORD]))
     path.write_text(f'{{"benchmarks": {benchmarks}, "lmsys": {ours}}}')
     readers: list[Callable[[], object]] = [lambda: list(read_results(path)), lambda: verify(path, {})]
     for reads in readers:
@@ -126,13 +128,13 @@ def test_what_is_no_entry_of_pytest_benchmark_is_named(benchmarks: str, tmp_path
 
 def test_a_file_of_another_schema_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    path.write_text(json.dumps({"lmsys": record.payload(head(), [ONE]) | {"schema": 3}}))
+    path.write_text(json.dumps({"lmsys": record.payload(head(), [RECORD]) | {"schema": 3}}))
     with pytest.raises(ValueError, match=f"^--resume {path}: schema 3 is not the 2 that this version reads"):
         _resume(Session(Settings(device="cpu")), path)
 
 
 class Repeated:
-    """A runner with made-up runs of a group: each is {row: (outcome, seconds of a sample)}; {}: an interrupt."""
+    """A runner with made-up runs of a group. A run is {row: (outcome, seconds of a sample)}, or {} for an interrupt."""
 
     def __init__(self, *runs: dict[str, tuple[str, float]]):
         self.runs, self.closed = [*runs], 0
@@ -149,7 +151,7 @@ class Repeated:
         for name, (outcome, pace) in rows.items():
             samples = [pace * (1 + 0.001 * number) for number in range(10)] if outcome == "ok" else None
             fields = {"id": name, "impl": name, "peer": name == "sdpa", "comparison": "c", "samples_s": samples}
-            yield Result({**ONE, **fields, "outcome": outcome}, samples)
+            yield Result({**RECORD, **fields, "outcome": outcome}, samples)
 
 
 def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Repeated]:
@@ -166,7 +168,7 @@ def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Repe
     return {name: result.record for (_, name), result in session.results.items()}, runner
 
 
-def test_repeats_run_in_fresh_processes_and_say_what_they_differ_by() -> None:
+def test_repeats_run_in_new_processes_and_say_how_much_they_differ() -> None:
     pace = {"sdpa": ("ok", 2.0)}
     records, runner = repeated(*({"mine": ("ok", 1.02**number), **pace} for number in range(3)))
     assert records["mine"]["between_runs"] == pytest.approx(math.log(1.02)) and runner.closed == 2
@@ -174,20 +176,20 @@ def test_repeats_run_in_fresh_processes_and_say_what_they_differ_by() -> None:
     assert "between_runs" not in records["sdpa"]  # no other peer took turns with it
 
 
-def test_what_failed_in_one_of_several_repeats_has_failed() -> None:
+def test_a_row_that_fails_in_one_of_several_repeats_has_failed() -> None:
     good, bad = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}, {"mine": ("wrong", 1.0), "sdpa": ("ok", 2.0)}
     records, _ = repeated(good, bad, good)
     assert records["mine"]["outcome"] == "wrong" and records["sdpa"]["outcome"] == "ok"
 
 
-def test_an_interrupt_leaves_the_repeats_that_are_complete() -> None:
+def test_an_interrupt_keeps_the_repeats_that_are_complete() -> None:
     good = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}
     records, _ = repeated(good, good, {})
     assert {row["outcome"] for row in records.values()} == {"ok"} and len(records) == 2
     assert repeated({})[0] == {}
 
 
-class Leaves(Repeated):
+class Failing(Repeated):
     """A runner that raises `fault` when it is asked to measure ceilings again, at the end of a run."""
 
     def __init__(self, fault: BaseException):
@@ -199,23 +201,23 @@ class Leaves(Repeated):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"), [(KeyboardInterrupt(), "interrupted"), (Ended("the process was killed"), "was killed")]
+    ("fault", "ending"), [(KeyboardInterrupt(), "interrupted"), (Ended("the process was killed"), "was killed")]
 )
-def test_whoever_ends_the_last_measurement_of_ceilings_loses_no_record(fault: BaseException, told: str) -> None:
+def test_an_end_during_the_last_measurement_of_ceilings_loses_no_record(fault: BaseException, ending: str) -> None:
     session = Session(Settings(device="cpu"))
-    session.__dict__["runner"] = Leaves(fault)
-    session.results["attention", "a"] = Result(dict(ONE), [1.0])
+    session.__dict__["runner"] = Failing(fault)
+    session.results["attention", "a"] = Result(dict(RECORD), [1.0])
     session.benchmarks["attention"], session._cases["attention", "a"] = Telling(), None
     content: dict[str, Any] = {"benchmarks": []}
     session.complete(content)
-    assert content["lmsys"]["records"] == [ONE] and content["lmsys"]["seal"] == record.seal(content["lmsys"])
+    assert content["lmsys"]["records"] == [RECORD] and content["lmsys"]["seal"] == record.seal(content["lmsys"])
     (sentence,) = content["lmsys"]["machine"]["ceilings_moved"]
-    assert sentence.startswith("ceilings were not measured again") and sentence.endswith(told)
+    assert sentence.startswith("ceilings were not measured again") and sentence.endswith(ending)
     assert any(sentence in line for line in session.summary())
 
 
 class Rates:
-    """A runner that rates records by new ceilings."""
+    """A runner that computes each record's share of new ceilings, the rates that the machine reaches; here 0.5."""
 
     machine = facts()
 
@@ -223,8 +225,8 @@ class Rates:
         return {"ceilings_moved": []}, [row | {"matmul_ceiling_fraction": 0.5} for _, _, row in rated]
 
 
-def test_what_is_carried_over_is_rated_by_the_ceilings_of_the_new_file() -> None:
-    carried, measured = (ONE | {"id": name, "matmul_ceiling_fraction": 0.25} for name in "ab")
+def test_carried_records_have_shares_of_the_ceilings_of_the_new_file() -> None:
+    carried, measured = (RECORD | {"id": name, "matmul_ceiling_fraction": 0.25} for name in "ab")
     session = Session(Settings(device="cpu"), benchmarks={"attention": Telling()})
     session.resume(head() | {"records": [carried]}, [{"extra_info": dict(carried), "stats": {}}])
     session.__dict__["runner"] = Rates()
@@ -238,6 +240,6 @@ def test_what_is_carried_over_is_rated_by_the_ceilings_of_the_new_file() -> None
 
 def test_records_of_a_benchmark_that_is_not_collected_are_not_carried_over() -> None:
     session = Session(Settings(device="cpu"), benchmarks={"attention": Telling()})
-    session.resume(head() | {"records": [ONE, ONE | {"benchmark": "model"}]}, [])
+    session.resume(head() | {"records": [RECORD, RECORD | {"benchmark": "model"}]}, [])
     with pytest.raises(ValueError, match="--resume: it has records of model, which this run has not: run the files"):
         session.select([])

@@ -41,14 +41,14 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Adapters:
 
 
 @pytest.mark.parametrize("part", BASICS)
-def test_ours_are_right(part: str, adapters: Adapters) -> None:
+def test_our_adapters_are_right(part: str, adapters: Adapters) -> None:
     adapters(**EXAMPLE)
     answer = judged(PARTS[part], math.inf)
     assert answer["verdict"] == parts.RIGHT, answer
     assert answer["cases"] > 0 and set(answer["beyond"].values()) <= {parts.RIGHT}
 
 
-# The parts of MISTAKES: functions with one mistake each, or that make such functions.
+# For MISTAKES: functions with one mistake each, and functions that make such functions.
 def attention_of(mask: Callable[[Tensor], Tensor | None], scale: float | None = None) -> Callable[..., Tensor]:
     return lambda q, k, v, given: attended(q, k, v, mask(given), scale=scale)
 
@@ -163,7 +163,7 @@ def test_a_mistake_is_named(part: str, functions: dict[str, Any], mistake: str, 
 
 
 def test_a_loss_that_overflows_is_wrong(adapters: Adapters) -> None:
-    """The course's tests ask for logits a thousand times as large."""
+    """The course's own tests have logits that are a thousand times as large."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return (inputs.exp().sum(-1).log() - inputs.gather(-1, targets[:, None])[:, 0]).mean()
@@ -173,7 +173,7 @@ def test_a_loss_that_overflows_is_wrong(adapters: Adapters) -> None:
     assert answer["verdict"] == parts.WRONG and "logits" in answer["text"], answer
 
 
-def test_what_the_handout_does_not_ask_is_never_wrong(adapters: Adapters) -> None:
+def test_what_the_handout_does_not_demand_is_never_wrong(adapters: Adapters) -> None:
     """A norm that takes only float32 of three dimensions, and a RoPE that takes only positions of one dimension."""
 
     def norm(d: int, eps: float, w: Tensor, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_what_the_handout_does_not_ask_is_never_wrong(adapters: Adapters) -> Non
         assert answer["verdict"] == parts.RIGHT and answer["beyond"][aspect] == "refused", answer
 
 
-def test_an_exception_refuses_or_says_that_nothing_is_written(adapters: Adapters) -> None:
+def test_the_kind_of_an_exception_decides_the_verdict(adapters: Adapters) -> None:
     def absent(*_: Any) -> Tensor:
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
 
@@ -204,7 +204,7 @@ def test_an_exception_refuses_or_says_that_nothing_is_written(adapters: Adapters
     assert missing["verdict"] == parts.NOT_WRITTEN
 
 
-def test_a_result_of_another_kind_is_said(adapters: Adapters) -> None:
+def test_a_result_of_another_shape_or_type_is_named(adapters: Adapters) -> None:
     adapters(run_silu=lambda x: x[0], run_linear=lambda *_: None)
     assert "shape (5,); expected a tensor of shape (2, 5)" in judged(PARTS["SiLU"], 0.0)["text"]
     assert "NoneType" in judged(PARTS["linear layer"], 0.0)["text"]

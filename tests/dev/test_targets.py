@@ -1,6 +1,9 @@
-"""`python -m dev.targets` says which of the kernels that a target launches do not compile for a card, or do not fit it.
+"""`python -m dev.targets`: which kernels that a target launches do not compile for a card, or do not fit it.
 
-The targets are functions of `tests/support/kernels_for_cards.py`.
+A target is a function that launches kernels of Triton; those here are in `tests/support/kernels_for_cards.py`. A card
+is a GPU, which need not be there, named by its architecture, such as sm_86. An answer is about one kernel on one card:
+its registers, the shared memory that it needs, the blocks that fit a multiprocessor at once, or the reason why none
+does.
 """
 
 import json
@@ -55,14 +58,14 @@ def test_a_kernel_that_does_not_compile_has_a_reason_of_one_line(capfd: pytest.C
     assert "no_such_thing" in first and "0 of 1" in first and "small_product" in second and "1 of 2" in second
     assert "does not compile" in why_first and "no_such_function" in why_first
     assert re.search(r"does not compile: \w+: .*kernels_for_cards.py:\d+.* error: ", why_second)
-    assert lacking == "    sm_75 has no bfloat16 in hardware" and " no " in second  # of the tensor cores
+    assert lacking == "    sm_75 has no bfloat16 in hardware" and " no " in second  # it uses no tensor cores
 
 
 def test_a_target_sees_its_card(capfd: pytest.CaptureFixture[str]) -> None:
-    """Questions of the target to torch and Triton are answered as on that card, and its output is kept apart.
+    """torch and Triton answer the target as they would on that card. What it prints is not in the output.
 
-    It asks for versions, limits and device numbers, and uses custom operators, warm-ups, benchmarks and the best
-    configuration.
+    It reads versions, limits and device numbers, and uses custom operators, warm-ups, benchmarks and the best
+    configuration of an autotuned kernel.
     """
     assert main([f"{KERNELS}:launch_as_libraries_do", "--card", "sm_75,gfx942", "--json"]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
@@ -109,7 +112,7 @@ def test_a_row_of_ours_launches_all_tiles_that_it_would_time(capsys: pytest.Capt
     shared=st.integers(0, 256 * KIB),
     warps=st.sampled_from([1, 2, 4, 8, 16]),
 )
-def test_blocks_that_are_held_fit(card: cards.Card, registers: int, shared: int, warps: int) -> None:
+def test_the_blocks_of_a_multiprocessor_fit_it(card: cards.Card, registers: int, shared: int, warps: int) -> None:
     held = card.held(registers, shared, warps)
     assert held >= 0 and (shared <= card.block_bytes or held == 0)
     assert held * warps * card.warp <= card.threads and held * shared <= card.shared_bytes
@@ -119,7 +122,7 @@ def test_blocks_that_are_held_fit(card: cards.Card, registers: int, shared: int,
     assert card.held(min(255, registers + 8), shared, warps) <= held
 
 
-@pytest.mark.parametrize(  # as NVIDIA's occupancy calculator has them
+@pytest.mark.parametrize(  # numbers of NVIDIA's occupancy calculator
     ("arch", "registers", "shared", "warps", "blocks"),
     [
         ("sm_80", 128, 0, 4, 4),
@@ -129,11 +132,11 @@ def test_blocks_that_are_held_fit(card: cards.Card, registers: int, shared: int,
         ("sm_75", 64, 32 * KIB, 4, 2),
     ],
 )
-def test_blocks_of_known_kernels(arch: str, registers: int, shared: int, warps: int, blocks: int) -> None:
+def test_known_numbers_of_blocks(arch: str, registers: int, shared: int, warps: int, blocks: int) -> None:
     assert CARDS[arch].held(registers, shared, warps) == blocks
 
 
-def test_a_compiler_that_ends_its_process_costs_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compiler_that_ends_its_process_fails_one_kernel_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """LLVM aborts on instructions of another card. An exception that the target raises is the last answer."""
     status, (ended, behind, caller) = answers_to(capsys, f"{KERNELS}:launch_what_ends_the_compiler", "--card", "sm_86")
     assert status == 1 and ended["reason"] == "its compiler ends: LLVM ERROR: Cannot select: intrinsic"

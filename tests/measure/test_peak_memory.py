@@ -30,7 +30,7 @@ def zeros(device: str) -> Tensor:
     return torch.zeros(SIZE, device=device)
 
 
-def test_phases_tell_peak_and_what_stays(device: str) -> None:
+def test_a_phase_has_its_peak_and_what_is_live_after_it(device: str) -> None:
     kept: list[Tensor] = []
 
     def grow() -> None:
@@ -56,7 +56,7 @@ def test_phases_of_a_step(device: str) -> None:
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
     y: list[Tensor] = []
 
-    def warm_up() -> None:  # so that the libraries that allocate a workspace of their own have done so
+    def warm_up() -> None:  # libraries allocate their workspaces here
         layers(x).sum().backward()
         optimizer.zero_grad()
 
@@ -82,8 +82,8 @@ def test_a_breakdown_counts_each_storage_once(device: str) -> None:
     optimizer.step()
     after = before | {
         "gradients_bytes": parameters,
-        "optimizer_bytes": 2 * parameters + 2 * 4 + 4,
-    }  # and three counters
+        "optimizer_bytes": 2 * parameters + 2 * 4 + 4,  # Adam's two moments, and a counter for each of 3 parameters
+    }
     assert memory.breakdown(module, optimizer) == after
     flat = torch.zeros(parameters // 4, device=device)
     offset = 0
@@ -106,10 +106,10 @@ def test_the_timeline_follows_each_event(device: str) -> None:
         return y.mul(2)
 
     timeline = memory.timeline({"one": call, "two": lambda: zeros(device)}, device)
-    (times, live), (later, last) = (zip(*points, strict=True) for points in timeline.values())
+    (times, live), (later_times, last) = (zip(*points, strict=True) for points in timeline.values())
     levels = [size // SIZE for size in live]  # rounded down, as operators also allocate scalars
     assert [level for level, _ in itertools.groupby(levels)][:4] == [4, 8, 4, 8]
-    assert times[0] == 0 and [*times, *later] == sorted([*times, *later])
+    assert times[0] == 0 and [*times, *later_times] == sorted([*times, *later_times])
     assert max(live) == memory.peak_bytes(call, device) and list(last) == [4 * SIZE, 0]
     assert memory.timeline({"none": lambda: None}, device) == {"none": []}
 
@@ -122,7 +122,7 @@ def test_lines_survive_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) ->
     assert [event.function for event in events if event.bytes == 4 * SIZE] == ["zeros"]
 
 
-def test_events_are_asked_of_allocators_that_tell() -> None:
+def test_devices_without_allocator_events_are_refused() -> None:
     with pytest.raises(ValueError, match="device='meta' must be one of cpu, cuda"):
         memory.timeline({"none": lambda: None}, "meta")
 

@@ -58,7 +58,8 @@ def descriptor(block: list[int], dtype: torch.dtype) -> str:
 def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
     """The kernel compiled for sm_90a.
 
-    signature  {argument: type}; any other is a pointer to float32, a float32 or an int32, as its name says
+    signature  {argument: type}; others have types by their names: *_ptr is a pointer to float32, *scale a float32, all
+               others are int32
     constants  {argument: value}
     options    of the compiler, such as maxnreg
     """
@@ -236,7 +237,7 @@ def main(dtypes: list[str], every: bool, head_dims: list[int]) -> None:
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:
-    """All plans if `every`, else a list of the last one, which is the plan for the longest sequences."""
+    """All plans (keys of the dictionary) if `every`, else the last one alone, which is for the longest sequences."""
     return list(plans) if every else list(plans)[-1:]
 
 

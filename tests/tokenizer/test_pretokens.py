@@ -1,7 +1,7 @@
 """Splitting text into pre-tokens (lmsys/tokenizer/pretokens.py) and files into chunks (lmsys/tokenizer/chunks.py).
 
-`naive.split`, which applies GPT-2's regular expression as it is written, is the reference. Other tests are of the
-places at which a text may be cut, and of `Words`, which numbers the distinct pre-tokens.
+The reference is `naive.split`, which applies GPT-2's regular expression as it is written. Other tests are about the
+places where a text may be cut into chunks, and about `Words`, which numbers the distinct pre-tokens.
 """
 
 import sys
@@ -28,10 +28,10 @@ def test_splitting_equals_the_pattern(text: str, specials: list[str]) -> None:
     assert pretokens(text.encode(), specials) == [word.encode() for word in naive.split(text, specials)]
 
 
-def test_every_character_is_of_the_kind_that_the_pattern_gives_it() -> None:
+def test_every_character_has_the_class_that_it_has_in_the_pattern() -> None:
+    """Each character stands after a letter, a digit and a space. Of the rare planes every 97th is tested."""
     codes = [*range(0xD800), *range(0xE000, 0x20000), *range(0x20000, sys.maxunicode + 1, 97)]
-    every = list(map(chr, codes))
-    text = "".join(f"a{char}1{char} {char}" for char in every)
+    text = "".join(f"a{char}1{char} {char}" for char in map(chr, codes))
     assert b"|".join(pretokens(text.encode(), [])).decode() == "|".join(regex.findall(PATTERN, text))
 
 
@@ -43,7 +43,7 @@ def test_splitting_loses_no_byte(data: bytes, specials: list[str]) -> None:
 @settings(max_examples=300)
 @example("aabaaaa 1", ["aab", "ba"])
 @given(texts, special_lists)
-def test_no_cut_changes_anything(text: str, specials: list[str]) -> None:
+def test_no_cut_changes_the_pretokens(text: str, specials: list[str]) -> None:
     data, splitter = text.encode(), Pretokenizer(specials)
     uncut = pretokens(data, specials)
     for after in range(len(data)):
@@ -59,13 +59,13 @@ def test_there_are_cuts_between_words_and_behind_special_tokens() -> None:
     assert Pretokenizer(["<|end|>"]).cut(b"a" * 100, 0) is None
 
 
-def test_of_many_special_tokens_not_every_two_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many special tokens, which would be compared for days, a text is just not cut behind any of them."""
-    counted: list[bytes] = []
-    monkeypatch.setattr(module, "_may_overlap", lambda token, other: counted.append(token))
+def test_many_special_tokens_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs are compared to find tokens that may overlap. To save days, no text is cut behind any of many tokens."""
+    compared: list[bytes] = []
+    monkeypatch.setattr(module, "_may_overlap", lambda token, other: compared.append(token))
     many = [f"<{number}>" for number in range(1000)]
     assert list(Pretokenizer(many).starts(b"a<1>b<10>" + bytes(PAD))) == [0, 1, 4, 5, 9]
-    assert not counted and Pretokenizer(many[:9]) and len(counted) == 81
+    assert not compared and Pretokenizer(many[:9]) and len(compared) == 81
 
 
 @given(st.lists(texts, max_size=6))
@@ -80,7 +80,7 @@ def test_words_are_numbered_once_and_found_again(lines: list[str]) -> None:
 
 
 def test_many_words_are_kept_apart() -> None:
-    """Words whose keys in the hash table differ in length alone or in one byte, and so many that the table grows."""
+    """Words differ in their length alone, or in one byte. They are so many that the hash table grows."""
     every = [bytes([65 + i % 7]) * (i % 23 + 1) + b"\x00" * (i % 3) + str(i // 100).encode() for i in range(30_000)]
     starts = np.cumsum([0, *map(len, every)])
     words = Words()
@@ -124,6 +124,7 @@ def test_readers_share_the_text_evenly(
     parts = [whole(folder / str(index)) for index in range(len(lengths))]
     shares = [sum(chunk.size for chunk in share) for share in split(parts, Pretokenizer(), count)]
     even = sum(part.size for part in parts) / count
+    # A cut lies between words, at most one word and a space from where an even share would end.
     assert all(abs(sum(shares[:reader]) - even * reader) <= 6 for reader in range(1, count + 1))
 
 

@@ -1,6 +1,7 @@
-"""`StopSignals`: a process gets two signals to end. It lives on if its step ends then, else it ends at once.
+"""`StopSignals`: what a second signal to end does to a process, in the middle of a training step.
 
-After the second signal a step has a few seconds, here ENDED_S, to end.
+If the step runs Python code within a few seconds, KeyboardInterrupt is raised there, and the process lives on. If it
+does not, because it waits in C or C++, the process exits.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import pytest
 from lmsys import processes
 from lmsys.training import stopping
 
-ENDED_S = 0.3  # in place of the seconds that a step has in a training
+ENDED_S = 0.3  # seconds that a step has here
 
 
 def step_in_c() -> None:
@@ -29,8 +30,8 @@ def step_that_ends() -> None:
     time.sleep(0.5)
 
 
-def told_twice(step: str, again_s: float) -> str:
-    """Runs this step in a process that gets two signals: the outcome. It needs a process of its own.
+def outcome_of_signals(step: str, again_s: float) -> str:
+    """Runs the function of this name while this process, which is the test's own, gets two signals to end.
 
     again_s  a second signal within so many seconds of the first does not count
     """
@@ -46,15 +47,15 @@ def told_twice(step: str, again_s: float) -> str:
     return "was not interrupted"
 
 
-def test_it_lives_on_where_its_step_ends() -> None:
-    assert processes.in_own_process(told_twice, "step_in_python", 0.05, timeout_s=60.0) == "lives on"
+def test_the_process_lives_on_if_its_step_runs_python() -> None:
+    assert processes.in_own_process(outcome_of_signals, "step_in_python", 0.05, timeout_s=60.0) == "lives on"
 
 
-def test_two_signals_at_once_are_one_wish() -> None:
-    """torchrun's ranks get several when their agent dies, and after Ctrl-C."""
-    assert processes.in_own_process(told_twice, "step_that_ends", 5.0, timeout_s=60.0) == "was not interrupted"
+def test_two_signals_at_once_count_as_one() -> None:
+    """torchrun's ranks get several signals when their agent dies, and after Ctrl-C."""
+    assert processes.in_own_process(outcome_of_signals, "step_that_ends", 5.0, timeout_s=60.0) == "was not interrupted"
 
 
-def test_it_ends_where_its_step_does_not() -> None:
+def test_the_process_ends_if_its_step_runs_no_python() -> None:
     with pytest.raises(processes.ProcessError, match=f"exit code {128 + signal.SIGTERM}"):
-        processes.in_own_process(told_twice, "step_in_c", 0.05, timeout_s=60.0)
+        processes.in_own_process(outcome_of_signals, "step_in_c", 0.05, timeout_s=60.0)
