@@ -1,8 +1,8 @@
 """Collectives: all-reduce, reduce-scatter, all-gather and broadcast, by size, number of ranks and backend.
 
-The result of each is checked. Then it is timed through our own calls (`lmsys.parallel.collectives`), and in a plain
-loop of torch's. `measure` runs on the ranks; `Collectives` asks them and makes the record. An operation is a row of
-OPERATIONS.
+The result of each is checked. Then it is timed twice: by calls of `lmsys.parallel.collectives` ("ours"), and by calls
+of torch.distributed in a plain loop. `measure` runs on the ranks; `Collectives` calls it and makes the record. A new
+operation is a row of OPERATIONS, with its call in `_plain` and its result in `Inputs.expected`.
 """
 
 import random
@@ -42,7 +42,7 @@ from lmsys.parallel.group import BACKENDS, device
 
 @dataclass(frozen=True)
 class CollectiveCase(Case):
-    """An operation on so many megabytes, of 10^6 bytes, over so many ranks."""
+    """An operation on a tensor of so many megabytes (10⁶ bytes each), on `world_size` ranks."""
 
     megabytes: int
     world_size: int
@@ -58,19 +58,24 @@ class CollectiveCase(Case):
 
     @property
     def numel(self) -> int:
-        """float32 elements of the whole tensor, a multiple of the world size."""
+        """The number of float32 elements of the whole tensor, a multiple of the world size."""
         return self.megabytes * 10**6 // 4 // self.world_size * self.world_size
 
 
-MAX_ROUNDS = 200
-LEAD_S = 0.05  # longer than the host needs to launch MAX_ROUNDS calls
-MEANS = ("all_reduce", "reduce_scatter")
+MAX_ROUNDS = 200  # the most timed calls of an operation
+LEAD_S = 0.05  # for so long GPUs wait while calls are launched: more than the host needs for MAX_ROUNDS
+MEANS = ("all_reduce", "reduce_scatter")  # operations that average over ranks
 
 
 @dataclass
 class Measured:
-    """On a rank: what is wrong with a result, empty if nothing is; seconds of each call through ours, and of one in
-    torch's plain loop; number and draw of the timed calls that were checked."""
+    """The measurements of an operation on one rank.
+
+    wrong    what is wrong with a result; "" if nothing is
+    samples  seconds of each of our calls
+    loop_s   seconds of a call in torch's plain loop
+    checked  (number, draw) of each timed call whose result was checked
+    """
 
     wrong: str = ""
     samples: list[float] = field(default_factory=list)
@@ -80,7 +85,7 @@ class Measured:
 
 @ranks.on_part
 def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Measured:
-    """Ours and the plain loop take about so many `seconds` both; None: the operation is checked only."""
+    """On a rank: checks and times an operation. Our calls take about `seconds` together; None: it is only checked."""
     group, inputs = ranks.subgroup(case.world_size), Inputs(case, seed)
     call = _ours(case, inputs, group)
     inputs.fill(seed)
@@ -88,9 +93,9 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     if seconds is None or _most(float(bool(wrong)), group):
         return Measured(wrong)
     plain = _plain(case, inputs.stream[: case.numel].clone(), group)
-    calls = max(2, min(20, int(0.3 / _loop(plain, 1, group))))  # of a loop of 0.3 s
+    calls = max(2, min(20, int(0.3 / _loop(plain, 1, group))))  # a loop takes about 0.3 s
     loop = min(_loop(plain, calls, group) for _ in range(2))
-    # Rank 0 says now, when sampling begins, how many calls there are and by which seed they are drawn.
+    # Rank 0 decides only now how many calls there are, and by which seed inputs are drawn: no row can know it before.
     plan = torch.tensor([max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), ranks.entropy()], device=device())
     dist.broadcast(plan, 0, group=group)
     rounds, chance = int(plan[0]), random.Random(int(plan[1]))
@@ -106,7 +111,7 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
 def _times(
     call: Callable[[], torch.Tensor], inputs: "Inputs", drawn: list[int], checked: list[int], group: Any
 ) -> tuple[list[float], dict[int, Any]]:
-    """(seconds of each call, by number copies of the results that are checked), whose memory is there beforehand."""
+    """(seconds of each call, {number: a copy of the result} of the checked calls, in memory that is there before)."""
     room = [torch.empty_like(inputs.out) for _ in checked]
 
     def keep(result: torch.Tensor, key: int | None) -> torch.Tensor | None:
@@ -122,11 +127,11 @@ def _times(
 
 
 class Inputs:
-    """This rank's numbers: for each draw another window of a stream of whole numbers, which all ranks can make.
+    """This rank's input and output of the operation. Each draw is another window of the rank's stream of numbers.
 
-    drawn   this rank's input: what the operation is to change, or to read
-    out     where its result is to be
-    stream  its numbers, held
+    drawn   the input, which the operation reads or changes
+    out     the tensor that gets the result
+    stream  this rank's numbers; other ranks can compute them, too
     """
 
     def __init__(self, case: CollectiveCase, seed: int):
@@ -138,8 +143,7 @@ class Inputs:
         self.drawn = {"reduce_scatter": x, "all_gather": part}.get(case.impl, self.out)
 
     def stream_of(self, rank: int) -> torch.Tensor:
-        """Whole numbers of 16 bits, in float32: any order of addition gives the same sum, and whatever is narrower
-        than float32 another one."""
+        """Whole numbers of 16 bits, in float32. Any order of addition gives one sum, a narrower dtype gives another."""
         stream, count = draws.key(self.seed, f"rank {rank}"), self.case.numel + draws.STARTS
         return draws.whole_numbers(stream, 0, count, 2**16, device()).float() - 2**15
 
@@ -150,7 +154,7 @@ class Inputs:
         self.drawn.copy_(self.window(self.stream, self.rank, draw))
 
     def expected(self, drawn: Iterable[int]) -> dict[int, torch.Tensor]:
-        """By draw: what this rank's result should be, of a mean the sum."""
+        """{draw: the right result on this rank}; of an operation in MEANS it is the sum over ranks, not the mean."""
         world_size, rank, kind = self.case.world_size, self.rank, self.case.impl
         by_draw: dict[int, list[torch.Tensor]] = {draw: [] for draw in drawn}
         for sender in range(1 if kind == "broadcast" else world_size):
@@ -167,6 +171,7 @@ class Inputs:
 
 
 def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], torch.Tensor]:
+    """A function that runs our operation on the inputs, waits for it, and returns its result."""
     operation, out = case.entry.load(), inputs.out
     sent = () if inputs.drawn is out else (inputs.drawn,)
 
@@ -181,7 +186,7 @@ def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], torc
 
 
 def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], Any]:
-    """One call of torch.distributed, as its documentation has it."""
+    """A function that makes one call of torch.distributed, as its documentation shows it."""
     part = x.chunk(case.world_size)[dist.get_rank()].clone()
     out = torch.empty_like(x)
     average = dist.ReduceOp.AVG if case.backend == "nccl" else dist.ReduceOp.SUM
@@ -194,18 +199,18 @@ def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], An
 
 
 def _differences(inputs: Inputs, results: Mapping[int, torch.Tensor]) -> dict[int, str]:
-    """Says what is wrong with which results, by the draws of their inputs."""
+    """{draw: what is wrong with its result}, of the results that are wrong."""
     case, differences = inputs.case, dict[int, str]()
     scale = case.world_size if case.impl in MEANS else 1
     for draw, expected in inputs.expected(results).items():
-        off = ((results[draw] * scale).round() - expected).abs().max().item() / scale  # exact but for the division
+        off = ((results[draw] * scale).round() - expected).abs().max().item() / scale  # only the division rounds
         if off != 0:
             differences[draw] = f"rank {inputs.rank}: the result of {case.impl} is off by {off:.3g}"
     return differences
 
 
 def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
-    """Seconds of a call among so many, one after another; of the slowest rank."""
+    """Seconds of one call in a loop of so many, on the slowest rank."""
     dist.barrier(group)
     synchronize(device().type)
     start = perf_counter()
@@ -216,7 +221,7 @@ def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
 
 
 def _most(value: float, group: Any) -> float:
-    """The largest of any rank."""
+    """The largest value of any rank."""
     largest = torch.tensor(value, device=device())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest.item()
@@ -234,7 +239,7 @@ OPERATIONS = Table(
 
 
 class Collectives(OnRanks):
-    """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
+    """Each operation is checked and timed on the ranks, one after another, since they share links."""
 
     name = "collectives"
     layout = layouts.COLLECTIVES
@@ -279,7 +284,7 @@ class Collectives(OnRanks):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[CollectiveCase]:
-        """Two ranks or more, for each backend of the grid, else for each that this machine has."""
+        """Cases on two ranks or more, for each backend of the grid, or by default each that this machine has."""
         for backend in grid["backend"] or (("nccl", "gloo") if settings.device == "cuda" else ("gloo",)):
             on, sizes = "cuda" if backend == "nccl" else "cpu", ranks.world_sizes(grid, backend)
             for size, operation, megabytes in product(
@@ -291,7 +296,7 @@ class Collectives(OnRanks):
         return False  # each row is another operation
 
     def sample(self, turn: Sequence[CollectiveCase], trial: Any) -> None:
-        """Checks the only case of the turn, and takes its samples: seconds of each call, of the slowest rank."""
+        """Checks and times the only case of the turn. A sample is the time of a call on the slowest rank."""
         (case,) = turn
         settings, candidate, measurement = trial.settings, trial.candidate(case), trial.measurements[case.id]
         answers: list[Measured] | None = candidate.attempt(

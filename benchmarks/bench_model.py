@@ -1,7 +1,8 @@
-"""The language model: inference, a training step and its phases, by size, context, batch, precision and attention row.
+"""The language model: inference, a training step and its phases, by size, context, batch, precision and row.
 
-`model/cases.py` holds the case and the check before timing, `model/rig.py` the calls that are timed, `model/spots.py`
-the checks of timed calls. `bench_anatomy.py` profiles the same cases.
+A row is a kernel of attention in our model, or somebody else's whole model. `model/cases.py` holds the case and the
+check before timing (`Gate`), `model/rig.py` the calls that are timed, `model/spots.py` the checks of timed calls.
+`bench_anatomy.py` profiles the same cases.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,11 @@ from lmsys.measure.compare import attempt
 
 @dataclass
 class Setup:
-    """The gate, until it has judged; from the first step on the whole models, which need its room."""
+    """What a group of cases shares: the gate until it has checked the rows, and then the whole models.
+
+    gate      the check before timing; None afterwards, as the models need its memory
+    make_rig  builds the models (`rig`), on first use
+    """
 
     gate: Gate | None
     make_rig: Callable[[], Rig]
@@ -34,9 +39,10 @@ class Setup:
 
 
 class ModelBenchmark(Benchmark):
-    """A row is opened once for all modes with gradients, and once for inference.
+    """The base of the benchmarks of models. A row is compiled and checked once for all modes with gradients, and once
+    for inference.
 
-    Each case runs alone once before it is sampled, which decides whether it is out of memory.
+    Each case runs once with no other in memory before it is sampled, which decides whether it is out of memory.
     """
 
     tables = {"attention": models.MODEL_ROWS}
@@ -51,7 +57,7 @@ class ModelBenchmark(Benchmark):
             rows if against else (),
             list(grid.product("checkpoint", "residual")),
         ):
-            # Other modes keep nothing for a backward.
+            # Other modes keep nothing for a backward, so levels of checkpointing do not matter.
             if checkpoint == "none" or mode in ("train_forward", "backward", "step"):
                 asked = grid.name, entry, settings.device, *shape, compile, mode, warmup
                 yield ModelTest(*asked, checkpoint=checkpoint, residual=residual)
@@ -107,7 +113,7 @@ class ModelBenchmark(Benchmark):
             candidate.call = None
 
     def redraw(self, setup: Setup, draw: int) -> None:
-        if "rig" in vars(setup):  # a cold start has none, and nothing to judge
+        if "rig" in vars(setup):  # cold starts (`warmup`) run in other processes, with a rig of their own
             setup.rig.draws.fill(draw)
 
     def judge(self, case: ModelTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
@@ -124,7 +130,7 @@ class ModelBenchmark(Benchmark):
 
 
 class Model(ModelBenchmark):
-    """Every row, eager and compiled, in every mode, at one size, context, batch and precision."""
+    """Every row at one size, context, batch and precision: eager and compiled, in every mode."""
 
     name = "model"
     layout = LAYOUT
@@ -165,7 +171,7 @@ class Model(ModelBenchmark):
     )
 
     def sample(self, turn: Sequence[ModelTest], trial: Any) -> None:
-        """Samples rows in turns, but cold starts one after another, each in a process of its own."""
+        """Samples rows in turns. Cold starts, cases with `warmup`, run one after another in a new process each."""
         for case in turn:
             if case.warmup is None:
                 return trial.interleave(turn)
@@ -184,7 +190,7 @@ class Model(ModelBenchmark):
         return case.batch * case.context
 
     def metrics(self, case: ModelTest, record: Record, machine: Record) -> Record:
-        """Work, and with a time the rates and their share of what this machine reaches and what its maker states."""
+        """Operations, and with a time the rates, as shares of what this machine reaches and what its maker states."""
         tokens, time_s = self.tokens(case), record.get("time_s")
         flops = (
             operations.model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode)
@@ -199,14 +205,17 @@ class Model(ModelBenchmark):
 
 
 def predicted_bytes(case: ModelTest, record: Record) -> int | None:
-    """Bytes held and the peak above them, where `training_memory` says them: ours, eager, and keeping no scores."""
+    """Bytes held and the peak above them, as `training_memory` predicts them.
+
+    None for cases that it does not know: others' models, compiled ones, and attention that keeps scores.
+    """
     runtime = case.runtime | ({"checkpoint_blocks": record["levels"]} if record.get("levels") else {})
     if (
         (case.mode, case.compile) != ("step", "eager")
         or case.peer
         or traits.AttentionTraits.of(case.attention).keeps_scores
         or record["outcome"] == "unsupported"
-        or runtime.get("checkpoint_blocks") == checkpointing.FIT  # nothing has been chosen
+        or runtime.get("checkpoint_blocks") == checkpointing.FIT  # no levels were chosen, as the row did not run
     ):
         return None
     return memory.training_memory(replace(case.config, **runtime), case.batch, case.context, case.precision).peak

@@ -5,15 +5,16 @@ and `benchmarks.loss_peers` has other people's. An implementation maps hidden st
 (N) to the mean loss; its answer is that loss and the gradients of hidden and weight. N tokens, V classes, M features.
 
     before timing   `Inputs.check` compares a whole answer with `references`, which `Inputs.in_blocks` makes
-    timed calls     `Inputs.keep` copies some of the answer, `Inputs.judge` compares it with `sampled_answer`
-    without a GPU   `repeat` judges once more what a record holds of a timed call, for `lmsys verify`
+    timed calls     `Inputs.keep` copies a part of the answer, `Inputs.judge` compares it with `sampled_answer`
+    afterwards      `repeat` judges the part of a timed call that a record holds, for `lmsys verify`, without a GPU
 
-`benchmarks.models` computes the error that is allowed. Some tokens are extreme (`lmsys.extremes.loss`): they, and the
-classes that they add to, have a budget of their own, so that they do not widen that of the others.
+`benchmarks.models` computes budgets, the errors that are allowed. Some tokens are extreme (`lmsys.extremes.loss`).
+These tokens, and the classes whose gradients they add to, have a budget of their own, so that other tokens' is not
+wider.
 
-Of a timed call the loss is judged, and some rows of both gradients: `slices_of` chooses them by a key that no
-implementation knows beforehand. A row of the gradient of hidden depends on all classes, and one of the weight's on all
-tokens. Some are of extreme tokens and their classes. One row goes into the record, for `repeat`.
+Of a timed call the loss and some rows of both gradients are judged. `slices_of` chooses them by a key that no
+implementation knows beforehand; some are rows of extreme tokens and their classes. A row of the gradient of hidden
+depends on all classes, and one of the weight's on all tokens. One row goes into the record, for `repeat`.
 """
 
 import base64
@@ -51,10 +52,10 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Inputs:
-    """hidden (N, M) and weight (V, M), both leaves, and targets (N); gradients are those of the loss times `scale`.
+    """hidden (N, M) and weight (V, M), both leaves, and targets (N). Gradients are of the loss times `scale`.
 
-    groups        a number for each token (N), and one for each class (V): 0 for ordinary tokens, and for classes to
-                  whose gradient no extreme token adds. Each group has a budget of its own
+    groups        (numbers of the tokens (N), numbers of the classes (V)): 0 for ordinary tokens, and for classes to
+                  whose gradient no extreme token adds. Tokens or classes of one number have a budget of their own
     exact, plain  the answers of `references`, with the loss of each token: in float64, and by plain PyTorch in the
                   precision that is tested. They are on the host, to leave the device to the implementation
     """
@@ -70,7 +71,7 @@ class Inputs:
 
     @classmethod
     def empty(cls, tokens: int, d_model: int, vocab_size: int, precision: str, device: str) -> "Inputs":
-        """Inputs of these sizes for `LossDraws` to fill. In fp16 the loss is scaled, as small gradients would be 0."""
+        """Inputs of these sizes, which `LossDraws` fills. In fp16 the loss is scaled, as small gradients would be 0."""
         hidden, weight = (torch.empty(n, d_model, device=device, requires_grad=True) for n in (tokens, vocab_size))
         targets = torch.empty(tokens, dtype=torch.int64, device=device)
         scale, ordinary = LOSS_SCALE if precision == "fp16" else 1.0, (torch.zeros(tokens), torch.zeros(vocab_size))
@@ -85,21 +86,21 @@ class Inputs:
         return self.hidden.device.type
 
     def make_extreme(self, draw: int) -> None:
-        """Makes the extreme tokens of a draw, in place; they, and their classes, are group 1."""
+        """Makes the extreme tokens of a draw, in place. They and their classes are group 1."""
         extreme = ExtremeTokens.of(draw, len(self.targets), len(self.weight))
         self.groups = is_extreme(extreme.tokens, len(self.targets)), is_extreme(extreme.classes, len(self.weight))
         extreme.write_weight(self.weight)
         extreme.write_tokens(self.hidden, self.weight, self.targets)
 
     def check(self, answer: Answer) -> dict[str, float]:
-        """The error over its budget of each output of an implementation; `exact` and `plain` are made before."""
-        # The loss is a mean over the tokens, which are the rows of the first gradient, too: so it has their groups.
+        """The error over its budget of each output of an implementation. `exact` and `plain` must be set."""
+        # The loss is a mean over tokens, and the first gradient has a row for each token: both have the tokens' groups.
         return ratios(answer, self.exact, self.plain, self.groups[:1] + self.groups, self.precision, self.device)
 
     def errors(self, answer: Answer) -> dict[str, float | None]:
-        """The error of each output against float64, by ERRORS: the largest over the largest value; None for NaN or inf.
+        """{name in ERRORS: the largest error against float64, over the largest value}; None for NaN or inf.
 
-        Rows of extreme tokens and of their classes are compared among themselves: their gradients are the largest.
+        Rows of extreme tokens and classes, whose gradients are largest, are compared only with one another.
         """
         result = {ERRORS[0]: finite(abs(answer[0].item() / self.exact[0].mean().item() - 1))}
         for i in (1, 2):
@@ -116,9 +117,9 @@ class Inputs:
         return loss.detach(), d_hidden, d_weight
 
     def in_blocks(self, exact: bool, formula: Formula = cross_entropy) -> Answer:
-        """The answer of a formula, with the loss of each token, on the host; in float64 where `exact`.
+        """The answer of a formula, with the loss of each token, on the host; in float64 if `exact`.
 
-        It is made from one block of tokens after another, so that the logits of one block alone are in memory.
+        It is computed from one block of tokens after another, so that only one block's logits are in memory.
         """
         dtype, precision = self.arithmetic(exact)
         weight, share = self.weight.detach().to(dtype).requires_grad_(), self.scale / len(self.targets)
@@ -147,7 +148,7 @@ class Inputs:
         return loss.clone(), torch.cat([d_hidden[x] for x in tokens]), torch.cat([d_weight[x] for x in classes])
 
     def judge(self, kept: Kept) -> Mapping[str, float]:
-        """The error over its budget of each output of a timed call; leaves one row of a gradient as evidence."""
+        """The error over its budget of each output of a timed call. Adds a row of a gradient to `kept.evidence`."""
         tokens, classes = map(indices, slices_of(self, kept.key))
         exact, plain = references(partial(sampled_answer, self, tokens, classes))
         groups = self.groups[0], self.groups[0][tokens], self.groups[1][classes]
@@ -155,17 +156,17 @@ class Inputs:
         return ratios(kept.result, exact, plain, groups, self.precision)
 
     def arithmetic(self, exact: bool) -> tuple[torch.dtype, str]:
-        """(the dtype of the leaves, the precision that the answer is computed in) of a reference."""
+        """(dtype of the leaves, precision of the computation) of a reference."""
         return (torch.float64, "fp32") if exact else (torch.float32, self.precision)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields hidden states (n, M) and targets (n) of the next n tokens, whose logits are BLOCK_LOGITS at most."""
+        """Yields hidden states (n, M) and targets (n) of blocks of tokens that have at most BLOCK_LOGITS logits."""
         size = max(1, BLOCK_LOGITS[self.device] // len(self.weight))
         yield from zip(self.hidden.detach().split(size), self.targets.split(size), strict=True)
 
 
 class LossDraws(draws.Draws):
-    """Fills inputs by the number of a draw. Logits are about standard normal, except for those of extreme tokens."""
+    """Fills inputs by a draw's number. Logits are about standard normal, except those of extreme tokens."""
 
     def __init__(self, inputs: Inputs, seed: int):
         super().__init__(
@@ -181,14 +182,14 @@ class LossDraws(draws.Draws):
 def odd_inputs(
     precision: str, device: str, seed: int, tokens: int = ODD_TOKENS, vocab_size: int = ODD_VOCABULARY
 ) -> Inputs:
-    """Inputs of a small shape. Tokens are of five kinds in turn.
+    """Inputs of a small shape. Their tokens have five kinds in turn, each with a group of its own.
 
-    Kind 0 is ordinary. Kinds 1 to 4 are the extreme ones of `lmsys.extremes.loss.KINDS` whose logits are exact in every
-    precision. Each kind of tokens is a group of its own.
+    Kind 0 is ordinary. Kinds 1 to 4 are those extreme ones of `lmsys.extremes.loss.KINDS` whose logits are exact in
+    every precision.
     """
     x = Inputs.empty(tokens, WIDTH, vocab_size, precision, device)
     hidden, weight, targets = x.hidden.data, x.weight.data, x.targets
-    targets[:] = torch.arange(tokens, device=device) * 31 % vocab_size  # no common factor: all differ
+    targets[:] = torch.arange(tokens, device=device) * 31 % vocab_size  # all differ: 31 shares no factor with it
     for name, tensor, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
         tensor[:] = draws.values(draws.key(seed, name), 0, tensor.numel(), device).view(tensor.shape) * std
     write_head(weight, lowest=targets[4::5])  # kind 4: the target has the lowest logit
@@ -206,9 +207,9 @@ def ratios(
     precision: str,
     device: str | None = None,
 ) -> dict[str, float]:
-    """The error over its budget of each output: the loss against those of all tokens, the gradients by groups of rows.
+    """The error over its budget of each output. `exact` and `plain` have the loss of each token, `answer` their mean.
 
-    groups  numbers of groups: for the tokens' losses, and for the rows of each gradient in `answer`
+    groups  numbers of groups, for the tokens' losses and for the rows of each gradient; each has its own budget
     device  where outputs are compared, one after another to save memory; None: where `answer` is
     """
     result = {LOSS: mean_ratio(answer[0], exact[0], plain[0], groups[0])}
@@ -232,14 +233,14 @@ def std_of(weight: Tensor) -> float:
     return float(weight.shape[1] ** -0.5)
 
 
-NUM_SLICES, SLICE_ROWS = 4, 16  # so many slices of so many rows are judged of each gradient of a timed call
-MOST_ELEMENTS = 2**25  # `repeat` draws no larger weight or hidden states again: these take seconds on a CPU
+NUM_SLICES, SLICE_ROWS = 4, 16  # of each gradient of a timed call, 4 slices of 16 rows are judged
+MOST_ELEMENTS = 2**25  # the largest weight or hidden states that `repeat` draws again, in seconds on a CPU
 
 
 def slices_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
-    """(slices of tokens, slices of classes) that the key chooses; a list of indices would be copied to the device.
+    """(slices of tokens, slices of classes) that the key chooses. Indices would have to be copied to the device.
 
-    The first slice of tokens holds an extreme token, and that of classes a class of one.
+    The first slice of tokens holds an extreme token, and the first of classes a class of such a token.
     """
     chance = random.Random(key)
 
@@ -261,10 +262,10 @@ def indices(slices: list[slice]) -> list[int]:
 def references(answer: Callable[..., Sequence[Tensor]]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """(the exact answer, in float64; the plain one, in the precision that is tested).
 
-    There are two usual formulas of the loss, and an implementation may use either: each element of the plain answer is
-    by the formula that errs more there.
+    There are two usual formulas of the loss, and an implementation may use either. Each element of the plain answer is
+    that of the formula that errs more there.
 
-    answer  makes an answer from `exact`, and from a formula where that is not F.cross_entropy
+    answer  answer(exact, formula) computes an answer; without a formula it uses F.cross_entropy
     """
     exact, usual, other = answer(True), answer(False), answer(False, testing.log_sum_exp_loss)
     return exact, [testing.larger_error(*x) for x in zip(exact, usual, other, strict=True)]
@@ -275,7 +276,7 @@ def sampled_answer(
 ) -> Answer:
     """(the loss of each token (N), rows `tokens` of the gradient of hidden, rows `classes` of the weight's).
 
-    They are those of a formula, in float64 where `exact`: as `Inputs.in_blocks`, without the other rows.
+    They are computed by a formula, in float64 if `exact`, as in `Inputs.in_blocks`, but without the other rows.
     """
     dtype, precision = inputs.arithmetic(exact)
     weight, share = inputs.weight.detach().to(dtype), inputs.scale / len(inputs.targets)
@@ -284,7 +285,7 @@ def sampled_answer(
     for hidden_block, targets in inputs.blocks():
         hidden = hidden_block.to(dtype)
         with autocast(precision, inputs.device):
-            # The logits of these classes are made of `rows`, a leaf: no gradient of the whole weight is made.
+            # The logits of these classes are computed from `rows`, a leaf: so the whole weight needs no gradient.
             logits = widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
             loss = formula(logits, targets)
         d_rows += torch.autograd.grad(loss.sum() * share, rows)[0]
@@ -299,9 +300,9 @@ def sampled_answer(
 def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Record:
     """A row of the kept gradient of hidden (n, M), for the record: its number, its values and its largest error.
 
-    The key chooses a group first and then a row of it, so an extreme token is as likely as an ordinary one.
+    The key chooses a group, and then a row of it, so that an extreme token is as likely as an ordinary one.
 
-    groups  those of the n tokens
+    groups  numbers of the n tokens' groups
     """
     chance = random.Random(key)
     row = chance.choice((groups == chance.choice(groups.unique().tolist())).nonzero().flatten().tolist())
@@ -314,10 +315,10 @@ def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Reco
 
 
 def repeat(record: Record, call: Record) -> Iterator[str | int]:
-    """Judges a timed call of a record again: draws its inputs and makes its answer anew.
+    """Judges a timed call of a record again, for which it draws the inputs and computes the answer again.
 
-    Yields as `Benchmark.repeat`: a sentence for each thing that is wrong or cannot be made again, and at last, if it
-    was judged, the number of its elements.
+    Yields, as `Benchmark.repeat`, a sentence for each thing that is wrong or cannot be computed. If the call was
+    judged, the number of judged elements comes last.
     """
     evidence, size = call["part"], record["d_model"] * max(record["vocab_size"], record["tokens"])
     if set(call["error_ratios"]) != set(OUTPUTS):
@@ -326,7 +327,7 @@ def repeat(record: Record, call: Record) -> Iterator[str | int]:
         yield f"not recomputed: a weight or hidden states of {size:,} elements (at most {MOST_ELEMENTS:,} here)"
         return
     inputs = _inputs_of(record, call)
-    # Only the gradient of hidden is judged. That of class 0 is made besides, since some class must be named.
+    # Only the gradient of hidden is judged. `sampled_answer` needs some class, so that of class 0 is computed, too.
     exact, plain = (
         answer[1] for answer in references(partial(sampled_answer, inputs, list(range(len(inputs.targets))), [0]))
     )
@@ -338,7 +339,7 @@ def repeat(record: Record, call: Record) -> Iterator[str | int]:
     error = (values.double() - exact[row]).abs().max().item()
     if not abs(error - evidence["error"]) <= ERROR_RTOL * max(error, evidence["error"]):
         yield f"its recorded values are off by {error:.4g} from what is right, and it says {evidence['error']:.4g}"
-    answer = exact.clone()  # right but for the recorded row: its error is held to the budget of its whole group
+    answer = exact.clone()  # all rows but the recorded one are right: it is judged by its group's budget
     answer[row] = values
     ratio = ratio_by_group(answer, exact, plain, ROUNDING[inputs.precision], inputs.groups[0])
     recorded = call["error_ratios"][D_HIDDEN]
@@ -348,9 +349,9 @@ def repeat(record: Record, call: Record) -> Iterator[str | int]:
 
 
 def _inputs_of(record: Record, call: Record) -> Inputs:
-    """Inputs with the sampled tokens of a timed call alone, and the whole weight, drawn again on the CPU.
+    """The inputs of a timed call, drawn again on the CPU: the whole weight, but only the sampled tokens.
 
-    `scale` is that of the call times the share of these tokens: gradients are those of the mean over all tokens.
+    `scale` is that of the call times the share of these tokens, as gradients are of the mean over all tokens.
     """
     num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
     whole = Inputs.empty(num_tokens, d_model, vocab_size, record["precision"], "cpu")

@@ -1,16 +1,19 @@
-"""The layout of whole models: contexts by sizes for each call, what memory they need, and somebody else's beside.
+"""What the report shows of whole models: times, rates and memory by size and context, beside somebody else's model.
 
-`lmsys.reports.layout` explains the keys and steps of a layout.
+`bench_model.py` declares MODEL as its `layout`. `lmsys.reports.layout` explains the keys of a layout, and the functions
+of `lmsys.reports.steps` and `lmsys.reports.special` its steps. Lists that several parts of MODEL use have names here.
 """
 
 from benchmarks.layouts import KEPT, WORDS, Layout
 
-WAYS = ["precision", "compile", "checkpoint", "residual", "impl"]
+WAYS = ["precision", "compile", "checkpoint", "residual", "impl"]  # axes: how a model is run
+# The same axes for a table's columns: "a~b" is a, unless all cases have b of it (`View.chosen`).
 SHOWN_WAYS = ["precision~", "compile~", "checkpoint~none", "residual~wide", "impl~"]
 MODEL_SHAPE = ["d_model", "d_ff", "num_layers", "num_heads", "num_parameters"]
-OF_A_STEP = ["tokens_per_s", "mfu", "total_bytes", "peak_bytes"]
-DRAWN = ["mfu", "matmul_ceiling_fraction", "total_bytes"]  # by context
+OF_A_STEP = ["tokens_per_s", "mfu", "total_bytes", "peak_bytes"]  # metrics that the page shows first
+DRAWN = ["mfu", "matmul_ceiling_fraction", "total_bytes"]  # metrics that are drawn against context
 IN_ALL = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
+# A table of our cases beside somebody else's model, which is run in the fastest way; none without such a model.
 BESIDE = [
     ["beside_fastest", ["compile", "checkpoint", "residual"]],
     ["labelled", {"speedup": "speedup", "tokens_per_s": "rate", "mfu": "MFU", "total_bytes": "memory"}],
@@ -66,6 +69,7 @@ BESIDE = [
     ],
 ]
 ALL_CASES = ["all", "All cases that the models have"]
+# A table with a line for each case.
 LISTED = [
     ["only", 'outcome != "unsupported"'],
     ["ordered", "size", "batch"],
@@ -89,10 +93,12 @@ PREDICTED_MEMORY = [
 ]
 TIMES = ["times_by_size"]
 MODES = ["cut", "{mode}", "{mode}"]
+# Splits cases by section and vocabulary. `one_shape`: True if all have one shape, run in several ways.
 PART = [
     ["cut", "model-{section}[-V{vocab_size}]", "[vocabulary {vocab_size}]"],
     ["one_shape", "one_shape", ["size", "context", "batch"], ["checkpoint", "residual"]],
 ]
+# An expression: true for cases that have one table together, as a table of each way would have one line.
 TOGETHER = '(section == "peers" or one_shape)'
 MODEL: Layout = {
     "place": 20,
@@ -130,7 +136,7 @@ MODEL: Layout = {
             },
         ],
         [
-            "fields",  # older files do not have it
+            "fields",  # older files do not have this field
             [
                 {
                     "name": "total_bytes",

@@ -1,7 +1,7 @@
-"""Mistakes in a benchmark's metrics or layout end a run before it measures: they are tried on made-up records first.
+"""Mistakes in a benchmark's metrics or layout end a run before it measures, since both are tried on made-up records.
 
-Benchmarks whose metrics or layout merely need other values than a made-up record has must pass. MISTAKES has a layout
-with a mistake in each entry, and the message.
+A layout says which tables and plots a report has. Benchmarks whose metrics or layout merely need other values than a
+made-up record has must pass. Each entry of MISTAKES has a layout with a mistake, and the message.
 """
 
 from pathlib import Path
@@ -19,6 +19,7 @@ from lmsys.verify import benchmarks_in
 from tests.bench.test_plugin import EXAMPLE, SMALL, run
 from tests.support.harness import Telling
 
+# Is put into docs/examples/bench_matmul.py: `of` adds steps to the layout, and `item` is its table or plot.
 LAYOUT = """
     layout = {{
         "chapters": [
@@ -36,8 +37,8 @@ LAYOUT = """
 PIVOT = '["pivot", ["time_s"], ["size"]]'
 
 
-def written(folder: Path, of: str = "", item: str = PIVOT, metrics: str = "{}") -> None:
-    """The example's benchmark with this layout and these metrics."""
+def write(folder: Path, of: str = "", item: str = PIVOT, metrics: str = "{}") -> None:
+    """Writes the example's benchmark, with this layout and these metrics, into the folder."""
     text = EXAMPLE.read_text().replace("\n    def cases(", LAYOUT.format(of=of, item=item, metrics=metrics), 1)
     (folder / EXAMPLE.name).write_text(text)
 
@@ -58,16 +59,16 @@ MISTAKES: list[tuple[dict[str, str], str]] = [
 def test_a_mistake_in_a_layout_ends_the_run_before_it_measures(
     wrong: dict[str, str], sentence: str, tmp_path: Path
 ) -> None:
-    written(tmp_path, **wrong)
+    write(tmp_path, **wrong)
     ended = run(tmp_path, *SMALL, "--lmsys-no-isolation", "--benchmark-json", "out.json")
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ended.stderr, ended.stderr
     assert f"ERROR: the layout of 'matmul', section default, {sentence}" in ended.stderr
     assert "sampling" not in ended.stdout and not (tmp_path / "out.json").exists()
 
 
-def test_a_metric_that_is_declared_nowhere_ends_the_run_before_it_measures(tmp_path: Path) -> None:
+def test_an_undeclared_metric_ends_the_run_before_it_measures(tmp_path: Path) -> None:
     """The run has a worker process for its rows."""
-    written(tmp_path, metrics="{'product': record['time_s']}")
+    write(tmp_path, metrics="{'product': record['time_s']}")
     ended = run(tmp_path, *SMALL, "--benchmark-json", "out.json")
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ended.stderr, ended.stderr
     assert "ERROR: benchmark 'matmul': the fields ['product'] of its records are declared nowhere" in ended.stderr
@@ -75,7 +76,7 @@ def test_a_metric_that_is_declared_nowhere_ends_the_run_before_it_measures(tmp_p
 
 
 def test_a_run_without_a_mistake_is_measured(tmp_path: Path) -> None:
-    written(tmp_path)
+    write(tmp_path)
     ended = run(tmp_path, *SMALL, "--lmsys-no-isolation", "--benchmark-json", "out.json")
     assert ended.returncode == 0 and (tmp_path / "out.json").exists(), ended.stdout + ended.stderr
 
@@ -135,7 +136,7 @@ def test_derived_fields_that_need_other_values_are_no_mistake() -> None:
     assert {record["first_s"] for record in selected(Honest).made_up()["records"]} == {1.0}
 
 
-def test_each_section_and_row_is_tried_at_both_ends() -> None:
+def test_each_section_and_row_is_tried_at_its_first_and_last_size() -> None:
     grids = tuple(fields.Grid(name, size=(1, 2, 3)) for name in ("first", "second"))
     records = selected(WithSize, telling=grids).made_up()["records"]
     assert [record["id"] for record in records] == [
@@ -147,7 +148,7 @@ GRIDS = [(name, device) for name, by_device in SWEEPS.items() for device in by_d
 
 
 @pytest.mark.parametrize("sweep", GRIDS, ids="-".join)
-def test_our_benchmarks_are_computed_and_drawn(sweep: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_benchmarks_pass(sweep: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their metrics compute and their layouts draw, from made-up records alone."""
     monkeypatch.setattr("lmsys.measure.compare.attempt", lambda call, *args: (call(*args), None))
     monkeypatch.setattr("lmsys.reports.plots.to_svg", lambda *_: "")

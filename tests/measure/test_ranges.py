@@ -1,6 +1,6 @@
-"""Calls in NVTX ranges (`call_in_ranges`, `--nvtx`): each range bears its case's id, and holds the row's call alone.
+"""Calls in NVTX ranges (`call_in_ranges`, `--nvtx`): each range has its case's id, and holds the row's call alone.
 
-`Ranges` takes the place of `torch.cuda.nvtx`, and logs in `happened` what the tests compare. No call is timed.
+`Ranges` takes the place of `torch.cuda.nvtx`, and logs events in `happened`, which tests compare. No call is timed.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from tests.support.harness import Telling, cases_of, records
 
 
 class Adding(Telling):
-    """The benchmark under test: see `Telling`; its cases differ in their size."""
+    """The benchmark under test, derived from the one of tests/support/harness.py. Its cases differ in their size."""
 
     fields = fields.columns("size")
 

@@ -15,8 +15,8 @@ from tests.support.processes import compiling
 
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile its kernels")
 
-# {kernel: (loads, stores) of 16 bytes in a thread's code, of all tensors}. Each moves 8 numbers of two bytes, or 4 of
-# four bytes; a thread has 8, 16 or 40 numbers of a tensor.
+# {kernel: (loads, stores) of 16 bytes in the code of a thread}. Each moves 8 numbers of two bytes, or 4 of four bytes.
+# A thread has 8, 16 or 40 numbers of each tensor.
 EXPECTED = {
     "loss, two tiles": (5, 5),
     "loss, two passes": (4, 2),
@@ -69,7 +69,7 @@ def builds() -> dict[str, dict[str, int]]:
         "lses_ptr": "*fp32",
         "factors_ptr": "*fp32",
     }
-    absent = "label_smoothing", "z_loss", "softcap"
+    absent = "label_smoothing", "z_loss", "softcap"  # options that are None
     for name, vocabulary in (("loss, two tiles", 10_000), ("loss, two passes", 32_000)):
         options = loss_triton.row_options(vocabulary, vector=8) | dict.fromkeys(absent)
         counts[name] = build(loss_triton._cross_entropy_kernel, types, IGNORED=IGNORED, GRADIENT=True, **options)

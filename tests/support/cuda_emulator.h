@@ -2,11 +2,11 @@
 // `g++ -D__CUDA_ARCH__=800 -include cuda_emulator.h -x c++ flash_cuda.cu`. For 750 it has what an sm_75 has: no
 // asynchronous copies, mma.m16n8k8, 64 KiB of shared memory.
 //
-// Every CUDA thread is a fiber. Barriers and what a warp does together (shuffles, matrix loads, mma.sync) wait for all
-// that take part. In one thread block of three the warps keep pace, in the others the first or the last runs ahead; of
-// asynchronous copies half arrive at once, half as late as they may; shared memory begins as NaN. Fragments follow the
-// PTX ISA (mma.m16n8k16, mma.m16n8k8, ldmatrix). So a wrong index, layout, wait or barrier gives a wrong result here as
-// on a GPU.
+// Every CUDA thread is a fiber. Barriers and operations of a warp (shuffles, matrix loads, mma.sync) wait for all threads
+// that take part. In one thread block of three the warps keep pace; in the others the first or the last warp runs ahead.
+// Half of the asynchronous copies arrive at once, half as late as they may. Shared memory begins as NaN. Fragments follow
+// the PTX ISA (mma.m16n8k16, mma.m16n8k8, ldmatrix). So a wrong index, layout, wait or barrier gives a wrong result here
+// as on a GPU.
 
 #include <csetjmp>
 #include <cmath>
@@ -47,20 +47,22 @@ template <class Kernel> int cudaFuncSetAttribute(Kernel, int, int bytes) {
 }
 
 extern "C" {
-long long num_copies = 0, num_products = 0; // of 16 bytes each; mma.sync of a warp
+long long num_copies = 0, num_products = 0; // asynchronous copies of 16 bytes; mma.sync, counted once for a warp
 }
 alignas(128) inline uint4 shared[227 * 1024 / 16];
 
 namespace emulated {
 inline dim3 thread, block, block_size;
 
+// Opens when `size` threads have arrived; `generation` counts how often it has opened.
 struct Barrier {
     unsigned size = 0, arrived = 0, generation = 0;
 };
 struct Warp {
     Barrier barrier;
-    uint64_t slots[2][32][4]; // what lanes show one another, in turns
+    uint64_t slots[2][32][4]; // 32 bytes of each lane, for `exchange`; the two halves are used in turn
 };
+// A thread. It runs if it waits for no barrier, or if that has opened since generation `since`.
 struct Fiber {
     ucontext_t start;
     jmp_buf at;
@@ -68,7 +70,7 @@ struct Fiber {
     const Barrier* waits_for = nullptr;
     unsigned since = 0, turn = 0;
     bool begun = false, done = false;
-    std::vector<std::function<void()>> copies;
+    std::vector<std::function<void()>> copies; // asynchronous ones that have not arrived
 };
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
@@ -95,6 +97,7 @@ inline void enter() {
     _longjmp(scheduler, 1);
 }
 
+// Runs the threads of a block to their ends; false if all that are left wait for one another.
 inline bool run_block(unsigned threads) {
     std::memset(shared, 0xff, sizeof shared);
     fibers = std::vector<Fiber>(threads);
@@ -214,7 +217,7 @@ inline void wait_for_copies();
 #endif
 inline void __syncwarp() {
     emulated::wait(emulated::warps[threadIdx.x / 32].barrier);
-    wait_for_copies(); // a copy that nobody has waited for may arrive on what was written since
+    wait_for_copies(); // late copies arrive here at the latest: if the kernel did not wait, they overwrite later data
 }
 
 inline void load_matrices(uint32_t (&to)[4], const void* row) {
@@ -245,7 +248,7 @@ template <class T> void mma(T, float (&c)[4], const uint32_t (&a)[4], uint32_t b
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     for (int i = 0; i < 4; ++i)
         for (int k = 0; k < 16; ++k) {
-            const int other = k % 8 / 2; // a: k % 8 / 2 names the thread, k / 8 and the row the word; b alike
+            const int other = k % 8 / 2; // the thread of its four that holds element k; k / 8 and the row choose its word
             const float x = element<T>(shown[4 * g + other], (k / 8 * 2 + i / 2) * 2 + k % 2);
             const float y = element<T>(shown[4 * (2 * t + i % 2) + other], (4 + k / 8) * 2 + k % 2);
             c[i] += x * y;

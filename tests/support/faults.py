@@ -1,7 +1,7 @@
 """Attention rows that compute the right result, but harm the process that runs them in one of their calls.
 
-Tests of the harness measure them: each must be recorded as an error of its own, and other rows must be measured. A new
-one is a function with the decorator `fault`.
+A row is an implementation. Tests of the harness measure these: each must be recorded as an error of its own, and other
+rows must be measured all the same. A new one is a function with the decorator `fault`.
 
 $LMSYS_FAULT_CALL=3    the third call in a process does harm; 0: each call, with a chance of one in four
 """
@@ -34,7 +34,7 @@ _random = random.SystemRandom()
 class Fault:
     """A harmful row.
 
-    told     a part of the reason that its records give
+    told     a part of the reason in its records
     harm     the function that does harm
     ends     True if the harm ends its process, or the process has to be ended
     outcome  the outcome in its records
@@ -143,7 +143,7 @@ def hangs_in_python() -> None:
 @fault("deadline", ends=True)
 def hangs_in_c() -> None:
     hangs_now()
-    ctypes.PyDLL(None).pause()  # without giving up the interpreter lock
+    ctypes.PyDLL(None).pause()  # keeps the interpreter lock, so no other thread runs
 
 
 @fault("", ends=True, outcome="oom")

@@ -1,6 +1,7 @@
 """A `lmsys train` that is refused (exit code 2) leaves the folder of an earlier training as it is, byte for byte.
 
-A new option that must be refused is added to REFUSED; the fixture `trained` makes the files that options name.
+New options that must be refused are added to REFUSED. The fixture `trained` makes a training and the files that options
+name.
 """
 
 import os
@@ -15,7 +16,7 @@ from lmsys.training.__main__ import main
 from tests.support.files import tree
 from tests.support.training_runs import SETTINGS, config, corpus
 
-REFUSED = (
+REFUSED = (  # options after those of `ended`
     "--set train.stepz=3",
     "--set trian.steps=3",
     "--set train.steps=few",
@@ -100,7 +101,7 @@ def ended(folder: Path, *options: str) -> int:
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_whatever_is_refused_the_training_stays_as_it_is(
+def test_a_refused_command_leaves_the_training_as_it_is(
     command: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(trained)
@@ -110,7 +111,7 @@ def test_whatever_is_refused_the_training_stays_as_it_is(
     assert tree(trained) == before and TOLD.get(command, "") in printed
 
 
-def test_tokens_are_not_replaced_by_those_of_a_text_that_is_too_short(
+def test_a_text_that_is_too_short_does_not_replace_tokens(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tokenizer is given, so that only the tokens would change."""
@@ -125,7 +126,7 @@ def test_tokens_are_not_replaced_by_those_of_a_text_that_is_too_short(
 def test_a_second_training_into_one_output_is_refused(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first is still writing."""
+    """Here the first training is still writing."""
     release = claim(trained / "run" / "log.jsonl")
     before = tree(trained)
     for command in ("", "train", "tokenizer", "tokenize"):
@@ -134,8 +135,8 @@ def test_a_second_training_into_one_output_is_refused(
     release()
 
 
-def test_what_is_not_refused_goes_on(trained: Path, tmp_path: Path) -> None:
-    """A command that is not refused does change the folder, also if the text has moved."""
+def test_a_right_command_changes_the_training(trained: Path, tmp_path: Path) -> None:
+    """Otherwise the other tests could not fail. The text has another path here."""
     for name in ("run", "text.txt"):
         (shutil.copytree if name == "run" else shutil.copy)(trained / name, tmp_path / name)
     before = tree(tmp_path)
