@@ -1,7 +1,8 @@
 """`lmsys`, the command with all others as subcommands: its help, and what it says where something is missing.
 
-Without arguments (lmsys/here.py) it lists the rows that run on this machine, and for the others a remedy, such as a
-package to install, each remedy once. The last part is about `lmsys bench`, which turns its words into a line of pytest.
+Without arguments (lmsys/here.py) it lists the rows, implementations, that run on this machine, and for the others a
+remedy, such as a package to install; each remedy once. The last part is about `lmsys bench`, which turns its arguments
+into a command line of pytest.
 """
 
 import importlib.metadata
@@ -25,7 +26,7 @@ from tests.support.processes import ENVIRONMENT, ROOT
 
 
 def supports(case: SimpleNamespace) -> str | None:
-    """Why a row cannot run that is for Hopper alone and needs a package that is not installed."""
+    """The reason of a row for Hopper alone, which needs a package that is not installed."""
     if case.device != "cuda":
         return "runs on CUDA"
     if case.capability != (9, 0):
@@ -34,14 +35,14 @@ def supports(case: SimpleNamespace) -> str | None:
 
 
 def later(case: SimpleNamespace) -> str | None:
-    """Why a row cannot run that is for Hopper and whatever comes later."""
+    """The reason of a row for Hopper and later GPUs."""
     if case.device != "cuda":
         return "runs on CUDA only"
     return None if case.capability >= (9, 0) else f"needs (9, 0); this GPU has {case.capability}"
 
 
 def anywhere(case: SimpleNamespace) -> str | None:
-    """Why a row cannot run that must ask torch, which raises if there is no device."""
+    """The reason of a row for any GPU, whose question to torch raises an error if there is none."""
     if case.device != "cuda":
         return "runs on CUDA only"
     raise RuntimeError("no CUDA device is here")
@@ -62,18 +63,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("row", "reason", "device", "expected"), CASES)
-def test_a_remedy_is_what_the_row_itself_would_say_elsewhere(row: str, reason: str, device: str, expected: str) -> None:
+def test_a_remedy_is_the_reason_of_a_row_on_other_machines(row: str, reason: str, device: str, expected: str) -> None:
     entry = Entry("row", "operator:add", supports=f"{__name__}:{row}", install="absent --now")
     assert remedy(entry, reason, device, SimpleNamespace) == expected
 
 
-def test_evidence_is_claimed_for_cards_that_were_timed_alone() -> None:
+def test_only_gpus_that_were_timed_count_as_measured() -> None:
     assert "measured" in evidence("cuda", (9, 0))
     for capability in ((7, 5), (8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
         assert "never timed" in evidence("cuda", capability)
 
 
-def test_every_row_is_told_and_each_remedy_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_row_is_listed_and_each_remedy_once(capsys: pytest.CaptureFixture[str]) -> None:
     here.main()
     output = capsys.readouterr().out
     (auto,) = (part for part in output.split("\n\n") if part.startswith('impl="auto"'))
@@ -88,7 +89,7 @@ def test_every_row_is_told_and_each_remedy_once(capsys: pytest.CaptureFixture[st
         assert "pip install flash-attn --no-build-isolation" in brings and "compute capability 9.0" in brings
 
 
-def test_a_reader_that_goes_early_gets_no_traceback() -> None:
+def test_a_closed_pipe_gives_no_traceback() -> None:
     line = f"{sys.executable} -u -m lmsys | head -n 1"
     done = subprocess.run(line, shell=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("name") and "Traceback" not in done.stderr and not done.stderr.strip(), done.stderr
@@ -114,7 +115,7 @@ BENCH = ["bench", "attention", "--collect-only", "-q"]  # with torch installed, 
 
 
 @pytest.mark.parametrize("words", [[], ["check", "naive"], ["train"], ["report", "a.json"], BENCH])
-def test_what_is_not_installed_is_a_sentence(words: list[str]) -> None:
+def test_a_missing_package_is_reported_in_a_sentence(words: list[str]) -> None:
     missing = "matplotlib" if words[:1] == ["report"] else "torch"
     done = lmsys(*words, without=missing)
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
@@ -122,19 +123,20 @@ def test_what_is_not_installed_is_a_sentence(words: list[str]) -> None:
     assert done.stderr.rstrip().endswith(commands.bringing(missing))
 
 
+# A program that prints the help of each command that its arguments name, as JSON.
 HELPS = """
 import contextlib, io, json, sys
 from lmsys.__main__ import main
 
 for name in sys.argv[1:]:
-    sys.argv, said = ["lmsys", name, "--help"], io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    sys.argv, printed = ["lmsys", name, "--help"], io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main()
-    print(json.dumps(said.getvalue()))
+    print(json.dumps(printed.getvalue()))
 """
 
 
-def test_help_is_by_example() -> None:
+def test_the_help_of_each_command_has_its_examples() -> None:
     """The help of every command is made in one process, to import torch only once."""
     line = [sys.executable, "-W", "ignore", "-c", HELPS, *commands.COMMANDS]
     done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
@@ -145,12 +147,12 @@ def test_help_is_by_example() -> None:
         assert all(example.startswith(f"lmsys {name}") and example in output for example in command.examples), output
 
 
-def test_the_console_command_is_the_door() -> None:
+def test_the_package_installs_one_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"lmsys": "lmsys.__main__:main"}
 
 
-def test_bench_is_a_line_of_pytest(
+def test_bench_runs_a_command_line_of_pytest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The line is printed, then run. It works in any folder, as long as lmsys is installed from a checkout."""
@@ -186,7 +188,7 @@ def test_bench_is_a_line_of_pytest(
         ([], "required: BENCHMARK"),
     ],
 )
-def test_what_bench_cannot_find_is_a_sentence(
+def test_what_bench_cannot_find_is_reported_in_a_sentence(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -212,7 +214,7 @@ def test_outside_of_a_checkout_bench_says_what_is_needed(
         (None, "'lmsys[report]'"),
     ],
 )
-def test_an_extra_is_installed_from_where_lmsys_came(
+def test_an_extra_is_installed_from_where_lmsys_was(
     origin: object, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert commands.with_extra("report") == f"python -m pip install -e '{ROOT}[report]'"

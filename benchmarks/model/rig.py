@@ -1,12 +1,12 @@
-"""The whole language models of a group on their device, ready to be timed in every mode, and their updates checked.
+"""The language models of a group of cases on their device, as they are timed in every mode, and checks of updates.
 
-`bench_model.py` makes a `Rig` per group; `step_of` gives the call that is timed, by the case's mode.
+`bench_model.py` makes a `Rig` for each group. `Rig.step_of` returns the call that is timed, by the case's mode.
 
-A timed update of some weights is checked by the formula, also where gradients are zero, tiny and huge. Such gradients
-are planted in rows of one matrix: `lmsys.extremes.model`. Every row is judged alone, in units of its own largest
-value, for beside the moments of a huge gradient all others are nothing. A row whose values all lie below the smallest
-normal number of float32, as the second moment of a tiny gradient does, is judged in units of that number: below it
-float32 rounds to multiples of 2**-149, whatever the size.
+Timed updates of weights are checked by AdamW's formula (`Update`), also where gradients are zero, tiny and huge. Such
+gradients are planted in rows of one matrix (`lmsys.extremes.model`). Every row of the matrix is judged alone, in units
+of its own largest value, as all others are nothing beside the moments of a huge gradient. If all values of a row are
+below the smallest normal number of float32, as the second moment of a tiny gradient is, the unit is that number: below
+it float32 rounds to multiples of 2**-149, whatever the size.
 """
 
 import random
@@ -34,13 +34,13 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 @dataclass
 class Update:
-    """Some rows of a parameter with their moments, before an update by AdamW and, after `done`, behind it.
+    """Some rows of a parameter with their moments, before an update by AdamW and, once `done` is called, after it.
 
     name, parameter, rows  the parameter, and the numbers of its rows that are judged
     old, new  weights and moments of these rows, before and after the update
-    planted   values of extreme gradients that are planted in the first of these rows; () for none
-    replaced  the gradients that these have replaced
-    gradient  of the rows, as the update has used them
+    planted   values of the extreme gradients in the first of these rows; () for none
+    replaced  the gradients whose place these have taken
+    gradient  the gradient of the rows that the update has used
     count     the optimizer's number of the step
     group     the optimizer's settings of the step
     """
@@ -60,7 +60,7 @@ class Update:
     def of(
         cls, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: torch.optim.Optimizer | None
     ) -> "Update":
-        """An update that is still to come, of rows that the draw selects, since no key is known before a call."""
+        """A coming update of a matrix. The draw chooses the matrix and its rows: there is no key before a call."""
         chance = random.Random(draw)
         name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
         parameter = parameters[name]
@@ -68,7 +68,7 @@ class Update:
         return cls(name, parameter, rows, _state(parameter, rows, optimizer))
 
     def plant(self, values: Sequence[float], scale: float) -> None:
-        """Puts extreme gradients in place of those of the first rows, times a loss scale."""
+        """Replaces the gradients of the first rows by extreme ones, times a loss scale."""
         gradient, self.planted = self.parameter.grad, values[: len(self.rows)]
         rows = self.rows[: len(self.planted)]
         self.replaced = gradient[rows] / scale
@@ -80,15 +80,16 @@ class Update:
             self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
 
     def done(self, optimizer: torch.optim.Optimizer) -> "Update":
+        """Keeps weights and moments after the update."""
         self.gradient, self.group = self.parameter.grad[self.rows], dict(optimizer.param_groups[0])
         self.count = float(optimizer.state[self.parameter]["step"])
         self.new = _state(self.parameter, self.rows, optimizer)
         return self
 
     def ratios(self) -> dict[str, float]:
-        """The errors over their budgets, by name; the budget is the error of the formula in float32.
+        """{name: error over its budget}, of weights and moments. The budget is the error of the formula in float32.
 
-        Of ordinary rows the worst counts; each planted row is judged by itself.
+        The worst of the ordinary rows counts, and each row with a planted gradient has a ratio of its own.
         """
         exact, plain = map(self._by_formula, (torch.float64, torch.float32))
         ratios: dict[str, float] = {}
@@ -100,7 +101,7 @@ class Update:
         return ratios
 
     def _by_formula(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """AdamW: see `lmsys.training.optimizer`."""
+        """Weights and moments after the update, by AdamW's formula (`lmsys.training.optimizer`) in this dtype."""
         p, m, v, g = (x.to(dtype) for x in (*self.old.values(), self.gradient))
         beta1, beta2, lr = torch.tensor([*self.group["betas"], self.group["lr"]], dtype=dtype, device=p.device)
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
@@ -110,7 +111,7 @@ class Update:
 
 
 def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
-    """The error ratio of one row; elements that overflow float32 by the formula itself are left out."""
+    """The error ratio of one row, without elements that overflow float32 by the formula itself."""
     finite = plain.isfinite()
     if not finite.any():
         return 0.0
@@ -127,14 +128,14 @@ def _state(parameter: Tensor, rows: list[int], optimizer: torch.optim.Optimizer 
     return {"weights": weights} | {m: state[m][rows] if m in state else torch.zeros_like(weights) for m in MOMENTS}
 
 
-# So small that no number of timed steps moves a weight by more than float32 rounds in a gradient: what was right in any
-# timed call is made by the weights as they are when it is judged.
+# So small that all timed steps together move a weight by less than float32 rounds in a gradient. So the result of any
+# timed call can be judged later, by the weights as they are then.
 LEARNING_RATE = 1e-12
 COLD_ROUNDS = 10  # timed steps of the warm-up study
 
 
 class BatchDraws(draws.Draws):
-    """Draws of tokens and targets, of which the first token of each sequence is ordinary."""
+    """Draws of tokens and targets. The first token of each sequence is none of the extreme ones."""
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
         super().fill(draw, names)
@@ -142,13 +143,12 @@ class BatchDraws(draws.Draws):
 
 
 class Rig:
-    """The models of a group on one set of weights and gradients, with one batch, whose tokens and targets are drawn
-    again and again in one place; each is made when it is first used.
+    """The models of a group of cases, with one set of weights and gradients, and one batch.
 
-    Some embeddings and gates are extreme, as those of the gate: so are the tokens of every draw that have these
-    embeddings.
+    Each model is built on first use. New tokens and targets are drawn into the same memory. Some embeddings and gates
+    are extreme, as in the check before timing, and so every draw has tokens with these embeddings.
 
-    All of ours have one optimizer, a peer has its own: while both are sampled, there are two sets of moments.
+    All rows with our model have one optimizer. A peer, somebody else's model, has its own, with its own moments.
     """
 
     def __init__(self, case: cases.ModelTest, seed: int):
@@ -165,7 +165,7 @@ class Rig:
         self.clear()
 
     def clear(self) -> None:
-        """No gradients and no optimizer: only the weights are left."""
+        """Frees gradients and optimizers: only the weights are left."""
         self.base.zero_grad(set_to_none=True)
         self.optimizers: dict[bool, torch.optim.Optimizer] = {}  # by ModelTest.peer
         self.scaler = torch.amp.GradScaler(
@@ -184,7 +184,7 @@ class Rig:
             return model.loss(data.tokens, data.targets) if case.grad else model(data.tokens)
 
     def loss_and_states(self, case: cases.ModelTest) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of training, and what it was made of: the hidden states, of a peer the logits."""
+        """(the loss of training, the hidden states that it was computed from; of a peer, the logits)."""
         model, data = self.model(case), self.data
         with torch.enable_grad(), prepare.autocast(self.precision, self.device):
             if case.peer:
@@ -193,24 +193,24 @@ class Rig:
             return model.loss_of(hidden, data.targets), hidden
 
     def loss(self, case: cases.ModelTest) -> torch.Tensor:
-        """Scaled, with no gradients from before."""
+        """The scaled loss. Gradients of earlier calls are freed first."""
         self.base.zero_grad(set_to_none=True)
         return self.scaler.scale(self.forward(case))
 
     def update(self, case: cases.ModelTest) -> None:
-        """A step of AdamW, ours, or for a peer torch's as its users take it: their hyper-parameters are the same."""
+        """A step of our AdamW, or for a peer of torch's, as its users take it, with equal hyper-parameters."""
         peer = case.peer
         if peer not in self.optimizers:
             theirs = partial(torch.optim.AdamW, fused=True if self.device == "cuda" else None)
             self.optimizers[peer] = (theirs if peer else optimizer.AdamW)(self.base.parameters(), lr=LEARNING_RATE)
         if not peer:
-            self.optimizers[peer].rounded = self.model(case).rounded  # of this row alone
+            self.optimizers[peer].rounded = self.model(case).rounded  # the step also writes this row's rounded weights
         self.scaler.step(self.optimizers[peer])
         self.scaler.update()
 
     def step_of(self, case: cases.ModelTest) -> Step:
-        """The call to time, on tokens of its own; a backward's forward, and an optimizer's gradients, are made untimed
-        just before."""
+        """The call that is timed, on newly drawn tokens. A backward's forward, and the gradients of an update, are
+        computed untimed just before."""
         return replace(
             self._timed(case),
             redraw=partial(self._redraw, case),
@@ -239,19 +239,19 @@ class Rig:
         }[case.mode]
 
     def _make_gradients(self, case: cases.ModelTest) -> None:
-        """Those of the loss, but in a few rows that a draw has chosen: these are extreme."""
+        """Computes the gradients of the loss, and replaces those of a few rows by extreme ones."""
         self.loss(case).backward()
         if self._update is not None:
             self._update.plant(self._extremes(case), self.scaler.get_scale())
 
     def _extremes(self, case: cases.ModelTest) -> Sequence[float]:
-        """The values that the case's optimizer must hold: on a GPU torch's does not hold all that ours does."""
+        """Extreme gradients that the case's optimizer must compute rightly; on a GPU, torch's cannot do so for all."""
         return planted(held_by_torch=self.device == "cuda" and (case.peer or not optimizer.HAS_TRITON))
 
     def _redraw(self, case: cases.ModelTest, draw: int) -> None:
         self.draws.fill(draw)
         if not case.peer and (rounded := self.model(case).rounded) is not None:
-            rounded.refresh()  # in a training of its own no other row steps the weights
+            rounded.refresh()  # other rows have changed the weights, which in a training none would
         if case.mode in spots.UPDATES:
             self._update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
 
@@ -265,7 +265,7 @@ class Rig:
         return self.spots.gradients(key, 1.0) | {spots.UPDATE: self._update}
 
     def judge(self, case: cases.ModelTest, kept: Kept) -> Mapping[str, float]:
-        self.base.zero_grad(set_to_none=True)  # makes room
+        self.base.zero_grad(set_to_none=True)  # frees memory
         return self.spots.judge(case, kept, self.model(case).meant if case.peer else lambda name, weight: weight)
 
     def graph_of(self, case: cases.ModelTest) -> gradients.GraphedGradients:
@@ -274,10 +274,10 @@ class Rig:
         )
 
     def alone(self, case: cases.ModelTest) -> float:
-        """Seconds of the case's first call, with nothing else live and nothing left afterwards, even where it fails.
+        """Seconds of the case's first call, with nothing else live and nothing left afterwards, even if it fails.
 
-        Blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is. NotAsPromised
-        where a graph is wrong, or an update on extreme gradients.
+        Compiled blocks are compiled again only if the shape of the check before timing was smaller; whole models are.
+        NotAsPromised if a graph's gradients, or an update by extreme gradients, are wrong.
         """
         self.clear()
         try:
@@ -285,9 +285,7 @@ class Rig:
             step.run(step.prepare())
             clock.synchronize(self.device)
             seconds = time.perf_counter() - start
-            if (
-                case.mode in spots.UPDATES
-            ):  # the first steps, with extreme gradients in rows of a matrix, and others as they are
+            if case.mode in spots.UPDATES:  # checks two first steps, with extreme gradients in some rows of a matrix
                 self.optimizers.pop(case.peer, None)
                 for draw in range(2):
                     update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
@@ -296,7 +294,7 @@ class Rig:
                     update.done(self.optimizers[case.peer])
                     if wrong := verdict(update.ratios(), "before any timed call")[1]:
                         raise plain.NotAsPromised(wrong[1])
-            del step  # with the memory of its graph
+            del step  # frees the memory of its graph
             if case.replayed:
                 self.loss(case).backward()
                 launched = [p.grad for p in self.base.parameters()]
@@ -312,19 +310,19 @@ class Rig:
             self.clear()
 
     def memory_of(self, case: cases.ModelTest) -> tuple[int, int]:
-        """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""
-        self.optimizers.clear()  # its own is made anew: another's moments are not this row's
+        """(bytes of weights, gradients and optimizer state live before the timed call, the peak above all that was)."""
+        self.optimizers.clear()  # other rows' moments are not this row's: its optimizer is made again
         step = self.step_of(case)
         step.run(step.prepare())
         self.base.zero_grad(set_to_none=True)
-        step = self.step_of(case)  # anew: a graph is recorded within what is measured
+        step = self.step_of(case)  # again, so that a graph is recorded while memory is measured
         prepared = None if case.replayed else step.prepare()
         held = sum(memory.breakdown(self.model(case), self.optimizers.get(case.peer)).values())
         return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
 
 
 def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
-    """Seconds of COLD_ROUNDS steps after `case.warmup` untimed ones, of a new model; for a process of its own."""
+    """Seconds of COLD_ROUNDS steps of a new model, after `case.warmup` untimed ones. It runs in a new process."""
     if settings.memory_limit_bytes is not None:
         memory.cap_gpu_memory(settings.memory_limit_bytes)
     assert case.warmup is not None

@@ -1,9 +1,10 @@
-"""The work of each tokenizer, as its users would have it done: `bench_tokenizer.py` times these calls.
+"""Training and encoding by each tokenizer, as its users would do it. `bench_tokenizer.py` times these calls.
 
-A row is `Ours`, or an adapter of `lmsys.tokenizer.engines`, which encodes; it trains if it has a function in TRAINERS.
+A row is the class `Ours`, or a class of `lmsys.tokenizer.engines`, which calls another package. It encodes, and can
+train if it has a function in TRAINERS.
 
-`python -m benchmarks.tokenizer.rows TASK CLASS PROCESSES TEXT FOLDER VOCAB_SIZE` does a task once, in a process of its
-own, with nothing else loaded: that is how its memory is measured. Imports no torch.
+`python -m benchmarks.tokenizer.rows TASK CLASS PROCESSES TEXT FOLDER VOCAB_SIZE` does a task once, in a process with
+nothing else loaded, so that its memory can be measured. This module does not import torch.
 """
 
 import importlib
@@ -25,11 +26,11 @@ Call = Callable[[], Any]
 
 
 class Ours:
-    """Reads the file, and starts its processes, within what is timed; the others have the documents in memory."""
+    """Our tokenizer. Reading the file and starting processes is timed, too; others have the documents in memory."""
 
     @staticmethod
     def trainer(text: Path, vocab_size: int, processes: int) -> Call:
-        """A function that trains once."""
+        """A function that trains a tokenizer."""
         return lambda: train([text], vocab_size, [corpora.END_OF_TEXT], processes)
 
     @staticmethod
@@ -40,13 +41,13 @@ class Ours:
 
 
 def engine_encoder(row: type[engines.Engine], text: Path, tokenizer: Tokenizer, threads: int) -> Call:
-    """As `Ours.encoder`, by a package: a new adapter has an empty cache, too."""
+    """A function that encodes by a package, as that of `Ours.encoder`. A new engine has an empty cache, too."""
     engine, documents = row(tokenizer, threads), documents_of(text)
     return lambda: (engine, engine.encode(documents))
 
 
 def huggingface_trainer(text: Path, vocab_size: int, threads: int) -> Call:
-    """As `Ours.trainer`. The first call of a process says how many threads all have."""
+    """A function that trains, as that of `Ours.trainer`. The first call in a process sets the threads of all calls."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     documents = documents_of(text)
 
@@ -71,7 +72,7 @@ TRAINERS = {Ours: Ours.trainer, engines.HuggingFace: huggingface_trainer}
 
 
 def call_of(row: Any, task: str, text: Path, wanted: Any, processes: int) -> Call:
-    """The call by which a row trains a vocabulary of the size `wanted`, or encodes with the tokenizer `wanted`."""
+    """The call of a row. wanted: the size of the vocabulary to train, or the tokenizer to encode with."""
     if task == "train":
         return TRAINERS[row](text, wanted, processes)
     return (row.encoder if row is Ours else partial(engine_encoder, row))(text, wanted, processes)
@@ -82,7 +83,7 @@ def documents_of(text: Path) -> list[str]:
 
 
 def ids_by_document(result: Any, end_of_text: int) -> list[Any]:
-    """The ids of each document. Packages encode each alone; in the chunks of ours, ends of text divide them."""
+    """The ids of each document. Packages encode documents one by one; in our ids, ends of text divide them."""
     if isinstance(result, tuple):
         engine, encoded = result
         ids, lengths = engine.flat(encoded)
@@ -105,5 +106,5 @@ def main(task: str, target: str, processes: str, text: str, folder: str, vocab_s
     call_of(load_target(target), task, Path(text), asked, int(processes))()
 
 
-if __name__ == "__main__":  # by an import, as a row's class is of the imported module
+if __name__ == "__main__":  # calls `main` of the imported module, since TRAINERS has the class `Ours` of that module
     load_target("benchmarks.tokenizer.rows:main")(*sys.argv[1:])

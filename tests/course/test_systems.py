@@ -1,6 +1,7 @@
 """`lmsys course` on the adapters of assignment 2 (lmsys/course/systems.py), as far as one process can judge them.
 
-Ranks are replaced by `Ranks`, which runs nothing in parallel; test_course.py starts real ones.
+An adapter is a function by which the course's tests call a student's code. Ranks are replaced by `Ranks`, which runs
+nothing in parallel; test_course.py starts real ones.
 """
 
 import math
@@ -42,7 +43,7 @@ def test_an_optimizer_that_keeps_all_state_shards_nothing(kind: Any, monkeypatch
     systems.sharded_optimizer(params, torch.optim.AdamW).step()
     assert [bool((p < 1).all()) for p in params] == [True, False, True, False]
     optimizer = systems.sharded_optimizer(params, torch.optim.AdamW)
-    optimizer.zero_grad()  # must reach all parameters, although the course's tests would pass with the rank's own alone
+    optimizer.zero_grad()  # must reach all parameters, though the course's tests pass if it reaches those of the rank
     assert all(p.grad is None for p in params)
     for p in params:
         p.grad = torch.ones(4)
@@ -69,7 +70,7 @@ class WithoutLse(torch.autograd.Function):
 
 
 def test_attention_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handout asks for the log-sum-exp, which its tests read, and for no mask."""
+    """The handout demands that the log-sum-exp is saved, and no mask."""
 
     def verdicts(function: Any) -> list[dict[str, Any]]:
         functions = SimpleNamespace(**{systems.CLASSES["flash_pytorch"]: lambda: function})
@@ -82,7 +83,7 @@ def test_attention_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backward["verdict"] == parts.WRONG and "dk" in backward["text"]
 
 
-def test_a_function_that_launches_no_kernel_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_without_a_triton_kernel_counts_as_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(
         sys.modules, "tests.adapters", SimpleNamespace(**{systems.CLASSES["flash_triton"]: lambda: FlashTorch})

@@ -1,7 +1,7 @@
 """Calls are repeated to see if they give the same bits (lmsys/measure/repeats.py).
 
-`apart` compares two dictionaries of tensors bit by bit, and gives the name and the largest difference of each tensor
-that is not the same. `repeated` calls a function several times, and compares each result with the first.
+`apart` compares two dictionaries of tensors bit by bit, and returns {name: largest difference} of the tensors that are
+not the same. `repeated` calls a function several times, and compares each result with the first.
 """
 
 import math
@@ -28,7 +28,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-def test_one_bit_is_seen_wherever_it_is(
+def test_a_change_of_any_bit_is_seen(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, data: st.DataObject
 ) -> None:
     outputs = {"x": drawn(shape, dtype, seed), "y": drawn(shape, dtype, seed + 1)}

@@ -1,7 +1,7 @@
 """Sensors (lmsys/measure/sensors.py) of a GPU, from NVML's answers, and of a CPU, from Linux's files.
 
-`FakeNvml(**H200)` answers as NVML does for an H200; without answers, as for a GPU that tells nothing. `write_rapl`
-writes the files in which Linux shows the counters of a CPU's energy.
+NVML is NVIDIA's library for the state of GPUs. `FakeNvml(**H200)` answers as it does for an H200, and `FakeNvml()` as
+for a GPU that reports nothing. `write_rapl` writes the files in which Linux shows the counters of a CPU's energy.
 """
 
 import re
@@ -25,13 +25,13 @@ H200 = {
 }  # fmt: skip
 
 
-def test_nvml_has_what_is_asked_for() -> None:
+def test_nvml_has_the_functions_that_are_called() -> None:
     pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py: python -m pip install nvidia-ml-py")
     names = re.findall(r"\b(nvml(?:Device|System)\w+|NVML_\w+)", Path(sensors.__file__).read_text())
     assert len(names) > 12 and not [name for name in names if not hasattr(pynvml, name)]
 
 
-def test_a_gpu_tells_its_state() -> None:
+def test_the_state_of_a_gpu_is_read() -> None:
     gpu = Gpu(FakeNvml(**H200), "handle")
     assert gpu.read() == Reading(1755, 3201, None, 54, 510, 0x4)
     assert (gpu.why_no_joules, gpu.joules(), gpu.limit_w, gpu.processes()) == (None, 7.5, 700, [7, 8])
@@ -41,21 +41,23 @@ def test_a_gpu_tells_its_state() -> None:
     }  # fmt: skip
 
 
-def test_a_gpu_without_a_sensor_of_instant_power_tells_the_mean() -> None:
+def test_a_gpu_without_a_sensor_of_instant_power_has_the_mean() -> None:
     gpu = Gpu(FakeNvml(**H200 | {"FieldValues": [SimpleNamespace(nvmlReturn=3)]}), "handle")
     assert gpu.watts() == 512 and gpu.settings()["power_sensor"] == "mean of a second"
 
 
-def test_what_a_gpu_does_not_tell_is_none() -> None:
+def test_what_a_gpu_does_not_report_is_none() -> None:
     gpu = Gpu(FakeNvml(), "handle")
     assert gpu.read() == Reading() and gpu.processes() is None and gpu.settings().keys() == {"power_sensor"}
     assert "no counter of energy" in (gpu.why_no_joules or "")
 
 
 def write_rapl(root: Path, *packages: tuple[int, int]) -> list[Path]:
-    """Write the counters of these CPU packages, each (microjoules used, where the counter begins anew); their folders.
+    """Writes the counters of these CPU packages, and returns their folders.
 
-    A package is a CPU in its socket. The counter of a part of the first package is written, too: it must not be added.
+    packages  for each CPU in its socket: (microjoules used, the largest value, after which the counter begins at 0)
+
+    The counter of a part of the first package is written, too. It must not be added.
     """
     folders = [root / f"sys/class/powercap/intel-rapl:{n}" for n in range(len(packages))]
     part = root / "sys/class/powercap/intel-rapl:0:0"  # its energy is counted in that of package 0 already
@@ -68,7 +70,7 @@ def write_rapl(root: Path, *packages: tuple[int, int]) -> list[Path]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 4999)), max_size=8))
-def test_counters_of_packages_add_up_and_begin_anew_at_their_end(
+def test_counters_of_packages_add_up_and_may_begin_again_at_0(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]]
 ) -> None:
     used, limits = [990, 10], [1000, 5000]
@@ -89,7 +91,7 @@ def test_a_cpu_without_counters_says_why(tmp_path: Path) -> None:
     assert "energy cannot be read: [Errno 2]" in (Cpu(tmp_path).why_no_joules or "")
 
 
-def test_a_cpu_tells_its_clock_and_its_governor(tmp_path: Path) -> None:
+def test_the_clock_and_the_governor_of_a_cpu_are_read(tmp_path: Path) -> None:
     assert Cpu(tmp_path).read() == Reading() and Cpu(tmp_path).settings() == {}
     for core in range(64):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/cpufreq"
@@ -100,7 +102,7 @@ def test_a_cpu_tells_its_clock_and_its_governor(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_this_gpu_tells_its_state() -> None:
+def test_the_state_of_this_gpu_is_read() -> None:
     gpu = sensors_of("cuda")
     reading, settings = gpu.read(), gpu.settings()
     assert reading.sm_clock_mhz and reading.memory_clock_mhz and reading.temperature_c and reading.power_w

@@ -1,7 +1,8 @@
-"""Losses in the museum of published faults, and in HONEST right losses, which `lmsys check` must not accuse.
+"""Losses in the museum of published faults, and right losses, which HONEST lists.
 
-A new fault is a function or an autograd Function with the decorator `exhibit(kind, where it was published, what users
-saw, a part of the mistake's name)`. A loss takes logits (N, V), or hidden states (N, M) and the head's weight (V, M).
+`lmsys check` must refuse each fault, and must not accuse the right losses. A new fault is a function or an autograd
+Function with the decorator `exhibit(kind, where it was published, what users saw, a part of the mistake's name)`. A
+loss takes logits (N, V), or hidden states (N, M) and the head's weight (V, M).
 
 Legend: N tokens, V vocabulary, M d_model.
 """

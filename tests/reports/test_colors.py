@@ -1,4 +1,4 @@
-"""Rows of a table have colours that everybody can tell apart, also people who do not see red, green or blue.
+"""Rows, the implementations of a table, have colours that everybody can tell apart, also without red, green or blue.
 
 A failed test names the two rows whose colours are too near.
 """
@@ -42,7 +42,7 @@ def lab(color: str, kind: str) -> np.ndarray:
 
 
 def stated(rows: Mapping[str, Entry]) -> dict[str, str]:
-    """The colours that rows state; the report chooses the others."""
+    """{row: colour} of the rows that state one; the report chooses the others."""
     return {name: color for name, row in rows.items() if (color := str(Traits.of(row).color))}
 
 
@@ -54,7 +54,7 @@ def test_the_distance_is_that_of_the_standard() -> None:
 
 @pytest.mark.parametrize("kind", SEEN)
 @pytest.mark.parametrize("table", ["attention", "strategies", "palette"])
-def test_rows_are_told_apart(table: str, kind: str) -> None:
+def test_colors_of_rows_differ(table: str, kind: str) -> None:
     rows = {"attention": ATTENTION, "strategies": STRATEGIES}.get(table, {})
     colors = stated(rows) or {color: color for color in PALETTE}
     seen = {name: lab(color, kind) for name, color in colors.items()}
@@ -64,7 +64,7 @@ def test_rows_are_told_apart(table: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SEEN)
-def test_rows_are_told_apart_on_dark_paper_too(kind: str) -> None:
+def test_colors_of_rows_differ_on_dark_paper_too(kind: str) -> None:
     for rows in (ATTENTION, STRATEGIES):
         seen = {name: lab(on_dark(color), kind) for name, color in stated(rows).items()}
         assert all(np.linalg.norm(seen[row] - seen[other]) >= LEAST_ON_DARK for row, other in combinations(seen, 2))
@@ -78,7 +78,7 @@ def on_dark(color: str) -> str:
 
 
 def test_rows_stand_out_from_dark_paper() -> None:
-    """The contrast is at least what WCAG 2.1 asks of graphics."""
+    """The contrast is at least what WCAG 2.1 demands of graphics."""
     paper = luminance(DARK["#ffffff"])
     for color in {*stated(ATTENTION).values(), *stated(STRATEGIES).values(), *PALETTE}:
         assert (luminance(on_dark(color)) + 0.05) / (paper + 0.05) >= LEAST_CONTRAST, color

@@ -1,6 +1,6 @@
 """Reads the pages for users, README.md, CONTRIBUTING.md and docs/: their commands, links, headings and code blocks.
 
-Tests of pages run the commands, and check that links lead somewhere. A program that pages start is added to PROGRAMS
+Tests of pages run the commands, and check that links lead somewhere. If a page starts a new program, add it to PROGRAMS
 and `module_of`.
 """
 
@@ -42,12 +42,12 @@ def spans(page: str) -> list[str]:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of each command in a page's shell blocks and between backticks: both of `a && b`, and a of `a > b`."""
+    """Yields the words of each command in a page's shell blocks and between backticks: a and b of `a && b > file`."""
     return (words for words, _ in with_files(page))
 
 
 def with_files(page: str) -> Iterator[tuple[list[str], str]]:
-    """(words, file) of each command, as in `commands`; its output is written to the file, if that is not ""."""
+    """Yields (words, file) of each command, as `commands`; its output goes to the file, if that is not ""."""
     lines = [line for code in blocks(page, "sh") for line in code.splitlines()]
     lines += [text for text in spans(page) if PROGRAMS.match(text)]
     for line in lines:
@@ -76,11 +76,11 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
     if program == "uv":
         assert rest[:2] == ["run", "noxfile.py"]
         return "nox", rest[2:]
-    readers_own = program == "torchrun" and rest[-1].endswith(".py")
+    starts_a_users_file = program == "torchrun" and rest[-1].endswith(".py")
     if (
         program in ("mkdir", "cp", "cd", "git", ".", "pytest-benchmark")
         or words[:2] == ["nsys", "stats"]
-        or readers_own
+        or starts_a_users_file
     ):
         return "", rest
     if program in ("nsys", "ncu"):  # profilers, in front of the command that they profile

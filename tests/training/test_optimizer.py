@@ -49,7 +49,7 @@ options = st.fixed_dictionaries(
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters in param groups, and the gradients of each step, drawn by `seed`.
+    """A training: parameters in param groups, and the gradients of each step, drawn by `seed`.
 
     groups   for each group: (shape, dtype) of its parameters
     options  for each group: its options
@@ -66,6 +66,7 @@ class Case:
     wide: bool = False
 
     def build(self, make: Callable[..., torch.optim.Optimizer], **more: Any) -> torch.optim.Optimizer:
+        """An optimizer of new parameters."""
         generator = torch.Generator().manual_seed(self.seed)
         groups = [
             {"params": [self.draw(*spec, generator).requires_grad_() for spec in group], **chosen}
@@ -78,12 +79,14 @@ class Case:
         return x.double() if self.wide else x
 
     def set_grads(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Draws the gradients of a step; with `wide`, the same values in float64."""
         generator = torch.Generator().manual_seed(self.seed + step)
         for p in parameters_of(optimizer):
             grad = self.draw(p.shape, torch.float32 if self.wide else p.dtype, generator)
             p.grad = None if torch.rand((), generator=generator) < self.missing else grad
 
     def run(self, optimizer: torch.optim.Optimizer, first: int = 0, last: int | None = None) -> torch.optim.Optimizer:
+        """Takes the steps from `first` to before `last`, with a learning rate that falls."""
         for step in range(first, self.num_steps if last is None else last):
             self.set_grads(optimizer, step)
             for group, chosen in zip(optimizer.param_groups, self.options, strict=True):
@@ -137,6 +140,7 @@ def assert_right(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer, wide
 
 
 def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict, written to a file and read again."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -151,8 +155,8 @@ def load(resumed: torch.optim.Optimizer, half: torch.optim.Optimizer, state_dict
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_extreme_gradients_give_the_steps_that_they_give_torch_on_a_cpu(size: str, device: str) -> None:
-    """The kernel of optimizer_triton.py is tested, too, if it can run. Each row of a parameter is judged alone."""
+def test_extreme_gradients_give_the_steps_of_torch_on_a_cpu(size: str, device: str) -> None:
+    """The Triton kernel is tested, too, if it can run. Each row of a parameter is judged alone."""
     case = Case([[((8, 3), torch.float32)]], [{"lr": 0.1}], num_steps=3, missing=0, seed=1)
     ours, kernel = (replace(case, device=where).build(AdamW) for where in ("cpu", device))
     plain, wide = case.build(torch.optim.AdamW, foreach=False), replace(case, wide=True).build(torch.optim.AdamW)
@@ -204,12 +208,14 @@ def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overfl
 class Copies:
     """A stand-in for `RoundedWeights`, for parameters of any shape.
 
-    It has float16 copies, since Triton's interpreter rounds to float16 rightly. `views`: not aligned to 16 bytes.
+    Its copies are float16, since Triton's interpreter rounds to float16 correctly. views: they are not aligned to 16
+    bytes.
     """
 
     def __init__(self, params: list[Tensor], views: bool):
-        room = [p.new_zeros(p.numel() + views, dtype=torch.float16) for p in params]  # 2 bytes off a multiple of 16
-        self.copies = [(p, x[int(views) :].view_as(p)) for p, x in zip(params, room, strict=True)]
+        # With `views`, a copy begins 2 bytes after a multiple of 16.
+        memory = [p.new_zeros(p.numel() + views, dtype=torch.float16) for p in params]
+        self.copies = [(p, x[int(views) :].view_as(p)) for p, x in zip(params, memory, strict=True)]
         self.followed: list[Tensor] = []
 
     def of(self, weight: Tensor) -> Tensor | None:
@@ -235,10 +241,13 @@ def test_the_triton_step_is_that_of_torch(
     sizes: list[tuple[int, ...]], chosen: dict[str, Any], num_steps: int, views: bool, scale: float | None,
     overflow: bool, clipped: float | None, copied: int | None, seed: int, device: str,
 ) -> None:  # fmt: skip
-    """Gradients may be unaligned, scaled, clipped as they are read, and new in each step.
+    """Gradients may be unaligned, scaled, clipped by the kernel, and new tensors in each step.
 
-    A step that overflowed does not count. Rounded copies of all parameters, or of every second one, are written if no
-    step may overflow.
+    A step that overflows does not count. Rounded copies of all parameters, or of every second one, must be written if
+    no step can overflow.
+
+    views   gradients and copies are unaligned; scale: the loss scale; clipped: the factor of clipping
+    copied  every how many parameters have a rounded copy
     """
     case = Case([[(shape, torch.float32) for shape in sizes]], [chosen], num_steps, missing=0, seed=seed, device=device)
     ours, plain, wide = case.build(AdamW), case.build(torch_adamw), replace(case, wide=True).build(torch_adamw)
@@ -253,14 +262,14 @@ def test_the_triton_step_is_that_of_torch(
         case.set_grads(ours, step)
         unscaled = [p.grad for p in parameters_of(ours)]
         for p in parameters_of(ours):
-            room = torch.zeros(p.numel() + views, device=device)  # 4 bytes off a multiple of 16
-            p.grad = room[int(views) :].view_as(p).copy_(p.grad * (scale or 1))
+            memory = torch.zeros(p.numel() + views, device=device)  # a view begins 4 bytes after a multiple of 16
+            p.grad = memory[int(views) :].view_as(p).copy_(p.grad * (scale or 1))
         factor = None if scale is None else torch.tensor(scale, device=device)
         found_inf = None if scale is None else torch.tensor(float(skipped), device=device)
         rounded = None if copied is None else Copies(parameters_of(ours)[::copied], views)
         for bundle in ours._plan(0):
-            of_clipping = None if clipped is None else torch.tensor(clipped, device=device)
-            _triton_step(bundle, ours.param_groups[0], rounded, factor, found_inf, of_clipping)
+            clip = None if clipped is None else torch.tensor(clipped, device=device)
+            _triton_step(bundle, ours.param_groups[0], rounded, factor, found_inf, clip)
         if rounded is not None and scale is None:
             assert all(torch.equal(copy, p.half()) for p, copy in rounded.copies)
             assert rounded.followed == parameters_of(ours)
@@ -326,7 +335,7 @@ def test_a_copied_or_unpickled_optimizer_goes_on(case: Case) -> None:
         assert_identical(case.run(clone, first=1), whole)
 
 
-def test_a_step_number_of_old_checkpoints_is_taken() -> None:
+def test_a_step_number_of_old_checkpoints_is_accepted() -> None:
     case = Case([[((2,), torch.float32)]], [{"lr": 0.1}], 3, missing=0, seed=0)
     state = saved(case.run(case.build(torch_adamw), last=1))
     state["state"][0]["step"] = int(state["state"][0]["step"])
@@ -425,7 +434,7 @@ def test_sparse_and_complex_gradients_are_refused_and_nothing_moves() -> None:
         AdamW([z]).step()
 
 
-def test_options_that_have_become_wrong_leave_the_weights() -> None:
+def test_wrong_options_of_a_step_leave_the_weights() -> None:
     """A tensor as the learning rate is refused, too: to read it, the host would wait for the GPU."""
     p = torch.ones(3, requires_grad=True)
     with pytest.raises(ValueError, match="must be a finite number"):
@@ -439,7 +448,7 @@ def test_options_that_have_become_wrong_leave_the_weights() -> None:
     assert torch.equal(p, torch.ones(3)) and not optimizer.state
 
 
-def test_state_that_is_cleared_or_replaced_is_heeded() -> None:
+def test_cleared_or_replaced_state_is_used() -> None:
     runs = []
     for make in (AdamW, torch.optim.AdamW):
         p, q = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -504,7 +513,7 @@ def test_the_schedule_climbs_then_falls_between_its_ends(schedule: Schedule) -> 
 
 
 @given(schedules)
-def test_the_schedule_has_no_jumps_and_its_halves_mirror(schedule: Schedule) -> None:
+def test_the_schedule_has_no_jumps_and_its_decay_is_symmetric(schedule: Schedule) -> None:
     drop, decay = schedule.max_lr - schedule.min_lr, schedule.total_steps - schedule.warmup_steps
     steepest = max(schedule.max_lr / max(1, schedule.warmup_steps), math.pi / 2 * drop / decay) * (1 + 1e-9)
     for step in range(schedule.total_steps + 2):
@@ -615,7 +624,7 @@ def test_the_norm_of_half_precision_gradients_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(("bad", "left"), [(math.nan, [math.nan] * 2), (math.inf, [0.0, math.nan])], ids=["nan", "inf"])
-def test_a_norm_that_is_not_finite_comes_back(bad: float, left: list[float]) -> None:
+def test_a_norm_that_is_not_finite_is_returned(bad: float, left: list[float]) -> None:
     p = torch.zeros(2, requires_grad=True)
     p.grad = torch.tensor([1.0, bad])
     torch.testing.assert_close(clip_grad_norm([p], 1.0), torch.tensor(bad), equal_nan=True)
