@@ -1,4 +1,8 @@
-"""Windows and documents in the kernels of `flash_gluon`, simulated on a CPU: results, visited tiles, fixed order."""
+"""Windows and documents in the kernels of `flash_gluon`, simulated on a CPU: results, visited tiles, fixed order.
+
+The interval of a query is the range of keys that it sees, from `first` to before `end`. A plan is a choice of tiles and
+warps. `tests/support/gluon_simulator.py` runs the kernels.
+"""
 
 from collections import Counter
 from typing import Any
@@ -58,7 +62,10 @@ def assert_right(
     orders: tuple[bool, ...] = (False, True),
     pattern: Pattern | None = None,
 ) -> None:
-    """o, the log-sum-exp and the gradients, the latter in each of the `orders` of additions to dq."""
+    """AssertionError unless o, the log-sum-exp and the gradients are right.
+
+    orders  for each backward: True if additions to dq have a fixed order (deterministic)
+    """
     x, scale = make_inputs(case, seed), case.head_dim**-0.5
     pattern = pattern or make_pattern(case, seed)
     oracle = Oracle(case, x, pattern=pattern)
@@ -81,14 +88,14 @@ BLIND = AttentionCase(1, 1, 1, 250, 130, 128, "bfloat16", True, grad=True, windo
 @given(case=patterned(), seed=SEEDS)
 @example(case=WIDE, seed=0)
 @example(case=BLIND, seed=1)
-def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int) -> None:
+def test_simulated_kernels_match_the_oracle(case: AttentionCase, seed: int) -> None:
     assert_right(case, seed)
 
 
 @known
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_intervals_may_end_before_they_begin(head_dim: int) -> None:
-    """So do the intervals of queries whose window lies beyond a short cache, and of the keys beyond that cache."""
+    """Queries whose window lies beyond a short cache have such intervals, and so have the keys beyond that cache."""
     pattern = Pattern(True, 30, key_lengths=torch.tensor([70, 250]))
     assert (pattern.bounds(250, 250, CPU).end < pattern.bounds(250, 250, CPU).first).any()
     case = AttentionCase(2, 2, 1, 250, 250, head_dim, "bfloat16", True, grad=True, window=30, key_lengths=True)
@@ -119,6 +126,7 @@ def test_a_key_too_many_or_too_few_shows(head_dim: int, pattern: Pattern) -> Non
 
 
 def every_plan() -> list[tuple[int, Any]]:
+    """(head dimension, plan) of all forward plans under patterns."""
     from lmsys.attention.flash_gluon.plans import bounded_plans
 
     return [(head_dim, plan) for head_dim in (64, 128) for plan in bounded_plans(head_dim)]
@@ -141,7 +149,7 @@ def test_every_plan_skips_tiles_on_either_side(
 @settings(max_examples=20)
 @given(case=patterned(), seed=SEEDS)
 def test_no_query_sees_more_than_the_span(case: AttentionCase, seed: int) -> None:
-    """`Pattern.span` is an upper limit; without a causal mask some query sees exactly as many keys."""
+    """`Pattern.span` is the most keys that a query may see. Without a causal mask some query sees exactly as many."""
     pattern = make_pattern(case, seed)
     most = int(pattern.seen(case.queries, case.keys, CPU).sum(-1).max())
     assert most <= pattern.span(case.keys)
@@ -162,12 +170,14 @@ def test_a_short_span_has_a_plan_of_its_own(head_dim: int, most: int) -> None:
 
 
 def bounds_of(length: int, window: int | None, causal: bool, documents: bool, seed: int) -> tuple[Pattern, Any]:
+    """(a pattern, the intervals of its queries and keys)."""
     packed = Documents(document_lengths(length, seed)) if documents else None
     pattern = Pattern(causal or window is not None, window, documents=packed)
     return pattern, pattern.bounds(length, length, CPU)
 
 
 def extent_of(bounds: Any) -> Any:
+    """The intervals as the kernels read them, for batch entry 0."""
     first, end = (gluon_simulator.Pointer(x.data_ptr(), torch.int32) for x in (bounds.first, bounds.end))
     return gluon_simulator.kernels("intervals")["Extent"](first, end, torch.tensor(0))
 
@@ -207,10 +217,11 @@ def test_tiles_without_visible_keys_are_skipped_and_only_edges_are_masked(
 
 @settings(max_examples=8)
 @drawn
-def test_key_tiles_wait_only_for_those_on_their_right(
+def test_a_key_tile_waits_only_for_higher_ones(
     length: int, window: int | None, causal: bool, documents: bool, seed: int, block_q: int
 ) -> None:
-    """In the deterministic mode a semaphore's values at a tile of queries are 0, 1, 2 ... from the highest key tile."""
+    """In the deterministic mode key tiles add to a tile of queries in order, from the highest one down. The value for
+    which a key tile waits counts those before it: 0, 1, 2 and so on."""
     _, bounds = bounds_of(length, window, causal, documents, seed)
     backward = gluon_simulator.kernels("backward")
     ends = extent_of(bounds).end
@@ -223,7 +234,7 @@ def test_key_tiles_wait_only_for_those_on_their_right(
             visits[m] += 1
 
 
-def test_it_says_which_options_it_does_not_know() -> None:
+def test_the_reason_names_unsupported_options() -> None:
     case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", True, device="cuda", capability=(9, 0), window=5)
     if is_known():
         assert flash_gluon_supports(case) is None

@@ -43,9 +43,9 @@ from tests.support import harness
         (testing.Oracle, "judge"),
         (clock.CpuClock, "sample"),
     ],
-    ids=lambda one: getattr(one, "__name__", one),
+    ids=lambda x: getattr(x, "__name__", x),
 )
-def test_what_is_replaced_is_named_and_put_back(owner: Any, name: str) -> None:
+def test_a_replaced_function_is_named_and_put_back(owner: Any, name: str) -> None:
     guard, before = Guard(), getattr(owner, name)
     setattr(owner, name, lambda *_, **__: 0.0)
     assert guard.mend() == [f"{owner.__name__}.{name}"]
@@ -59,7 +59,7 @@ def test_a_function_with_other_code_is_noticed() -> None:
     assert compare.outcome_of.__code__ is code
 
 
-def test_defaults_by_name_are_noticed_also_where_they_are_changed_in_place() -> None:
+def test_changed_defaults_of_keywords_are_noticed() -> None:
     guard, function = Guard(), cast(Any, compare.interleave)
     before = dict(function.__kwdefaults__)
     function.__kwdefaults__["trials"] = 1
@@ -71,7 +71,7 @@ def test_defaults_by_name_are_noticed_also_where_they_are_changed_in_place() -> 
 
 @pytest.mark.parametrize("name", ["randrange", "getrandbits"])
 def test_the_entropy_that_picks_calls_is_guarded(name: str) -> None:
-    """In its class, which inherits one of these, and as the object that sampling holds."""
+    """It is guarded in its class, which inherits one of these methods, and as the object that sampling uses."""
     guard, before = Guard(), getattr(random.SystemRandom, name)
     setattr(random.SystemRandom, name, lambda *_: 7)
     assert guard.mend() == [f"SystemRandom.{name}"] and getattr(random.SystemRandom, name) is before
@@ -82,7 +82,7 @@ def test_the_entropy_that_picks_calls_is_guarded(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_a_kernel_of_torch_that_a_row_replaces_ends_the_process() -> None:
-    """The judge subtracts by it, and it cannot be put back. An operator of the row's own is none of the judge's."""
+    """Results are compared by `sub`, which cannot be put back. An operator that the row defines is not replaced."""
     guard = Guard()
     with torch.library._scoped_library("lmsys_of_a_row", "DEF") as library:
         library.define("twice(Tensor x) -> Tensor")
@@ -102,7 +102,7 @@ def test_constants_are_guarded() -> None:
     assert most == compare.MAX_ROUNDS and testing.NORM_BUDGET is budget and budget["float32"] < 1 and not guard.mend()
 
 
-def test_what_honest_code_does_is_no_replacement() -> None:
+def test_honest_code_replaces_nothing() -> None:
     guard = Guard()
     torch.manual_seed(0)
     setattr(math, "of_a_row", lambda: 0)  # noqa: B010 - a new name, which replaces nothing
@@ -124,14 +124,16 @@ def test_torch_may_wrap_the_step_of_an_optimizer(monkeypatch: pytest.MonkeyPatch
     assert guard.mend() == []
 
 
-class Seen(torch.overrides.TorchFunctionMode):
+class FunctionMode(torch.overrides.TorchFunctionMode):
     """A mode that changes only how long a call takes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):
+class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
+    """As `FunctionMode`, for operators."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -139,7 +141,7 @@ class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):
 def ignored(*_: Any) -> None: ...
 
 
-# {the name by which a message tells it: a change that a row, or its file, may leave in the process of other rows}
+# {how a message names a change: a function that makes it, as a row or its file may do in the process of other rows}
 LEAKS: dict[str, Callable[[], Any]] = {
     "the CPUs that it may use": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
     "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
@@ -150,8 +152,8 @@ LEAKS: dict[str, Callable[[], Any]] = {
     "a hook of sys.settrace": lambda: sys.settrace(ignored),
     "a timer of signal.ITIMER_VIRTUAL": lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000.0),
     "a timer of signal.ITIMER_PROF": lambda: signal.setitimer(signal.ITIMER_PROF, 1000.0),
-    "a torch_function mode": lambda: Seen().__enter__(),
-    "a torch_dispatch mode": lambda: Dispatched().__enter__(),
+    "a torch_function mode": lambda: FunctionMode().__enter__(),
+    "a torch_dispatch mode": lambda: DispatchMode().__enter__(),
     "whether flash SDPA is allowed": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "whether memory-efficient SDPA is allowed": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
     "whether math SDPA is allowed": lambda: torch.backends.cuda.enable_math_sdp(False),
@@ -173,7 +175,7 @@ def state() -> Iterator[State]:
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_what_a_row_leaves_changed_in_its_process_is_told_and_put_back(name: str, state: State) -> None:
+def test_changes_that_a_row_leaves_are_named_and_put_back(name: str, state: State) -> None:
     (part,) = [part for part in PARTS if part.name == name]
     before = part.get()
     LEAKS[name]()
@@ -181,10 +183,10 @@ def test_what_a_row_leaves_changed_in_its_process_is_told_and_put_back(name: str
     assert part.get() == before and state.mend() is None
 
 
-def test_variables_that_a_row_adds_are_removed_and_named_beside_what_it_changes(
+def test_added_variables_are_removed_and_named_beside_other_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By themselves they are no fault: honest libraries add some when they are imported."""
+    """Alone they are no fault, since honest libraries add some when they are imported."""
     state = State()  # made here, as pytest changes a variable of its own between fixtures and a test
     os.environ["LMSYS_OF_A_ROW"] = "1"
     assert state.mend() is None and "LMSYS_OF_A_ROW" not in os.environ
@@ -198,7 +200,7 @@ def test_variables_that_a_row_adds_are_removed_and_named_beside_what_it_changes(
     state.close()
 
 
-def test_threads_that_a_row_has_started_may_use_all_cpus_again(state: State) -> None:
+def test_threads_of_a_row_may_use_all_cpus_again(state: State) -> None:
     """A thread inherits the CPUs of the thread that starts it: OpenMP's pool would stay on a single CPU."""
     if len(cpus := os.sched_getaffinity(0)) < 2:
         pytest.skip("this process may use one CPU: another machine is needed to see threads pinned")
@@ -213,8 +215,8 @@ def test_threads_that_a_row_has_started_may_use_all_cpus_again(state: State) -> 
     thread.join()
 
 
-def test_what_cannot_be_put_back_ends_the_process(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Niceness cannot be lowered without a permission. The worker then ends, and other rows run in a fresh one."""
+def test_a_change_that_cannot_be_put_back_ends_the_process(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Niceness cannot be lowered without a permission. The worker then ends, and other rows run in a new one."""
     (niceness,) = [part for part in state._parts if part.name == "its niceness"]
     state._parts[niceness] -= 1  # as if the row had raised it
 
@@ -228,7 +230,7 @@ def test_what_cannot_be_put_back_ends_the_process(state: State, monkeypatch: pyt
     state._parts = {}
 
 
-def test_what_a_worker_imported_after_its_first_answer_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_a_worker_imports_later_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker measures the machine, with a guard, before it is sent the first benchmark and imports its module."""
     runner = harness.runner()
     assert runner.guard.mend() == []

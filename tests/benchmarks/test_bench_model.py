@@ -1,7 +1,7 @@
 """benchmarks/bench_model.py: the cases of the language model's benchmark, the rows that it refuses, and its records.
 
-Its rows are attention rows in our model, and Hugging Face's Llama. tests/benchmarks/test_model_spots.py tests how timed
-calls are judged.
+A row is an implementation of attention in our model, or Hugging Face's Llama. tests/benchmarks/test_model_spots.py
+tests how timed calls are judged.
 """
 
 import sys
@@ -32,7 +32,7 @@ from tests.support.collected import collect
 from tests.support.harness import cases_of, results
 from tests.support.variants import some
 
-TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {  # values of axes
     "size": ("tiny",),
     "context": (8,),
     "batch": (1,),
@@ -46,7 +46,7 @@ needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLA
 
 
 def records(device: str = "cpu", timed: bool = True, **values: Any) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """{(mode, compile, attention row): record}. `values`: other values of axes than those of TINY."""
+    """The records of a run, by (mode, compile, row). values: other values of axes than those of TINY."""
     cases = cases_of(Model(), Settings(device=device), **(TINY | values))
     measured = [result.record for result in results(Model(), cases, device=device, timed=timed)]
     assert [record["id"] for record in measured] == [case.id for case in cases]
@@ -54,11 +54,11 @@ def records(device: str = "cpu", timed: bool = True, **values: Any) -> dict[tupl
 
 
 def outcomes(by_key: dict[tuple[str, str, str], dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """{(mode, attention row): outcome} of such records."""
+    """The outcomes of such records, by (mode, row)."""
     return {(mode, row): record["outcome"] for (mode, _, row), record in by_key.items()}
 
 
-def test_each_sweep_has_cases_of_its_own_and_one_case_is_asked_whatever_the_sweep() -> None:
+def test_each_sweep_has_cases_and_options_choose_one_case_in_any_sweep() -> None:
     words = ONE_CASE.split()
     texts = dict(zip(words[::2], words[1::2], strict=True))
     for name, sweep in SWEEPS.items():
@@ -71,7 +71,7 @@ def test_each_sweep_has_cases_of_its_own_and_one_case_is_asked_whatever_the_swee
             assert name != "default" or chosen == ["default-small-S512B4-bf16-step-eager-sdpa_flash"]
 
 
-def test_a_model_takes_attention_rows_and_what_only_models_take() -> None:
+def test_models_take_all_attention_rows_and_rows_for_models_alone() -> None:
     assert tuple(MODEL_ROWS) == (*ATTENTION, *MODELS_ONLY)
     single, only, none, other, unknown = collect(
         [
@@ -90,7 +90,7 @@ def test_a_model_takes_attention_rows_and_what_only_models_take() -> None:
 
 
 @pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
-def test_every_mode_is_timed_and_accounted_for(precision: str) -> None:
+def test_every_mode_is_timed_and_has_its_memory_and_operations(precision: str) -> None:
     by_case = records(precision=(precision,))
     config = config_of("tiny", 8)
     assert {mode for mode, _, _ in by_case} == set(MODES)
@@ -115,7 +115,7 @@ def test_every_mode_is_timed_and_accounted_for(precision: str) -> None:
 
 @needs_llama
 @pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
-def test_llama_stands_beside_ours(precision: str) -> None:
+def test_llama_is_compared_with_our_model(precision: str) -> None:
     by_case = records(precision=(precision,), attention=("auto", "llama"))
     for mode in MODES:
         ours, theirs = (by_case[mode, "eager", row] for row in ("auto", "llama"))
@@ -130,7 +130,7 @@ def test_llama_stands_beside_ours(precision: str) -> None:
 
 @pytest.mark.gpu
 @needs_llama
-def test_llama_stands_compiled_beside_ours() -> None:
+def test_compiled_llama_is_compared_with_our_model() -> None:
     values = {"context": (128,), "precision": ("bf16",), "compile": ("compiled",)}
     by_case = records("cuda", attention=("auto", "llama"), **values)
     assert set(outcomes(by_case).values()) == {"ok"}, [record["reason"] for record in by_case.values()]
@@ -147,7 +147,7 @@ def test_a_grid_about_llama_has_no_cases_without_it() -> None:
 
 @needs_llama
 @pytest.mark.parametrize("mode", ["forward", "train_forward"])
-def test_a_llama_of_other_weights_is_wrong(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_llama_with_other_weights_is_wrong(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.model.llama.Llama._reordered", lambda self, name, x, rows: x)
     (record,) = records(mode=(mode,), attention=("llama",)).values()
     assert record["outcome"] == "wrong" and record["error_ratio"] > 1
@@ -184,6 +184,7 @@ def test_without_a_gpu_a_graph_and_tf32_are_unsupported() -> None:
         assert record["outcome"] == "unsupported" and "TF32" in record["reason"]
 
 
+# Functions of fused blocks that are right for usual rows, and wrong for zero, huge or saturated ones.
 def no_eps(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     total = x if branch is None else x + branch
     return total, total * total.square().mean(dim=-1, keepdim=True).rsqrt() * norm.weight
@@ -202,8 +203,10 @@ def sigmoid_of_exponentials(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "wrong"), [("add_norm", no_eps), ("add_norm", squares_in_half), ("silu", sigmoid_of_exponentials)]
 )
-def test_blocks_that_only_normal_rows_pass_are_wrong(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only fused blocks are patched: the reference is computed by other functions."""
+def test_blocks_that_are_wrong_for_extreme_rows_are_refused(
+    name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only fused blocks are replaced, so the reference is right. Without extreme embeddings they pass."""
     axes: dict[str, Any] = {"compile": ("fused",), "mode": ("train_forward",), "precision": ("bf16",)}
     with monkeypatch.context() as patch:
         patch.setattr(fused, "functions", SimpleNamespace(**vars(functions) | {name: wrong}))
@@ -216,27 +219,27 @@ def test_blocks_that_only_normal_rows_pass_are_wrong(name: str, wrong: Any, monk
 
 
 @pytest.mark.gpu
-def test_a_graph_is_measured_beside_what_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found_in(precision: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+def test_graphs_are_compared_with_compiled_steps_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def records_in(precision: str) -> dict[tuple[str, str, str], dict[str, Any]]:
         return records("cuda", context=(128,), precision=(precision,), compile=("compiled", "graphed", "fused"))
 
     for precision in ("bf16", "fp16"):
-        by_case = found_in(precision)
-        for (mode, way, _), cell in by_case.items():
+        by_case = records_in(precision)
+        for (mode, way, _), each in by_case.items():
             expected = "ok" if mode == "step" or way == "compiled" else "unsupported"
-            assert cell["outcome"] == expected, cell["reason"]
+            assert each["outcome"] == expected, each["reason"]
         compiled, *replayed = (by_case["step", way, "auto"]["peak_bytes"] for way in ("compiled", "graphed", "fused"))
         workspaces = 2**26  # bytes that cuBLAS keeps for each stream
         for peak in replayed:
             assert 0.7 * compiled < peak < 1.3 * compiled + workspaces
     record = GraphedGradients.record
 
-    def of_old_data(self: GraphedGradients, *inputs: Tensor) -> None:
+    def wrong_record(self: GraphedGradients, *inputs: Tensor) -> None:
         record(self, *inputs)
         self._gradients = [x * 1.1 for x in self._gradients]
 
-    monkeypatch.setattr(GraphedGradients, "record", of_old_data)
-    wrong = found_in("bf16")["step", "graphed", "auto"]
+    monkeypatch.setattr(GraphedGradients, "record", wrong_record)
+    wrong = records_in("bf16")["step", "graphed", "auto"]
     assert wrong["outcome"] == "wrong" and "gradient of the graph" in wrong["reason"]
 
 
@@ -248,7 +251,7 @@ def hungry(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
     return torch.empty(2**60, dtype=torch.int8)
 
 
-def test_what_is_kept_and_the_narrow_stream_stand_beside_the_default() -> None:
+def test_checkpointing_and_narrow_streams_are_compared_with_the_default() -> None:
     values: dict[str, Any] = {"precision": ("bf16",), "mode": ("forward", "step"), "attention": ("sdpa_flash",)}
     values |= {"checkpoint": ("none", "whole*1,matmuls*1"), "residual": ("wide", "narrow")}
     cases = cases_of(Model(), **(TINY | values))
@@ -266,11 +269,11 @@ def test_what_is_kept_and_the_narrow_stream_stand_beside_the_default() -> None:
         predicted = training_memory(config, 1, 8, "bf16").peak if record["mode"] == "step" else None
         assert record["predicted_bytes"] == predicted
     errors = [record["gradient_error"] for record in steps]
-    # A narrow residual stream is farther from exact gradients, and as far as is allowed.
+    # A narrow residual stream has gradients of a larger error, which is allowed.
     assert 0 < errors[0] == errors[2] < errors[1] == errors[3] < 0.1
 
 
-def test_a_stream_that_is_rounded_more_than_it_says_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_rounded_more_than_bfloat16_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = TransformerLM.hidden
 
     def coarse(self: TransformerLM, *args: Any, **options: Any) -> Tensor:
@@ -295,7 +298,7 @@ def test_a_stream_that_is_rounded_more_than_it_says_is_wrong(monkeypatch: pytest
         ({"checkpoint": ("whole",), "attention": ("llama",)}, "settings of our model"),
     ],
 )
-def test_what_cannot_be_kept_so_is_unsupported(values: dict[str, Any], reason: str) -> None:
+def test_impossible_settings_of_checkpointing_are_unsupported(values: dict[str, Any], reason: str) -> None:
     (record,) = records(mode=("step",), **values).values()
     assert record["outcome"] == "unsupported"
     assert reason in record["reason"] or ("llama" in values.get("attention", ()) and LLAMA.why_not(None))
@@ -312,7 +315,7 @@ def test_levels_that_fit_are_chosen_and_every_level_runs_compiled_and_graphed() 
     assert {record["levels"] for record in measured if record["checkpoint"] == "fit"} == {"none*12"}
 
 
-def test_wrong_oom_and_broken_rows_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_oom_and_refused_rows_have_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmsys.attention.vectorized.vectorized", slightly_off)
     monkeypatch.setattr("lmsys.attention.peers.sdpa_math", hungry)
     modes = ("forward", "train_forward")
@@ -335,7 +338,7 @@ def test_memory_is_predicted_for_attention_that_keeps_no_scores() -> None:
 
 
 @pytest.mark.parametrize(("what", "outcome"), [("bench_model.Rig", "oom"), ("model.cases.Gate.judge", "error")])
-def test_what_fails_outside_a_row_fails_every_case(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_outside_of_a_row_fails_every_case(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 
@@ -344,7 +347,7 @@ def test_what_fails_outside_a_row_fails_every_case(what: str, outcome: str, monk
         assert record["outcome"] == outcome and "no room" in record["reason"]
 
 
-def test_a_reference_without_room_is_of_half_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_does_not_fit_has_half_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     batches, judge = [], Gate.judge
 
     def fits_two(gate: Gate, candidates: Any) -> None:
@@ -365,7 +368,7 @@ def test_a_loss_that_is_no_longer_finite_is_wrong(monkeypatch: pytest.MonkeyPatc
     assert record["outcome"] == "wrong" and "right before it was timed, not in timed call" in record["reason"]
 
 
-def test_the_study_of_warm_up_starts_cold_each_time() -> None:
+def test_warm_up_is_studied_in_new_processes() -> None:
     (record,) = records(mode=("forward",), warmup=(0,)).values()
     assert record["outcome"] == "ok", record["reason"]
     assert record["warmup_steps"] == 0 and record["rounds"] == 10 and record["std_s"] > 0

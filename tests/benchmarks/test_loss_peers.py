@@ -1,7 +1,7 @@
-"""benchmarks/loss_peers.py: other people's losses as rows, why they cannot run a case, and what is given to them.
+"""benchmarks/loss_peers.py: other people's losses as rows, why they cannot run a case, and how they are called.
 
-Packages that are not here are stood in for by modules with the same functions, in plain PyTorch. On a GPU the installed
-ones are held to float64. A new package is a line of PACKAGES.
+Modules with the same functions, in plain PyTorch, stand for packages that are not installed. On a GPU, installed ones
+are compared with float64. A new package is a line of PACKAGES.
 """
 
 import sys
@@ -32,25 +32,26 @@ from benchmarks.loss import (
 from tests.benchmarks.test_bench_loss import drawn, records
 
 EXTRA, GIT = "[peers]'", "'cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy.git'"
-PACKAGES = {  # by row: the module that makes the loss, and what pip installs for it
+PACKAGES = {  # {row: (the module that computes the loss, what pip installs for it)}
     "liger": ("liger_kernel.transformers.functional", EXTRA),
     "cut_cross_entropy": ("cut_cross_entropy.cce_utils", GIT),
     "cut_cross_entropy_kahan": ("cut_cross_entropy.cce_utils", GIT),
     "cut_cross_entropy_exact": ("cut_cross_entropy.cce_utils", GIT),
     "quack": ("quack.linear_cross_entropy", EXTRA),
 }
-IMPLS = {  # what rows that take an `impl` are to be given
+IMPLS = {  # {row: the arguments `impl` of the calls that follow autocast}
     "liger": [],
     "cut_cross_entropy": ["cce"],
     "cut_cross_entropy_kahan": ["cce_kahan_full_c"],
     "cut_cross_entropy_exact": ["cce_exact"],
     "quack": [""],
 }
-LEAST = {"liger": (7, 0), "quack": (9, 0)}  # compute capabilities; of the others 8.0
+LEAST = {"liger": (7, 0), "quack": (9, 0)}  # the least compute capability; that of the others is 8.0
 rows = pytest.mark.parametrize("row", PACKAGES)
 
 
 def case_of(row: str, precision: str = "bf16", device: str = "cuda", **sizes: int) -> LossTest:
+    """A case of a row, with other `sizes` if they are given."""
     case = LossTest("s", LOSSES[row], device, tokens=64, d_model=64, vocab_size=128, precision=precision)
     return replace(case, **sizes)
 
@@ -66,7 +67,7 @@ def install(row: str, monkeypatch: pytest.MonkeyPatch, **functions: Callable[...
 
 
 @rows
-def test_on_a_cpu_a_row_asks_for_no_package(row: str) -> None:
+def test_on_a_cpu_a_row_needs_no_package(row: str) -> None:
     reason = LOSSES[row].why_not(case_of(row, device="cpu"))
     assert reason is not None and reason.endswith(" runs on CUDA only") and LOSSES[row].peer
 
@@ -81,10 +82,10 @@ def test_a_missing_package_gives_the_line_that_installs_it(row: str, monkeypatch
     assert "python -m pip install" in reason and reason.endswith(f"{source} brings it")
 
 
-def test_pypis_cut_cross_entropy_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    early = ModuleType("cut_cross_entropy")
-    early.__path__ = []  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", early)
+def test_pypis_cut_cross_entropy_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ModuleType("cut_cross_entropy")
+    old.__path__ = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", old)
     monkeypatch.delitem(sys.modules, "cut_cross_entropy.cce_utils", raising=False)
     reason = LOSSES["cut_cross_entropy_exact"].why_not(case_of("cut_cross_entropy_exact"))
     assert reason is not None and "'cut_cross_entropy.cce_utils'" in reason and GIT in reason
@@ -123,10 +124,8 @@ def test_quack_knows_narrow_precisions_alone(precision: str) -> None:
 
 @rows
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_row_gives_its_package_what_the_package_asks_for(
-    row: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stand-ins take what the packages' functions do, and see what an expert would give them."""
+def test_a_row_calls_its_package_as_an_expert_would(row: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins have the parameters of the packages' functions, and check dtypes and settings."""
     narrow = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     impls = []
 
@@ -182,8 +181,8 @@ def test_records_have_the_errors_of_each_output() -> None:
 
 
 @pytest.mark.parametrize("output", range(3))
-def test_an_error_shows_where_it_is(output: int) -> None:
-    """The error of one output shows there alone, as a share of the largest value among rows of its kind."""
+def test_an_error_shows_in_its_output_alone(output: int) -> None:
+    """It is a share of the largest value among rows of its group."""
     inputs = checked(drawn(tokens=300, vocab_size=400))
     answer = [inputs.exact[0].mean(), *(x.clone() for x in inputs.exact[1:])]
     answer[output] *= 1 + 2**-10
@@ -195,7 +194,7 @@ def test_an_error_shows_where_it_is(output: int) -> None:
 
 
 @given(share=st.floats(1e-6, 1e3), scale=st.floats(1e-6, 1e6))
-def test_groups_of_rows_are_measured_by_their_own_largest_value(share: float, scale: float) -> None:
+def test_the_error_of_a_group_is_a_share_of_its_largest_value(share: float, scale: float) -> None:
     exact, groups = torch.ones(4, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 1])
     exact[groups == 1] *= scale
     x = exact.clone()
@@ -215,5 +214,5 @@ def test_an_installed_row_is_right_at_odd_sizes(row: str, precision: str, sizes:
     answer = checked(inputs).run(LOSSES[row].load())
     ratios, errors = inputs.check(answer), inputs.errors(answer)
     assert ratios["loss"] <= 1, ratios
-    # The default adds gradients in bfloat16, and leaves small ones out. The benchmark says by how much they are off.
+    # Its default adds gradients in bfloat16, and leaves small terms out. The benchmark reports this error.
     assert row == "cut_cross_entropy" or max(ratios.values()) <= 1, (ratios, errors)

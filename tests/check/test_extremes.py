@@ -1,7 +1,8 @@
 """Extreme inputs of attention (lmsys/extremes/attention.py, lmsys/check/extremes.py).
 
-A unit (one sequence's key/value head) with extreme inputs can be drawn again alone from the seed, a small share of
-units is extreme, honest rows are right on such inputs, and the faults of the museum are found and named.
+A unit is the inputs of one key/value head of one sequence. A unit with extreme inputs can be drawn again alone from the
+seed, a small share of units is extreme, honest rows are right on such inputs, and the faults of the museum are found
+and named.
 """
 
 from dataclasses import replace
@@ -51,7 +52,7 @@ def test_a_unit_is_drawn_again_alone(case: AttentionCase, seed: int, draw: int) 
     q, k, v = unit_tensors(inputs.tensors, unit)
     for x, y in ((q, alone["q"][0]), (k, alone["k"][0, 0]), (v, alone["v"][0, 0])):
         assert torch.equal(x, y)
-    before = drawn_unit(case, seed, draw, unit, case.causal, BEFORE)
+    before = drawn_unit(case, seed, draw, unit, case.causal, BEFORE)  # as in old files, without extreme parts
     assert torch.equal(before["do"], alone["do"])
     assert torch.equal(before["q"], alone["q"]) or drawn.extreme is not None
 
@@ -60,12 +61,12 @@ def test_a_small_share_is_extreme() -> None:
     case = AttentionCase(2, 2, 2, 8, 8, 8, "float32")
     drawn = [extreme_of(case, 0, draw) for draw in range(2000)]
     hits = [planted for planted in drawn if planted is not None]
-    assert abs(len(hits) / 2000 - 4 / 16) < 0.05
+    assert abs(len(hits) / 2000 - 4 / 16) < 0.05  # a draw has 4 units, of which 1 in 16 is extreme
     assert {kind for _, kind in hits} == {*EXTREMES} and {unit for unit, _ in hits} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 @given(case=CASES, kind=st.sampled_from([*EXTREMES]), seed=st.integers(0, 2**32))
-def test_inputs_are_finite_and_change(case: AttentionCase, kind: str, seed: int) -> None:
+def test_extreme_inputs_are_finite_and_in_their_unit_alone(case: AttentionCase, kind: str, seed: int) -> None:
     inputs = make_inputs(case, seed)
     q, k, v = (x.clone() for x in unit_tensors(inputs.tensors, (0, 0)))
     plant(kind, *unit_tensors(inputs.tensors, (0, 0)), case.causal)
@@ -109,7 +110,7 @@ def test_an_honest_row_is_never_accused(entry: Entry) -> None:
 @pytest.mark.parametrize("mistake", ["no_max", "oob_zero"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_range_of_scores_names_a_mistake(mistake: str, dtype: str) -> None:
-    """At a head dimension of 80, whose default scale is no power of two, and with gradients."""
+    """The head dimension is 80, whose default scale is no power of two. Gradients are checked, too."""
     (exhibit,) = (exhibit for exhibit in ATTENTION_EXHIBITS if exhibit.name == mistake)
     case = replace(extremes.case_of_kinds(AttentionCase(1, 1, 1, 1, 1, 80, dtype)), grad=True)
     name = extremes.range_mistake(exhibit.entry.load(), case, grad=True)

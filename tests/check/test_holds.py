@@ -1,9 +1,9 @@
 """`lmsys check` on attention: its table of what holds, and the tasks that call a row more than once.
 
 The table (`Holds`, lmsys/check/question.py) counts for each aspect, such as "causal mask", how many cases are right,
-wrong or refused, forward and backward apart; an answer that is wrong or refused does not end the check. `full_of_16`
-and `NoBackward` are checked whole. The rows from `shared` on are right in a single call and wrong in some use of
-several calls: see test_what_a_single_call_does_not_show.
+wrong or refused, separately for forward and backward. The check goes on after a wrong or refused case. `full_of_16` and
+`NoBackward` are checked with all cases. The rows from `shared` on are right in a single call, and wrong in some use of
+several calls: see test_mistakes_that_a_single_call_does_not_show.
 """
 
 import json
@@ -53,7 +53,7 @@ def check_to_table(
     return code, last["holds"], [line["mistake"] for line in lines if line["verdict"] == "wrong"]
 
 
-def test_what_is_refused_or_wrong_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_or_refused_case_does_not_end_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     code, holds, mistakes = check_to_table("full_of_16", OPTIONS, capsys)
     assert code == WRONG and mistakes == ["the causal mask is ignored", None]
     assert holds.pop("causal mask") == {"forward": {"wrong": 2}, "backward": {}}
@@ -61,7 +61,8 @@ def test_what_is_refused_or_wrong_ends_nothing(capsys: pytest.CaptureFixture[str
     refusing = {aspect for aspect, directions in holds.items() if "refused" in directions["forward"]}
     assert refusing == {"queries and keys of different number", "lengths of models", "extreme scores"}
     assert not any("wrong" in counts for directions in holds.values() for counts in directions.values())
-    assert holds["strides"] == {"forward": {"right": 6}, "backward": {"right": 6}}  # in lengths that it takes
+    # Strides are tested in lengths that the row takes.
+    assert holds["strides"] == {"forward": {"right": 6}, "backward": {"right": 6}}
 
 
 def test_a_missing_backward_leaves_the_forward_judged(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +83,8 @@ KEPT: dict[Any, Tensor] = {}
 
 def shared(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """All of its results are the same buffer: a second call overwrites the result of the first."""
-    o, into = attend(q, k, v, causal=causal, scale=scale), BUFFER[: len(q)]
-    into = into.detach()
-    return o + (into.copy_(o.detach()) - o.detach()) if o.requires_grad else into.copy_(o)
+    o, buffer = attend(q, k, v, causal=causal, scale=scale), BUFFER[: len(q)].detach()
+    return o + (buffer.copy_(o.detach()) - o.detach()) if o.requires_grad else buffer.copy_(o)
 
 
 class _Kept(torch.autograd.Function):
@@ -135,8 +135,8 @@ def frees(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float
     return _Frees.apply(q, k, v, causal, scale)
 
 
-def in_turns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Keeps the queries in a global for a while: of two calls at once, both read those of the later one."""
+def not_thread_safe(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Keeps the queries in a global for a while: two calls at once both read those of the later one."""
     import time
 
     KEPT["q"] = q
@@ -166,13 +166,13 @@ SIMPLE = next(task.case for task in tasks("cpu", None, 32))
             "o is right in a single call on contiguous inputs, and wrong for inputs that change between calls",
         ),
         (
-            in_turns,
+            not_thread_safe,
             "calls from two threads",
             "o is right in a single call on contiguous inputs, and wrong for calls from two threads",
         ),
     ],
 )
-def test_what_a_single_call_does_not_show(row: Callable[..., Tensor], about: str, mistake: str) -> None:
+def test_mistakes_that_a_single_call_does_not_show(row: Callable[..., Tensor], about: str, mistake: str) -> None:
     KEPT.clear()
     by_use = {task.about: task for task in larger(SIMPLE) if task.use}
     assert by_use.keys() == USES.keys()
@@ -188,7 +188,7 @@ def test_results_that_share_a_buffer() -> None:
     assert fault is not None and "share a buffer" in str(fault.mistake) and not fault.backward
 
 
-def test_the_table() -> None:
+def test_the_table_counts_and_prints() -> None:
     holds = Holds(grad=True)
     assert not holds.right
     holds.add("scale", None)
@@ -207,8 +207,8 @@ def test_the_table() -> None:
     assert "backward" not in str(Holds(grad=False))
 
 
-def test_rarer_questions_are_asked_in_forms_that_a_row_passes() -> None:
-    """Strides are asked about at an odd length with a mask, unless the row has failed odd lengths or the mask."""
+def test_rarer_aspects_are_tested_in_forms_that_a_row_passes() -> None:
+    """Strides are tested at an odd length with a mask, unless the row has failed odd lengths or the mask."""
 
     def strides_tasks(*failed_aspects: str) -> list[Task]:
         return [

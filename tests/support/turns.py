@@ -1,9 +1,9 @@
 """Checks `flash_gluon` in a process that shares a GPU: `python -m tests.support.turns SECONDS FOLDER PROCESSES`.
 
-A test starts PROCESSES of these at a time. The GPU interrupts kernels anywhere to let another process run. The results
-of flash_gluon's plans must be, bit for bit, those that the process obtained while it ran alone. The exit code is 1 if
-they differ. FOLDER is an empty folder, in which the processes wait for one another. A new plan or option is a call in
-`calls`.
+A test starts PROCESSES of these at a time. The GPU interrupts kernels anywhere to let another process run. Results must
+have the bits of those that the process obtained while it ran alone; the exit code is 1 if they differ. FOLDER is an
+empty folder, in which the processes wait for one another. A plan is a choice of tiles and warps. A new plan or option
+is a call in `calls`.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ def inputs(head_dim: int, length: int, batch: int) -> list[Tensor]:
 
 
 def calls() -> dict[str, Call]:
-    """{name: call} of forwards by all plans, of deterministic backwards, and of default ones by `whole_numbers`."""
+    """{name: call} of forwards by all plans, of deterministic backwards, and of default ones on whole numbers."""
     made: dict[str, Call] = {}
     for head_dim, causal, length in itertools.product((64, 128), (False, True), LENGTHS):
         q, k, v, do = inputs(head_dim, length, batch=max(1, 4096 // length))
@@ -50,9 +50,9 @@ def calls() -> dict[str, Call]:
 
 
 def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Call:
-    """A default backward of `like`'s shapes, on inputs for which sums are exact in any order: its bits are known.
+    """A default backward with the shapes of `like`, whose sums are exact in any order, so that its bits are known.
 
-    The inputs are small whole numbers, lse gives all keys equal weights, and o is passed as zero.
+    Its inputs are small whole numbers; lse gives all keys equal weights, and o is passed as zero.
     """
     q, k, v, o, lse, do = (torch.zeros_like(x) for x in like)
     for x in (k, v, do):
@@ -62,7 +62,7 @@ def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Ca
 
 
 def main(seconds: float, folder: Path, processes: int) -> None:
-    # So that even few causal heads are computed in groups, in which a CTA also zeroes dq for later heads.
+    # Now even few causal heads are computed in groups, in which a CTA also zeroes dq for later heads.
     flash_gluon.FEW_WAVES = 0
     alone = {}
     with open(folder / "lock", "w") as lock, time_limit("alone", 120.0 * processes):
