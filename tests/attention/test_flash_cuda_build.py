@@ -204,7 +204,7 @@ LAWS = [
     test_attention.test_repeats_are_bitwise_equal,
     test_attention.test_three_dimensions_equal_four,
     test_patterns.test_a_row_under_a_pattern_matches_the_oracle,
-    test_patterns.test_a_pattern_is_the_mask_that_spells_it,
+    test_patterns.test_a_pattern_equals_the_mask_of_what_it_hides,
     test_patterns.test_a_window_as_long_as_the_sequence_is_causal,
     test_patterns.test_a_window_of_one_is_the_value_at_its_place,
 ]

@@ -1,6 +1,7 @@
 """q, k and v that are parts of one tensor, as a projection writes them: their gradients are parts of one tensor too.
 
-`custom_ops.whole_of` finds the tensor, `custom_ops.gradients_like` makes the gradients.
+A later kernel can then read the three gradients as one. `custom_ops.whole_of` finds the tensor whose parts they are,
+`custom_ops.gradients_like` makes the gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ def drawn(size: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
 
 
 @given(sizes)
-def test_the_tensor_of_its_parts_is_found(size: tuple[int, ...]) -> None:
+def test_the_tensor_is_found_from_its_parts(size: tuple[int, ...]) -> None:
     whole, parts = drawn(size)
     found = whole_of(*parts)
     assert found is not None
@@ -42,45 +43,45 @@ def test_the_tensor_of_its_parts_is_found(size: tuple[int, ...]) -> None:
 
 
 @given(size=sizes, number=st.integers(0, 2))
-def test_other_tensors_are_no_parts_of_one(size: tuple[int, ...], number: int) -> None:
-    """One of three is a copy, has fewer rows, or is expanded over columns; or k and v are exchanged."""
+def test_other_tensors_are_not_taken_for_parts_of_one(size: tuple[int, ...], number: int) -> None:
+    """One of three is a copy, has fewer rows, or is expanded over columns; or k and v are exchanged or elsewhere."""
     whole, parts = drawn(size)
-    one = parts[number]
-    for other in (one.clone(), one[:, :, :-1], one[..., :1].expand_as(one)):
+    part = parts[number]
+    for other in (part.clone(), part[:, :, :-1], part[..., :1].expand_as(part)):
         assert whole_of(*(other if index == number else x for index, x in enumerate(parts))) is None
     assert whole_of(parts[0], parts[2], parts[1]) is None
-    elsewhere = parts_of(whole.clone(), size[2])
-    assert whole_of(parts[0], *elsewhere[1:]) is None
+    parts_of_a_copy = parts_of(whole.clone(), size[2])
+    assert whole_of(parts[0], *parts_of_a_copy[1:]) is None
 
 
 @given(sizes)
 def test_gradients_are_parts_of_one_tensor_if_their_inputs_are(size: tuple[int, ...]) -> None:
     _, parts = drawn(size)
-    together = gradients_like(*parts, torch.empty_like)
-    assert whole_of(*together) is not None
-    apart = gradients_like(*(x.clone() for x in parts), torch.empty_like)
-    assert whole_of(*apart) is None
-    for found in (together, apart):
-        assert [x.shape for x in found] == [x.shape for x in parts]
+    of_parts = gradients_like(*parts, torch.empty_like)
+    assert whole_of(*of_parts) is not None
+    of_copies = gradients_like(*(x.clone() for x in parts), torch.empty_like)
+    assert whole_of(*of_copies) is None
+    for gradients in (of_parts, of_copies):
+        assert [x.shape for x in gradients] == [x.shape for x in parts]
 
 
-def test_gradients_that_no_descriptor_can_address_are_separate() -> None:
-    """With a head dimension of 2 in float32 rows are 8 bytes long, and descriptors need multiples of 16."""
+def test_gradients_are_separate_if_no_descriptor_can_address_them() -> None:
+    """Kernels read tensors by descriptors, which need rows of a multiple of 16 bytes. Two float32 are 8 bytes."""
     _, parts = drawn((1, 3, 1, 1, 2))
     assert whole_of(*gradients_like(*parts, torch.empty_like)) is None
 
 
-def assert_bits(whole: Tensor, kv_heads: int, run: Callable[..., Sequence[Tensor]]) -> None:
+def assert_same_bits(whole: Tensor, kv_heads: int, run: Callable[..., Sequence[Tensor]]) -> None:
     """`run`(q, k, v), which returns o and three gradients, gives equal bits for parts of one tensor and for copies."""
-    found = []
-    for apart in (False, True):
-        o, *grads = run(*(x.clone() if apart else x for x in parts_of(whole, kv_heads)))
-        assert (whole_of(*grads) is None) == apart
-        found.append([o, *grads])
-    assert all(map(torch.equal, *found))
+    results = []
+    for copies in (False, True):
+        o, *grads = run(*(x.clone() if copies else x for x in parts_of(whole, kv_heads)))
+        assert (whole_of(*grads) is None) == copies
+        results.append([o, *grads])
+    assert all(map(torch.equal, *results))
 
 
-def of_row(name: str) -> Callable[..., Sequence[Tensor]]:
+def run_of_row(name: str) -> Callable[..., Sequence[Tensor]]:
     """A function (q, k, v) -> (o, dq, dk, dv) of the row."""
 
     def run(*parts: Tensor) -> Sequence[Tensor]:
@@ -94,9 +95,11 @@ def of_row(name: str) -> Callable[..., Sequence[Tensor]]:
 @needs_triton
 @settings(max_examples=5)
 @given(size=sizes, dtype=st.sampled_from([torch.float32, torch.float16]))
-def test_flash_triton_has_the_same_bits(size: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def test_flash_triton_has_the_same_bits_for_parts_and_copies(
+    size: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
     size = (*size[:4], 16)
-    assert_bits(drawn(size)[0].to(device, dtype), size[2], of_row("flash_triton"))
+    assert_same_bits(drawn(size)[0].to(device, dtype), size[2], run_of_row("flash_triton"))
 
 
 @needs_triton
@@ -105,6 +108,7 @@ def test_operators_return_results_in_the_layout_that_they_declare(device: str, m
     from lmsys.attention import custom_ops, flash_triton
 
     def laid_out(x: Tensor) -> Tensor:
+        """In place of the function that copies a result unless it has the declared layout."""
         assert x.transpose(1, 2).is_contiguous()
         return x
 
@@ -116,7 +120,7 @@ def test_operators_return_results_in_the_layout_that_they_declare(device: str, m
 
 
 @needs_triton
-def test_flash_gluon_has_the_same_bits_in_a_simulation() -> None:
+def test_flash_gluon_in_a_simulation_has_the_same_bits_for_parts_and_copies() -> None:
     from lmsys.attention.flash_gluon import launch
     from lmsys.kernels.tritons import KNOWN_TRITON, is_known
     from tests.support.gluon_simulator import simulated
@@ -129,12 +133,12 @@ def test_flash_gluon_has_the_same_bits_in_a_simulation() -> None:
             o, lse = launch._forward(q, k, v, True, 0.125)
             return o, *launch._backward(q, k, v, o, lse, torch.ones_like(o), True, 0.125, True)
 
-    assert_bits(drawn((2, 150, 1, 2, 64))[0].half(), 1, run)
+    assert_same_bits(drawn((2, 150, 1, 2, 64))[0].half(), 1, run)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_flash_gluon_has_the_same_bits(head_dim: int) -> None:
+def test_flash_gluon_has_the_same_bits_for_parts_and_copies(head_dim: int) -> None:
     capability = torch.cuda.get_device_capability()
     case = AttentionCase(2, 4, 2, 300, 300, head_dim, "bfloat16", True, True, "cuda", capability)
     if reason := ATTENTION["flash_gluon"].why_not(case):
@@ -142,6 +146,6 @@ def test_flash_gluon_has_the_same_bits(head_dim: int) -> None:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        assert_bits(drawn((2, 300, 2, 2, head_dim))[0].to("cuda", torch.bfloat16), 2, of_row("flash_gluon"))
+        assert_same_bits(drawn((2, 300, 2, 2, head_dim))[0].to("cuda", torch.bfloat16), 2, run_of_row("flash_gluon"))
     finally:
         torch.use_deterministic_algorithms(before)

@@ -25,7 +25,7 @@ from lmsys.measure import compare, host
 from lmsys.measure.clock import CpuClock
 from lmsys.measure.compare import interleave
 from lmsys.measure.step import Step
-from tests.bench.test_results import ONE, Result
+from tests.bench.test_results import RECORD, Result
 
 
 class Hand:
@@ -149,7 +149,7 @@ class Slow:
 
     def run(self, benchmark: object, cases: list[str]) -> Iterator[Result]:
         self.clock.now_s += self.seconds[cases[0]]
-        yield from (Result(ONE | {"id": f"{cases[0]}{number}"}, [1.0]) for number in range(len(cases)))
+        yield from (Result(RECORD | {"id": f"{cases[0]}{number}"}, [1.0]) for number in range(len(cases)))
 
 
 def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """`--against`: a sweep measures each row beside an earlier state of it, and says what became slower or broke.
 
-The state is a git reference or a folder (`lmsys.bench.checkout`), and two processes take turns (`lmsys.bench.paired`).
-The fixture `folder` is a repository whose rows differ in known ways from those that were committed.
+A row is an implementation in a benchmark's table. The state is a git reference or a folder (`lmsys.bench.checkout`);
+one process runs it, another runs the rows of today, and both take turns (`lmsys.bench.paired`). The fixture `folder` is
+a repository whose rows differ in known ways from those that were committed.
 """
 
 import re
@@ -22,7 +23,7 @@ from lmsys.bench.results import Session
 from lmsys.registry import load_target
 from lmsys.reports.__main__ import main
 from lmsys.verify import verify
-from tests.bench.test_checkout import git, tell
+from tests.bench.test_checkout import git, write
 from tests.bench.test_plugin import EXAMPLE, command
 from tests.support.harness import Telling
 from tests.support.planted import changes
@@ -59,8 +60,9 @@ def crashes(a, b):
     return a @ b
 """
 NAMES = "steady", "slower", "mended", "crashes", "moved", "added"
+# Arguments of pytest: the benchmark with a single case, and the file that gets its records.
 SMALL = ("bench_matmul.py", "--lmsys-axis", "size=32", "--lmsys-axis", "dtype=float32", "--benchmark-max-time", "0.05")
-QUIET = ("--benchmark-only", "--benchmark-json", "out.json")
+WRITTEN = ("--benchmark-only", "--benchmark-json", "out.json")
 
 
 @pytest.fixture
@@ -75,16 +77,16 @@ def folder(tmp_path: Path) -> Path:
         'name, case_type = "matmul", Product', 'name, case_type, tables = "matmul", Product, {"row": ROWS}'
     )
     folder = tmp_path / "repository"
-    tell(folder, "bench_matmul.py", text=text)
-    tell(folder, "table.py", text=table({name: f"rows:{name}" for name in NAMES[:4]} | {"moved": "rows:steady"}))
-    tell(folder, "rows.py", text=ROWS.format(seconds=1e-3, factor=1.01, crashes=True))
+    write(folder, "bench_matmul.py", text=text)
+    write(folder, "table.py", text=table({name: f"rows:{name}" for name in NAMES[:4]} | {"moved": "rows:steady"}))
+    write(folder, "rows.py", text=ROWS.format(seconds=1e-3, factor=1.01, crashes=True))
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "first")
-    tell(folder, "table.py", text=table({name: f"rows:{name}" for name in NAMES} | {"moved": "elsewhere:row"}))
+    write(folder, "table.py", text=table({name: f"rows:{name}" for name in NAMES} | {"moved": "elsewhere:row"}))
     text = ROWS.format(seconds=3e-2, factor=1.0, crashes=False)
-    tell(folder, "rows.py", text=f"{text}\n\nadded = steady\n")
-    tell(folder, "elsewhere.py", text="from rows import steady as row\n")
+    write(folder, "rows.py", text=f"{text}\n\nadded = steady\n")
+    write(folder, "elsewhere.py", text="from rows import steady as row\n")
     return folder
 
 
@@ -99,7 +101,7 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = ENVIRONMENT | {"LMSYS_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    line = command(*SMALL, *QUIET, "--lmsys-against", "HEAD")
+    line = command(*SMALL, *WRITTEN, "--lmsys-against", "HEAD")
     ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     commit = git(folder, "rev-parse", "HEAD").strip()
     assert ended.returncode == 1, ended.stdout + ended.stderr
@@ -138,9 +140,10 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
 @pytest.mark.gpu
 def test_two_processes_take_turns_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    asked = {"batch": "2", "heads": "4", "head_dim": "64", "dtype": "bfloat16", "causal": "yes", "direction": "fwd,bwd"}
-    verdicts = changes("cuda", 0.05, str(ROOT), attention="sdpa,flash_triton", length="512", **asked)
-    assert len(verdicts) == 4 and not any(change.is_changed for change in verdicts)
+    only = {"batch": "2", "heads": "4", "head_dim": "64", "dtype": "bfloat16", "causal": "yes", "direction": "fwd,bwd"}
+    verdicts = changes("cuda", 0.05, str(ROOT), attention="sdpa,flash_triton", length="512", **only)
+    assert len(verdicts) == 4  # two rows, forward and backward
+    assert not any(change.is_changed for change in verdicts)
     for change in verdicts:
         assert (
             len(change.old["samples_s"]) == len(change.new["samples_s"]) >= 10 and change.new["clock"] == "cuda_event"
@@ -148,9 +151,9 @@ def test_two_processes_take_turns_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def config(**options: Any) -> Any:
-    """A stand-in for pytest's config, with these options."""
-    given = {"against": "HEAD", "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1} | options
-    named = {f"lmsys_{name}": value for name, value in given.items()}
+    """A stand-in for pytest's config with these options, {name without "lmsys_": value}; others have their defaults."""
+    values = {"against": "HEAD", "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1} | options
+    named = {f"lmsys_{name}": value for name, value in values.items()}
     return SimpleNamespace(getoption=named.get, add_cleanup=lambda call: call())
 
 
@@ -164,23 +167,24 @@ def config(**options: Any) -> Any:
         ({"against": None, "margin": "0.1"}, False, "--margin 0.1 is of verdicts: name what to compare by --against"),
     ],
 )
-def test_options_that_do_not_go_with_it_are_refused(given: dict[str, Any], on_ranks: bool, sentence: str) -> None:
+def test_options_that_exclude_each_other_are_refused(given: dict[str, Any], on_ranks: bool, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         options.checkout(config(**given), on_ranks)
 
 
 @pytest.mark.parametrize("text", ["0", "2", "nan", "much"])
-def test_a_margin_is_a_share(text: str) -> None:
+def test_a_margin_must_be_a_share(text: str) -> None:
     assert options.margin(None) == 0.02 and options.margin("0.1") == 0.1
     with pytest.raises(ValueError, match=f"--margin '{text}': must be a share above 0 and of at most 1"):
         options.margin(text)
 
 
+# A stand-in for an earlier state: what the user has named, and the name in ids of its cases.
 STATE: Any = SimpleNamespace(text="v1", name="0123456789")
 
 
 @pytest.mark.parametrize("cls", [Collectives, DataParallel, Training])
-def test_a_benchmark_whose_rows_are_not_sampled_in_one_process_is_refused(cls: type[Benchmark]) -> None:
+def test_benchmarks_that_do_not_sample_their_rows_in_one_process_are_refused(cls: type[Benchmark]) -> None:
     with pytest.raises(ValueError, match=f"--against v1: not for the benchmark '{cls.name}': its rows take no turns"):
         Session(Settings(), checkout=STATE).add(cls)
 
@@ -192,7 +196,8 @@ def test_a_row_in_the_file_of_its_benchmark_is_refused() -> None:
         check_rows(STATE, Telling, cases)
 
 
-def test_a_case_and_the_same_as_it_was_are_measured_both_or_not_at_all() -> None:
+def test_a_case_is_measured_with_its_earlier_state_or_not_at_all() -> None:
+    """Of two pairs, the second has a record from before for one of its cases only: both are measured."""
     session = Session(Settings(), checkout=STATE)
     ids = session.add(Telling)
     assert ids[1] == f"{ids[0]}@0123456789" and len(ids) == 4

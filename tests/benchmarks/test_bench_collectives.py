@@ -66,13 +66,13 @@ def test_timed_calls_are_checked(operation: str, two_ranks: Ranks) -> None:
     assert all(call["call"] < record["rounds"] and call["error_ratios"] == {"result": 0.0} for call in calls)
 
 
-@pytest.mark.parametrize("cheat", ["right_once", "silent", "in_bfloat16", "wrong_on_one"])
+@pytest.mark.parametrize("cheat", ["right_in_first_call", "silent", "in_bfloat16", "wrong_on_last_rank"])
 def test_an_operation_that_is_right_in_its_first_call_only_is_wrong(cheat: str, two_ranks: Ranks) -> None:
     """All ranks learn of it, and go on."""
     record = record_of(two_ranks, Entry("all_reduce", f"{rank_cheats.__file__}:{cheat}"))
     assert record["outcome"] == "wrong" and "time_s" not in record
     assert "right before it was timed, not in timed call " in record["reason"]
-    assert f"rank {int(cheat == 'wrong_on_one')}: the result of all_reduce is off by" in record["reason"]
+    assert f"rank {int(cheat == 'wrong_on_last_rank')}: the result of all_reduce is off by" in record["reason"]
 
 
 @pytest.mark.gpu

@@ -1,6 +1,8 @@
 """`lmsys.model.rotary`: laws of the rotation of queries and keys, and its Triton kernel against plain PyTorch.
 
-A projection x holds queries, keys and values side by side; `draw` makes one. The rotation may be in place.
+Queries and keys are rotated by angles that grow with their position. A projection x (B, S, (H + 2 Hkv) * D) holds
+queries, keys and values side by side; `draw` makes one. The rotation may be in place. Positions are 0 to S - 1 ("-"),
+or a tensor that the batch shares ("s"), or one with positions of each sequence ("b").
 """
 
 import pytest
@@ -20,6 +22,7 @@ seeds = st.integers(0, 2**16)
 
 
 def draw(size: tuple[int, ...], seed: int, dtype: torch.dtype, device: str = "cpu") -> tuple[RotaryEmbedding, Tensor]:
+    """(the rotation for a context of 16 tokens, a random projection that requires gradients)"""
     batch, length, heads, kv_heads, half = size
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, length, (heads + 2 * kv_heads) * 2 * half, generator=generator)
@@ -27,7 +30,7 @@ def draw(size: tuple[int, ...], seed: int, dtype: torch.dtype, device: str = "cp
 
 
 @given(sizes, seeds)
-def test_v_is_copied_and_q_and_k_keep_their_length(size: tuple[int, ...], seed: int) -> None:
+def test_values_are_copied_and_queries_and_keys_keep_their_norm(size: tuple[int, ...], seed: int) -> None:
     batch, length, heads, kv_heads, half = size
     rope, x = draw(size, seed, torch.float64)
     q, k, v = rope.double()(x, heads, None)
@@ -39,7 +42,7 @@ def test_v_is_copied_and_q_and_k_keep_their_length(size: tuple[int, ...], seed: 
 
 
 @given(sizes, seeds, st.sampled_from("-sb"))
-def test_one_tensor_is_rotated_as_queries_are(size: tuple[int, ...], seed: int, where: str) -> None:
+def test_rotate_equals_the_rotation_of_queries_in_a_projection(size: tuple[int, ...], seed: int, where: str) -> None:
     batch, length, heads, _, half = size
     rope, x = draw(size, seed, torch.float32)
     positions = {"-": None, "s": torch.randint(16, (length,)), "b": torch.randint(16, (batch, length))}[where]
@@ -60,17 +63,19 @@ def test_one_tensor_is_rotated_as_queries_are(size: tuple[int, ...], seed: int, 
         ((2, 5, 8), [0, 1, 2, 3, 4], "must be a tensor of positions in the context"),
     ],
 )
-def test_what_cannot_be_rotated_is_named(shape: tuple[int, ...], positions: Tensor | None, message: str) -> None:
+def test_tensors_of_wrong_shapes_or_positions_are_refused(
+    shape: tuple[int, ...], positions: Tensor | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         RotaryEmbedding(8, 16, 10_000.0).rotate(torch.zeros(shape), positions)
 
 
 @needs_triton
 @given(size=sizes, seed=seeds, dtype=st.sampled_from([torch.float32, torch.float16]), where=st.sampled_from("-sb"))
-def test_the_kernel_is_the_plain_rotation(
+def test_the_kernel_equals_the_plain_rotation(
     size: tuple[int, ...], seed: int, dtype: torch.dtype, where: str, device: str
 ) -> None:
-    """Forward and backward, at positions 0 to S - 1 ("-"), shared by the batch ("s"), or of each sequence ("b")."""
+    """Forward and backward."""
     batch, length, heads, _, half = size
     rope, x = draw(size, seed, dtype)
     positions = {"-": None, "s": torch.randint(16, (length,)), "b": torch.randint(16, (batch, length))}[where]
@@ -90,7 +95,7 @@ def test_the_kernel_is_the_plain_rotation(
     size=sizes, seed=seeds, dtype=st.sampled_from([torch.float32, torch.float16]), positioned=st.booleans(),
     together=st.booleans(),
 )  # fmt: skip
-def test_in_place_it_has_the_same_bits(
+def test_the_rotation_in_place_has_the_same_bits(
     size: tuple[int, ...], seed: int, dtype: torch.dtype, positioned: bool, together: bool, device: str
 ) -> None:
     """Gradients may be parts of one tensor, in which they are rotated back in place, or tensors of their own."""
@@ -106,14 +111,17 @@ def test_in_place_it_has_the_same_bits(
         grads = gradient.clone().split([heads, kv_heads, kv_heads], dim=2)
         given = grads if together else [g.clone() for g in grads]
         results.append([*parts, *torch.autograd.grad(parts, x, given)])
-        in_place = {part.untyped_storage().data_ptr() for part in (projected, *parts)}
-        assert len(in_place) == (1 if function is _RotateInPlace else 4)
+        storages = {part.untyped_storage().data_ptr() for part in (projected, *parts)}
+        assert len(storages) == (1 if function is _RotateInPlace else 4)
     assert all(map(torch.equal, *results))
 
 
 @needs_triton
 def test_a_backward_that_needs_the_projection_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the backward of an operation that made the projection, or of one whose input is rotated once more."""
+    """The rotation in place overwrites a projection that the backward of `exp` needs.
+
+    A second rotation of one projection also overwrites the result of the first, which the backward of `square` needs.
+    """
     monkeypatch.setattr(fused, "is_plain", lambda x: False)
     rope, x = draw((1, 3, 1, 1, 2), 0, torch.float32, device)
     kept = rope(x.exp(), 1, None, in_place=True)[0]
@@ -135,8 +143,8 @@ def test_compiled_code_does_not_rotate_in_place(device: str, monkeypatch: pytest
 
 
 @needs_triton
-def test_angles_are_read_as_what_they_are(device: str) -> None:
-    """A compiled kernel is kept for later calls. Tables in float64 need another one than those in float32."""
+def test_tables_of_angles_may_have_either_dtype(device: str) -> None:
+    """A compiled kernel is kept for later calls, but tables in float64 need another one than those in float32."""
     heads, cos, sin = (torch.randn(shape, device=device) for shape in ((2, 7, 3, 16), (7, 8), (7, 8)))
     turned = [rotate(heads, cos.to(dtype), sin.to(dtype), 1) for dtype in (torch.float32, torch.float64)]
     assert all(map(torch.equal, *turned))

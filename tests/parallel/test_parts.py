@@ -1,6 +1,7 @@
 """Clipping, loss scaling, param groups and optimizer states on strategies that shard parameters, beside one process.
 
-The trainings are functions of tests/support/parts.py; a new one is added to WAYS.
+The trainings are functions of tests/support/parts.py: each returns numbers and weights. A new one is added to
+TRAININGS. "alone" and "exact" name training on one process with the batches of both ranks, in float32 and in float64.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,12 @@ SHARDED = ("zero1", "copy_engine_zero1", "fsdp")
 STRATEGIES = ("naive", *SHARDED)
 
 
-def two(ranks: WorkerGroup, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_two_ranks(ranks: WorkerGroup, function: Callable[..., Any], *args: Any) -> list[Any]:
     """The function's results on two ranks."""
     return ranks.run(on_two, function, *args)[:2]
 
 
-def same(result: Any, exact: Any, plain: Any) -> None:
+def assert_equal(result: Any, exact: Any, plain: Any) -> None:
     """AssertionError unless a result equals that of one process; tensors within the budget of `error_ratio`.
 
     exact, plain  the result of one process in float64 and in float32
@@ -34,21 +35,22 @@ def same(result: Any, exact: Any, plain: Any) -> None:
         result, exact, plain = (list(state.values()) for state in (result, exact, plain))
     if isinstance(result, list | tuple):
         for three in zip(result, exact, plain, strict=True):
-            same(*three)
+            assert_equal(*three)
     elif isinstance(result, torch.Tensor):
         assert error_ratio(result, exact.double(), plain.float()) <= 1
     else:
         assert result == exact == plain
 
 
-def is_as_on_one_process(ranks: WorkerGroup, way: Callable[..., Any], strategy: str, *args: Any) -> None:
-    exact, plain = (way(alone, *args) for alone in ("exact", "alone"))
-    for result in two(ranks, way, strategy, *args):
+def assert_as_on_one_process(ranks: WorkerGroup, training: Callable[..., Any], strategy: str, *args: Any) -> None:
+    """AssertionError unless the training has equal results on two ranks with the strategy and on one process."""
+    exact, plain = (training(one_process, *args) for one_process in ("exact", "alone"))
+    for result in on_two_ranks(ranks, training, strategy, *args):
         assert not isinstance(result, str), result
-        same(result, exact, plain)
+        assert_equal(result, exact, plain)
 
 
-WAYS = (
+TRAININGS = (
     parts.clipped,
     parts.scaled,
     parts.in_groups,
@@ -61,42 +63,39 @@ WAYS = (
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way", WAYS)
-def test_parts_are_trained_as_one_process_trains_the_whole(
-    ranks: WorkerGroup, way: Callable[[str], Any], strategy: str
-) -> None:
-    is_as_on_one_process(ranks, way, strategy)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_two_ranks_train_as_one_process(ranks: WorkerGroup, training: Callable[[str], Any], strategy: str) -> None:
+    assert_as_on_one_process(ranks, training, strategy)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way", WAYS)
-def test_so_they_are_on_gpus(gpu_ranks: WorkerGroup, way: Callable[[str], Any], strategy: str) -> None:
-    is_as_on_one_process(gpu_ranks, way, strategy)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_two_gpus_train_as_one_process(gpu_ranks: WorkerGroup, training: Callable[[str], Any], strategy: str) -> None:
+    assert_as_on_one_process(gpu_ranks, training, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "copy_engine_zero1"])
-def test_a_param_group_may_come_later(ranks: WorkerGroup, strategy: str) -> None:
-    is_as_on_one_process(ranks, parts.with_a_late_group, strategy)
+def test_a_param_group_may_be_added_after_some_steps(ranks: WorkerGroup, strategy: str) -> None:
+    assert_as_on_one_process(ranks, parts.with_a_late_group, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_an_inf_of_one_rank_skips_the_step_of_one_that_owns_nothing_of_its_dtype(
-    ranks: WorkerGroup, strategy: str
-) -> None:
-    is_as_on_one_process(ranks, parts.scaled_with_few_parameters, strategy)
+def test_an_inf_on_one_rank_skips_the_step_on_all_ranks(ranks: WorkerGroup, strategy: str) -> None:
+    """The other rank owns no parameter of the dtype whose gradient is infinite."""
+    assert_as_on_one_process(ranks, parts.scaled_with_few_parameters, strategy)
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_the_norm_of_a_part_is_refused(ranks: WorkerGroup, strategy: str) -> None:
-    for errors in two(ranks, parts.refused_norms, strategy):
+def test_torchs_clipping_is_refused_as_it_sees_only_a_part(ranks: WorkerGroup, strategy: str) -> None:
+    for errors in on_two_ranks(ranks, parts.refused_norms, strategy):
         assert all("clip_grad_norm(wrapper, max_norm)" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str) -> None:
-    groups, others, *more = two(ranks, parts.refused_states, strategy)[1]
-    assert "has other parameters, or other groups of them" in groups + others
+    other_groups, missing_parameters, *more = on_two_ranks(ranks, parts.refused_states, strategy)[1]
+    assert "has other parameters, or other groups of them" in other_groups + missing_parameters
     share = more.pop(0)
     assert "is the share of rank 0 of 2, this is rank 1 of 2" in share
     if strategy == "fsdp":
@@ -104,9 +103,7 @@ def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
-def test_what_ranks_would_not_train_as_one_process_is_refused_at_construction(
-    ranks: WorkerGroup, strategy: str
-) -> None:
+def test_modules_that_are_not_supported_are_refused_at_construction(ranks: WorkerGroup, strategy: str) -> None:
     expected = [
         "SyncBatchNorm",
         "sparse=False",
@@ -114,7 +111,7 @@ def test_what_ranks_would_not_train_as_one_process_is_refused_at_construction(
         "names parameters that DDP is to ignore",
         "nothing raised",
     ]
-    for errors in two(ranks, parts.refused_modules, strategy):
+    for errors in on_two_ranks(ranks, parts.refused_modules, strategy):
         assert all(words in error for words, error in zip(expected, errors, strict=True)), errors
 
 
@@ -132,8 +129,8 @@ def test_what_ranks_would_not_train_as_one_process_is_refused_at_construction(
 def test_training_goes_on_from_a_distributed_checkpoint(
     ranks: WorkerGroup, tmp_path: Path, before: str, after: str, by_name: Any
 ) -> None:
-    exact, plain = (parts.three_steps(alone, by_name) for alone in ("exact", "alone"))
-    saved = two(ranks, parts.save, before, str(tmp_path), by_name)[0]
-    for loaded, after_a_step in two(ranks, parts.load, after, str(tmp_path), by_name):
+    exact, plain = (parts.three_steps(one_process, by_name) for one_process in ("exact", "alone"))
+    saved = on_two_ranks(ranks, parts.save, before, str(tmp_path), by_name)[0]
+    for loaded, after_a_step in on_two_ranks(ranks, parts.load, after, str(tmp_path), by_name):
         assert all(torch.equal(loaded[name], x) for name, x in saved.items())
-        same(after_a_step, exact, plain)
+        assert_equal(after_a_step, exact, plain)

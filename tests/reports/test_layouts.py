@@ -1,6 +1,8 @@
 """A mistake in a layout ends the report with a line that names the benchmark, the section, the step and what is right.
 
-A layout is data that a benchmark declares (lmsys/reports/layout.py); a new kind of step has its misspelt cases here.
+A layout is data by which a benchmark declares how a report shows its records (lmsys/reports/layout.py). It is a list of
+steps, such as ["pivot", ["time_s"], ["tokens"]], which draws a table of a field by another. A new kind of step gets
+misspelt cases here.
 """
 
 import json
@@ -17,15 +19,15 @@ TABLE = ["pivot", ["time_s"], ["tokens"]]
 
 
 def saved(path: Path, *steps: Any, item: Any = TABLE, title: str = "Loss") -> Path:
-    """A result of two rows of the loss, in a section "large", shown by these steps."""
+    """A result file of two rows of the loss, in a section "large": `steps` prepare the records, `item` shows them."""
     content = content_of([record("loss", impl, section="large") for impl in ("eager", "chunked")])
     content["layouts"]["loss"] = {"chapters": [{"title": title, "blocks": [{"of": list(steps), "lead": [item]}]}]}
     path.write_text(json.dumps({"lmsys": content}))
     return path
 
 
-def test_the_layout_of_these_tests_is_drawn(tmp_path: Path) -> None:
-    """It has each kind of step that is misspelt below, so that these are refused for the misspelling alone."""
+def test_a_layout_without_mistakes_is_drawn(tmp_path: Path) -> None:
+    """It has the kinds of steps that are misspelt below, so that those are refused for the misspelling alone."""
     field = {"name": "twice", "role": "detail", "of": "2 * tokens"}
     steps = CUT, ["only", "time_s is not None"], ["said_also", 'f"{tokens} tokens"'], ["fields", [field]]
     steps = *steps, ["computed", {"twice": "tokens + twice"}], ["ordered", "impl"]
@@ -53,7 +55,7 @@ def test_the_layout_of_these_tests_is_drawn(tmp_path: Path) -> None:
         (["listing", ["tokens"], ["tme_s"], "all", "All"], "tme_s", "time_s"),
     ],
 )
-def test_a_misspelt_field_is_told_with_what_it_may_have_meant(
+def test_an_error_names_a_misspelt_field_and_the_nearest_one(
     step: Any, name: str, right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_drawn = step[0] in ("pivot", "listing")
@@ -73,7 +75,7 @@ def test_a_misspelt_field_is_told_with_what_it_may_have_meant(
         (["only", "tokens +"], "must be an expression"),
     ],
 )
-def test_other_mistakes_are_told_with_their_step(
+def test_an_error_names_the_step_of_other_mistakes(
     step: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(saved(tmp_path / "r.json", item=step)), "-o", str(tmp_path / "out")]) == 2

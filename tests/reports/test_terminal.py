@@ -1,7 +1,8 @@
 """The tables that a run prints at its end (`lmsys.reports.terminal`): few lines, with the figures of the page.
 
-A figure of a disturbed machine answers nothing if others can. A question is a comparison, or all of a direction if
-there are many cases. Records are made up.
+A run answers questions such as "which row is fastest?". A question is about the cases that were sampled together (a
+comparison), or, if there are many cases, about all of a direction, forward or backward. A time that was taken while
+something disturbed the machine answers a question only if all times of that question are such. Records are made up.
 """
 
 from collections.abc import Iterator
@@ -19,20 +20,21 @@ from lmsys.reports.words import number
 from tests.support.records import Record, content_of, of_everything, record
 
 ROWS = "flash_triton", "sdpa", "naive", "flex"  # two are peers
-FIGURES = st.tuples(st.floats(1e-5, 1e-2), st.booleans())  # (seconds, True if the machine was disturbed)
+TIMES = st.tuples(st.floats(1e-5, 1e-2), st.booleans())  # (seconds, True if the machine was disturbed)
 DRAWN = st.dictionaries(
-    st.tuples(st.sampled_from(["fwd", "bwd"]), st.sampled_from([64, 128]), st.sampled_from(ROWS)), FIGURES, min_size=1
+    st.tuples(st.sampled_from(["fwd", "bwd"]), st.sampled_from([64, 128]), st.sampled_from(ROWS)), TIMES, min_size=1
 )
 
 
 def records_of(drawn: dict[tuple[str, int, str], tuple[float, bool]]) -> list[Record]:
+    """Records from {(direction, length, row): (seconds, True if the machine was disturbed)}."""
     return [
         record("attention", row, seconds, direction=way, queries=size, keys=size, disturbed="busy" if flag else None)
         for (way, size, row), (seconds, flag) in drawn.items()
     ]
 
 
-def told(records: list[Record], every: bool = False, width: int = 120) -> list[str]:
+def printed_of(records: list[Record], every: bool = False, width: int = 120) -> list[str]:
     """The printed lines. `every`: with all cases; `width`: of the terminal, in characters."""
     return list(lines(content_of(records), every, lambda _: True, width))
 
@@ -46,26 +48,27 @@ def tables(printed: list[str]) -> Iterator[list[str]]:
 
 
 @given(DRAWN, st.sampled_from([2, MOST]))
-def test_no_question_begins_with_a_disturbed_row_where_another_was_not(drawn: Any, most: int) -> None:
+def test_a_disturbed_row_comes_first_only_if_all_were_disturbed(drawn: Any, most: int) -> None:
     """With few cases each size is a question; with many cases all sizes of a direction are one question."""
     records = records_of(drawn)
     by_figure = {(case["impl"], number(1e3 * case["time_s"])): case for case in records}
     assume(len(by_figure) == len(records))
     with mock.patch("lmsys.reports.terminal.MOST", most):
-        (table,) = tables(told(records))
+        (table,) = tables(printed_of(records))
     lines = [line.split("\N{MULTIPLICATION SIGN}")[0].split() for line in table]
     shown = [by_figure[key] for line in lines for key in by_figure if key[0] in line and key[1] in line]
-    asked = "comparison" if len(records) <= most else "direction"
-    assert {case[asked] for case in shown} == {case[asked] for case in records}
-    for question in {case[asked] for case in shown}:
-        calm = [case for case in records if case[asked] == question and not case["disturbed"]]
-        assert not next(case for case in shown if case[asked] == question)["disturbed"] or not calm
+    key_of = "comparison" if len(records) <= most else "direction"
+    assert {case[key_of] for case in shown} == {case[key_of] for case in records}
+    for question in {case[key_of] for case in shown}:
+        undisturbed = [case for case in records if case[key_of] == question and not case["disturbed"]]
+        assert not next(case for case in shown if case[key_of] == question)["disturbed"] or not undisturbed
 
 
 @given(DRAWN)
-def test_an_answer_of_the_page_is_that_of_the_undisturbed_cases_alone(drawn: Any) -> None:
+def test_the_page_answers_from_undisturbed_cases_alone(drawn: Any) -> None:
+    """If all of a direction were disturbed, it answers from them, and says so."""
     records = records_of(drawn)
-    of_calm, of_all = answers([record for record in records if not record["disturbed"]]), answers(records)
+    of_undisturbed, of_all = answers([record for record in records if not record["disturbed"]]), answers(records)
     for way, answer in of_all.items():
         flags = {
             bool(record["disturbed"])
@@ -75,9 +78,9 @@ def test_an_answer_of_the_page_is_that_of_the_undisturbed_cases_alone(drawn: Any
         if flags == {True}:
             assert answer["disturbed"] == "all" and answer["row"]
         else:
-            same = of_calm.get(way, {"row": None, "speedup": None, "over": None})
+            expected = of_undisturbed.get(way, {"row": None, "speedup": None, "over": None})
             assert {name: answer[name] for name in ("row", "speedup", "over")} == {
-                name: same[name] for name in ("row", "speedup", "over")
+                name: expected[name] for name in ("row", "speedup", "over")
             }
             assert answer["disturbed"] == ("some" if True in flags else None)
 
@@ -88,7 +91,7 @@ def alike(record: Record, other: Record) -> bool:
 
 
 def can_answer(cases: list[Record]) -> bool:
-    """True if there are several cases, record of them a peer's."""
+    """True if there are several cases, and one is of a peer (an implementation of others)."""
     return len(cases) > 1 and any(record["peer"] for record in cases)
 
 
@@ -102,9 +105,9 @@ def answers(records: list[Record]) -> dict[str, Record]:
     return {}
 
 
-def test_where_all_were_disturbed_the_line_says_so() -> None:
+def test_lines_say_that_all_were_disturbed() -> None:
     records = records_of({("fwd", 64, row): (1e-3 * (1 + at), True) for at, row in enumerate(ROWS)})
-    (table,) = tables(told(records))
+    (table,) = tables(printed_of(records))
     assert all(line.endswith("disturbed") for line in table) and len(table) == len(ROWS)
     content = by_name(content_of(records))
     (machine,) = machines_of(
@@ -114,13 +117,13 @@ def test_where_all_were_disturbed_the_line_says_so() -> None:
     assert page and page.rows[0][1] == "flash_triton, all of them disturbed"
 
 
-def test_a_benchmark_has_few_lines_in_any_terminal_and_each_figure_is_the_pages() -> None:
+def test_tables_are_short_in_any_terminal_and_hold_every_case_if_asked_to() -> None:
     everything = of_everything()
     for width in (80, 100, 160):
-        printed = told(everything, width=width)
+        printed = printed_of(everything, width=width)
         assert max(map(len, printed)) <= width or width == 80  # 80 characters have no room for two long names
         assert all(0 < len(table) <= MOST for table in tables(printed))
-    full = [line for table in tables(told(everything, every=True, width=250)) for line in table]
+    full = [line for table in tables(printed_of(everything, every=True, width=250)) for line in table]
     ran = [case for case in everything if case["outcome"] not in ("unsupported", "oom")]
     timed = {case["benchmark"] for case in ran if case["time_s"]}
     assert len(full) == sum(case["benchmark"] in timed for case in ran)
@@ -129,16 +132,18 @@ def test_a_benchmark_has_few_lines_in_any_terminal_and_each_figure_is_the_pages(
             assert any(case["impl"] in line.split() and number(1e3 * case["time_s"]) in line.split() for line in full)
 
 
-def test_a_speed_is_over_the_best_peer_and_a_wrong_row_says_why() -> None:
+def test_speedups_are_over_the_best_peer_and_a_wrong_row_says_why() -> None:
+    """The best peer, flex, is compared with the next one, sdpa."""
     records = [record("attention", name, s) for name, s in {"naive": 1e-3, "sdpa": 3e-3, "flex": 2e-3}.items()]
     records += [record("attention", "flash_triton", outcome="wrong", reason="o is 3 times the allowed error")]
-    (table,) = tables(told(records))
+    (table,) = tables(printed_of(records))
     assert [line.split()[0] for line in table] == ["naive", "flex", "sdpa", "flash_triton"]
     assert "2.00 × flex" in table[0] and "1.50 × sdpa" in table[1] and "0.667 × flex" in table[2]
     assert table[3].endswith("wrong result: o is 3 times the allowed error")
 
 
-def test_an_earlier_state_of_a_row_follows_it_with_its_speed_over_it() -> None:
+def test_an_earlier_state_of_a_row_follows_it_with_its_speedup_over_it() -> None:
+    """`--against` measures an earlier state of a row, which is named ROW@STATE."""
     times = {"naive": 4e-3, "sdpa": 2e-3, "flex": 3e-3, "sdpa@1a2b3c": 1e-3, "naive@1a2b3c": 8e-3}
     records = [record("attention", name, seconds) for name, seconds in times.items()]
     printed = lines(content_of(records), False, lambda case: "@" not in case["impl"], 120)
@@ -148,32 +153,32 @@ def test_an_earlier_state_of_a_row_follows_it_with_its_speed_over_it() -> None:
     assert "1.50 × flex" in table[0] and "0.500 × sdpa" in table[3]
 
 
-def test_the_full_table_has_error_ratios() -> None:
+def test_only_the_table_with_all_cases_has_error_ratios() -> None:
     records = [record("attention", name, 1e-3 * at, error_ratio=0.1 * at) for at, name in enumerate(ROWS, 1)]
-    printed = told(records)
+    printed = printed_of(records)
     (table,) = tables(printed)
     assert printed[1].split() == ["row", "ms", "TFLOP/s", "error", "speed"]
     assert [line.split()[3] for line in table] == [number(case["error_ratio"]) for case in records]
     with mock.patch("lmsys.reports.terminal.MOST", 2):
-        assert "error" not in told(records)[1]
+        assert "error" not in printed_of(records)[1]
 
 
-def test_of_many_sizes_the_largest_that_was_not_disturbed_is_shown() -> None:
+def test_the_largest_undisturbed_of_many_sizes_is_shown() -> None:
     drawn = {("fwd", 2**size, row): (1e-5 * 2**size, size > 12) for size in range(5, 15) for row in ROWS}
     records = records_of(drawn)
-    (table,), largest = tables(told(records)), [record for record in records if record["queries"] == 2**12]
+    (table,), largest = tables(printed_of(records)), [record for record in records if record["queries"] == 2**12]
     assert [line.split()[1] for line in table] == [number(1e3 * record["time_s"]) for record in largest]
     assert not any("disturbed" in line for line in table)
 
 
 def test_without_a_time_there_is_no_table() -> None:
-    assert told([record("attention", "naive", outcome="wrong", reason="o is off")]) == []
-    assert told([record("attention", "naive", outcome="oom")]) == []
+    assert printed_of([record("attention", "naive", outcome="wrong", reason="o is off")]) == []
+    assert printed_of([record("attention", "naive", outcome="oom")]) == []
 
 
-def test_a_reason_that_is_cut_stands_in_whole_below_the_table() -> None:
+def test_a_reason_that_is_cut_is_repeated_below_the_table() -> None:
     reason = "gradient of hidden, of 517 classes is 3.48 times the allowed error"
     records = [record("attention", "sdpa", 1e-3), record("attention", "naive", outcome="wrong", reason=reason)]
-    (wide,), (narrow,) = ([line for line in told(records, width=size) if "naive" in line] for size in (160, 70))
+    (wide,), (narrow,) = ([line for line in printed_of(records, width=size) if "naive" in line] for size in (160, 70))
     assert wide.endswith(f"wrong result: {reason}") and narrow.endswith("wrong result")
     assert any(line.endswith(reason) for line in verdict.lines(records))

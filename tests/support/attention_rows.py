@@ -1,5 +1,6 @@
 """Rows of the attention table on devices, and the cases that hypothesis draws for them.
 
+A row is an implementation of attention; a case is the shapes, dtype and device of a call (`AttentionCase`).
 By the decorator `law`, a function check(row, case, seed) becomes a test of every row on every device. The cases that a
 row can run follow from its `supports`; the properties of `Row` limit how many and how large cases are drawn for it.
 """
@@ -22,7 +23,7 @@ from lmsys.attention.contract import adapt
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 COMPILED = ("naive_compiled", "flex")  # rows that compile for each shape, which takes seconds
-# Rows whose log-sum-exp is tested, too; a new row that keeps it for its backward is added.
+# Rows that keep the log-sum-exp of their scores for the backward, so that tests can compare it. New ones are added.
 KEEPS_LSE = ("flash_torch", "flash_triton", "flash_triton_torch_bwd", "flash_cuda", "flash_gluon")
 HEADS = [(1, 1), (2, 1), (2, 2), (4, 2)]  # (heads, key heads)
 POOL = [  # cases of COMPILED rows on a CPU: batch, heads, key heads, queries, keys, head dim, dtype, causal
@@ -35,8 +36,10 @@ POOL = [  # cases of COMPILED rows on a CPU: batch, heads, key heads, queries, k
 def growing(growth: list[float], causal: bool, seed: int, device: str) -> tuple[AttentionCase, Inputs]:
     """(case, inputs) whose scores grow from each 128 keys to the 128 keys on their left.
 
-    Query rows are of four kinds: their scores grow by `growth`, in powers of 2, by half as much, by nothing, or they
-    fall by as much. Rows of a kind come in groups of 16, 4 or 1, by the seed.
+    growth  by which power of 2 the weight of a key grows, for each step to the left
+
+    Scores of some queries grow by that, of others by half of it or by nothing, and of others they fall by it. Queries
+    of a kind come in groups of 16, 4 or 1, by the seed.
     """
     keys = 128 * (len(growth) + 1)
     head_dim = 64 << seed % 2
@@ -59,6 +62,7 @@ class Row:
 
     @cached_property
     def call(self) -> Callable[..., Tensor]:
+        """The row's function, with the signature that all rows share."""
         return adapt(ATTENTION[self.name].load())
 
     @property
@@ -84,7 +88,7 @@ class Row:
 
     @property
     def dtypes(self) -> list[str]:
-        # Triton's interpreter computes bfloat16 wrongly, without a word.
+        """The dtypes that are drawn. Triton's interpreter computes bfloat16 wrongly, and raises nothing."""
         return ["float32", "float16"] if self.interpreted else ["float32", "float16", "bfloat16"]
 
     def scale(self, case: AttentionCase, seed: int) -> float | None:
@@ -96,16 +100,19 @@ class Row:
 
     @property
     def lengths(self) -> st.SearchStrategy[int]:
+        """Numbers of queries or keys: any, and often one at the edge of a kernel's blocks."""
         longest = 2048 if self.device == "cuda" else 80 if self.interpreted else 200
         edges = [n for n in (1, 2, 15, 16, 17, 63, 64, 65, 128, 129, 512, 1024, 1025) if n <= longest]
         return st.one_of(st.sampled_from(edges), st.integers(1, longest))
 
     @property
     def heads(self) -> list[tuple[int, int]]:
-        return HEADS[:-1] if self.interpreted else HEADS  # four heads take twice the time of two
+        """(heads, key heads) that are drawn. Four heads take twice the time of two, so the interpreter gets none."""
+        return HEADS[:-1] if self.interpreted else HEADS
 
     @property
     def head_dims(self) -> list[int]:
+        """Head dimensions that are drawn: few if a row supports few, is slow, or compiles for each."""
         if self.name == "flash_gluon":
             return [64, 128]
         if self.device == "cpu":
@@ -113,9 +120,11 @@ class Row:
         return [16, 64, 128] if self.name in COMPILED else [16, 32, 64, 96, 128, 256]
 
     def why_not(self, case: AttentionCase) -> str | None:
+        """Why the row cannot run the case; None if it can."""
         return ATTENTION[self.name].why_not(case)
 
     def case(self, **changes: Any) -> AttentionCase:
+        """A small case on this device. `changes` are fields of `AttentionCase`."""
         capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
         head_dim = min(self.head_dims, key=lambda d: abs(d - 32))
         base = AttentionCase(1, 2, 2, 64, 64, head_dim, "float16", device=self.device, capability=capability)
@@ -123,9 +132,11 @@ class Row:
 
     @property
     def has_float32(self) -> bool:
+        """True if the row runs in float32."""
         return self.why_not(self.case(dtype="float32")) is None
 
     def run(self, case: AttentionCase, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
+        """The results of a call by name: o, with gradients dq, dk and dv, and lse if the row keeps it."""
         keeps_lse = self.name in KEEPS_LSE
         return run(self.call, inputs, causal=case.causal, grad=case.grad, lse=keeps_lse and case.grad, **options)
 
@@ -156,9 +167,9 @@ def on_devices(names: tuple[str, ...], compiled_on_cpu: bool, **fixed: Any) -> l
     for name in names:
         row = Row(name, "cpu")
         reason = row.why_not(row.case()) or ""
-        knows = bool(reason) or row.why_not(row.case(**fixed)) is None
+        supports_fixed = bool(reason) or row.why_not(row.case(**fixed)) is None
         cuda_alone = re.search("runs on CUDA( only)?$", reason)
-        if knows and not cuda_alone and (compiled_on_cpu or name not in COMPILED):
+        if supports_fixed and not cuda_alone and (compiled_on_cpu or name not in COMPILED):
             pairs.append(pytest.param(name, "cpu", marks=[pytest.mark.long] * (name in COMPILED)))
         pairs.append(pytest.param(name, "cuda", marks=pytest.mark.gpu))
     return pairs

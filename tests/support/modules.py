@@ -25,7 +25,7 @@ from lmsys.parallel.zero1 import Zero1
 from tests.support.ranks import Net, Recipe, error_of, group_of, on_first, stand_in, use
 
 WIDTH = 5
-RECIPE = Recipe(width=WIDTH, tied=True, frozen=True)
+RECIPE = Recipe(width=WIDTH, tied=True, frozen=True)  # with two weights that are one, and one that is not trained
 LR = 0.05
 
 
@@ -36,6 +36,8 @@ class Player:
     ranks  the ranks whose batches it trains on: its own, or for a plain model all
     seen   what can be seen from outside, such as state dicts and gradients, in order
     saved  the state dict that `save` has written
+
+    `play` sets `batch` (ranks, micro-batches, examples, WIDTH) before each operation.
     """
 
     model: nn.Module
@@ -51,7 +53,6 @@ class Player:
     def play(self, program: Sequence[str]) -> list[dict[str, Tensor]]:
         """Does these OPERATIONS in turn, each with a batch of its own; returns `seen`."""
         for number, name in enumerate(program):
-            # (ranks, micro-batches, examples, WIDTH)
             batch = torch.randn(2, 2, 3, WIDTH, generator=torch.Generator().manual_seed(number))
             self.batch = batch.to(device(), self.dtype)
             getattr(self, name)()
@@ -64,6 +65,7 @@ class Player:
 
     @property
     def module(self) -> nn.Module:
+        """The module that the strategy wraps."""
         return self.model if self.is_plain else self.model.module
 
     def loss(self, micro: int) -> Tensor:
@@ -71,9 +73,11 @@ class Player:
         return torch.stack([self.model(self.batch[rank, micro]) for rank in self.ranks]).mean()
 
     def see(self, **values: Tensor) -> None:
+        """Appends these tensors to `seen`."""
         self.seen.append({name: x.detach().cpu().clone() for name, x in values.items()})
 
     def backward(self) -> None:
+        """The backward of the first micro-batch, and the synchronization of gradients."""
         self.loss(0).backward()
         if not self.is_plain:
             self.model.finish_gradient_synchronization()
@@ -93,6 +97,7 @@ class Player:
         self.optimizer.zero_grad()
 
     def accumulate(self) -> None:
+        """A step with the gradients of both micro-batches, which are synchronized once."""
         if self.is_plain:
             self.loss(1).backward()
         else:
@@ -115,6 +120,7 @@ class Player:
         self.optimizer.zero_grad()
 
     def evaluate(self) -> None:
+        """Appends the result of the model in evaluation to `seen`."""
         self.model.eval()
         with torch.no_grad():
             self.see(evaluated=self.model(self.batch[0, 0]))
@@ -131,7 +137,7 @@ class Player:
         self.see(**dict(self.module.named_parameters()))
         self.see(**self.module.state_dict())
 
-    def step_while_shown(self) -> None:
+    def step_after_unshard(self) -> None:
         """A step after `unshard`: parameters that were whole before the step are sharded again after it."""
         if isinstance(self.model, Fsdp):
             self.model.unshard()
@@ -148,6 +154,7 @@ class Player:
         self.see(**self.whole())
 
     def whole(self) -> dict[str, Tensor]:
+        """The state dict with whole tensors."""
         return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
 
     def save(self) -> None:
@@ -167,6 +174,7 @@ class Player:
             self.optimizer = self.model.make_optimizer(torch.optim.SGD, **options)
 
     def zero(self) -> None:
+        """Computes gradients, and drops them."""
         self.backward()
         self.model.zero_grad()
 
@@ -178,7 +186,7 @@ class Player:
 
 
 OPERATIONS = (
-    "step late_step step_while_shown accumulate gradients evaluate look read state save load new_optimizer zero stay"
+    "step late_step step_after_unshard accumulate gradients evaluate look read state save load new_optimizer zero stay"
 ).split()
 
 
@@ -223,22 +231,22 @@ def _ones() -> Tensor:
     return torch.ones(1, WIDTH, device=device())
 
 
-# Single operations, done after a step. Each returns a text that is equal on both ranks.
+# Single operations, done after a step, of a wrapper and its rank. Each returns a text that is equal on both ranks.
 
 
 def _sum_of_parameters(wrapper: nn.Module, _: Any) -> str:
-    return _same(wrapper, torch.stack([p.detach().sum() for p in wrapper.module.parameters()]))
+    return _compare_ranks(wrapper, torch.stack([p.detach().sum() for p in wrapper.module.parameters()]))
 
 
 def _state_dict(wrapper: nn.Module, _: Any) -> str:
-    return _same(wrapper, torch.cat([x.flatten() for x in wrapper.state_dict().values()]))
+    return _compare_ranks(wrapper, torch.cat([x.flatten() for x in wrapper.state_dict().values()]))
 
 
 def _state_of_module(wrapper: nn.Module, _: Any) -> str:
-    return _same(wrapper, torch.cat([x.flatten() for x in wrapper.module.state_dict().values()]))
+    return _compare_ranks(wrapper, torch.cat([x.flatten() for x in wrapper.module.state_dict().values()]))
 
 
-def _same(wrapper: nn.Module, x: Tensor) -> str:
+def _compare_ranks(wrapper: nn.Module, x: Tensor) -> str:
     """A text that says if x has equal values on both ranks."""
     others = [torch.empty_like(x) for _ in range(2)]
     dist.all_gather(others, x, group=wrapper.group)
@@ -251,7 +259,7 @@ def _load_state_dict(wrapper: nn.Module, _: Any) -> str:
     return f"loaded: {all((x == 2).all() for x in wrapper.full_state_dict().values())}"
 
 
-def _load_misfit(wrapper: nn.Module, _: Any) -> str:
+def _load_other_module(wrapper: nn.Module, _: Any) -> str:
     state = wrapper.full_state_dict()
     del state["first.weight"]
     return str(wrapper.load_state_dict(state | {"what": torch.ones(1)}))
@@ -303,8 +311,9 @@ def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     wrapper.finish_gradient_synchronization()
     optimizer.step()
     after = wrapper.full_state_dict()["last.weight"]
-    same = _same(wrapper, after)  # on all ranks: on a GPU a replaced parameter may not have been noticed yet
-    return same if not torch.equal(before, after) else "nothing was trained"
+    # Both ranks call this, which communicates: on a GPU one alone may have noticed that a parameter was replaced.
+    compared = _compare_ranks(wrapper, after)
+    return compared if not torch.equal(before, after) else "nothing was trained"
 
 
 def _zero_grad(wrapper: nn.Module, _: Any) -> str:
@@ -347,7 +356,7 @@ def _two_steps(wrapper: nn.Module) -> str:
 
 
 def _moved_module(wrapper: nn.Module, _: Any) -> str:
-    wrapper.module.double().float()
+    wrapper.module.double().float()  # the parameters have their dtype, but are other tensors than before
     return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
 
 
@@ -357,7 +366,7 @@ ONE_BY_ONE: dict[str, Operation] = {
     "state_dict()": _state_dict,
     "module.state_dict()": _state_of_module,
     "load_state_dict()": _load_state_dict,
-    "load_state_dict() of another module": _load_misfit,
+    "load_state_dict() of another module": _load_other_module,
     "copy.deepcopy": _deepcopy,
     "copy.deepcopy of the module": _deepcopy_module,
     "torch.save of the wrapper": _save_wrapper,
@@ -404,7 +413,7 @@ def save_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Te
 
 
 def load_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
-    """Loads that checkpoint into a model with other weights, and returns its whole state dict; else as above."""
+    """Loads that checkpoint into a model with other weights, and returns its whole state dict; {} as above."""
     group, rank = group_of(world_size), dist.get_rank()
     if rank >= world_size:
         return {}
@@ -420,6 +429,7 @@ def load_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Te
 
 
 def _built(strategy: str, group: Any) -> nn.Module:
+    """A model in the wrapper of the strategy; with "plain" the model itself."""
     net = Net(Recipe(width=WIDTH)).to(device())
     return net if strategy == "plain" else STRATEGIES[strategy].load()(net, group)
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from lmsys.bench import ranks
 from lmsys.parallel.collectives import Pending, all_reduce_mean
 
-CHECKED_STEPS = 3
+CHECKED_STEPS = 3  # as many as benchmarks/data_parallel/check.py takes
 KEPT: dict[Any, Tensor] = {}  # results and marks that collectives keep from earlier calls
 
 
 class Honest(nn.Module):
     """An honest strategy, in plain torch.
 
-    `average` averages gradients over ranks in the checked steps, and `later` in all steps after them. A cheat
-    overrides `later`.
+    `average` averages gradients over ranks in the checked steps, and `after_checks` in all steps after them. A cheat
+    overrides `after_checks`. `calls` counts forwards, which are steps.
     """
 
     def __init__(self, module: nn.Module):
@@ -38,7 +38,7 @@ class Honest(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         if self.calls > CHECKED_STEPS:
-            self.later()
+            self.after_checks()
         else:
             self.average()
 
@@ -47,7 +47,7 @@ class Honest(nn.Module):
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
 
-    def later(self) -> None:
+    def after_checks(self) -> None:
         self.average()
 
 
@@ -60,7 +60,7 @@ class Idle(Honest):
         self.calls += 1
         return torch.zeros((), requires_grad=True) * 1
 
-    def later(self) -> None:
+    def after_checks(self) -> None:
         for p in self.module.parameters():
             p.grad = None
 
@@ -68,7 +68,7 @@ class Idle(Honest):
 class OwnGradients(Honest):
     """All ranks step by the gradients of rank 0 alone, so their weights agree."""
 
-    def later(self) -> None:
+    def after_checks(self) -> None:
         for p in self.module.parameters():
             dist.broadcast(p.grad, 0)
 
@@ -82,7 +82,7 @@ class StaleGradients(Honest):
         super().average()
         self.before = [p.grad.clone() for p in self.module.parameters()]
 
-    def later(self) -> None:
+    def after_checks(self) -> None:
         before = self.before
         self.average()
         for p, gradient in zip(self.module.parameters(), before, strict=True):
@@ -92,7 +92,7 @@ class StaleGradients(Honest):
 class HalvedGradients(Honest):
     """Halves the gradients after the checks."""
 
-    def later(self) -> None:
+    def after_checks(self) -> None:
         self.average()
         for p in self.module.parameters():
             p.grad /= 2
@@ -107,37 +107,38 @@ class HalfOfTheBatch(Honest):
 
 
 class Late(Honest):
-    """Takes all its steps, and rightly, when its weights are asked for: nobody times that."""
+    """Takes its steps only when `full_state_dict` is called, which is not timed; the weights are then right."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
-        self.left: list[tuple[Tensor, ...]] = []
+        self.postponed: list[tuple[Tensor, ...]] = []
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> Any:
+        """An optimizer that changes nothing; the one that was asked for is kept."""
         self.optimizer = optimizer_cls(self.module.parameters(), **kwargs)
         return torch.optim.SGD(self.module.parameters(), lr=0.0)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        self.left.append(tuple(x.clone() for x in inputs))
+        self.postponed.append(tuple(x.clone() for x in inputs))
         return torch.zeros((), requires_grad=True) * 1
 
     def finish_gradient_synchronization(self) -> None:
         """Does nothing: `full_state_dict` takes the step."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        for inputs in self.left:
+        for inputs in self.postponed:
             self.module(*inputs).backward()
             self.average()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.left.clear()
+        self.postponed.clear()
         return self.module.state_dict()
 
 
 class Replacing(Honest):
-    """Replaces the clock of its rank, and the function that times the ranks."""
+    """Replaces the clock of its rank, and the function that times the ranks, to be infinitely fast."""
 
-    def later(self) -> None:
+    def after_checks(self) -> None:
         time.perf_counter = lambda: 0.0  # type: ignore[assignment]
         ranks.times = lambda *_, **__: ([0.0], {})  # type: ignore[assignment]
         self.average()
@@ -146,7 +147,7 @@ class Replacing(Honest):
 CHEATS = (Idle, OwnGradients, StaleGradients, HalvedGradients, HalfOfTheBatch)
 
 
-def right_once(x: Tensor, group: Any, async_op: bool = True) -> Pending:
+def right_in_first_call(x: Tensor, group: Any, async_op: bool = True) -> Pending:
     """Returns the first result in every later call."""
     if x.shape not in KEPT:
         all_reduce_mean(x, group, async_op=False).wait()
@@ -174,7 +175,7 @@ def in_bfloat16(x: Tensor, group: Any, async_op: bool = True) -> Pending:
     return Pending()
 
 
-def wrong_on_one(x: Tensor, group: Any, async_op: bool = True) -> Pending:
+def wrong_on_last_rank(x: Tensor, group: Any, async_op: bool = True) -> Pending:
     """Changes one number of the result on the last rank, from its second call on."""
     pending = all_reduce_mean(x, group, async_op=False)
     pending.wait()
