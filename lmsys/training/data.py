@@ -119,10 +119,10 @@ def read_end_of_text(path: Path) -> int:
 
 def shards(output: Path, world_size: int) -> list[Path]:
     """The files that world_size ranks write for `output`, by rank."""
-    names = [
-        f"{output.stem}-{rank:05}-of-{world_size:05}" for rank in range(values.whole("world_size", world_size, least=1))
-    ]
-    return [output] if world_size == 1 else [output.with_stem(name) for name in names]
+    ranks = range(values.whole("world_size", world_size, least=1))
+    return (
+        [output] if world_size == 1 else [output.with_stem(f"{output.stem}-{x:05}-of-{world_size:05}") for x in ranks]
+    )
 
 
 def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
@@ -284,8 +284,8 @@ class Batches:
     def batch(self, step: int, micro: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, (B, S) int64, of micro-batch `micro` of a step; both count from 0."""
         first = self._place(step, micro) + step * self.global_batch
-        windows = [self.window(index) for index in range(first, first + self.batch_size)]
-        return _divided(np.stack(windows), self.end_of_text)
+        windows = np.stack(list(map(self.window, range(first, first + self.batch_size))))
+        return _divided(windows, self.end_of_text)
 
     def weight(self, step: int, micro: int = 0) -> float:
         """The factor of a micro-batch's mean loss: its targets over the mean of targets per micro-batch of the step.
@@ -325,7 +325,7 @@ def _epoch_order(seed: int, epoch: int, num_windows: int, slack: int) -> tuple[i
 def _num_targets(batches: Batches, step: int) -> np.ndarray:
     """How many targets each sequence of a step has. Each rank reads all of them, so that ranks need not communicate."""
     first = step * batches.global_batch
-    windows = (batches.window(index) for index in range(first, first + batches.global_batch))
+    windows = map(batches.window, range(first, first + batches.global_batch))
     return np.array([np.count_nonzero(window[:-1] != batches.end_of_text) for window in windows])
 
 

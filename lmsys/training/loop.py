@@ -130,11 +130,7 @@ class Trainer:
         tree = self._parameters if train.reproducible and self.world_size == 1 else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "fp16")
         self._gradients: Any = gradients.Gradients(
-            self.strategy,
-            prepared.loss,
-            train.leaves if train.reproducible else micro_batches,
-            self.scaler.scale,
-            tree,
+            self.strategy, prepared.loss, train.leaves if train.reproducible else micro_batches, self.scaler.scale, tree
         )
         if train.graph:
             self._gradients = gradients.ReplayedGradients(self._gradients, self.strategy)
@@ -312,8 +308,10 @@ class Trainer:
             time_s=round(self.seconds, 3),
         )
         if not step.taken:
-            why = f"{self.in_a_row} in a row" if self.in_a_row else f"as the loss scale was {step.scale:,g}"
-            say(f"step {self.step:,}: loss {step.loss}, gradient norm {step.norm}: skipped, {why}")
+            say(
+                f"step {self.step:,}: loss {step.loss}, gradient norm {step.norm}, loss scale {step.scale:,g}: skipped;"
+                f" {self.in_a_row} of at most {self.config.train.max_nonfinite} in a row"
+            )
         if self.in_a_row > self.config.train.max_nonfinite:
             raise NonFiniteError(
                 f"{self.in_a_row} steps in a row were not finite, up to step {self.step}; {self._where()}the last"

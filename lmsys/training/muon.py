@@ -33,6 +33,7 @@ from lmsys.kernels import HAS_TRITON
 from lmsys.parallel import assembly, structure
 from lmsys.training.config import MATRIX_SCALES, TrainConfig
 from lmsys.training.optimizer import AdamW, Bundle, undecayed
+from lmsys.training.prepare import AUTOCAST
 from lmsys.values import finite, flag, hold, one_of, whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at 0, so that small singular values grow in few iterations
@@ -320,7 +321,7 @@ def optimizer_of(train: TrainConfig, model: nn.Module) -> tuple[type[AdamW], dic
     options |= {
         "momentum": train.momentum,
         "adjust_lr_fn": train.adjust_lr_fn,
-        "ns_dtype": torch.float16 if train.precision == "fp16" else torch.bfloat16,
+        "ns_dtype": AUTOCAST.get(train.precision, torch.bfloat16),
         "batched": not train.reproducible,
     }
     return Muon, options, {"groups": matrix_groups(model, groups)}

@@ -292,9 +292,8 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
             context.say(
                 f"{folder}: has the tokens of {name}={was!r}, not of {text!r}; the step `tokenize` makes them anew"
             )
-    source, valid = (
-        data.TokenFiles(data.shards(folder / name, made["shards"]), tokenizer) for name in ("train.npy", "valid.npy")
-    )
+    source = data.TokenFiles(data.shards(folder / "train.npy", made["shards"]), tokenizer)
+    valid = data.TokenFiles(data.shards(folder / "valid.npy", made["shards"]), tokenizer)
     return source, data.fixed_windows(
         valid, config.model.context_length, config.evaluate.windows,
         valid.end_of_text if config.data.packing == "documents" else None,

@@ -50,12 +50,19 @@ def _execution(
     blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
     # Graphs of several blocks add in another order, and leave strategies no place for hooks between blocks.
     one_a_graph = train.reproducible or traits.synchronizes
-    compiler = {
-        "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
-        "fullgraph": config.data.packing != "documents",  # attention on packed documents breaks a graph
-    }
     return prepare.Execution(
-        row, options, train.precision, blocks, compiler, train.graph, train.sharded_optimizer, train.reproducible, group
+        row,
+        options,
+        train.precision,
+        blocks,
+        compiler={
+            "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
+            "fullgraph": config.data.packing != "documents",  # attention on packed documents breaks a graph
+        },
+        graph=train.graph,
+        sharded_optimizer=train.sharded_optimizer,
+        tree_sums=train.reproducible,
+        group=group,
     )
 
 

@@ -126,7 +126,7 @@ def test_a_scale_that_is_too_large_ends_no_run(tmp_path: Path) -> None:
     said: list[str] = []
     with scaled(2.0**40, 2000):
         assert trainer(run).fit(tmp_path / "checkpoints", say=said.append).why == "done"
-    assert any("skipped, as the loss scale was 1.09951e+12" in line for line in said)
+    assert any("loss scale 1.09951e+12: skipped; 0 of at most 1 in a row" in line for line in said)
     infinite = trainer(run)
     infinite_on_one_rank(infinite, range(99))
     with pytest.raises(NonFiniteError, match="2 steps in a row were not finite, up to step 18"):  # 2^16 falls to 1
