@@ -226,8 +226,9 @@ def _bucket(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, h
         adding.append((index, part, theirs[:, cut], mine[cut]))
     returning = []
     if handle is not None and mine.numel():
-        shape, start = (mine.numel(),), segments[rank].start
-        returning = [(handle.get_buffer(peer, shape, flat.dtype, start), mine) for peer in peers]
+        returning = [
+            (handle.get_buffer(peer, (mine.numel(),), flat.dtype, segments[rank].start), mine) for peer in peers
+        ]
     return sending, adding, returning
 
 

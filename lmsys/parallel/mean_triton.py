@@ -34,10 +34,12 @@ def _mean_kernel(
 def mean_(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
     """out (n,) becomes the mean of own (n,), the tensor of `rank`, and of others (world_size - 1, n), by rank.
 
-    out may be own.
+    out may be own. Complex numbers are added as pairs, since Triton does not know them.
     """
+    if own.is_complex():
+        own, others, out = (torch.view_as_real(x).flatten(-2) for x in (own, others, out))
     num = own.numel()
-    wide = tl.float64 if own.dtype == torch.float64 else tl.float32
     _mean_kernel[(triton.cdiv(num, BLOCK),)](
-        own, others, out, num, others.stride(0), RANK=rank, WORLD_SIZE=len(others) + 1, WIDE=wide, BLOCK=BLOCK
-    )
+        own, others, out, num, others.stride(0), RANK=rank, WORLD_SIZE=len(others) + 1,
+        WIDE=tl.float64 if own.dtype == torch.float64 else tl.float32, BLOCK=BLOCK,
+    )  # fmt: skip

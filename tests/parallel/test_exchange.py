@@ -297,14 +297,15 @@ DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=py
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.complex64, torch.complex128])
 @pytest.mark.parametrize(("world_size", "num"), [(2, 64), (2, 4096 + 64), (3, 1), (4, 3 * 4096), (8, 5000)])
 def test_the_kernel_adds_by_rank(device: str, dtype: torch.dtype, world_size: int, num: int) -> None:
     """Every rank gets equal bits, whichever part is its own, and no other memory is written."""
     generator = torch.Generator(device).manual_seed(num)
-    data = torch.randn(world_size, num, device=device, generator=generator).to(dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exact, plain, means = data.double().mean(0), data.to(wide).mean(0).to(dtype), []
+    wide, exactly = torch.promote_types(dtype, torch.float32), torch.promote_types(dtype, torch.float64)
+    data = torch.randn(world_size, num, device=device, generator=generator, dtype=wide).to(dtype)
+    real = torch.view_as_real if dtype.is_complex else Tensor.detach
+    exact, plain, means = real(data.to(exactly).mean(0)), real(data.to(wide).mean(0).to(dtype)), []
     for rank in range(world_size):
         own, room = data[rank].clone(), torch.zeros(world_size - 1, num + 64, device=device, dtype=dtype)
         others = room[:, :num]
@@ -312,6 +313,6 @@ def test_the_kernel_adds_by_rank(device: str, dtype: torch.dtype, world_size: in
         kept, out = room.clone(), own if rank % 2 else torch.empty_like(own)
         mean_triton.mean_(own, others, out, rank)
         assert torch.equal(room, kept) and (out is own or torch.equal(own, data[rank]))
-        assert error_ratio(out, exact, plain) <= 1
+        assert error_ratio(real(out), exact, plain) <= 1
         means.append(out)
     assert all(torch.equal(x, means[0]) for x in means)
