@@ -733,8 +733,17 @@ def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[d
     return error
 
 
-def play_alone(graph: Graph, ways: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Trains a plain module on the batches of both ranks, in these ways: what the player has seen."""
+def play_alone(
+    graph: Graph, ways: Sequence[str], dtype: torch.dtype, nudge: float = 0.0, ranks: Sequence[int] = (0, 1)
+) -> list[dict[str, Tensor]]:
+    """Trains a plain module on the batches of these ranks, in these ways: what the player has seen.
+
+    nudge  the weights begin this share of themselves, or less, away from where they would, up or down at random
+    """
     torch.manual_seed(0)
     net = Net(graph)
-    return Player(net.double() if dtype == torch.float64 else net, [0, 1], dtype).play(ways)
+    net = net.double() if dtype == torch.float64 else net
+    with torch.no_grad():
+        for p in net.parameters():
+            p *= 1 + nudge * (2 * torch.rand(p.shape, dtype=torch.float64) - 1)
+    return Player(net, ranks, dtype).play(ways)

@@ -1,14 +1,14 @@
 """Faults seeded into data-parallel strategies, for collectives and for copy engines. Ranks import this file.
 
-Tests train by `train_with`, and must find the result wrong. A new fault is a function in FAULTS, or in
-FAULTS_OF_SHARDS if only strategies that shard the optimizer can have it. The text beside a function there says what it
-makes wrong.
+Tests train by `train_with` or `play_with`, and must find the result wrong. A new fault is a function in FAULTS, or in
+FAULTS_OF_SHARDS if only strategies that shard the optimizer can have it. The text beside it there says what is wrong.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from lmsys.parallel.overlapped import Bucket, Collectives
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer
 from tests.support import engines
 from tests.support.engines import ExchangeOverGloo
+from tests.support.graphs import Graph, play
 from tests.support.ranks import Recipe, Training, train, use
 
 # A function whose result is a context, in which strategies have the fault. Its argument is True for strategies that
@@ -40,8 +41,26 @@ def _summed(by_engines: bool) -> Any:
 
         return send
 
+    return _for_means(by_engines, sums)
+
+
+def _rounded(by_engines: bool) -> Any:
+    def rounds(mean: Any) -> Any:
+        def send(*args: Any) -> Pending:
+            x = args[-2]
+            if x.dtype == torch.float32:
+                x.copy_(x.bfloat16())
+            return mean(*args)
+
+        return send
+
+    return _for_means(by_engines, rounds)
+
+
+def _for_means(by_engines: bool, change: Callable[[Any], Any]) -> Any:
+    """A context in which the collectives that average gradients are changed."""
     names = ("all_reduce_mean",) if by_engines else ("all_reduce_mean", "reduce_scatter_mean")
-    return use(*((engines if by_engines else collectives, name, sums) for name in names))
+    return use(*((engines if by_engines else collectives, name, change) for name in names))
 
 
 def _never_waited(by_engines: bool) -> Any:
@@ -111,6 +130,7 @@ def _stale(by_engines: bool) -> Any:
 
 FAULTS: dict[str, Fault] = {
     "gradient summed, not averaged": _summed,
+    "gradients rounded to bfloat16": _rounded,
     "one bucket never waited for": _never_waited,
     "bucket boundary off by one": _off_by_one,
     "buffers not broadcast": _buffers_left,
@@ -124,3 +144,9 @@ def train_with(fault: str, recipe: Recipe, training: Training, seed: int) -> dic
     """Trains on this rank as `train` does, with the fault of this name."""
     with (FAULTS | FAULTS_OF_SHARDS)[fault](training.strategy.startswith("copy_engine")):
         return train(recipe, training, seed)
+
+
+def play_with(fault: str, strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str | None:
+    """Trains on this rank as `play` of tests/support/graphs.py does, with the fault of this name."""
+    with FAULTS[fault](strategy.startswith("copy_engine")):
+        return play(strategy, graph, ways)
