@@ -205,7 +205,8 @@ def judge(number: int, device: str, outcome: Judged) -> None:
             outcome.faults.append(f"{described}: {type(crash).__name__}: {str(crash)[:300]}")
             continue
         if max(ratios.values()) > 1 or result["o"].dtype != inputs.q.dtype:
-            outcome.faults.append(f"{described}: {ratios} {result['o'].dtype}")
+            allowed = {name: f"{oracle.budget[name]:.3g}" for name in ratios}
+            outcome.faults.append(f"{described}: {ratios} of {allowed}, {result['o'].dtype}")
 
 
 def _compile_little(number: int) -> None:
