@@ -371,8 +371,8 @@ def check_floating(name: str, dtype: Any) -> None:
 
 
 def dense(p: Tensor) -> Tensor:
-    """The gradient of p, zeros where it has none, made contiguous in place: collectives take no other."""
-    grad = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
+    """The gradient of p, zeros where it has none, contiguous and conjugated in place: collectives take no other."""
+    grad = (torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj()).contiguous()
     p.grad = grad
     return grad
 

@@ -212,6 +212,8 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("fsdp", Graph(((Call("call", 0), Call("call", 1, (0,))),), ("mlp",) * 2, outside=False), ["two_forwards"]),
     ("zero1", Graph(((Call("twice", 0),), (Call("call", 1),))), ["two_finishes", "accumulate_behind_a_finish"]),
     ("zero1", Graph(((Call("call", 0), Call("detach", 1)),)), ["two_backwards", "late_look", "sync_then_not"]),
+    ("naive", COMPLEX, ["step"]),
+    ("overlapped", COMPLEX, ["step"]),
 )
 
 

@@ -118,7 +118,7 @@ class Block(nn.Module):
         if kind == "normed":
             self.up, self.norm = weight_norm(self.up), nn.LayerNorm(WIDTH)
         if kind == "complex":
-            self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+            self.phase, self.angle = (nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64)) for _ in range(2))
         if kind == "deep":
             self.more = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         if kind == "spare":
@@ -143,7 +143,8 @@ class Block(nn.Module):
             y = y + self.table(torch.arange(len(x), device=x.device) % 3)
         y = self.down(torch.tanh(self.up(y.to(_dtype(self.up)))).to(_dtype(self.down)))
         if self.kind == "complex":
-            y = y * (x.to(self.phase.dtype) * self.phase).real.to(x.dtype)
+            phase = self.phase * self.angle.conj()  # whose gradient autograd leaves to be conjugated later
+            y = y * (x.to(phase.dtype) * phase).real.to(x.dtype)
         if self.kind == "deep":
             y = self.more(y)
         if self.kind == "branch":
@@ -694,7 +695,7 @@ def ops_of(graph: Graph) -> set[str]:
 
 
 class RaisedApart(Exception):
-    """Raised instead of returning the error TWICE, if ranks call different blocks.
+    """Raised instead of returning the error TWICE, if ranks call different blocks, and on GPUs an error of no refusal.
 
     The other rank may then wait for this one for ever; an exception that leaves `play` ends both.
     """
@@ -728,7 +729,8 @@ def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[d
         error = error_of(go)
     if error == "nothing raised":
         return seen
-    if error.startswith(TWICE) and {"own", "apart"} & ops_of(graph):
+    refused = error.startswith(("ValueError: ", "RuntimeError: "))
+    if (error.startswith(TWICE) and {"own", "apart"} & ops_of(graph)) or (device().type == "cuda" and not refused):
         raise RaisedApart(error)
     return error
 
