@@ -21,8 +21,8 @@ pass the same barriers in the same order, so they cannot wait for each other in 
 its queues.
 
 Buckets stay where they are from step to step: a gradient is a view of one, and the next step overwrites it. What
-autograd has made is held beside them until the end of the synchronization. From the second step on a rank that waits
-for another longer than the group's timeout ends with a CUDA error.
+autograd has made is held beside them until the end of the synchronization. From the second step on, and in ZeRO-1 from
+the first, a rank that waits for another longer than the group's timeout ends with a CUDA error.
 
 Source: the two halves are Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", 4.5
 (reduce-scatter, then all-gather); the copies are those of torch's asynchronous tensor parallelism.
