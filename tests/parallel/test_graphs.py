@@ -239,10 +239,12 @@ SEEN = "gradient summed, not averaged", "gradients rounded to bfloat16", "bucket
 
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "copy_engine_zero1"])
 @pytest.mark.parametrize("fault", SEEN)
-def test_a_fault_is_wrong_in_a_training_that_is_right_without(ranks: WorkerGroup, fault: str, strategy: str) -> None:
+def test_a_fault_is_wrong_in_a_training_that_is_right_without(
+    ready_ranks: Callable[[], WorkerGroup], fault: str, strategy: str
+) -> None:
     case = strategy, Graph(((Call("call", 0), Call("call", 1), Call("call", 2)),)), ["step", "accumulate"]
-    trains_as_one_process(ranks, *case)
-    faulty: Any = Faulty(ranks, fault)
+    trains_as_one_process(ready_ranks(), *case)
+    faulty: Any = Faulty(ready_ranks(), fault)
     with pytest.raises(AssertionError):
         trains_as_one_process(faulty, *case)
 
