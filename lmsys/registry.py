@@ -327,7 +327,7 @@ class Table(Mapping[str, Entry]):
         ValueError with every reason when none can. A named row is never replaced by another.
         """
         reasons = {}
-        for entry in [self[row] for row in (self.auto(case) if name == "auto" else [name])]:
+        for entry in map(self.__getitem__, self.auto(case) if name == "auto" else [name]):
             if (reason := entry.why_not(case)) is None:
                 return entry
             reasons[entry.name] = reason

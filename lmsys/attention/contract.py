@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class AttentionCase:
     sinks: bool = False
     return_lse: bool = False
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """The options that are given: name -> value. Two forms that few rows know are named TWO_SIDED and OFFSETS."""
         values = [getattr(self, name) for name in OPTIONS]

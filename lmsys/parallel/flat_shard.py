@@ -144,12 +144,8 @@ class FlatShard:
 
         ValueError where a parameter of the wrapper was frozen, or set to be trained, since then.
         """
-        hold(
-            (
-                self.shard.requires_grad is self._trained,
-                "one of parameters() was frozen, or set to be trained, after the module was wrapped",
-            )
-        )
+        if self.shard.requires_grad is not self._trained:
+            raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
         return self._version != self.shard._version or not (self._is_whole or self._gathering)
 
     @torch.no_grad()
@@ -310,7 +306,7 @@ class Unit:
         self.flats, self.calls, self.pinned = list[FlatShard](), 0, False
 
     def gather(self) -> None:
-        for flat in [flat for flat in self.flats if flat.is_due()]:
+        for flat in list(filter(FlatShard.is_due, self.flats)):  # none is gathered where one raises
             self._note(2 * flat.number)
             flat.gather()
 

@@ -93,11 +93,9 @@ class Fsdp(wrapper.Wrapper):
     def _lay_out(self, groups: structure.Parameters = ()) -> None:
         """Lays the parameters of each unit side by side, those of each of the `groups` in flat tensors of their own."""
         self.unshard()
-        rounded, kept = set[nn.Parameter](), structure.read_as_kept(self.module)
-        if self._dtype in (torch.bfloat16, torch.float16):
-            rounded = structure.read_rounded(self.module)
-        if rounded:
-            kept = set(self.module.parameters()) - rounded
+        is_narrow = self._dtype in (torch.bfloat16, torch.float16)
+        rounded = structure.read_rounded(self.module) if is_narrow else set[nn.Parameter]()
+        kept = set(self.module.parameters()) - rounded if rounded else structure.read_as_kept(self.module)
         self._autocasts, numbers = bool(rounded), count()
         for unit, flats in zip(self._units, structure.flats_by_block(self.module, groups), strict=True):
             unit.flats, read = [], structure.weakly(self._read, unit.number)
@@ -392,20 +390,21 @@ class Fsdp(wrapper.Wrapper):
         self._reducing.clear()
         self._free()
 
-    def _on_grad(self, index: int, p: Tensor) -> None:
+    def _on_grad(self, index: int, _: Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True) makes gradients that are no part of a graph once fsdp has divided them:"
                 " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
             )
-        super()._on_grad(index, p)
+        if self._synchronizing and not self._unfinished:  # as in `Wrapper`; a call of it would cost as much again
+            self._unfinished = True
         if not self._in_backward:
             self._enter_backward(None)
         self._to_reduce.add(self._unit_of[index])
 
     def _is_over(self, unit: flat_shard.Unit) -> None:
         """Called when a backward has come to all uses of a unit that are known so far."""
-        if unit in self._to_reduce and not any(unit in walk.visits for walk in self._to_come):
+        if unit in self._to_reduce and not (self._to_come and any(unit in walk.visits for walk in self._to_come)):
             self._reduce(unit)
         unit.free()
 

@@ -175,7 +175,11 @@ class Overlapped(wrapper.Wrapper):
         if self._seen is not None:
             self._seen.append(index)
         self._waiting[self._bucket_of[index]] -= 1
-        while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
+        while (
+            not self._waiting[self._bucket_of[index]]
+            and len(self._sent) < len(self.buckets)
+            and not self._waiting[len(self._sent)]
+        ):
             self._send_next()
 
     def _synchronize(self) -> None:
@@ -282,10 +286,11 @@ class Bucketed(Overlapped):
         if self.bucket_mb == "auto":
             self.bucket_mb = self._best(sum(sizes))
         kinds = [(p.device, p.dtype) for p in self.trainable]
-        if self.bucket_mb is None:
-            return buckets.plan(sizes, order, math.inf, math.inf, kinds)
         # A smaller first bucket lets communication begin early; nothing hides that of the last one.
-        return buckets.plan(sizes, order, float(self.bucket_mb) * buckets.MIB, buckets.MIB, kinds)
+        limit, edge = (
+            (math.inf, math.inf) if self.bucket_mb is None else (float(self.bucket_mb) * buckets.MIB, buckets.MIB)
+        )
+        return buckets.plan(sizes, order, limit, edge, kinds)
 
     def _best(self, total: int) -> float:
         """MiB of a bucket that bucket_mb="auto" takes for `total` bytes of gradients."""

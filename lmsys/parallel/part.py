@@ -82,7 +82,7 @@ def leave(
     homes  the attribute `home` of each
     """
     for p, home in zip(params, homes or [None] * len(params), strict=True):
-        if not isinstance(p, Absent):
+        if "on_read" not in p.__dict__:  # isinstance() of a parameter's class is slow, and this runs for each parameter
             p.__dict__.update(present=type(p), home=home)
             p.__class__ = kind
         p.__dict__["on_read"] = on_read
@@ -91,9 +91,9 @@ def leave(
 def appear(params: Iterable[nn.Parameter]) -> None:
     """Takes the mark of `leave` back: the values are here, and the parameters ordinary ones again."""
     for p in params:
-        if isinstance(p, Absent):
-            p.__class__ = p.present
-            del p.on_read, p.present, p.home
+        if "on_read" in p.__dict__:
+            p.__class__ = p.__dict__.pop("present")
+            del p.__dict__["on_read"], p.__dict__["home"]
 
 
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # GradScaler's function, which notes where it finds an inf

@@ -184,11 +184,9 @@ class ShardedOptimizer(Optimizer):
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The shares of all ranks, by rank, as the one state dict that `optimizer_cls` itself would give."""
-    state: State = {}
-    for share in shares:
-        state |= share["state"]
+    entries = chain.from_iterable(share["state"].items() for share in shares)
     return {
-        "state": dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0]))),
+        "state": dict(sorted(entries, key=lambda item: (isinstance(item[0], str), item[0]))),
         "param_groups": [without(group, "shard") for group in shares[0]["param_groups"]],
     }
 

@@ -62,6 +62,11 @@ class Wrapper(nn.Module):
             for name, child in module.named_modules()
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
         }
+        self._exponents = torch.tensor(  # of the history, by which `_use` makes what it sends
+            [0.0] * (len(self.trainable) + 1) + [1.0, 2.0],
+            dtype=torch.float64,
+            device=self.trainable[0].device if self.trainable else None,
+        )
         self._flags_before: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
         _agree(module, process_group)
@@ -241,7 +246,8 @@ class Wrapper(nn.Module):
 
     def _note(self, what: int) -> None:
         """Adds an event, -1 or more, to this rank's history."""
-        self._history = (31 * self._history + what + 1) % 4093
+        # A module's attributes are slow to set, and this runs for every collective of fsdp.
+        self.__dict__["_history"] = (31 * self._history + what + 1) % 4093
 
     def _enter_backward(self, walk: Any, *_: Any) -> None:
         """Called when a backward comes to the output of a forward of this wrapper; `walk` is that forward's."""
@@ -278,11 +284,11 @@ class Wrapper(nn.Module):
 
         In its mean over ranks an entry of 0 says that no rank has this gradient.
         """
-        use = torch.ones(len(self.trainable) + 3, device=self.trainable[0].device, dtype=torch.float64)
+        changed, history, _ = self._flags()
+        use = torch.pow(history, self._exponents)  # ones, the history and its square, in one kernel
+        use[-3].fill_(changed)
         if missing:
             use[missing] = 0.0
-        for flag, value in zip(use[-3:], self._flags(), strict=True):
-            flag.fill_(value)
         return use
 
     def _flags(self) -> tuple[float, float, float]:
@@ -339,10 +345,11 @@ def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
     RuntimeError for tensors of other shapes, and with `strict` for missing and unexpected keys.
     """
     missing, unexpected = [x for x in held if x not in state], [x for x in state if x not in held]
-    wrong = []
-    for name, x in held.items():
-        if name in state and state[name].shape != x.shape:
-            wrong.append(f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}")
+    wrong = [
+        f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}"
+        for name, x in held.items()
+        if name in state and state[name].shape != x.shape
+    ]
     wrong += sentences_of(
         (strict and missing, f"missing: {', '.join(missing)}"),
         (strict and unexpected, f"unexpected: {', '.join(unexpected)}"),
@@ -372,8 +379,7 @@ def check_floating(name: str, dtype: Any) -> None:
 
 def dense(p: Tensor) -> Tensor:
     """The gradient of p, zeros where it has none, contiguous and conjugated in place: collectives take no other."""
-    grad = (torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj()).contiguous()
-    p.grad = grad
+    grad = p.grad = (torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj()).contiguous()
     return grad
 
 

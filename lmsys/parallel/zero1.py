@@ -73,6 +73,7 @@ class Zero1(overlapped.Overlapped):
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
+        self._owns_each_kind = len(structure.by_kind(self._own)) == len(structure.by_kind(self.trainable))
         self._scaled: list[Tensor] = []  # gradients that were means, times the number of ranks while a backward adds
         self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
         self._address = part.address(self.trainable[0]) if self.trainable else 0
@@ -151,7 +152,7 @@ class Zero1(overlapped.Overlapped):
         """Waits until the flat buffers of these numbers are whole, and begins to gather those that come next."""
         count = max(numbers, default=-1) + 1
         self._begin_gathering(count)
-        for number in numbers:
+        for number in (number for number in numbers if not self._gathering[number].done):
             self._gathering[number].wait()
             part.appear(self._others[number])
         self._begin_gathering(count + AHEAD)
@@ -201,11 +202,12 @@ class Zero1(overlapped.Overlapped):
         GradScaler would else find nothing to check here, and ranks would not tell each other of an inf.
         """
         super()._conclude(use, missing)
-        unused = {index for index in missing if use[index] == 0}
-        here = {(p.device, p.dtype) for p in self._own if p.grad is not None}
-        used = (p for index, p in enumerate(self.trainable) if index not in unused)
-        for p in {(p.device, p.dtype): p for p in used if (p.device, p.dtype) not in here}.values():
-            p.grad = part.as_part(torch.zeros_like(p), self.group)
+        if missing or not self._owns_each_kind:
+            unused = {index for index in missing if use[index] == 0}
+            here = {(p.device, p.dtype) for p in self._own if p.grad is not None}
+            used = (p for index, p in enumerate(self.trainable) if index not in unused)
+            for p in {(p.device, p.dtype): p for p in used if (p.device, p.dtype) not in here}.values():
+                p.grad = part.as_part(torch.zeros_like(p), self.group)
 
     def _synchronize(self) -> None:
         self._scale()
