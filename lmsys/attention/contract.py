@@ -11,7 +11,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 # By name in a case.
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_options_in = attrgetter(*OPTIONS)  # the values of a case's options: each call asks for them several times
 
 # Sizes that stand in for those that torch.compile leaves open (dynamic shapes): see `constants_of`.
 TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1, "prefix": 1}
@@ -64,10 +66,10 @@ class AttentionCase:
     sinks: bool = False
     return_lse: bool = False
 
-    @cached_property
+    @property
     def options(self) -> dict[str, Any]:
         """The options that are given: name -> value. Two forms that few rows know are named TWO_SIDED and OFFSETS."""
-        values = [getattr(self, name) for name in OPTIONS]
+        values = _options_in(self)
         if not any(values):
             return {}
         rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}
@@ -93,7 +95,7 @@ def case_of(
 ) -> AttentionCase:
     """The case that q (B, H, Q, D), k (B, Hkv, K, D) and v (B, Hkv, K, Dv) make under a pattern."""
     batch, heads, queries, head_dim = q.shape
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) if grad is None else grad
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) if grad is None else grad
     return AttentionCase(
         *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
         device=q.device.type,
@@ -127,8 +129,11 @@ def why_not_options(case: AttentionCase, *known: str) -> str | None:
 
 def why_not_value_dim(case: AttentionCase) -> str | None:
     """None if v has the head dimension of k; else a text that says that the row needs this."""
-    fits = case.value_dim in (None, case.head_dim)
-    return None if fits else f"needs v of the head dimension of k, {case.head_dim}; got {case.value_dim}"
+    return (
+        None
+        if case.value_dim in (None, case.head_dim)
+        else f"needs v of the head dimension of k, {case.head_dim}; got {case.value_dim}"
+    )
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:

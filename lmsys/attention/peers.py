@@ -145,8 +145,11 @@ def sdpa_cudnn_supports(case: contract.AttentionCase) -> str | None:
 def why_not_scale(case: contract.AttentionCase) -> str | None:
     """None, or why a kernel cannot take the scale of this case."""
     # These kernels take the maximum before they scale, and scale the -inf of hidden keys.
-    refused = case.scale is not None and case.scale <= 0
-    return f"gives NaN or overflows unless scale > 0; got {case.scale}" if refused else None
+    return (
+        f"gives NaN or overflows unless scale > 0; got {case.scale}"
+        if case.scale is not None and case.scale <= 0
+        else None
+    )
 
 
 def _torch_says(
