@@ -167,6 +167,7 @@ def linear_cross_entropy(
         *(options, chunk, dtype),
         reduction != "none" and not counts.requires_grad,
         torch.is_grad_enabled(),  # under no_grad, too, a Function sees that weights need gradients
+        token_weights is not None,
     )
     loss = reduced(loss, counts, reduction)
     return (
@@ -202,7 +203,8 @@ def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
     if reduction != "mean":
         return losses
     amount = counts.sum()
-    return (losses / amount.masked_fill(amount == 0, 1)).masked_fill(amount == 0, math.nan)
+    is_empty = amount == 0
+    return (losses / amount.masked_fill(is_empty, 1)).masked_fill(is_empty, math.nan)
 
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:
@@ -218,6 +220,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     factors   (N,) by how much each token counts
     at_once   the forward computes the gradients, if they are `recorded`; else the backward does
     recorded  autograd records the call
+    weighted  factors are other numbers than 0 and 1
     """
 
     @staticmethod
@@ -233,9 +236,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         at_once: bool,
         recorded: bool,
+        weighted: bool,
     ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[:2] if at_once and recorded else (False, False)
-        shares, top = _shares(factors)
+        # Factors of 0 and 1 are shares already. The host pays for each of the kernels that would divide them.
+        shares, top = _shares(factors) if weighted else (factors, factors.new_ones(()))
         ctx.how = options, chunk, dtype
         losses, z_losses, *gradients = _walk(needs, shares, hidden, weight, source, targets, *ctx.how)
         ctx.save_for_backward(*((top, *gradients) if at_once else (hidden, weight, source, targets)))
@@ -252,7 +257,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             factor, *gradients = ctx.saved_tensors
             factor = factor * grads[0]
-        return *(x if x is None else _times(x, factor) for x in gradients), *[None] * 8
+        return *(x if x is None else _times(x, factor) for x in gradients), *[None] * 9
 
 
 def _walk(
@@ -273,7 +278,7 @@ def _walk(
     """
     with torch.autocast(hidden.device.type, enabled=False):
         operand = source.detach().to(dtype)  # (V, M)
-        losses, lses = factors.new_zeros(2, len(hidden))
+        losses, z_losses = factors.new_zeros(2, len(hidden))
         d_hidden = torch.empty_like(hidden) if needs[0] else None
         d_weight = weight.new_zeros(weight.shape) if needs[1] else None
         room = _rows(min(chunk, len(hidden)), len(weight), operand)
@@ -281,12 +286,13 @@ def _walk(
             part = slice(start, start + chunk)
             rows, labels = hidden[part].to(dtype), targets[part]
             logits = torch.mm(rows, operand.mT, out=room[: len(rows)])  # (C, V)
-            losses[part], lses[part] = _replace_by_gradient(logits, labels, factors[part], options, any(needs))
+            losses[part], lses = _replace_by_gradient(logits, labels, factors[part], options, any(needs))
+            if options.z_loss:
+                z_losses[part] = lses.square().mul_(options.z_loss)
             if d_hidden is not None:
                 d_hidden[part] = logits @ operand
             if d_weight is not None:
                 _add_product(d_weight, logits.mT, rows)
-    z_losses = lses.square_().mul_(options.z_loss)
     return losses + z_losses, z_losses, d_hidden, d_weight
 
 

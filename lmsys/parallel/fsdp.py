@@ -325,14 +325,13 @@ class Fsdp(wrapper.Wrapper):
         return True
 
     def _begin_forward(self, release: Callable[[flat_shard.Unit], Any]) -> None:
-        outside, *_ = self._units
         for unit in self._running:  # of a forward that an exception has ended
             unit.calls = 0
         self._running.clear()
         self._walk = flat_shard.Walk(self._order, release, release_first=True)
-        for unit in (outside, *self._order[:1]):
+        for unit in (self._units[0], *self._order[:1]):  # first what is in no block
             unit.gather()
-        outside.wait()
+        self._units[0].wait()
 
     def _enter_forward(self, unit: flat_shard.Unit, *_: Any) -> None:
         if structure.is_in_backward():  # checkpointed

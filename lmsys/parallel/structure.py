@@ -29,10 +29,10 @@ class Structure:
     """A record of the modules and parameters that `module` holds, and of which are trained, to see later changes."""
 
     def __init__(self, module: nn.Module):
-        self.module = module
+        self.module, self._parameters = module, _parameters(module)
         self._held: list[Any] = [held for child in module.modules() for held in (child._parameters, child._modules)]
+        self._full = list(filter(None, self._held))  # those that hold anything: the lengths tell of the others
         self._before = list(map(len, self._held)), list(chain(*self._held)), list(chain(*map(dict.values, self._held)))
-        self._parameters = _parameters(module)
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
 
     def is_as_it_was(self) -> bool:
@@ -41,8 +41,8 @@ class Structure:
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's own function would cost 1.5 µs each
             return (
                 list(map(len, self._held)) == lengths
-                and list(chain.from_iterable(self._held)) == names
-                and all(map(operator.is_, chain.from_iterable(map(dict.values, self._held)), entries))
+                and list(chain.from_iterable(self._full)) == names
+                and all(map(operator.is_, chain.from_iterable(map(dict.values, self._full)), entries))
                 and all(p.requires_grad is trained for p, trained in self._trained)
             )
 

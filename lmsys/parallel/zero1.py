@@ -255,8 +255,13 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
 
     def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
         self._wrapper = ref(wrapper)
-        chosen = wrapper.trainable if params is None else params
-        super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.flat_buffers, **kwargs)
+        super().__init__(
+            wrapper.trainable if params is None else params,
+            optimizer_cls,
+            wrapper.group,
+            wrapper.flat_buffers,
+            **kwargs,
+        )
         wrapper.optimizers.update((self, self._local))
 
     def _flatten(self, params: list[Tensor], options: dict[str, Any]) -> None:
