@@ -148,7 +148,7 @@ class FlatShard:
             raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
         return self._version != self.shard._version or not (self._is_whole or self._gathering)
 
-    @torch.no_grad()
+    # `gather`, `reduce` and `finish_reduce` write no tensor that needs a gradient: no_grad would only cost host time.
     def gather(self) -> None:
         """Begins the all-gather of `whole`; `wait` ends it."""
         self.free()
@@ -175,7 +175,6 @@ class FlatShard:
         if self._is_whole:
             self._release()
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Begins the mean of this rank's part of the gradients."""
         self.finish_reduce()
@@ -194,7 +193,6 @@ class FlatShard:
         part = torch.empty_like(self.shard)
         self._reduced.append((collectives.reduce_scatter_mean(part, grads, self.group), part))
 
-    @torch.no_grad()
     def finish_reduce(self) -> None:
         """Waits for the reductions that have begun, and adds their gradients to the shard's."""
         for pending, part in self._reduced:
@@ -253,7 +251,6 @@ class FlatShard:
         if self.shard.grad is not None:
             buckets.set_gradients(self.params, self.gathered(self.shard.grad))
 
-    @torch.no_grad()
     def reshard(self) -> None:
         """Ends `unshard`: what was written into the parameters meanwhile stays, unless the shard has changed."""
         if self._is_shown:
@@ -271,6 +268,7 @@ class FlatShard:
         self.free()
         self._write(values)
 
+    @torch.no_grad()
     def _write(self, values: Mapping[int, Tensor]) -> None:
         part = self.shard.detach().clone()
         for p, (_, place), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
