@@ -285,7 +285,7 @@ class Wrapper(nn.Module):
         In its mean over ranks an entry of 0 says that no rank has this gradient.
         """
         changed, history, _ = self._flags()
-        use = torch.pow(history, self._exponents)  # ones, the history and its square, in one kernel
+        use = torch.pow(history, self._exponents)  # ones, the history and its square, in fewer kernels than fills
         use[-3].fill_(changed)
         if missing:
             use[missing] = 0.0

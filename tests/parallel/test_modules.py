@@ -6,14 +6,18 @@ another.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from lmsys.parallel import structure
+from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.part import Absent
 from lmsys.parallel.sharded_optimizer import flat_share, whole_state
 from lmsys.testing import error_ratio
 from tests.support.modules import ONE_BY_ONE, OPERATIONS, do, load_checkpoint, play, play_alone, save_checkpoint
@@ -165,3 +169,26 @@ def test_a_parameter_that_moves_to_another_module_is_a_change() -> None:
     assert before.is_as_it_was()
     module[1].register_parameter("bias", module[0]._parameters.pop("bias"))
     assert not before.is_as_it_was()
+
+
+def test_looking_for_changes_runs_no_python_for_a_freed_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in every forward, in which all parameters of fsdp are freed."""
+    wrapper = Fsdp(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    read: list[str] = []
+    plain = Absent.__torch_function__
+
+    def counted(_: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read.append(func.__name__)
+        return plain(func, types, args, kwargs)
+
+    monkeypatch.setattr(Absent, "__torch_function__", classmethod(counted))
+    assert next(wrapper.module.parameters()).requires_grad and read  # so a read is counted
+    read.clear()
+    assert wrapper._structure.is_as_it_was() and not read
+
+
+def test_a_parameter_added_to_a_module_that_held_none_is_a_change() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    before = structure.Structure(model)
+    model[1].register_parameter("slope", nn.Parameter(torch.ones(())))
+    assert not before.is_as_it_was() and before.change() == "the parameter 1.slope was added"
