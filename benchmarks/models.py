@@ -1,5 +1,6 @@
 """Language models as benchmarks make them: precisions, the rows that models take, their weights, and their batches.
 
+A row is an implementation of attention, from its table; benchmarks compare models that differ in it.
 The benchmarks of models, steps, anatomy, data parallelism and training share this file. A new way to run a model
 (`--compile`) begins at `ModelCase`; a whole model of somebody else's is a row of MODEL_ROWS.
 
@@ -27,16 +28,17 @@ from lmsys.training.prepare import AUTOCAST, run_blocks
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what matmuls read
 MEASURED = DTYPES | {"tf32": None}  # the dtype in which the machine's large matmul was measured, for shares of it
-ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # a dtype whose mantissa is as long
+# A dtype that rounds as matmuls do: float16 has a mantissa as long as TF32's.
+ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
 # How far errors and budgets may differ when `lmsys verify` recomputes them: errors are held to float64; budgets are
 # errors of plain PyTorch, which rounds in another order on another machine.
 ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5
-RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
+RECOMPILE_LIMIT = 64  # how often torch compiles a function; each row compiles the same block anew
 
 
 def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None:
-    """None, or why the device has no such arithmetic, or no code can be compiled for it."""
+    """None, or why the device does not compute in this precision, or why no code can be compiled for it."""
     reason = "TF32 is an arithmetic of CUDA devices" if precision == "tf32" and device == "cpu" else None
     return reason or (compiled.why_no_compiler(device) if compiles else None)
 
@@ -65,7 +67,7 @@ def matmuls(precision: str) -> Iterator[None]:
 def widened(logits: torch.Tensor) -> torch.Tensor:
     """The logits in float32, in which losses are computed, or in float64 if they have it.
 
-    It stands here, as lmsys.model is of an earlier state under --against, which may have no such function.
+    It is not in lmsys.model, since that is of an earlier state under --against, which may have no such function.
     """
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -85,17 +87,17 @@ def ratio_by_group(
     PyTorch may be exact in them, so only ordinary rows are held in root mean square.
 
     groups  a number for each row; 0 for ordinary rows
-    rows    the rows of `reference`, `plain` and `groups` that x holds; None: all. The budget of an extreme group is
-            that of all its rows: in a single one, plain PyTorch may round well or badly by chance
+    rows    numbers of the rows of `reference`, `plain` and `groups` that x holds; None: all. The budget of an extreme
+            group is that of all its rows: in a single one, plain PyTorch may round well or badly by chance
     times   how many times plain PyTorch's error, in root mean square, is allowed; `lmsys.testing.SPOT_TIMES` for parts
     """
     groups = groups.to(x.device)
-    looked_at = torch.arange(len(groups), device=x.device) if rows is None else torch.tensor(rows, device=x.device)
+    judged = torch.arange(len(groups), device=x.device) if rows is None else torch.tensor(rows, device=x.device)
     whole = reference.to(torch.promote_types(x.dtype, reference.dtype), copy=True)
-    whole[looked_at] = x.to(whole.dtype)  # rows that nobody looks at count as right
+    whole[judged] = x.to(whole.dtype)  # rows that are not judged count as right
     ratios = []
-    for group in groups[looked_at].unique().tolist():
-        part = looked_at[groups[looked_at] == 0] if group == 0 else groups == group
+    for group in groups[judged].unique().tolist():
+        part = judged[groups[judged] == 0] if group == 0 else groups == group
         ratios.append(testing.ratio_of(whole[part], reference[part], plain[part], dtype, group == 0, times))
     return max(ratios)
 
@@ -123,9 +125,11 @@ def finite(value: float) -> float | None:
 
 
 def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Record:
-    """The rate of so much work, and its shares of the large matmul measured in this run, None where none was.
+    """The rate of so much work, and its shares of the rates of a large matmul in this run, None if none was measured.
 
     dtype  of the tensors, or a precision by its name
+
+    "ceiling" is of a matmul that ran for a moment, "sustained" of one that ran until the clocks had settled.
     """
     reached = machine["ceilings"]["matmul_flops_per_s"].get(MEASURED.get(dtype, dtype))
     sustained = (machine.get("sustained") or {}).get("matmul_flops_per_s", {}).get(MEASURED.get(dtype, dtype))
@@ -145,11 +149,11 @@ def model_rates(flops: float, time_s: float, precision: str, machine: Record) ->
 COMPILED = ("compiled", "graphed")  # ways to run blocks that need a compiler
 
 
-NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
+NUM_BLOCKS = BLOCKS_PER_GRAPH  # blocks of a model that is checked: as many as one compiled graph holds
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
 LR_BY_WIDTH = 0.256
-# Of other sizes as of any model: of tiny that would be five sixths of its parameters.
+# Vocabularies that differ from the default one, with which embeddings would be five sixths of tiny's parameters.
 VOCABULARIES = {"tiny": {"vocab_size": 1000}}
 
 
@@ -204,7 +208,7 @@ def attention_row(entry: Entry, case: AttentionCase) -> Entry:
 
 
 def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:
-    """None, or why a model with this row cannot run."""
+    """None, or why a model with this row cannot run. `compile`: as in `ModelCase`."""
     return why_no_arithmetic(precision, case.device, compiles=compile in COMPILED) or (
         entry.why_not(case)
         if entry in MODEL_ROWS.values()
@@ -245,12 +249,12 @@ class ModelCase(Case):
 
     @property
     def replayed(self) -> bool:
-        """True where forward and backward are replayed as one CUDA graph."""
+        """True if forward and backward are replayed as one CUDA graph."""
         return self.compile in ("graphed", "fused")
 
     @property
     def keeps(self) -> str:
-        """The part of an id that tells checkpointing and the residual stream; empty for the defaults."""
+        """The part of an id that names checkpointing and the residual stream; empty for the defaults."""
         runs = [run.partition("*") for run in self.checkpoint.split(",")]
         levels = (
             "fit" if self.checkpoint == checkpointing.FIT else "".join(f"{level[0]}{count}" for level, _, count in runs)
@@ -259,11 +263,13 @@ class ModelCase(Case):
 
     @property
     def runtime(self) -> dict[str, Any]:
-        """The fields of a config that say how it is computed, where they are not the defaults: an earlier state of the
-        code may not know them."""
+        """The fields of a config that say how it is computed, without those that have their default.
+
+        Under --against an earlier state of lmsys makes the model, which may not know newer fields.
+        """
         blocks = int(self.checkpoint) if self.checkpoint.isdecimal() else self.checkpoint
-        asked = {"checkpoint_blocks": (blocks, "none"), "residual": (self.residual, "wide")}
-        return {name: value for name, (value, default) in asked.items() if value != default}
+        fields = {"checkpoint_blocks": (blocks, "none"), "residual": (self.residual, "wide")}
+        return {name: value for name, (value, default) in fields.items() if value != default}
 
     @property
     def why_not_runtime(self) -> str | None:
@@ -314,15 +320,17 @@ class Batch:
 
 
 def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
-    """The model with the weights of this seed, whatever torch's generators are at, which stay as they are."""
+    """The model with the weights of this seed. torch's generators are left as they were."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return TransformerLM(config, device)
 
 
 def variant(base: TransformerLM, blocks: str, **changes: Any) -> TransformerLM:
-    """`base`, which has not run yet, with another attention row or other runtime fields of its config, and with blocks
-    as `ModelCase.blocks` says: all have one set of parameters."""
+    """A model with the parameters of `base`, which has not run yet, but with `changes` of its config.
+
+    blocks  how blocks are run, as `ModelCase.blocks`
+    """
     model = copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
     model.config = replace(base.config, **changes)
     run_blocks(model, blocks, together=BLOCKS_PER_GRAPH)

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a kernel: two places")[2].partition("\n## ")[0]
-TABLE_WIDE = (  # files with tests that look at all rows of the table
+OF_WHOLE_TABLE = (  # files with tests that look at all rows of the table
     "tests/attention/test_attention_traits.py",
     "tests/attention/test_auto_order.py",
     "tests/reports/test_colors.py",
@@ -37,13 +37,13 @@ def tree(tmp_path: Path) -> Path:
     (row,) = re.findall(r"^ +\+ +(_ours.*)$", TEXT, re.MULTILINE)
     rows = (tmp_path / table).read_text()
     peer = "        _peer("
-    assert file.endswith("exp2.py") and peer in rows
+    assert file.endswith("exp2.py") and peer in rows  # the first row of others follows the last of our own
     (tmp_path / table).write_text(rows.replace(peer, f"        {row}\n{peer}", 1))
     return tmp_path
 
 
-def ran(tree: Path, *arguments: str) -> str:
-    """The output of pytest in the tree; AssertionError where a test fails."""
+def pytest_output(tree: Path, *arguments: str) -> str:
+    """The output of pytest in the tree; AssertionError if a test fails."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
@@ -51,13 +51,13 @@ def ran(tree: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_kernel_is_two_places(tree: Path) -> None:
+def test_a_file_and_a_row_add_a_kernel(tree: Path) -> None:
     of_all_rows = "states_every_trait or single_rows or colors_of_their_own or is_documented"
-    output = ran(tree, "tests/attention/test_attention_traits.py", "tests/test_docs.py", "-k", of_all_rows)
+    output = pytest_output(tree, "tests/attention/test_attention_traits.py", "tests/test_docs.py", "-k", of_all_rows)
     assert "test_every_row_states_every_trait[exp2] PASSED" in output
 
 
 @pytest.mark.on_request
-def test_no_other_test_fails_for_want_of_a_third_place(tree: Path) -> None:
-    assert "passed" in ran(tree, *TABLE_WIDE)
-    assert "passed" in ran(tree, "tests", "-k", "exp2")
+def test_all_tests_of_rows_pass_with_the_new_kernel(tree: Path) -> None:
+    assert "passed" in pytest_output(tree, *OF_WHOLE_TABLE)
+    assert "passed" in pytest_output(tree, "tests", "-k", "exp2")

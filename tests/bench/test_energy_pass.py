@@ -76,8 +76,8 @@ def test_energy_is_a_pass_of_its_own_behind_the_samples(passes: list[Any]) -> No
             None,
         )
         assert record["flops_per_j"] == 200.0
-    inspected = benchmark.told.index("inspect right")
-    assert benchmark.told[inspected : inspected + 6] == [
+    inspected = benchmark.called.index("inspect right")
+    assert benchmark.called[inspected : inspected + 6] == [
         "inspect right", "step right", "redraw", "inspect also", "step also", "redraw",
     ]  # fmt: skip
 

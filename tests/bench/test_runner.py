@@ -29,7 +29,7 @@ class WithSize(Telling):
 def test_the_order_is_the_runners() -> None:
     benchmark = WithSize()
     by_row = records(benchmark, cases_of(benchmark))
-    assert benchmark.told == ORDER
+    assert benchmark.called == ORDER
     for record in by_row.values():
         assert (
             record["outcome"] == "ok"
@@ -44,7 +44,7 @@ def test_without_timing_rows_are_checked_only() -> None:
     benchmark = WithSize()
     for record in records(benchmark, cases_of(benchmark), timed=False).values():
         assert record["outcome"] == "ok" and "not timed" in record["reason"] and "time_s" not in record
-    assert "step right" not in benchmark.told
+    assert "step right" not in benchmark.called
 
 
 @pytest.mark.parametrize(("settings", "seconds"), [({"timed": False}, []), ({"seconds_per_row": 0.01}, [0.02])])

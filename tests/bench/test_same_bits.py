@@ -167,8 +167,10 @@ class Asked(Telling):
 def test_rows_are_called_again_last_of_all() -> None:
     benchmark = Asked()
     assert all(record["repeatable"] for record in records(benchmark, cases_of(benchmark)).values())
-    first = benchmark.told.index("outputs right")
-    assert set(benchmark.told[first:]) == {"outputs right", "outputs also"} and benchmark.told[first - 1] == "redraw"
+    first = benchmark.called.index("outputs right")
+    assert (
+        set(benchmark.called[first:]) == {"outputs right", "outputs also"} and benchmark.called[first - 1] == "redraw"
+    )
 
 
 def test_what_fails_in_the_repeats_costs_them_only() -> None:
@@ -186,4 +188,4 @@ def test_what_was_not_timed_is_not_called_again() -> None:
     benchmark = Asked()
     by_case = records(benchmark, cases_of(benchmark), timed=False)
     assert all("same_bits" not in record and record["repeatable"] is None for record in by_case.values())
-    assert "outputs right" not in benchmark.told
+    assert "outputs right" not in benchmark.called

@@ -1,6 +1,6 @@
 """Losses as people write them are right for any seed, in the benchmark of the loss as in `lmsys check`.
 
-A new way to write a loss is a function in HONEST.
+The loss is the mean cross-entropy of the logits hidden @ weight.T. A new way to write it is a function in HONEST.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """`lmsys check` on losses, norms, rotary embeddings and gated units: how a function is called, and mistakes named.
 
 Covers lmsys/check/{loss,norm,swiglu,formulas,signature}.py. The functions at the top are losses of different
-signatures; those of OPTION_FAULTS are wrong in one option. `faults` checks one of them. The exhibits of the museum are
-checked in test_museum_of_functions.py.
+signatures; those of OPTION_FAULTS are wrong in one option. `faults` checks one of them. A question is a case on which
+the check compares a function with the exact result. The published faults in tests/museum are checked in
+test_museum_of_functions.py.
 """
 
 import itertools
@@ -28,7 +29,7 @@ from lmsys.signature import called
 MUSEUM = Path(__file__).parents[1] / "museum"
 
 
-# `linear_first`, `of_logits` and `Several` are right; `unheard_of` has a parameter of which the check knows no meaning.
+# `linear_first`, `of_logits` and `Several` are right; `unheard_of` has a parameter of unknown meaning.
 def linear_first(lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.cross_entropy(F.linear(_input, lin_weight).float(), target)
 
@@ -64,8 +65,8 @@ def smoothing_forgotten(
 
 
 def by_count(logits: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
-    each = F.cross_entropy(logits.float(), targets, reduction="none")
-    return (each if token_weights is None else each * token_weights).mean()
+    losses = F.cross_entropy(logits.float(), targets, reduction="none")
+    return (losses if token_weights is None else losses * token_weights).mean()
 
 
 class _FirstForAll(torch.autograd.Function):
@@ -90,7 +91,7 @@ def first_for_all(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -
     return result
 
 
-# Function: the question at which it must fail, and words of the mistake that is named.
+# {function: (the question that it must fail, words of the mistake that is named)}
 OPTION_FAULTS = {
     "smoothing_forgotten": ("smoothed labels", "label_smoothing is ignored"),
     "by_count": ("weights of tokens", "divided by the number of tokens, not by the sum of weights"),
@@ -100,17 +101,19 @@ OPTION_FAULTS = {
 
 def faults(function: str) -> list[str]:
     """The texts of all faults that the check finds in a function of this file."""
-    asked = questions(Entry(function, f"{__name__}:{function}"), Options())
-    return [fault.text for fault in (question.judge() for question in asked if question.reason is None) if fault]
+    all_questions = questions(Entry(function, f"{__name__}:{function}"), Options())
+    return [
+        fault.text for fault in (question.judge() for question in all_questions if question.reason is None) if fault
+    ]
 
 
 @pytest.mark.parametrize("function", ["linear_first", "of_logits", "Several"])
-def test_losses_are_called_as_they_are_written(function: str) -> None:
+def test_losses_are_called_by_their_signatures(function: str) -> None:
     assert faults(function) == []
 
 
 @pytest.mark.parametrize("function", OPTION_FAULTS)
-def test_an_option_is_asked_for_where_there_is_a_parameter_and_its_mistake_named(function: str) -> None:
+def test_an_option_is_checked_if_there_is_a_parameter_and_its_mistake_named(function: str) -> None:
     about, mistake = OPTION_FAULTS[function]
     entry = Entry(function, f"{__name__}:{function}")
     assert list(faults_of_options(entry)) == [f"{about}, float32"]
@@ -135,17 +138,17 @@ def test_an_eps_that_is_built_in_is_named_by_its_value(eps: float, dtype: str, m
     assert fault.mistake == (f"eps is always {eps:g}, whatever is given" if eps else "eps is missing")
 
 
-def test_of_a_loss_without_options_none_is_asked() -> None:
+def test_no_option_is_checked_of_a_loss_without_options() -> None:
     assert not faults_of_options(Entry("of_logits", f"{__name__}:of_logits"))
 
 
-def test_a_parameter_of_no_known_role_is_refused() -> None:
+def test_a_parameter_of_no_known_meaning_is_refused() -> None:
     assert roles_of(of_logits) != ROLES == roles_of(linear_first)
     with pytest.raises(ValueError, match="parameter 'temperature' has no default and no known name"):
         called(unheard_of, roles_of(unheard_of))
 
 
-def test_kinds_are_told_by_names_of_parameters() -> None:
+def test_kinds_are_found_from_names_of_parameters() -> None:
     def adamw(params: Any, lr: float = 1e-3, eps: float = 1e-8) -> None: ...
     def attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> None: ...
 
@@ -159,7 +162,7 @@ def test_kinds_are_told_by_names_of_parameters() -> None:
 
 
 @pytest.mark.parametrize("builtin", [max, dict, 3])
-def test_what_has_no_parameters_to_be_read_is_refused(builtin: Any) -> None:
+def test_callables_without_readable_parameters_are_refused(builtin: Any) -> None:
     with pytest.raises(ValueError, match="has no parameters that can be read: wrap it in a def"):
         kind_of(builtin)
 
@@ -173,13 +176,13 @@ def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[
     assert "it turns neighbours (2i, 2i + 1)" in capfd.readouterr().out
 
 
-def test_extreme_cases_come_last_but_for_that_without_tokens() -> None:
-    kinds = [bool(case.extreme) for case in CASES]
-    first = kinds.index(True)
-    assert not any(kinds[:first]) and all(kinds[first:-1])
+def test_extreme_cases_come_last_except_the_one_without_tokens() -> None:
+    extreme = [bool(case.extreme) for case in CASES]
+    first = extreme.index(True)
+    assert not any(extreme[:first]) and all(extreme[first:-1])  # the last case has no tokens
 
 
-def test_a_mistake_of_a_forward_is_not_named_where_the_result_is_right() -> None:
+def test_a_mistake_of_a_forward_is_not_named_if_the_result_is_right() -> None:
     torch.manual_seed(0)
     inputs = {"gate": torch.randn(5, 7), "up": torch.randn(5, 7)}
     problem = Problem(inputs, {}, torch.randn(5, 7))
@@ -196,8 +199,8 @@ def test_a_mistake_of_a_forward_is_not_named_where_the_result_is_right() -> None
     )
 
 
-def test_what_is_taken_by_place_stays_in_its_place() -> None:
-    """A parameter without a role is given its default where others follow by place, and keywords stay keywords."""
+def test_positional_parameters_are_passed_by_position() -> None:
+    """A positional parameter that has no role gets its default if others follow it. Keywords stay keywords."""
 
     def gap(x: int, flag: bool = False, weight: int = 0, more: int = 1, /, *, bias: int = 0) -> tuple[Any, ...]:
         return x, flag, weight, more, bias
@@ -213,7 +216,7 @@ def test_what_is_taken_by_place_stays_in_its_place() -> None:
 
 
 def test_code_from_a_file_may_have_the_name_of_a_row(tmp_path: Path) -> None:
-    """As a student's class RMSNorm has."""
+    """The file's class RMSNorm has the name of one that the project knows."""
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n\n\nclass RMSNorm(torch.nn.RMSNorm):\n"

@@ -1,7 +1,9 @@
 """`lmsys check` on strategies and sharded optimizers (lmsys/check/strategy.py): mistakes are named, right ones pass.
 
-The wrong ones are the exhibits of tests/museum and those of tests/support/wrong_strategies.py, whose WRONG tables map a
-class to the words that name its mistake. `first_fault` runs the check on one row, with ranks that all tests share.
+The wrong ones are the published faults of tests/museum (exhibits) and the planted ones of
+tests/support/wrong_strategies.py, whose WRONG tables map a class to the words that name its mistake. A question is a
+training that the check compares with one process; `first_fault` asks one strategy until it fails a question, on ranks
+that all tests share.
 """
 
 import json
@@ -79,7 +81,7 @@ def test_a_right_sharded_optimizer_is_not_accused(ranks: Ranks, row: Entry) -> N
     assert first_fault(ranks, "sharded_optimizer", row) is None
 
 
-def test_what_a_row_refuses_is_not_asked(ranks: Ranks) -> None:
+def test_no_question_is_asked_that_a_strategy_does_not_support(ranks: Ranks) -> None:
     questions = list(strategy.questions(STRATEGIES["torch_fsdp2"], Options(), ranks))
     reasons = {question.about: question.reason for question in questions if question.reason is not None}
     assert not any(question.judge() for question in questions if question.reason is None)
@@ -95,7 +97,7 @@ def test_an_exception_names_rank_and_step(ranks: Ranks) -> None:
     assert "wrong_strategies.py, line " in wrong[1].text and wrong[1].text.endswith('("there are no more buckets"))')
 
 
-def test_ranks_that_begin_different_collectives(ranks: Ranks) -> None:
+def test_different_collectives_of_ranks_are_named(ranks: Ranks) -> None:
     wrong = first_fault(ranks, "strategy", Entry("Skips", "tests.museum.parallel:SkipsMissing"))
     words = "rank 0 comes to all_reduce of 36 elements in float32, rank 1 comes to all_reduce of 66 elements"
     assert wrong is not None and words in wrong[1].text, wrong
@@ -114,13 +116,13 @@ def test_ranks_that_have_died_are_started_again(ranks: Ranks) -> None:
     assert first_fault(ranks, "strategy", Entry("MyDDP", "docs/examples/mine.py:MyDDP")) is None
 
 
-def test_the_kind_is_told_by_the_parameters() -> None:
+def test_the_kind_is_found_from_the_parameters() -> None:
     assert find("docs/examples/mine.py:MyDDP", None)[0] == "strategy"
     assert find(f"{SUPPORT}/wrong_strategies.py:NotShared", None)[0] == "sharded_optimizer"
     assert find("torch_ddp", None)[0] == "strategy"
 
 
-def test_the_verdict_for_programs(
+def test_json_lines_hold_the_verdict_and_the_mistake(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(strategy, "Ranks", lambda: nullcontext(ranks))

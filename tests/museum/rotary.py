@@ -1,5 +1,6 @@
 """Rotary embeddings in the museum of published faults, and in HONEST right ones, which `lmsys check` must not accuse.
 
+A rotary embedding turns pairs of columns of x by angles that grow with the position.
 A new fault is a function or an autograd Function with the decorator `exhibit(kind, where it was published, what users
 saw, a part of the mistake's name)`.
 
@@ -20,16 +21,16 @@ _tables: dict[int, Tensor] = {}  # the angles that `table_by_length` keeps
 
 
 def angles_of(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
-    """The angles (S, D / 2) in float32."""
-    steps = torch.arange(0, x.shape[-1], 2, dtype=torch.float32, device=x.device)
-    return positions.float()[:, None] / theta ** (steps / x.shape[-1])
+    """The angles (S, D / 2) in float32, one for each pair of columns."""
+    columns = torch.arange(0, x.shape[-1], 2, dtype=torch.float32, device=x.device)
+    return positions.float()[:, None] / theta ** (columns / x.shape[-1])
 
 
-def turned(x: Tensor, angles: Tensor) -> Tensor:
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
     """x (..., S, D) with the pairs of columns (i, i + D / 2) rotated."""
     whole, (first, second) = torch.cat([angles, angles], dim=-1), x.chunk(2, dim=-1)
-    across = torch.cat([-second, first], dim=-1)
-    return (x.float() * whole.cos() + across.float() * whole.sin()).to(x.dtype)
+    turned_by_90_degrees = torch.cat([-second, first], dim=-1)
+    return (x.float() * whole.cos() + turned_by_90_degrees.float() * whole.sin()).to(x.dtype)
 
 
 @exhibit(
@@ -39,7 +40,7 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     "positions are rounded to the dtype of x",
 )
 def positions_in_bfloat16(x: Tensor, positions: Tensor) -> Tensor:
-    return turned(x, angles_of(x, positions.to(x.dtype)))
+    return rotated(x, angles_of(x, positions.to(x.dtype)))
 
 
 @exhibit(
@@ -62,7 +63,7 @@ def mixed_pairs(x: Tensor, positions: Tensor) -> Tensor:
 )
 def table_by_length(x: Tensor, positions: Tensor) -> Tensor:
     key = len(positions), x.shape[-1]
-    return turned(x, _tables.setdefault(hash(key), angles_of(x, positions)))
+    return rotated(x, _tables.setdefault(hash(key), angles_of(x, positions)))
 
 
 @exhibit(
@@ -72,12 +73,12 @@ def table_by_length(x: Tensor, positions: Tensor) -> Tensor:
     "positions are ignored",
 )
 def from_the_first_position(x: Tensor, positions: Tensor) -> Tensor:
-    return turned(x, angles_of(x, torch.arange(len(positions), device=x.device)))
+    return rotated(x, angles_of(x, torch.arange(len(positions), device=x.device)))
 
 
 @exhibit("rotary", "huggingface/candle#3612", "Queries and keys do not train: the graph ends here.", "detached")
 def detached(x: Tensor, positions: Tensor) -> Tensor:
-    return turned(x.detach(), angles_of(x, positions))
+    return rotated(x.detach(), angles_of(x, positions))
 
 
 @exhibit(
@@ -90,11 +91,11 @@ class BackwardTurnsOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: Tensor) -> Tensor:
         ctx.angles = angles_of(x, positions)
-        return turned(x, ctx.angles)
+        return rotated(x, ctx.angles)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return turned(grads[0], ctx.angles), None
+        return rotated(grads[0], ctx.angles), None
 
 
 @exhibit(
@@ -104,23 +105,23 @@ class OverItsInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: Tensor) -> Tensor:
         ctx.angles = angles_of(x, positions)
-        return x.data.copy_(turned(x, ctx.angles)).clone()
+        return x.data.copy_(rotated(x, ctx.angles)).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return turned(grads[0], -ctx.angles), None
+        return rotated(grads[0], -ctx.angles), None
 
 
 @exhibit("rotary", "lyogavin/airllm#368", "A model of theta 500,000 is turned with 10,000.", "theta is always 10,000")
 def theta_ignored(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
-    return turned(x, angles_of(x, positions))
+    return rotated(x, angles_of(x, positions))
 
 
 # Right embeddings.
 
 
 def halves(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
-    return turned(x, angles_of(x, positions, theta))
+    return rotated(x, angles_of(x, positions, theta))
 
 
 def in_the_dtype_of_x(x: Tensor, positions: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A quick runner for tests of the harness, and `Telling`, a benchmark that records which of its hooks are called.
 
+A hook is a method of a benchmark that the runner calls; a row is a function that a benchmark measures.
 Tests make cases by `cases_of`, and run them by `records` or `results`. The facts about the machine, MACHINE, are made
 up, since to measure them takes seconds.
 """
@@ -18,9 +19,9 @@ MACHINE = {"date": "now", "gpu": None, "name": "a machine", "ceilings": CEILINGS
 
 def runner(**changes: Any) -> Runner:
     """A runner on the CPU with 10 ms for each row, and MACHINE. `changes`: other settings."""
-    made = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes))
-    made.__dict__["machine"] = MACHINE  # in place of the cached property that measures it
-    return made
+    quick = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes))
+    quick.__dict__["machine"] = MACHINE  # in place of the cached property that measures it
+    return quick
 
 
 def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, dict[str, Any]]:
@@ -45,7 +46,7 @@ class Number(Case):
 class Telling(Benchmark):
     """A benchmark of adding a number to itself.
 
-    told    the hooks that the runner has called, in order: "hook", or "hook row"
+    called  the hooks that the runner has called, in order: "hook", or "hook row"
     faults  {hook: exception that it raises}
     """
 
@@ -54,12 +55,12 @@ class Telling(Benchmark):
     rows = Table("adder", [Entry("right", "operator:add"), Entry("also", "operator:add")])
 
     def __init__(self, **faults: Exception):
-        self.told: list[str] = []
+        self.called: list[str] = []
         self.faults = faults
 
     def _note(self, hook: str, row: Any = "") -> None:
         """Records the call of a hook, and raises its exception if it has one."""
-        self.told.append(f"{hook} {row}".strip())
+        self.called.append(f"{hook} {row}".strip())
         if hook in self.faults:
             raise self.faults[hook]
 
@@ -85,7 +86,7 @@ class Telling(Benchmark):
         return {"sum": float(candidate.call(setup[0], setup[0]) != 2 * setup[0]) * 7}
 
     def redraw(self, setup: Any, seed: int) -> None:
-        if self.told[-1] != "redraw" or "redraw" in self.faults:  # several in succession are recorded once
+        if self.called[-1] != "redraw" or "redraw" in self.faults:  # several in succession are recorded once
             self._note("redraw")
 
     def step(self, case: Number, candidate: Candidate, setup: Any) -> Step:

@@ -1,5 +1,6 @@
 """Compiles the Triton kernels of attention for any card, with or without a GPU, and counts instructions of binaries.
 
+SASS is the assembly language of NVIDIA's GPUs.
 `python -m tests.support.sass` prints one JSON line for each kernel: registers, spills (LDL, STL), tensor-core
 instructions (HMMA; HGMMA, and the DEPBAR that wait for them; UTCHMMA), bulk tensor loads (UTMALDG), and in its loops
 the spills and asynchronous copies (LDGSTS). Arguments choose cards (`sm_86`; else sm_90), dtypes (else bfloat16),
@@ -48,7 +49,7 @@ MASKS = {
 POINTERS = {**dict.fromkeys(("first_ptr", "end_ptr", "position_ptr"), "*i32"), "spoilt_ptr": "*i1"}
 DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # (head_dim, queries) for which decoding is compiled
 TMA = 90, 100  # architectures on which kernels move tiles by TMA
-# {architecture: bytes of shared memory that a block may have}; sm_80 is written 80, here and in all `arch`.
+# {architecture: bytes of shared memory that a block may have}. An architecture is a number, as 80 for sm_80.
 SHARED = {arch: CARDS[f"sm_{arch}"].block_bytes for arch in (80, 86, 89, 90, 100, 120)}
 PRODUCT = "HMMA", "HGMMA", "UTCHMMA"  # matmuls of floating-point numbers on tensor cores
 MNEMONICS = {name: name for name in (*PRODUCT, "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
@@ -170,7 +171,7 @@ def in_loops(sass: str) -> dict[str, int]:
 
 
 def counted(kernel: Any) -> dict[str, int]:
-    """The counts of `resources` and of `in_loops`."""
+    """The counts of `resources` and of `in_loops` together."""
     sass = disassembled(kernel)
     return resources(kernel, sass) | in_loops(sass)
 
@@ -200,7 +201,7 @@ def why_not(arch: int, mask: str) -> str | None:
 def lines(arch: int, dtype_name: str, head_dims: list[int], masks: list[str]) -> Iterator[dict[str, Any]]:
     """Yields a line, {key: value}, for each kernel with the first tile of `candidates`, and for decoding.
 
-    Left out are kernels that the row refuses, and float32 at head dimension 128, about which no test or table asks.
+    Left out are kernels that the row refuses, and float32 at head dimension 128, which no test or table needs.
     """
     dtype = DTYPES[dtype_name]
     card = {"arch": arch, "dtype": dtype_name, "room": SHARED[arch]}

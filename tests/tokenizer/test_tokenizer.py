@@ -1,5 +1,6 @@
 """Byte-level BPE (lmsys/tokenizer): training, encoding, saving and loading.
 
+Training begins with 256 tokens, the bytes, and merges the most frequent pair of neighbouring tokens into a new one.
 The references are lmsys/tokenizer/naive.py, which counts all pairs anew for each merge, and the packages tiktoken and
 tokenizers where they are installed. `small()` is a tokenizer of 700 tokens for tests that need one. Splitting has its
 own file, test_pretokens.py.
@@ -37,10 +38,11 @@ def small() -> Tokenizer:
 
 @cache
 def small_texts() -> str:
+    """This file and some text in other scripts, which `small()` was not trained on."""
     return Path(__file__).read_text() + END + "naïve café, 中文 text.\n\n  It's we'll!" * 3
 
 
-# Draws counts of words.
+# Draws {word: how often it occurs}.
 word_counts = st.dictionaries(
     st.text("abc ", min_size=1, max_size=9).map(str.encode) | st.binary(min_size=1, max_size=4),
     st.integers(1, 5),
@@ -48,7 +50,7 @@ word_counts = st.dictionaries(
 )
 
 
-def test_no_special_tokens_may_be_none_and_paths_may_be_text(tmp_path: Path) -> None:
+def test_special_tokens_may_be_none_and_paths_may_be_text(tmp_path: Path) -> None:
     path, folder = str(Path(__file__)), str(tmp_path / "tokenizer")
     trained = train(path, 300, None)
     assert trained.special_tokens == [] and trained.fingerprint == train([Path(__file__)], 300).fingerprint
@@ -65,49 +67,51 @@ def test_incremental_training_equals_counting_anew(counts: dict[bytes, int], num
 
 
 @given(word_counts, st.integers(1, 30))
-def test_the_next_merge_is_the_one_that_is_learned_next(counts: dict[bytes, int], num_tokens: int) -> None:
+def test_next_merge_continues_a_training(counts: dict[bytes, int], num_tokens: int) -> None:
     merges = naive.learn_merges(counts, num_tokens)
-    for place, merge in enumerate(merges):
-        assert naive.next_merge(counts, merges[:place]) == merge
+    for number, merge in enumerate(merges):
+        assert naive.next_merge(counts, merges[:number]) == merge
     if len(merges) < num_tokens:
         assert naive.next_merge(counts, merges) is None
 
 
 def test_ties_go_to_the_greater_pair() -> None:
+    """Of pairs that are equally frequent, the one that is last in the order of bytes is merged."""
     assert learn_merges({b"ab": 1, b"ac": 1, b"b": 9}, 1) == [(b"a", b"c")]
     assert learn_merges({b"ab": 1, b"zb": 1, b"zab": 1}, 2) == [(b"a", b"b"), (b"z", b"b")]
 
 
-def test_runs_of_one_letter_whose_pairs_overlap() -> None:
+def test_pairs_that_overlap_in_runs_of_one_letter() -> None:
+    """In "aaa" the pair "aa" occurs at two places, but only one of them can be merged."""
     counts = {b"a" * n: n for n in range(2, 12)} | {b"ab" + b"a" * n + b"b": 3 * n for n in range(2, 7)}
     assert learn_merges(counts, 25) == naive.learn_merges(counts, 25)
 
 
-def test_a_word_of_twice_the_length_is_twice_the_work() -> None:
+def test_a_word_of_twice_the_length_is_about_twice_the_work() -> None:
     """If each merge read the whole word, it would be four times the work.
 
     Work is the number of calls, but a C function of a string or bytes counts as many as that is long.
     """
 
     def work(length: int) -> int:
-        word, done = bytes(random.Random(0).choices(b"abcdefghij", k=length)), 0
+        word, total = bytes(random.Random(0).choices(b"abcdefghij", k=length)), 0
 
         def count(_: FrameType, event: str, function: Any) -> None:
-            nonlocal done
+            nonlocal total
             read = getattr(function, "__self__", None) if event == "c_call" else None
-            done += len(read) if isinstance(read, str | bytes) else 1
+            total += len(read) if isinstance(read, str | bytes) else 1
 
         sys.setprofile(count)
         try:
             learn_merges({word: 1}, 300)
         finally:
             sys.setprofile(None)
-        return done
+        return total
 
     assert work(8000) < 2.5 * work(4000)
 
 
-def test_keys_of_an_object_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_a_json_object_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary is a JSON object of 50,000 keys: comparing every two would be slow. Equal keys are still found."""
 
     class Key(str):
@@ -128,7 +132,7 @@ def test_keys_of_an_object_are_compared_once(monkeypatch: pytest.MonkeyPatch) ->
         parse_json("a b c b c")
 
 
-def test_any_number_of_processes_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_and_two_processes_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmsys.tokenizer.chunks.SMALLEST", 1000)
     file = tmp_path / "text"
     file.write_text(small_texts())
@@ -143,30 +147,31 @@ def test_any_number_of_processes_learns_the_same(tmp_path: Path, monkeypatch: py
 
 @settings(max_examples=200)
 @given(texts)
-def test_encoding_equals_one_merge_after_the_other(text: str) -> None:
+def test_encoding_equals_the_naive_one_and_decodes_to_the_text(text: str) -> None:
     tokenizer = small()
     assert tokenizer.encode(text) == naive.encode(text, tokenizer)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(st.text("abcde_ ", min_size=100, max_size=400))
-def test_long_words_are_encoded_as_short_ones(text: str) -> None:
+def test_the_code_for_long_words_equals_the_code_for_short_ones(text: str) -> None:
     tokenizer = small()
     assert tokenizer._merge_long(text) == tokenizer._merge_short(text)
 
 
 @given(st.binary(max_size=80))
-def test_any_bytes_come_back(data: bytes) -> None:
+def test_any_bytes_are_decoded_to_themselves(data: bytes) -> None:
     assert small().decode_bytes(small().encode(data)) == data
 
 
+# Lines that end within a word, so that a word is spread over several.
 broken_words = st.lists(
     st.sampled_from(["re", "turn", " ret", "urn self", "the", " ", "\n", "def", " test_"]), max_size=12
 )
 
 
 @given(st.lists(texts, max_size=8) | broken_words, st.integers(1, 40))
-def test_pieces_of_a_text_are_encoded_as_the_whole(lines: list[str], size: int) -> None:
+def test_encode_iterable_equals_encode_of_the_whole(lines: list[str], size: int) -> None:
     tokenizer = small()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmsys.tokenizer.codec._PIECE", size)
@@ -174,7 +179,7 @@ def test_pieces_of_a_text_are_encoded_as_the_whole(lines: list[str], size: int) 
         assert list(tokenizer.encode_iterable(lines)) == tokenizer.encode("".join(lines))
 
 
-def test_an_endless_text_is_encoded_as_it_comes() -> None:
+def test_encode_iterable_yields_before_its_text_ends() -> None:
     def lines():  # type: ignore[no-untyped-def]
         while True:
             yield "a line of text\n" * 1000
@@ -184,7 +189,8 @@ def test_an_endless_text_is_encoded_as_it_comes() -> None:
     assert small().decode(first).startswith("a line of text\n" * 1000)
 
 
-def test_forgetting_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_of_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer keeps the ids of words, and drops them if there are too many, or too many bytes of them."""
     expected = small().encode(small_texts())
     for name in ("_MOST_WORDS", "_MOST_BYTES"):
         with monkeypatch.context() as patch:
@@ -195,20 +201,21 @@ def test_forgetting_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             assert len(tokenizer._words) < len(small()._words)
 
 
-def test_half_a_surrogate_pair_is_no_text() -> None:
+def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="character 2 is .*surrogate"):
         small().encode("ab\ud800")
 
 
 @pytest.mark.parametrize("text", [3, None, ["a"], bytearray(b"a"), memoryview(b"a")])
-def test_what_is_neither_text_nor_bytes_is_refused_and_leaves_nothing(text: Any) -> None:
+def test_other_types_than_str_and_bytes_are_refused(text: Any) -> None:
+    """And a tokenizer that has refused one works as before."""
     tokenizer = small()
     with pytest.raises(ValueError, match=r"text=.* must be a str or bytes"):
         tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode("aba")) == "aba"
 
 
-def test_decoding_replaces_what_is_not_utf8_and_refuses_strange_ids() -> None:
+def test_decoding_replaces_bytes_that_are_not_utf8_and_refuses_unknown_ids() -> None:
     assert small().decode([0xC3]) == "\ufffd" and small().decode_bytes([0xC3, 0xA9]) == "é".encode()
     with pytest.raises(ValueError, match="id 700 is not in the vocabulary: 0 to 699"):
         small().decode([700])
@@ -227,7 +234,7 @@ def test_special_tokens_that_overlap(text: str) -> None:
     assert tokenizer.vocab_size == 262 and tokenizer.encode(text) == naive.encode(text, tokenizer)
 
 
-def test_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     small().save(tmp_path / "new")
     loaded = Tokenizer.load(tmp_path / "new")
     assert loaded.vocab == small().vocab and loaded.merges == small().merges
@@ -236,16 +243,16 @@ def test_saved_is_loaded(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=3), st.integers(1, 9)), min_size=1, max_size=20))
-def test_tokens_of_any_bytes_are_saved(
+def test_tokens_of_any_bytes_are_saved_and_loaded(
     tmp_path_factory: pytest.TempPathFactory, words: list[tuple[bytes, int]]
 ) -> None:
     merges = learn_merges(dict(words), 20)
-    made = dict.fromkeys(left + right for left, right in merges)
-    vocab = dict(enumerate([*(bytes([byte]) for byte in range(256)), *made]))
+    merged = dict.fromkeys(left + right for left, right in merges)
+    vocab = dict(enumerate([*(bytes([byte]) for byte in range(256)), *merged]))
     folder = tmp_path_factory.mktemp("saved")
     Tokenizer(vocab, merges, ["<|é ß|>"]).save(folder)
-    found = Tokenizer.load(folder)
-    assert found.merges == merges and found.special_tokens == ["<|é ß|>"]
+    loaded = Tokenizer.load(folder)
+    assert loaded.merges == merges and loaded.special_tokens == ["<|é ß|>"]
 
 
 def test_files_named_as_gpt2s_are_loaded(tmp_path: Path) -> None:
@@ -266,9 +273,8 @@ def as_gpt2s(merges: Path) -> str:
 
 @given(st.data())
 @settings(max_examples=50)
-def test_merges_that_are_cut_are_refused_whoever_wrote_them(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_merges_file_that_is_cut_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whether it begins with a count of its merges, as ours, or not, as GPT-2's."""
     folder = tmp_path_factory.mktemp("cut")
     small().save(folder)
     merges = folder / "merges.txt"
@@ -280,7 +286,8 @@ def test_merges_that_are_cut_are_refused_whoever_wrote_them(
             Tokenizer.load(folder)
 
 
-def test_lost_merges_are_told_from_special_tokens(tmp_path: Path) -> None:
+def test_lost_merges_are_not_taken_for_special_tokens(tmp_path: Path) -> None:
+    """A token that no merge makes is special, or its merge is lost. Our first line, or the caller, says which."""
     small().save(tmp_path)
     merges = tmp_path / "merges.txt"
     gpt2s = as_gpt2s(merges)
@@ -301,7 +308,7 @@ def test_a_path_may_be_text(tmp_path: Path) -> None:
     assert train([str(tmp_path / "text")], 300).merges == train([tmp_path / "text"], 300).merges
 
 
-def test_equal_to_tiktoken() -> None:
+def test_encoding_equals_tiktoken() -> None:
     tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed: pip install tiktoken")
     tokenizer = small()
     ranks = {
@@ -314,16 +321,17 @@ def test_equal_to_tiktoken() -> None:
 
     @settings(max_examples=300)
     @given(texts)
-    def same(text: str) -> None:
+    def is_equal(text: str) -> None:
         assert tokenizer.encode(text) == theirs.encode(text, allowed_special="all")
 
-    same()
+    is_equal()
     assert tokenizer.encode(small_texts()) == theirs.encode(small_texts(), allowed_special="all")
 
 
 @settings(max_examples=30)
 @given(st.lists(st.text("abcdef ", min_size=3, max_size=12), min_size=1, max_size=30))
 def test_merges_equal_hugging_faces_until_there_is_a_tie(lines: list[str]) -> None:
+    """Of pairs that are equally frequent, Hugging Face's training chooses another than ours."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
     counts = Counter(word.encode() for line in lines for word in regex.findall(PATTERN, line))
     ours = learn_merges(counts, 20)
@@ -332,9 +340,9 @@ def test_merges_equal_hugging_faces_until_there_is_a_tie(lines: list[str]) -> No
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=276, initial_alphabet=alphabet, show_progress=False)
     theirs.train_from_iterator(lines, trainer)
-    written = json.loads(theirs.to_str())["model"]["merges"]
-    found = [tuple(token.replace("Ġ", " ").encode() for token in pair) for pair in written]
-    for index, (our, their) in enumerate(zip(ours, found, strict=False)):
+    text_merges = json.loads(theirs.to_str())["model"]["merges"]
+    their_merges = [tuple(token.replace("Ġ", " ").encode() for token in pair) for pair in text_merges]
+    for index, (our, their) in enumerate(zip(ours, their_merges, strict=False)):
         if our != their:
             words = {word: [bytes([byte]) for byte in word] for word in counts}
             for pair in ours[:index]:
@@ -368,7 +376,7 @@ BYTES = {i: bytes([i]) for i in range(256)}
         (BYTES, [], [""], "must have at least one character"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused(vocab, merges, specials, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_vocabularies_merges_and_special_tokens_are_refused(vocab, merges, specials, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         Tokenizer(vocab, merges, specials)
 

@@ -1,4 +1,8 @@
-"""Trainings by Muon: settings, and resumed equals uninterrupted. test_reproducible.py asks for one sha256 of them."""
+"""Trainings by Muon: its settings, its checkpoints, and copies of its weights in bfloat16.
+
+Muon steps the matrices of hidden layers; AdamW steps all other parameters. That any number of ranks trains the same
+weights is tested in test_reproducible.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ STEPS = 5
 MUON = *training_runs.MUON, f"train.steps={STEPS}"
 
 
-def test_without_the_setting_adamw_steps_all(tmp_path: Path) -> None:
+def test_by_default_adamw_steps_all_parameters(tmp_path: Path) -> None:
     optimizer = trainer(config(tmp_path)).optimizer
     (group,) = optimizer.param_groups
     assert type(optimizer) is AdamW and group.keys() == {"params", "lr", "betas", "eps", "weight_decay"}
@@ -31,7 +35,7 @@ def test_settings_reach_the_param_groups(tmp_path: Path) -> None:
     training = trainer(config(tmp_path, *MUON, *settings, "train.warmup_steps=2"))
     names = {p: name for name, p in training.model.named_parameters()}
     assert type(training.optimizer) is Muon and len(training.optimizer.param_groups) == 3
-    for rate in (0.0, 0.5, 1.0):  # of the largest one
+    for rate in (0.0, 0.5, 1.0):  # of the full learning rate, which is reached after two steps
         taken, _ = training.train_step()
         assert taken.lr == rate * 0.25
         for group in training.optimizer.param_groups:
@@ -48,13 +52,15 @@ def test_settings_reach_the_param_groups(tmp_path: Path) -> None:
     ("strategy", "world_size"),
     [("none", 1), ("bucketed+sharded", 2), ("zero1", 2), ("fsdp", 2), ("torch_ddp", 2), ("torch_zero1", 2)],
 )
-def test_resumed_equals_uninterrupted(ranks: WorkerGroup, tmp_path: Path, strategy: str, world_size: int) -> None:
-    """In batches of matrices, too, on as many ranks as before."""
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    ranks: WorkerGroup, tmp_path: Path, strategy: str, world_size: int
+) -> None:
+    """It resumes on as many ranks as before. By default Muon steps several matrices in one batch."""
     run = config(tmp_path, *MUON, *on(strategy))
-    whole = ranks.run(reproduced, run, world_size, STEPS)
+    uninterrupted = ranks.run(reproduced, run, world_size, STEPS)
     for steps in (2, STEPS):
-        found = ranks.run(reproduced, run, world_size, steps, str(tmp_path))
-    assert found == whole and len(set(found[:world_size])) == 1
+        resumed = ranks.run(reproduced, run, world_size, steps, str(tmp_path))
+    assert resumed == uninterrupted and len(set(resumed[:world_size])) == 1
 
 
 def test_a_checkpoint_of_the_other_optimizer_is_refused(tmp_path: Path) -> None:
@@ -65,14 +71,14 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused(tmp_path: Path) -> None:
             trainer(config(folder, *resumed), resume=True)
 
 
-def test_a_run_that_goes_on_has_its_own_settings(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_its_new_settings(tmp_path: Path) -> None:
     trainer(run := config(tmp_path, *MUON)).save(tmp_path / "checkpoints")
     changed = run.changed(["train.momentum=0.5", "train.adjust_lr_fn=match_rms_adamw", "train.reproducible=true"])
     for group in trainer(changed, resume=True).optimizer.param_groups:
         assert (group["momentum"], group["adjust_lr_fn"], group["batched"]) == (0.5, "match_rms_adamw", False)
 
 
-def test_a_matrix_that_is_not_finite_is_not_stepped(tmp_path: Path) -> None:
+def test_a_step_with_nan_gradients_is_not_taken(tmp_path: Path) -> None:
     training = trainer(config(tmp_path, *MUON, "train.warmup_steps=0"))
     before = training.model.state_dict()["layers.0.ffn.w1.weight"].clone()
     loss_of = training.model.loss
@@ -93,12 +99,12 @@ def test_a_matrix_that_is_not_finite_is_not_stepped(tmp_path: Path) -> None:
         ({"optimizer": "muon", "lr": 0.0, "min_lr": 0.0}, "lr=0 with optimizer=muon: it must be above 0"),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(**settings)
 
 
-def test_fused_blocks_read_no_old_copies_of_matrices(tmp_path: Path) -> None:
+def test_fused_blocks_read_current_copies_of_matrices(tmp_path: Path) -> None:
     """A training in bfloat16 that keeps copies of weights has the bits of one that casts them in each step."""
     settings = *MUON, "train.precision=bf16", "train.strategy=none", "train.fused=true"
     with use((fused, "why_not", lambda _: lambda device: "")):  # on a CPU they are computed by PyTorch
