@@ -62,11 +62,8 @@ class Wrapper(nn.Module):
             for name, child in module.named_modules()
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
         }
-        self._exponents = torch.tensor(  # of the history, by which `_use` makes what it sends
-            [0.0] * (len(self.trainable) + 1) + [1.0, 2.0],
-            dtype=torch.float64,
-            device=self.trainable[0].device if self.trainable else None,
-        )
+        # Exponents of the history, by which `_use` makes what it sends. It moves with the module.
+        self._exponents = torch.tensor([0.0] * (len(self.trainable) + 1) + [1.0, 2.0], dtype=torch.float64)
         self._flags_before: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
         _agree(module, process_group)
@@ -285,6 +282,7 @@ class Wrapper(nn.Module):
         In its mean over ranks an entry of 0 says that no rank has this gradient.
         """
         changed, history, _ = self._flags()
+        self._exponents = self._exponents.to(self.trainable[0].device)
         use = torch.pow(history, self._exponents)  # ones, the history and its square, in fewer kernels than fills
         use[-3].fill_(changed)
         if missing:
