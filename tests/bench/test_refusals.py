@@ -1,6 +1,7 @@
 """A run that is refused (a usage error) changes no file: neither its result, nor one that it resumes, nor a journal.
 
-The bad options are those in BAD of test_plugin.py.
+A journal is a file beside a result, with the records of a run that has not ended. The bad options are those in BAD of
+test_plugin.py.
 """
 
 import json
@@ -29,6 +30,7 @@ ATTENTION = {"id": "a", "benchmark": "attention", "section": "s", "impl": "i", "
 
 
 def head(**changes: object) -> dict[str, Any]:
+    """A result's facts about its run, without records. `changes`: of the facts about its machine."""
     return {"machine": machine.describe("cpu", command="another", seed=0, sweep="smoke") | changes, "fields": {}} | {
         "rows": {}
     }
@@ -54,8 +56,8 @@ def existing(folder: Path, records: list[dict[str, Any]], **changes: object) -> 
 
 
 @pytest.mark.long
-def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
-    """Each option that is refused stands beside --benchmark-json, and beside --resume, with an existing result."""
+def test_a_refused_run_changes_no_file(tmp_path: Path) -> None:
+    """Each bad option is given with --benchmark-json, and with --resume, of an existing result."""
     cases = []
     for number, options in enumerate(
         refused for refused in BAD if not refused.startswith(("--benchmark-json", "--resume"))
@@ -63,12 +65,12 @@ def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
         for option in ("--benchmark-json", "--resume"):
             output = existing(tmp_path / f"{number}{option}", [ATTENTION])
             cases.append((output, ["benchmarks/bench_attention.py", *options.split(" "), option, output]))
-    others: list[tuple[str, list[dict[str, Any]], dict[str, object]]] = [
+    misfits: list[tuple[str, list[dict[str, Any]], dict[str, object]]] = [
         ("family", [ATTENTION | {"benchmark": "model"}], {}),
         ("commit", [ATTENTION], {"commit": "another"}),
         ("machine", [ATTENTION], {"name": "another"}),
     ]
-    for name, records, changes in others:
+    for name, records, changes in misfits:
         output = existing(tmp_path / name, records, **changes)
         cases.append((output, ["benchmarks/bench_attention.py", "--resume", output]))
         elsewhere = ["--benchmark-json", output.with_name("elsewhere.json")]
@@ -85,7 +87,7 @@ def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_refused_resume_says_which_family_the_file_is_of(tmp_path: Path) -> None:
+def test_a_refused_resume_names_the_benchmark_of_the_file(tmp_path: Path) -> None:
     """A user resumes a file of one benchmark in a run of another."""
     shutil.copy(EXAMPLE, tmp_path)
     output = tmp_path / "out.json"
@@ -104,7 +106,7 @@ RESULTS = st.one_of(
 
 
 @given(content=RESULTS, has_journal=st.booleans(), command=st.text(max_size=3))
-def test_what_another_command_has_written_is_named_and_left(
+def test_the_result_of_another_command_is_refused_and_left_as_it_is(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, has_journal: bool, command: str
 ) -> None:
     output = tmp_path_factory.mktemp("free") / "out.json"
@@ -113,10 +115,10 @@ def test_what_another_command_has_written_is_named_and_left(
         record.Journal(output, head(), [ATTENTION])
     before = files(output.parent)
     try:
-        same = json.loads(content)["lmsys"]["machine"]["command"] == command
+        is_same_command = json.loads(content)["lmsys"]["machine"]["command"] == command
     except (ValueError, TypeError, KeyError):
-        same = False
-    if same and not has_journal:
+        is_same_command = False
+    if is_same_command and not has_journal:
         check_free(output, command)
     else:
         with pytest.raises(ValueError, match=re.escape(str(output))):
@@ -124,7 +126,7 @@ def test_what_another_command_has_written_is_named_and_left(
     assert files(output.parent) == before
 
 
-def test_a_new_name_and_the_same_command_are_free(tmp_path: Path) -> None:
+def test_new_files_empty_ones_and_those_of_the_same_command_may_be_written(tmp_path: Path) -> None:
     check_free(tmp_path / "new.json", "any")
     (tmp_path / "empty.json").touch()
     check_free(tmp_path / "empty.json", "any")
@@ -143,14 +145,14 @@ QUICK = (*SMALL, "--lmsys-no-isolation", "--benchmark-json", "out.json")
 
 
 @pytest.mark.long
-def test_groups_by_a_field_of_the_case_are_made(folder: Path) -> None:
+def test_cases_are_grouped_by_their_fields(folder: Path) -> None:
     ended = run(folder, *QUICK, "--benchmark-group-by=param:size,param:impl", "--benchmark-columns=min")
     assert ended.returncode == 0 and "KeyError" not in ended.stdout, ended.stdout
     assert all(f"benchmark 'size={size} impl=mine': 1 tests" in ended.stdout for size in (16, 17)), ended.stdout
     assert len(record.load(folder / "out.json")["records"]) == 4
 
 
-def test_groups_that_nobody_can_make_are_refused_before_anything_is_measured(folder: Path) -> None:
+def test_groups_by_unknown_fields_are_refused_before_anything_is_measured(folder: Path) -> None:
     ended = run(folder, *QUICK[:-1], "never.json", "--benchmark-group-by=func,param:siez")
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR and not (folder / "never.json").exists()
     assert "--benchmark-group-by param:siez: must be one of" in ended.stderr and "param:size" in ended.stderr
@@ -170,19 +172,19 @@ def test_groups_that_nobody_can_make_are_refused_before_anything_is_measured(fol
         2,
     ),
 )
-def test_what_selects_nothing_ends_before_the_machine_is_measured(
+def test_a_run_that_selects_nothing_ends_before_the_machine_is_measured(
     options: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
     """The run has a row from a file: once, the machine was measured before such a row was collected."""
     (tmp_path / "mine.py").write_text("from lmsys.attention.naive import naive as row\n")
-    asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--sweep", "smoke"
-    ended = run(ROOT, *asked, "--benchmark-only", "--benchmark-json", tmp_path / "out.json", *options, plugin=False)
+    arguments = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--sweep", "smoke"
+    ended = run(ROOT, *arguments, "--benchmark-only", "--benchmark-json", tmp_path / "out.json", *options, plugin=False)
     assert ended.returncode == 5 and sentence in ended.stdout + ended.stderr, ended.stdout + ended.stderr
     assert "measuring what this machine reaches" not in ended.stdout and not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize("text", ["24GiB", "0.5GiB", "512 MiB", "16GB", "100B"])
-def test_sizes_are_read(text: str) -> None:
+def test_sizes_of_memory_are_read(text: str) -> None:
     expected = {"24GiB": 24 * 2**30, "0.5GiB": 2**29, "512 MiB": 2**29, "16GB": 16 * 10**9, "100B": 100}
     assert memory_limit(text, "cuda") == expected[text]
 
@@ -190,15 +192,18 @@ def test_sizes_are_read(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["24", "GiB", "-1GiB", "0GiB", "24gib", "24GBit", "", pytest.param("9" * 400 + "GiB", id="of 400 digits")]
 )
-def test_what_is_not_a_size_is_named(text: str) -> None:
+def test_other_texts_than_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         memory_limit(text, "cuda")
 
 
-def test_a_result_that_pytest_benchmark_has_opened_is_a_path(tmp_path: Path) -> None:
-    """As version 5.2 does; later ones give the path. Without it, --lmsys-resume names the file."""
+def test_the_path_of_the_result_is_found_in_any_option(tmp_path: Path) -> None:
+    """--benchmark-json is an open file in version 5.2 of pytest-benchmark, and later a path.
+
+    Without it, --lmsys-resume names the file.
+    """
     path = tmp_path / "x.json"
     with path.open("wb") as file:
         for benchmark_json, resume in ((file, None), (path, None), (None, path)):
-            given = {"benchmark_json": benchmark_json, "lmsys_resume": resume}
-            assert output(cast(pytest.Config, SimpleNamespace(getoption=given.get))) == path
+            options = {"benchmark_json": benchmark_json, "lmsys_resume": resume}
+            assert output(cast(pytest.Config, SimpleNamespace(getoption=options.get))) == path

@@ -1,6 +1,7 @@
 """benchmarks/bench_loss.py: the cases of the benchmark of the head and loss, the rows that it refuses, its records.
 
-Cheats are right while they are checked, and wrong while they are timed; a new cheat is a function in CHEATS.
+A row is an implementation of the head (the matrix from hidden states to logits) and the cross-entropy. Cheats are right
+while they are checked, and wrong while they are timed; a new cheat is a function in CHEATS.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def records(timed: bool = True, **values: Any) -> dict[str, dict[str, Any]]:
     return harness.records(Loss(), cases_of(Loss(), **(TINY | values)), timed=timed)
 
 
-def test_options_hold_in_every_sweep() -> None:
+def test_options_apply_to_every_sweep() -> None:
     for sweep in SWEEPS.values():
         for device, sweep_here in sweep.items():
             chosen = Session(Settings(device=device), sweep_here, texts={"--precision": "tf32", "--batch": "3"}).add(
@@ -52,13 +53,13 @@ def test_options_hold_in_every_sweep() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_rows_are_timed_and_accounted_for(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmsys.model.loss.CHUNK_LOGITS", 8 * 50)
+def test_records_have_times_work_and_errors(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmsys.model.loss.CHUNK_LOGITS", 8 * 50)  # of 40 tokens, 8 at once
     by_row = records(precision=(precision,))
     for record in by_row.values():
         assert record["outcome"] == "ok", record["reason"]
         assert 0 <= record["error_ratio"] <= 1 and record["rounds"] >= 10 and record["compile_s"] > 0
-        assert record["flops"] == 6 * 40 * 16 * 50
+        assert record["flops"] == 6 * 40 * 16 * 50  # forward and two gradients, 2 * tokens * d_model * vocab_size each
         assert record["repeatable"] is True and record["batch_invariant"] is None, record["same_bits"]
         assert record["tokens_per_s"] == pytest.approx(40 / record["time_s"])
         assert (record["matmul_ceiling_fraction"] is None) == (precision == "fp16")
@@ -95,7 +96,7 @@ def test_without_a_compiler_the_compiled_row_is_unsupported(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_what_is_made_in_blocks_equals_the_whole(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_in_blocks_equal_the_whole(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 7 * 50)
     inputs = drawn()
     for blocked, whole in zip(inputs.in_blocks(exact), inputs.run(unchunked), strict=True):
@@ -111,7 +112,7 @@ def drawn(precision: str = "fp32", tokens: int = 40, vocab_size: int = 50) -> In
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_is_looked_at_is_a_part_of_the_whole(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_references_are_a_part_of_the_whole(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 7 * 50)
     inputs = drawn(precision)
     tokens, classes = (indices(some)[:20] for some in slices_of(inputs, key=1))
@@ -241,7 +242,7 @@ def test_a_record_can_be_verified_and_a_changed_one_is_refused(precision: str) -
         assert "not recomputed" in next(iter(Loss().repeat(record | {"vocab_size": 10**8}, calls[0])))
 
 
-def test_wrong_oom_unsupported_and_stale_rows_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_oom_and_unsupported_rows_have_records(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: dict[int, Tensor] = {}
 
     def slightly_off(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -275,7 +276,7 @@ def test_a_row_that_gets_an_option_wrong_is_refused(monkeypatch: pytest.MonkeyPa
     assert record["outcome"] == "wrong" and "a z-loss" in record["reason"]
 
 
-def test_a_reference_without_room_is_an_error_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_without_memory_is_an_error_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 

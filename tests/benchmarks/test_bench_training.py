@@ -100,9 +100,10 @@ def cases_of(**changes: Any) -> list[TrainingCase]:
 
 
 def runner(ranks: Ranks, **changes: Any) -> Runner:
-    made = harness.runner(seconds_per_row=0.0, **changes)
-    made.__dict__["ranks"] = ranks
-    return made
+    """A runner with these ranks. `changes`: other settings."""
+    with_ranks = harness.runner(seconds_per_row=0.0, **changes)
+    with_ranks.__dict__["ranks"] = ranks  # in place of the cached property that starts them
+    return with_ranks
 
 
 def records(trainer: Runner, **changes: Any) -> dict[str, dict[str, Any]]:
@@ -136,7 +137,7 @@ def test_the_command_line_names_rows_and_sizes() -> None:
     assert [(case.global_batch, case.steps, case.windows) for case in (first, second)] == [(3, 10, 6), (6, 5, 6)]
 
 
-def test_tokens_that_fill_no_step_or_window_are_refused() -> None:
+def test_too_few_tokens_for_a_step_or_a_window_are_refused() -> None:
     def ids(**texts: str) -> list[str]:
         options = {"--" + name.replace("_", "-"): text for name, text in texts.items()}
         sweep = Sweep(grids={"training": (Grid("s", **TINY),)})
@@ -150,7 +151,7 @@ def test_tokens_that_fill_no_step_or_window_are_refused() -> None:
         ids(val_tokens="15")
 
 
-def test_tokens_are_the_texts_and_as_many_as_asked_for() -> None:
+def test_as_many_tokens_are_made_as_options_name() -> None:
     paths = tokens_of(1000, 50, 300)
     assert [len(np.load(path)) for path in paths] == [1001, 51]
     assert tokens_of(1000, 50, 300) == paths, "made once a run"
@@ -158,7 +159,7 @@ def test_tokens_are_the_texts_and_as_many_as_asked_for() -> None:
         tokens_of(10_000_000, 50, 300)
 
 
-TIMES_BUDGET = st.floats(-1.5, 1.5)  # a deviation, in budgets: right from -1 to 1
+TIMES_BUDGET = st.floats(-1.5, 1.5)  # a deviation as a multiple of its budget: right from -1 to 1
 
 
 @given(
@@ -167,7 +168,7 @@ TIMES_BUDGET = st.floats(-1.5, 1.5)  # a deviation, in budgets: right from -1 to
     st.sampled_from([*CURVE_BUDGET]),
 )
 def test_a_curve_is_right_within_its_budget(steps: list[tuple[float, float]], norm: float, dtype: str) -> None:
-    """steps: for each, the deviation of the loss and the loss. norm: the deviation of the first gradient's norm."""
+    """Each step has a deviation of its loss, and a loss; `norm` is the deviation of the first gradient's norm."""
     budget = CURVE_BUDGET[dtype]
     reference = [loss for _, loss in steps]
     losses = [loss + off * budget for off, loss in steps]
@@ -179,7 +180,7 @@ def test_a_curve_is_right_within_its_budget(steps: list[tuple[float, float]], no
     assert max(curve_ratios(losses, reference, math.nan, 2.0, dtype).values()) == math.inf
 
 
-def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
+def test_all_supported_strategies_have_one_loss_curve(two_ranks: Ranks) -> None:
     lines: list[str] = []
     one_run = runner(two_ranks)
     one_run.say = lines.append
@@ -216,18 +217,18 @@ def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
         ({"attention": ("sdpa_cudnn",)}, "CUDA"),
     ],
 )
-def test_what_cannot_run_is_unsupported_with_its_reason(changes: dict[str, Any], reason: str, two_ranks: Ranks) -> None:
+def test_unsupported_trainings_say_why(changes: dict[str, Any], reason: str, two_ranks: Ranks) -> None:
     for row in records(runner(two_ranks), **changes).values():
         assert row["outcome"] == "unsupported" and reason in row["reason"]
 
 
-def test_without_timing_cases_are_checked_only(two_ranks: Ranks) -> None:
+def test_cases_are_only_checked_without_timing(two_ranks: Ranks) -> None:
     for row in records(runner(two_ranks, timed=False), strategy=("bucketed",)).values():
         assert row["outcome"] == "ok" and "not timed" in row["reason"] and "time_s" not in row
         assert row["steps"] == 15 and row["curve_difference"] <= 1e-3
 
 
-def test_what_an_interrupted_run_measured_is_kept_and_resumed(
+def test_an_interrupted_run_keeps_its_records_and_is_resumed(
     two_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Runner, "ready", lambda self: None)  # no ceilings
@@ -264,7 +265,7 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(
     assert [saved["id"] for saved in record.load(output)["records"]] == [name for _, name in keys]
 
 
-def test_what_is_wrong_or_fails_is_a_case(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_wrong_and_failing_strategies_have_records(two_ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STRATEGIES)
     users_rows = tuple(f"{tmp_path}/own.py:{name}" for name in ("one_percent_off", "late", "apart", "broken"))
     by_row = records(runner(two_ranks), strategy=users_rows)
@@ -278,7 +279,7 @@ def test_what_is_wrong_or_fails_is_a_case(two_ranks: Ranks, tmp_path: Path) -> N
     assert "rank 1 failed" in failed and "no such collective" in failed
 
 
-def test_what_fails_in_the_reference_is_no_rows_fault(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_reference_is_an_error_of_the_bench(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 

@@ -1,7 +1,8 @@
 """Two processes that measure in turns (`Turns`, lmsys/measure/turns.py), so that both see the same conditions.
 
-The two are the sides of a line. One is at work at a time, each has a part of every round, either may go first in a
-round, and where one leaves, the other goes on alone. Here the sides are threads: see `results_of`.
+Each measures rows (functions) in rounds; a round measures every row once, on both sides if both have it. One side works
+at a time. Either may go first in a round: it leads, and draws the inputs of the round for both. If one side leaves, the
+other goes on alone. Here the sides are threads that talk by a pipe: see `results_of`.
 """
 
 import threading
@@ -41,7 +42,7 @@ def results_of(*sides: Callable[[Turns], Any]) -> list[Any]:
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(-5, 0))
-def test_each_round_has_both_parts_by_one_draw_whoever_leads(first: int, second: int, start: int) -> None:
+def test_both_sides_take_part_in_each_round_with_the_leaders_draw(first: int, second: int, start: int) -> None:
     """In each of two sessions, both sides log the rounds that they share, with the leader's draw of the round.
 
     The side with fewer rounds leaves the session then, and the other goes on alone.
@@ -75,10 +76,10 @@ def test_each_round_has_both_parts_by_one_draw_whoever_leads(first: int, second:
         assert len(own) == first + second - 2 * start
 
 
-def test_whoever_leads_differs_from_round_to_round() -> None:
+def test_the_leader_differs_from_round_to_round() -> None:
     first, second = (Turns(line, is_first) for line, is_first in zip(Pipe(), (True, False), strict=True))
     leads = [first.leads(index) for index in range(200)]
-    assert 70 < sum(leads) < 130
+    assert 70 < sum(leads) < 130  # about half of the rounds
     assert leads == [not second.leads(index) for index in range(200)]
 
 
@@ -137,15 +138,15 @@ def test_rows_of_both_sides_have_the_same_rounds_and_draws() -> None:
         assert drawn[name][-rounds:] == also_drawn[name][-rounds:]
 
 
-def test_a_row_that_fails_on_one_side_costs_its_own_samples() -> None:
+def test_a_row_that_fails_on_one_side_loses_its_own_samples_alone() -> None:
     names = {"one": 10, "other": 10}
     (ours, _), (theirs, _) = results_of(
         lambda turns: interleaved(turns, names), lambda turns: interleaved(turns, names, fails_at=12)
     )
     (failed,) = theirs.failures
-    (left,) = names.keys() - {failed}
+    (measured,) = names.keys() - {failed}
     assert "on purpose" in theirs.failures[failed][1] and not ours.failures
-    assert len(ours.samples[left]) == len(theirs.samples[left])
+    assert len(ours.samples[measured]) == len(theirs.samples[measured])
 
 
 @given(st.integers(-5, 50), st.sets(st.sampled_from("abcdef")), st.sets(st.sampled_from("abcdef")))
@@ -156,6 +157,6 @@ def test_rows_that_both_have_come_first_in_one_order(index: int, ours: set[str],
     assert sorted(one) == sorted(ours) and sorted(other) == sorted(theirs)
 
 
-def test_alone_nobody_is_waited_for() -> None:
+def test_alone_waits_for_nobody() -> None:
     result, _ = interleaved(ALONE, {"one": 10})
     assert len(result.samples["one"]) >= 10

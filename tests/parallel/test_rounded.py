@@ -1,6 +1,7 @@
 """fsdp with `compute_dtype` gathers weights rounded; gradients must equal those on ranks that hold whole weights.
 
-A weight is gathered rounded only if all of its modules read it rounded under autocast (`read_rounded`).
+fsdp gives each rank a part of each weight, and gathers the whole when a module needs it: here in bfloat16. A weight is
+gathered so only if all of its modules read it rounded under autocast (`read_rounded`).
 """
 
 import copy
@@ -23,12 +24,13 @@ from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.structure import flats_by_block, read_rounded
 from tests.support.ranks import group_of, on_first
 
+# (strategy, its options): ranks that hold whole weights, and ranks that gather rounded ones.
 WHOLE, ROUNDED = ("bucketed", {}), ("fsdp", {"compute_dtype": torch.bfloat16})
 Row = tuple[str, dict[str, Any]]
 
 
 def build(levels: str = "none", attention: str = "sdpa_math", residual: str = "wide") -> tuple[TransformerLM, Tensor]:
-    """A model, and token ids (ranks, B, S + 1)."""
+    """(model, token ids (ranks, B, S + 1)). The arguments are fields of `ModelConfig`; levels: `checkpoint_blocks`."""
     torch.manual_seed(0)
     chosen = {"attention": attention, "checkpoint_blocks": levels, "residual": residual}
     config = ModelConfig(32, 96, 3, 4, 2, 101, 24, **chosen)
@@ -69,9 +71,7 @@ LEVELS = ["none", "whole", "attention*1,matmuls*2"]
 
 
 @pytest.mark.parametrize(("levels", "residual"), [*((levels, "wide") for levels in LEVELS), ("none", "narrow")])
-def test_gradients_have_the_bits_that_they_have_without_sharding(
-    ranks: WorkerGroup, levels: str, residual: str
-) -> None:
+def test_gradients_have_the_same_bits_as_without_sharding(ranks: WorkerGroup, levels: str, residual: str) -> None:
     options = levels, "sdpa_math", residual
     whole, rounded = (ranks.run(gradients, row, False, *options)[0] for row in (WHOLE, ROUNDED))
     assert rounded.keys() == whole.keys() and all(torch.equal(rounded[name], x) for name, x in whole.items())
@@ -79,15 +79,17 @@ def test_gradients_have_the_bits_that_they_have_without_sharding(
 
 @pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
-def test_so_they_do_in_compiled_blocks(ranks: WorkerGroup) -> None:
+def test_gradients_of_compiled_blocks_have_the_same_bits_as_without_sharding(ranks: WorkerGroup) -> None:
     whole, rounded = (ranks.run(gradients, row, True)[0] for row in (WHOLE, ROUNDED))
     assert all(torch.equal(rounded[name], x) for name, x in whole.items())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_their_error_on_gpus_is_no_larger_than_without_sharding(gpu_ranks: WorkerGroup, compiled: bool) -> None:
-    """It may be larger by a thousandth, since kernels add in other orders.
+def test_errors_of_gradients_on_gpus_are_no_larger_than_without_sharding(
+    gpu_ranks: WorkerGroup, compiled: bool
+) -> None:
+    """They may be larger by a thousandth, since kernels add in other orders.
 
     Rounding the gradient would add some per cent to the error.
     """
@@ -97,8 +99,8 @@ def test_their_error_on_gpus_is_no_larger_than_without_sharding(gpu_ranks: Worke
     assert all(error <= 1.001 * of_whole[name] for name, error in of_rounded.items()), (of_rounded, of_whole)
 
 
-def test_the_error_is_that_of_computing_in_bfloat16(ranks: WorkerGroup) -> None:
-    """The gradients are really computed in bfloat16. Rounding exact ones once gives errors of about 1.7e-3."""
+def test_gradients_are_computed_in_bfloat16(ranks: WorkerGroup) -> None:
+    """Their errors are as large as in bfloat16. Rounding exact gradients once gives errors of about 1.7e-3."""
     by_name = errors(ranks.run(gradients, ROUNDED, False)[0], exact())
     assert all(1e-4 < error < 3e-2 for error in by_name.values()), by_name
 
@@ -123,11 +125,11 @@ def _gathers() -> list[tuple[int, torch.dtype]]:
     return [(seen.count(flat), flat.whole.dtype) for flat in wrapper._units[0].flats]
 
 
-def test_the_head_is_gathered_once_a_step(ranks: WorkerGroup) -> None:
+def test_flat_tensors_outside_of_blocks_are_gathered_once_a_step(ranks: WorkerGroup) -> None:
     assert sorted(ranks.run(_gathers)[0], key=str) == [(1, torch.bfloat16), (1, torch.float32)]
 
 
-def test_only_what_all_its_modules_read_rounded_is() -> None:
+def test_a_weight_is_gathered_rounded_only_if_all_its_modules_read_it_so() -> None:
     model, _ = build()
     names = {p: name for name, p in model.named_parameters()}
     rounded = {names[p] for p in read_rounded(model)}
@@ -152,7 +154,7 @@ class Stack(nn.Module):
         return x
 
 
-def test_layers_of_ones_own_take_part() -> None:
+def test_a_module_of_layers_alone_is_gathered_rounded() -> None:
     torch.manual_seed(0)
     module, x = Stack(), torch.randn(3, 4)
     with torch.autocast("cpu", torch.bfloat16):

@@ -22,10 +22,11 @@ NAMES = st.sampled_from(["index.html", "tables/a.md", "tables/mine.md", "plots/b
 
 
 def tree(root: Path) -> dict[str, str]:
+    """{relative path: text} of all files below a folder."""
     return {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_report_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path: Path) -> None:
+def test_a_report_replaces_the_earlier_one_and_nothing_else(tmp_path: Path) -> None:
     page.fill(tmp_path, REPORT)
     (tmp_path / "tables" / "mine.md").write_text("mine")
     page.fill(tmp_path, {"index.html": "later", "plots/c.svg": "c"})
@@ -35,7 +36,8 @@ def test_a_report_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path
 
 
 @given(before=st.dictionaries(NAMES, st.text(max_size=3), max_size=5))
-def test_what_others_made_stays_as_it_is(before: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_files_of_others_stay_as_they_are(before: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A report is refused if it would replace one of them."""
     root = tmp_path_factory.mktemp("folder")
     for name, text in sorted(before.items(), reverse=True):  # leaves out files that stand in the place of a folder
         if not (root / name).exists() and not (root / name).parent.is_file():
@@ -74,7 +76,7 @@ def test_nothing_is_written_or_removed_through_a_link(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["index.html", "tables/a.md", page.MANIFEST])
-def test_a_hard_link_to_what_was_written_keeps_what_it_had(name: str, tmp_path: Path) -> None:
+def test_hard_links_to_an_earlier_report_keep_its_content(name: str, tmp_path: Path) -> None:
     """Somebody may keep a copy of an earlier report as hard links."""
     out, kept = tmp_path / "out", tmp_path / "kept"
     page.fill(out, REPORT)
@@ -87,7 +89,7 @@ def test_a_hard_link_to_what_was_written_keeps_what_it_had(name: str, tmp_path: 
 @pytest.mark.parametrize(
     "content", ['{"files": ["../a"]}', "[]", "{", '{"files": [3]}', '{"files": {"a.md": ""}}', "[" * 10**5]
 )
-def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_malformed_manifest_is_refused(content: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (tmp_path / "a").write_text("precious")
     page.fill(out, REPORT)
@@ -111,7 +113,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> Non
     assert not tree(tmp_path)
 
 
-def test_what_was_interrupted_is_written_over(tmp_path: Path) -> None:
+def test_a_report_without_one_of_its_files_is_written_again(tmp_path: Path) -> None:
     page.fill(tmp_path, REPORT)
     known = json.loads((tmp_path / page.MANIFEST).read_text())["files"]
     assert list(known) == list(REPORT)
@@ -121,10 +123,13 @@ def test_what_was_interrupted_is_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_run_that_is_interrupted_anywhere_leaves_what_the_next_one_knows(
+def test_an_interrupted_report_is_replaced_by_the_next_one(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each file is written whole or not at all: half of one would be taken for somebody else's."""
+    """Each file is written whole or not at all: half of one would be taken for a file of somebody else.
+
+    at  the number of the file whose writing is interrupted
+    """
     page.fill(tmp_path, REPORT)
     rename, renamed = Path.replace, count()
 
@@ -153,8 +158,8 @@ FORGED = "tables/notes.md"
     ],
     ids=["names", "digests"],
 )
-def test_a_manifest_made_by_hand_deletes_no_file(manifest: dict[str, Any], tmp_path: Path) -> None:
-    """Such as one that was unpacked with somebody's results, over a folder of notes."""
+def test_a_forged_manifest_deletes_no_file(manifest: dict[str, Any], tmp_path: Path) -> None:
+    """It may have been unpacked with somebody's results, over a folder of notes."""
     for name in [*REPORT, FORGED]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("precious")
@@ -165,7 +170,7 @@ def test_a_manifest_made_by_hand_deletes_no_file(manifest: dict[str, Any], tmp_p
     assert tree(tmp_path) == before
 
 
-def test_a_file_that_was_changed_since_is_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_a_user_has_changed_is_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page.fill(tmp_path, REPORT)
     (tmp_path / "tables" / "a.md").write_text("with my notes")
     page.fill(tmp_path, {"index.html": "later"})

@@ -1,5 +1,6 @@
 """Stand-ins for copy engines on CPUs: `EnginesOverGloo` is their transport, with collectives of gloo.
 
+Copy engines are parts of a GPU that move memory between GPUs while kernels run.
 Tests put it in place of `CopyEngines` by `ranks.stand_in`. The stand-ins deliver nothing before it is waited for, so
 that a strategy that reads too early fails. When the signature of `Exchange`, `AllGather` or `CopyEngines` changes in
 lmsys/parallel, change it here, too.
@@ -19,7 +20,7 @@ from lmsys.parallel.overlapped import Bucket, Collectives
 
 
 class ExchangeOverGloo:
-    """An `Exchange` whose means arrive when they are waited for, and no earlier.
+    """An `Exchange`, which averages buckets of gradients over ranks. Means arrive when they are waited for, no earlier.
 
     When gradients are sent, it overwrites them with NaN, unless they are stored where their means will be.
     """
@@ -51,7 +52,7 @@ class ExchangeOverGloo:
 
 
 class AllGatherOverGloo:
-    """An `AllGather` whose parameters arrive when they are waited for, and no earlier."""
+    """An `AllGather`, which gathers parameters of all ranks. They arrive when they are waited for, and no earlier."""
 
     def __init__(self, flats: Sequence[Tensor], group: Any):
         self.flats, self.group = flats, group

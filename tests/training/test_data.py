@@ -1,6 +1,7 @@
 """`lmsys.training.data`: token files, sources of tokens, and batches of windows for ranks and steps.
 
-Laws hold for any division into files, ranks, micro-batches and epochs. A window is a training sequence.
+Laws hold for any division into files, ranks, micro-batches and epochs. A window is a training sequence: the inputs are
+`context_length` tokens in a row, the targets are the tokens that follow each of them.
 """
 
 import json
@@ -23,15 +24,17 @@ TEXT = Path(__file__).read_text() + END + "café 中文\n" * 50
 
 @cache
 def tokenizer() -> Tokenizer:
+    """A tokenizer of 400 tokens, trained on this file."""
     return train([Path(__file__)], 400, [END])
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of these tests are divided into several chunks, as large texts are."""
     monkeypatch.setattr("lmsys.tokenizer.chunks.SMALLEST", 500)
 
 
-class Row:
+class Positions:
     """A source of the ids 0, 1, 2, ..., so that each id is its position."""
 
     def __init__(self, length: int):
@@ -45,7 +48,7 @@ class Row:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_file_of_tokens_is_what_encode_gives(tmp_path: Path, processes: int) -> None:
+def test_a_token_file_has_the_ids_that_encode_gives(tmp_path: Path, processes: int) -> None:
     (tmp_path / "a").write_text(TEXT)
     (tmp_path / "b").write_text("more of it")
     path = tokenize_files(
@@ -62,7 +65,7 @@ def test_a_file_of_tokens_is_what_encode_gives(tmp_path: Path, processes: int) -
 
 @settings(max_examples=15)
 @given(st.integers(1, 6), st.integers(1, 4))
-def test_shards_of_ranks_are_the_whole(
+def test_shards_of_ranks_are_together_the_whole(
     tmp_path_factory: pytest.TempPathFactory, world_size: int, num_files: int
 ) -> None:
     folder = tmp_path_factory.mktemp("text")
@@ -78,7 +81,7 @@ def test_shards_of_ranks_are_the_whole(
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 30), st.integers(0, 30))
-def test_reading_across_files(
+def test_reading_goes_across_files(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], start: int, size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("ids")
@@ -91,7 +94,7 @@ def test_reading_across_files(
     assert source.read(start, start + size).tolist() == every[start : start + size].tolist()
 
 
-def test_large_vocabularies_are_uint32(tmp_path: Path) -> None:
+def test_ids_of_large_vocabularies_are_uint32(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("ab")
     vocab = {i: bytes([i]) for i in range(256)} | {i: b"\x00%d" % i for i in range(256, 65_537)}
     ids = open_tokens(tokenize_files(Tokenizer(vocab, []), [tmp_path / "a"], tmp_path / "ids.npy"))
@@ -125,14 +128,14 @@ def test_token_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("length", [2**62, 2**70])
-def test_a_header_of_more_ids_than_there_can_be_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_header_of_too_many_ids_is_refused(tmp_path: Path, length: int) -> None:
     with (tmp_path / "ids.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (length,)})
     with pytest.raises(ValueError, match="ids.npy: cannot be read as an array of token ids"):
         open_tokens(tmp_path / "ids.npy")
 
 
-def test_an_archive_of_arrays_is_none(tmp_path: Path) -> None:
+def test_an_archive_of_arrays_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "ids.npy").open("wb") as file:
         np.savez(file, a=np.arange(3), b=np.arange(3))
     with pytest.raises(ValueError, match="ids.npy: must be an array, a .npy; it is an archive of several"):
@@ -175,14 +178,15 @@ def test_bad_tokenization_input_is_refused(tmp_path: Path) -> None:
         tokenize_files(tokenizer(), [tmp_path / "empty"], tmp_path / "ids.npy", rank=2, world_size=2)
 
 
+# context length, batch size, ranks, micro-batches of a step, tokens
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(8, 200))
 
 
 @given(sizes, st.integers(0, 5))
-def test_an_epoch_takes_every_window_once_on_whatever_rank(sizes: tuple[int, ...], seed: int) -> None:
+def test_an_epoch_takes_every_window_once_on_some_rank(sizes: tuple[int, ...], seed: int) -> None:
     context, batch, world_size, accumulation, length = sizes
     ranks = [
-        Batches(Row(length), context, batch, seed, rank, world_size, accumulation) for rank in range(world_size)
+        Batches(Positions(length), context, batch, seed, rank, world_size, accumulation) for rank in range(world_size)
     ]  # fmt: skip
     num_windows, global_batch = ranks[0].num_windows, ranks[0].global_batch
     starts = []
@@ -200,26 +204,26 @@ def test_an_epoch_takes_every_window_once_on_whatever_rank(sizes: tuple[int, ...
 
 
 @given(sizes, st.integers(0, 5), st.integers(0, 20))
-def test_one_rank_that_accumulates_sees_the_same_global_batch(sizes: tuple[int, ...], seed: int, step: int) -> None:
+def test_one_rank_that_accumulates_has_the_same_global_batch(sizes: tuple[int, ...], seed: int, step: int) -> None:
     context, batch, world_size, accumulation, length = sizes
     together = [
-        Batches(Row(length), context, batch, seed, rank, world_size, accumulation).batch(step, micro)[0]
+        Batches(Positions(length), context, batch, seed, rank, world_size, accumulation).batch(step, micro)[0]
         for micro in range(accumulation)
         for rank in range(world_size)
     ]
-    alone = Batches(Row(length), context, batch, seed, accumulation=world_size * accumulation)
+    alone = Batches(Positions(length), context, batch, seed, accumulation=world_size * accumulation)
     for micro, expected in enumerate(together):
         assert (alone.batch(step, micro)[0] == expected).all()
 
 
 def test_every_epoch_has_an_order_of_its_own() -> None:
-    batches = Batches(Row(1000), 8, 31)
+    batches = Batches(Positions(1000), 8, 31)
     first, second = (batches.batch(step * 4)[0][:, 0] // 8 for step in range(2))  # 124 windows, 4 batches
     assert batches.num_windows == 124 and (first != second).any()
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    first, again, other = (Batches(Row(1000), 8, 4, seed) for seed in (0, 0, 1))
+    first, again, other = (Batches(Positions(1000), 8, 4, seed) for seed in (0, 0, 1))
     later = [first.batch(step)[0] for step in range(5)][4]
     assert (again.batch(4)[0] == later).all() and (other.batch(4)[0] != later).any()
 
@@ -234,9 +238,9 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
         ({"context_length": 10}, "10 tokens are too few: one window of context_length=10 needs 11"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_bad_settings_of_batches_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Batches(**{"source": Row(10), "context_length": 4, "batch_size": 1, **changes})
+        Batches(**{"source": Positions(10), "context_length": 4, "batch_size": 1, **changes})
 
 
 @pytest.mark.parametrize(
@@ -247,14 +251,15 @@ def test_batches_that_cannot_be_are_refused(changes: dict[str, Any], message: st
         ("0", 0, "step='0' must be a whole number"),
     ],
 )
-def test_a_batch_that_is_none_is_refused(step: Any, micro: int, message: str) -> None:
+def test_a_batch_of_a_wrong_step_or_micro_batch_is_refused(step: Any, micro: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Batches(Row(10), 4, 1, accumulation=2).batch(step, micro)
+        Batches(Positions(10), 4, 1, accumulation=2).batch(step, micro)
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(10, 90))
-def test_fixed_windows_are_apart_and_spread(context: int, count: int, length: int) -> None:
-    inputs, targets = fixed_windows(Row(length), context, count)
+def test_fixed_windows_are_spread_over_the_source(context: int, count: int, length: int) -> None:
+    """They do not overlap, and the distances between them differ by one window at most."""
+    inputs, targets = fixed_windows(Positions(length), context, count)
     num_windows = (length - 1) // context
     assert len(inputs) == min(count, num_windows) and (targets == inputs + 1).all()
     starts = inputs[:, 0]
@@ -263,6 +268,6 @@ def test_fixed_windows_are_apart_and_spread(context: int, count: int, length: in
     assert gaps.max() - gaps.min() <= 1
 
 
-def test_fixed_windows_need_a_window() -> None:
+def test_fixed_windows_need_enough_tokens() -> None:
     with pytest.raises(ValueError, match="10 tokens are too few: one window of context_length=10 needs 11"):
-        fixed_windows(Row(10), 10, 1)
+        fixed_windows(Positions(10), 10, 1)

@@ -1,7 +1,8 @@
 """`lmsys.training.muon.Muon` equals torch's Muon with torch's AdamW, and the papers' formula in float64 (`Exact`).
 
-Other tests are of properties: saved states, schedules, clipping, loss scaling, and which parameters Muon steps. A new
-bad option is added to `test_bad_options_are_named`, with the message that it must give.
+Muon makes the update of a matrix nearly orthogonal, by Newton-Schulz steps; AdamW steps all parameters but the matrices
+of hidden layers. Other tests are of properties: saved states, schedules, clipping, loss scaling, and which parameters
+Muon steps. A new bad option is added to `test_bad_options_are_refused`, with the message that it must give.
 """
 
 import copy
@@ -50,10 +51,11 @@ options = st.fixed_dictionaries(
 )
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 40))
 USUAL = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": "original", "ns_steps": 5}
-SLOW = {"betas": (0.9, 0.95), "eps": 1e-8}  # options of AdamW
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}  # options of AdamW
 
 
 def groups_of(net: nn.Module) -> list[Any]:
+    """The param groups for Muon: hidden matrices, and all others."""
     return grouped(net, matrix_groups(net))
 
 
@@ -78,7 +80,7 @@ class Pair:
         hidden, others = of_blocks(net)
         adamw = {"lr": chosen["lr"], "weight_decay": chosen["weight_decay"]}
         self.muon = torch.optim.Muon(hidden, **chosen) if hidden else None
-        self.adamw = torch.optim.AdamW(others, foreach=True, **SLOW, **adamw)
+        self.adamw = torch.optim.AdamW(others, foreach=True, **ADAMW, **adamw)
 
     def step(self) -> None:
         for optimizer in filter(None, (self.muon, self.adamw)):
@@ -110,18 +112,18 @@ class Exact:
 
 
 def draw_gradients(nets: list[nn.Module], missing: float, generator: torch.Generator) -> None:
-    """Equal gradients for all nets, none for a share of the parameters; of float32 also where a net is float64."""
-    for same in zip(*(net.parameters() for net in nets), strict=True):
-        grad = torch.randn(same[0].shape, generator=generator)
+    """Sets equal gradients, drawn in float32, in all nets. A parameter has none with the probability `missing`."""
+    for copies in zip(*(net.parameters() for net in nets), strict=True):
+        grad = torch.randn(copies[0].shape, generator=generator)
         has_none = bool(torch.rand((), generator=generator) < missing)
-        for p in same:
+        for p in copies:
             p.grad = None if has_none or not p.requires_grad else grad.to(p.dtype, copy=True)
 
 
 @given(recipes, options, st.integers(1, 4), st.sampled_from([0.0, 0.3]), st.integers(0, 2**32))
 @example(Recipe(width=9, tied=True), USUAL, 4, 0.0, 1)
 @example(Recipe(width=5, unused=True), USUAL | {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, 4, 0.3, 2)
-def test_muon_is_torchs_muon_with_torchs_adamw(
+def test_muon_equals_torchs_muon_with_torchs_adamw(
     recipe: Recipe, chosen: dict[str, Any], steps: int, missing: float, seed: int
 ) -> None:
     """Momentum and the parameters that AdamW steps have equal bits; matrices are as near to exact steps as torch's."""
@@ -148,7 +150,7 @@ def test_muon_is_torchs_muon_with_torchs_adamw(
 
 
 @given(shapes, st.integers(2, 6), st.integers(0, 2**32), st.sampled_from([1e-3, 1.0, 1e6]))
-def test_newton_schulz_is_the_formula(shape: tuple[int, int, int], steps: int, seed: int, size: float) -> None:
+def test_newton_schulz_equals_the_formula(shape: tuple[int, int, int], steps: int, seed: int, size: float) -> None:
     """One step in float32 is right for each matrix of the batch, and several steps are those one after another."""
     x = normalized(list(size * torch.randn(shape, generator=torch.Generator().manual_seed(seed))), torch.float32)
     torch.testing.assert_close(torch.linalg.matrix_norm(x), torch.ones(len(x)))
@@ -176,9 +178,10 @@ def test_singular_values_come_near_to_one(shape: tuple[int, int, int], seed: int
 
 
 @given(st.integers(1, 5), st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**32))
-def test_a_matrix_by_itself_has_the_same_bits_whichever_others_are_stepped(
+def test_a_matrix_has_the_same_bits_whichever_others_are_stepped(
     count: int, rows: int, columns: int, seed: int
 ) -> None:
+    """Without batches (batched=False)."""
     generator = torch.Generator().manual_seed(seed)
     x, grads = torch.randn(2, count, rows, columns, generator=generator)
     together = [row.clone().requires_grad_() for row in x]
@@ -202,32 +205,33 @@ def test_matrices_of_one_shape_are_one_batch(monkeypatch: pytest.MonkeyPatch) ->
     assert sizes == [[3, 1], [2, 1, 1], [1, 1, 1, 1]]
 
 
-def trained(optimizer: torch.optim.Optimizer, net: nn.Module, steps: range) -> None:
+def train(optimizer: torch.optim.Optimizer, net: nn.Module, steps: range) -> None:
+    """Takes these steps, each with gradients of its own."""
     for step in steps:
         draw_gradients([net], 0.0, torch.Generator().manual_seed(step))
         optimizer.step()
 
 
 @given(recipes, flags, st.integers(0, 99))
-def test_a_saved_state_goes_on(recipe: Recipe, batched: bool, seed: int) -> None:
+def test_a_resumed_state_equals_an_uninterrupted_one(recipe: Recipe, batched: bool, seed: int) -> None:
     torch.manual_seed(seed)
     whole = Net(recipe)
     part = copy.deepcopy(whole)
     uninterrupted, half = (Muon(groups_of(net), lr=0.1, batched=batched) for net in (whole, part))
-    trained(uninterrupted, whole, range(5))
-    trained(half, part, range(2))
+    train(uninterrupted, whole, range(5))
+    train(half, part, range(2))
     file = io.BytesIO()
     torch.save(half.state_dict(), file)
     file.seek(0)
     resumed = Muon(groups_of(part))
     resumed.load_state_dict(torch.load(file, weights_only=True))
-    trained(resumed, part, range(2, 5))
+    train(resumed, part, range(2, 5))
     assert all(map(torch.equal, whole.parameters(), part.parameters()))
     assert all(group["batched"] is batched and group["lr"] == 0.1 for group in resumed.param_groups)
 
 
-def test_it_is_an_optimizer() -> None:
-    """A closure, a schedule, a group that is added later and a copy: each does what it does to torch's AdamW."""
+def test_closures_schedules_added_groups_and_copies_work() -> None:
+    """As with any optimizer of torch."""
     p, q = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
     optimizer = Muon([p], lr=0.1, weight_decay=0.0)
     optimizer.add_param_group({"params": [q], "use_muon": False, "lr": 0.01})
@@ -254,7 +258,7 @@ def test_it_is_an_optimizer() -> None:
     assert torch.equal(p, twin.param_groups[0]["params"][0]) and torch.equal(q, twin.param_groups[1]["params"][0])
 
 
-def test_each_algorithm_has_a_rate_of_its_own() -> None:
+def test_muon_and_adamw_may_have_different_learning_rates() -> None:
     net = Net(Recipe())
     optimizer = Muon(groups_of(net))
     for rates, expected in (((0.5,), {0.5}), ((0.5, 0.25), {0.5, 0.25})):
@@ -264,23 +268,23 @@ def test_each_algorithm_has_a_rate_of_its_own() -> None:
 
 
 @given(recipes, st.sampled_from([0.0, 0.5]), st.integers(0, 99))
-def test_a_step_on_scaled_gradients_is_one_after_clipping(recipe: Recipe, max_norm: float, seed: int) -> None:
+def test_a_step_on_scaled_gradients_equals_one_after_clipping(recipe: Recipe, max_norm: float, seed: int) -> None:
     torch.manual_seed(seed)
     ours = Net(recipe)
     clipped = copy.deepcopy(ours)
-    one, other = (Muon(groups_of(net), lr=0.1, momentum=0.5) for net in (ours, clipped))
+    scaling, clipping = (Muon(groups_of(net), lr=0.1, momentum=0.5) for net in (ours, clipped))
     for step in range(3):
         draw_gradients([ours, clipped], 0.2, torch.Generator().manual_seed(seed + step))
         if step != 1:
-            scale_gradients(one, clip_factor(grad_norm(list(ours.parameters())), max_norm))
+            scale_gradients(scaling, clip_factor(grad_norm(list(ours.parameters())), max_norm))
             clip_grad_norm(list(clipped.parameters()), max_norm)
-        one.step()
-        other.step()
+        scaling.step()
+        clipping.step()
     assert all(map(torch.equal, ours.parameters(), clipped.parameters()))
 
 
 @pytest.mark.parametrize("overflow", [False, True])
-def test_loss_scaling_unscales_and_skips(overflow: bool) -> None:
+def test_a_grad_scaler_unscales_gradients_and_skips_overflows(overflow: bool) -> None:
     p, q = (torch.full((2, 2), 3.0, requires_grad=True) for _ in range(2))
     optimizer, plain = Muon([p], lr=0.1), Muon([q], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -338,7 +342,7 @@ def test_embeddings_and_shared_weights_of_blocks_are_left_to_adamw() -> None:
     ],
     ids=lambda x: None if isinstance(x, dict) else x.replace("\\", ""),
 )
-def test_bad_options_are_named(wrong: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(wrong: dict[str, Any], message: str) -> None:
     p = torch.ones(1, 1, requires_grad=True)
     for make in (lambda: Muon([p], **wrong), lambda: Muon([{"params": [p], **wrong}])):
         with pytest.raises(ValueError, match=message):
@@ -352,7 +356,7 @@ def test_bad_options_are_named(wrong: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2, 2)])
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+def test_other_shapes_than_matrices_are_refused(shape: tuple[int, ...]) -> None:
     p = torch.ones(shape, requires_grad=True)
     with pytest.raises(ValueError, match=r"Muon steps matrices, not shape \(.*\): .* needs use_muon=False"):
         Muon([p])
@@ -387,8 +391,8 @@ def test_the_state_of_another_algorithm_is_refused(make: Callable[[Tensor], Any]
         AdamW([p]).load_state_dict(Muon([p]).state_dict())
 
 
-def test_operations_are_counted_by_the_products() -> None:
-    """The larger product twice and the square, as torch's counter of operations sees them."""
+def test_operations_are_as_many_as_torch_counts() -> None:
+    """They are those of three products in each Newton-Schulz step."""
     from torch.utils.flop_counter import FlopCounterMode
 
     for rows, columns in ((3, 7), (7, 3), (4, 4)):

@@ -1,7 +1,8 @@
 """A rank or its launcher is killed, is stopped or raises at a random moment of a training on two ranks.
 
 All processes must then end within LIMIT_S, with a message that names the rank and what it was doing, and leave nothing
-behind. `strike` does the harm; tests/support/raising_strategies.py raises. A new fault has its message in TOLD.
+behind. `strike` kills or stops a process, tests/support/raising_strategies.py raises. Faults are the keys of MESSAGES:
+"kill", "stop" and "raise" befall a rank, "agent" kills its launcher.
 """
 
 import os
@@ -35,7 +36,7 @@ RUNS = {
 ENDLESS = ("train.steps=1000000", "evaluate.interval=2", "checkpoint.interval=3")
 STRATEGIES = ROOT / "tests" / "support" / "raising_strategies.py"
 DOING = r"(as it began|at the beginning of 'train'|in step [\d,]+|in the (evaluation|save) after step [\d,]+)"
-TOLD = {
+MESSAGES = {
     "kill": rf"rank 1 (died: |was )killed by SIGKILL, {DOING}",
     "stop": rf"rank 1 was stopped \(SIGSTOP\) for \d+ s, {DOING}",
     "raise": rf"rank 1 failed {DOING}",
@@ -76,6 +77,7 @@ class Run:
             time.sleep(0.01)
 
     def steps(self) -> int:
+        """The number of steps that the log has."""
         log = self.folder / "log.jsonl"
         return log.read_text().count("loss") if log.exists() else 0
 
@@ -86,6 +88,7 @@ class Run:
 
 
 def environment(pid: int) -> str:
+    """The environment of a process; "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace")
     except OSError:
@@ -99,6 +102,7 @@ def is_rank(pid: int) -> bool:
 
 
 def command_line(pid: int) -> str:
+    """The command line of a process; "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:
@@ -107,6 +111,7 @@ def command_line(pid: int) -> str:
 
 @pytest.fixture
 def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts a training by a launcher, with options of the command and environment variables; kills it at the end."""
     begun: list[Run] = []
 
     def begin(launcher: str, *options: str, **variables: str) -> Run:
@@ -118,7 +123,7 @@ def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         settings = [part for setting in (*SETTINGS, *ENDLESS) for part in ("--set", setting)]
         line = [sys.executable, *RUNS[launcher], *settings, "--output", str(folder), *options]
         own_variables = dict([mark.split("=")], TMPDIR=str(tmp_path / "tmp"), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        output_file, began_s = (tmp_path / "said.txt").open("w"), time.time()
+        output_file, began_s = (tmp_path / "output.txt").open("w"), time.time()
         process = subprocess.Popen(
             line,
             cwd=ROOT,
@@ -137,7 +142,7 @@ def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.process.wait()
 
 
-def ends(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
+def wait_for_end(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
     """Waits until the run has ended; AssertionError if that took too long, or left something. Returns its output.
 
     since  output -> the time of the fault, by time.monotonic()
@@ -146,7 +151,7 @@ def ends(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
     while run.process.poll() is None or run.pids():
         assert time.monotonic() < until, f"{[command_line(pid) for pid in run.pids()]} live on"
         time.sleep(0.05)
-    ended_s, output = time.monotonic(), (tmp_path / "said.txt").read_text()
+    ended_s, output = time.monotonic(), (tmp_path / "output.txt").read_text()
     print(f"ended {ended_s - since(output):.1f} s after the fault")  # shown by -rP
     assert run.process.returncode != 0 and watch.keeps(LIMIT_S, since(output)), output
     assert left_behind(run) == []
@@ -164,7 +169,7 @@ def left_behind(run: Run) -> list[str]:
 
 
 def strike(run: Run, fault: str, seed: int, at_start: bool) -> float:
-    """Does the harm at a random moment, drawn by `seed`; returns the time, by time.monotonic()."""
+    """Kills or stops a process at a random moment, drawn by `seed`; returns the time, by time.monotonic()."""
     random_s = random.Random(seed).uniform(0.0, 4.0 if at_start else 1.5)
     victim = run.process.pid if fault == "agent" else run.rank(1)
     if not at_start:
@@ -195,34 +200,36 @@ def cases(counts: dict[str, int]) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("launcher", "fault", "seed", "at_start"), cases({"kill": 20, "stop": 10, "agent": 5}))
-def test_a_fault_ends_all(
+def test_a_fault_ends_all_processes(
     launcher: str, fault: str, seed: int, at_start: bool, start: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = start(launcher, **({} if seed else {"LMSYS_STOPPED_S": "2"}))
     since = strike(run, fault, seed, at_start)
-    output = ends(run, tmp_path, lambda _: since)
-    assert re.search(TOLD[fault], output), output
+    output = wait_for_end(run, tmp_path, lambda _: since)
+    assert re.search(MESSAGES[fault], output), output
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("fault", ["kill", "stop", "agent"])
 @pytest.mark.parametrize("launcher", RUNS)
-def test_a_fault_ends_all_on_nccl(launcher: str, fault: str, start: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_fault_ends_all_processes_on_nccl(
+    launcher: str, fault: str, start: Callable[..., Run], tmp_path: Path
+) -> None:
     """A rank that waits for a dead rank on its GPU receives no signal, and no error of a lost connection."""
     run = start(launcher, "--set", "train.device=cuda", LMSYS_STOPPED_S="2")
     since = strike(run, fault, 0, at_start=False)
-    output = ends(run, tmp_path, lambda _: since)
-    assert re.search(TOLD[fault], output), output
+    output = wait_for_end(run, tmp_path, lambda _: since)
+    assert re.search(MESSAGES[fault], output), output
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("launcher", "fault", "seed", "at_start"), cases({"raise": 10}))
-def test_a_rank_that_raises_ends_all(
+def test_a_rank_that_raises_ends_all_processes(
     launcher: str, fault: str, seed: int, at_start: bool, start: Callable[..., Run], tmp_path: Path
 ) -> None:
     kind, at = ("InForward", "InHook", "InData")[seed % 3], 1 if at_start else 4 + 3 * seed
     options = "--strategy", f"{STRATEGIES}:{kind}", "--set", "train.micro_batch_size=4"
     run = start(launcher, *options, LMSYS_RAISE_AT=str(at))
-    output = ends(run, tmp_path, lambda output: float(re.search(r"Fault: .* at ([\d.]+) s", output)[1]))  # type: ignore[index]
-    assert re.search(TOLD[fault], output), output
+    output = wait_for_end(run, tmp_path, lambda output: float(re.search(r"Fault: .* at ([\d.]+) s", output)[1]))  # type: ignore[index]
+    assert re.search(MESSAGES[fault], output), output
