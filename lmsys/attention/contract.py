@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 # By name in a case.
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_options_in = attrgetter(*OPTIONS)  # the values of a case's options: each call asks for them several times
 
 # Sizes that stand in for those that torch.compile leaves open (dynamic shapes): see `constants_of`.
 TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1, "prefix": 1}
@@ -69,7 +67,7 @@ class AttentionCase:
     @property
     def options(self) -> dict[str, Any]:
         """The options that are given: name -> value. Two forms that few rows know are named TWO_SIDED and OFFSETS."""
-        values = _options_in(self)
+        values = [getattr(self, name) for name in OPTIONS]  # torch.compile traces no attrgetter
         if not any(values):
             return {}
         rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}
