@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lmsys.values import instance
+
 APART = (
     "ranks have not made the same forwards since they last finished, or not in the same order, so that their gradients"
     " are of different batches: after an exception on one rank, end all; a forward that one rank makes alone belongs"
@@ -21,6 +23,7 @@ APART = (
 )
 END, LONGEST = -1, 10_000  # in an Agreement: the number that ends a step, and how many of a step are remembered
 Group = Any  # a torch ProcessGroup, None for the default one, or `TreeSums` of either
+_UNWRAPPED = dist.ProcessGroup | None  # made once, as each collective looks its group up
 
 # Renamed in torch 2.13; the older names warn there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -68,8 +71,12 @@ class Pending:
 
 
 def size_and_rank(group: Group) -> tuple[int, int]:
-    """(world size, this rank); (1, 0) where no process group was made."""
-    ranks = unwrapped(group) or dist.group.WORLD  # torch's get_world_size and get_rank would take four times as long
+    """(world size, this rank); (1, 0) where no process group was made.
+
+    ValueError for what is no group, such as the number that `new_group` gives to ranks outside of the new one.
+    """
+    # torch's get_world_size and get_rank would take longer.
+    ranks = instance("process_group", unwrapped(group), _UNWRAPPED) or dist.group.WORLD
     return (ranks.size(), ranks.rank()) if dist.is_initialized() else (1, 0)
 
 

@@ -91,7 +91,6 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ):
         self.group = process_group
-        values.instance("process_group", collectives.unwrapped(process_group), torch.distributed.ProcessGroup | None)
         self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.flat_buffers = values.several("flat_buffers", [] if flat_buffers is None else flat_buffers, FlatBuffer)
         self.owners = owners_in(self.flat_buffers)

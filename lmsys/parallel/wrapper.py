@@ -51,7 +51,6 @@ class Wrapper(nn.Module):
     def __init__(self, module: nn.Module, process_group: collectives.Group = None):
         super().__init__()
         self.module, self.group = instance("module", module, nn.Module), process_group
-        instance("process_group", collectives.unwrapped(process_group), torch.distributed.ProcessGroup | None)
         self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._synchronizing, self._unfinished, self._in_backward = True, False, False
@@ -344,14 +343,16 @@ def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
     """
     missing, unexpected = [x for x in held if x not in state], [x for x in state if x not in held]
     wrong = [
-        f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}"
-        for name, x in held.items()
-        if name in state and state[name].shape != x.shape
+        *(
+            f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}"
+            for name, x in held.items()
+            if name in state and state[name].shape != x.shape
+        ),
+        *sentences_of(
+            (strict and missing, f"missing: {', '.join(missing)}"),
+            (strict and unexpected, f"unexpected: {', '.join(unexpected)}"),
+        ),
     ]
-    wrong += sentences_of(
-        (strict and missing, f"missing: {', '.join(missing)}"),
-        (strict and unexpected, f"unexpected: {', '.join(unexpected)}"),
-    )
     if wrong:
         raise RuntimeError(f"the state does not fit the module: {'; '.join(wrong)}")
     return _IncompatibleKeys(missing, unexpected)

@@ -206,6 +206,24 @@ def test_state_of_every_parameter_is_owned_once(ranks: WorkerGroup) -> None:
     assert sorted(number for held, _, _ in shares for number in held) == list(range(shares[0][2]))
 
 
+def _outside_of_a_group() -> dict[str, str]:
+    """By strategy the error that a rank gets which wraps a module for a new group of rank 0 alone, on rank 1."""
+    group = dist.new_group([0])
+    errors = {}
+    for name in STRATEGIES:
+        if not STRATEGIES[name].peer and dist.get_rank() == 1:
+            with pytest.raises(ValueError) as error:
+                STRATEGIES[name].load()(nn.Linear(2, 2), group)
+            errors[name] = str(error.value)
+    return errors
+
+
+def test_a_rank_outside_of_the_group_is_refused(ranks: WorkerGroup) -> None:
+    errors = ranks.run(_outside_of_a_group)[1]
+    assert {"overlapped", "bucketed", "zero1", "fsdp"} <= errors.keys()
+    assert all(error.startswith("process_group=-100 must be of type torch.distributed.") for error in errors.values())
+
+
 def _part_of_a_run(strategy: str, world_size: int, steps: range, folder: str, seed: int) -> Any:
     """Trains these steps of a run, from the state in the folder if it is not the first part, and saves the state there.
 
