@@ -20,6 +20,7 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from lmsys import values
 from lmsys.parallel import buckets, collectives, copy_engine, overlapped, part, sharded_optimizer, structure, traits
@@ -46,7 +47,8 @@ class Zero1(overlapped.Overlapped):
 
     The optimizer must come from `make_optimizer`, and takes only parameters that were trained when the module was
     wrapped (ValueError). Parameters are whole again from the next forward on, or from `wait()`. Backwards between two
-    steps add to gradients also when those have been averaged before.
+    steps add to gradients also when those have been averaged before. torch.compile of the wrapper leaves it as it is;
+    compile its blocks.
     If the forward is captured in a CUDA graph, the all-gathers are captured with it, and step() no longer starts them:
     from then on any other forward and `wait()` are collective, and every rank calls them.
     """
@@ -78,6 +80,7 @@ class Zero1(overlapped.Overlapped):
         self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
         self._address = part.address(self.trainable[0]) if self.trainable else 0
 
+    @_disable_dynamo  # a compiler would trace parameters whose class changes when they arrive; compiled blocks stay so
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self.world_size > 1 and self._is_being_recorded()
         if recorded:  # a replay finds parameters stale; a capture that fails leaves them so, as its gathers never run

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.testing import error_ratio
-from tests.parallel.kinds import KINDS, REFUSED, RIGHT, outcome
+from tests.parallel.kinds import KINDS, PLAIN, REFUSED, RIGHT, outcome
 from tests.support.graphs import (
     BLOCKS,
     HOLDERS,
@@ -212,6 +212,7 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("fsdp", Graph(((Call("call", 0), Call("call", 1, (0,))),), ("mlp",) * 2, outside=False), ["two_forwards"]),
     ("zero1", Graph(((Call("twice", 0),), (Call("call", 1),))), ["two_finishes", "accumulate_behind_a_finish"]),
     ("zero1", Graph(((Call("call", 0), Call("detach", 1)),)), ["two_backwards", "late_look", "sync_then_not"]),
+    ("zero1", Graph((PLAIN,)), ["compile_the_wrapper"] * 3),  # from the second step on
     ("naive", COMPLEX, ["step"]),
     ("overlapped", COMPLEX, ["step"]),
 )
