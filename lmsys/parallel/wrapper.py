@@ -377,8 +377,11 @@ def check_floating(name: str, dtype: Any) -> None:
 
 
 def dense(p: Tensor) -> Tensor:
-    """The gradient of p, zeros where it has none, contiguous and conjugated in place: collectives take no other."""
-    grad = p.grad = (torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj()).contiguous()
+    """The gradient of p, zeros where it has none, contiguous in place: collectives take no other.
+
+    Autograd may leave it to be conjugated, or its sign to be changed, when it is read: this is done here, too.
+    """
+    grad = p.grad = (torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj().resolve_neg()).contiguous()
     return grad
 
 

@@ -224,6 +224,35 @@ def test_a_rank_outside_of_the_group_is_refused(ranks: WorkerGroup) -> None:
     assert all(error.startswith("process_group=-100 must be of type torch.distributed.") for error in errors.values())
 
 
+class _Negated(nn.Module):
+    """Autograd leaves the sign of its gradient to be changed when that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.complex(x, self.w).conj() * torch.tensor([1 + 2j])).real.sum()
+
+
+def _negated_gradients() -> dict[str, list[float]]:
+    """By strategy the gradient of `_Negated`: 2 on any number of ranks."""
+    gradients, plain = {}, _Negated()
+    plain(torch.ones(1)).backward()
+    assert plain.w.grad is not None and plain.w.grad.is_neg()
+    for name in ("naive", "flat", "overlapped", "bucketed"):
+        wrapper = STRATEGIES[name].load()(_Negated())
+        wrapper(torch.ones(1)).backward()
+        wrapper.finish_gradient_synchronization()
+        gradients[name] = wrapper.module.w.grad.tolist()
+    return gradients
+
+
+def test_gradients_whose_sign_autograd_has_left_are_averaged(ranks: WorkerGroup) -> None:
+    for gradients in ranks.run(_negated_gradients):
+        assert gradients and all(grad == [2.0] for grad in gradients.values())
+
+
 def _part_of_a_run(strategy: str, world_size: int, steps: range, folder: str, seed: int) -> Any:
     """Trains these steps of a run, from the state in the folder if it is not the first part, and saves the state there.
 
