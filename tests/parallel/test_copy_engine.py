@@ -139,7 +139,7 @@ def test_machines_without_copy_engines_are_refused(ranks: WorkerGroup, monkeypat
         check_gpus(nn.Identity(), None)
 
 
-class _GroupOfTwo:
+class _GroupOfTwo(dist.ProcessGroup):
     """A stand-in for a process group, with the name that symmetric memory asks for."""
 
     group_name = "two"
@@ -156,7 +156,7 @@ def test_ranks_that_have_shared_memory_unequally_often_raise_an_error(monkeypatc
 
     monkeypatch.setattr("lmsys.parallel.copy_engine.collectives.gather_objects", gather_objects)
     monkeypatch.setattr(CopyEngines, "shared", 3)
-    transport = EnginesOverGloo(nn.Identity(), _GroupOfTwo())
+    transport = EnginesOverGloo(nn.Identity(), _GroupOfTwo(0, 2))
     for shared in (3, 4):
         with pytest.raises(ValueError, match=f"ranks have shared memory {shared}, 5 times, and must have as"):
             transport.settle([])
