@@ -107,8 +107,8 @@ class AttentionTest(Case):
 
     @property
     def visible(self) -> tuple[float | None, float]:
-        """Of one head: (pairs of a query and a key that it sees, or None where `causal` alone decides; keys that some
-        query sees)."""
+        """(pairs of a query and a key it sees, or None where `causal` alone decides; keys that some query sees), of
+        one head."""
         if not self.options:
             return None, min(self.queries, self.keys) if self.causal else self.keys
         return patterns.visible(self.batch, self.queries, self.keys, causal=self.causal, **self.options)
@@ -234,7 +234,7 @@ class Attention(Benchmark):
         yield from check.repeat(case, record["direction"] != "fwd", record["proof"], call, make)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Step:
-        """What is timed. fwd: without gradients, as in inference. bwd: the backward alone, after an untimed forward."""
+        """Timed: fwd without gradients, as in inference. bwd: the backward alone, after an untimed forward."""
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
         options = contract.keywords_of(call, setup.pattern)

@@ -24,7 +24,7 @@ from lmsys.measure.compare import attempt
 
 @dataclass
 class Setup:
-    """What a group of cases shares: the gate until it has checked the rows, and then the whole models.
+    """The models that a group of cases shares: the gate until it has checked the rows, and then the whole models.
 
     gate      the check before timing; None afterwards, as the models need its memory
     make_rig  builds the models (`rig`), on first use

@@ -1,4 +1,4 @@
-"""What the report shows of whole models: times, rates and memory by size and context, beside somebody else's model.
+"""The report on whole models: times, rates and memory by size and context, beside somebody else's model.
 
 `bench_model.py` declares MODEL as its `layout`. `lmsys.reports.layout` explains the keys of a layout, and the functions
 of `lmsys.reports.steps` and `lmsys.reports.special` its steps. Lists that several parts of MODEL use have names here.

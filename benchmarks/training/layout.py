@@ -1,4 +1,4 @@
-"""What the report shows of whole trainings, for each kernel of attention and strategy: speed, memory, loss curves.
+"""The report on whole trainings, for each kernel of attention and strategy: speed, memory, loss curves.
 
 `bench_training.py` declares TRAINING as its `layout`. `lmsys.reports.layout` explains the keys of a layout. A step is a
 list: its first word names the step, and the rest are the arguments of the function that `lmsys.reports.steps.STEPS` has

@@ -144,7 +144,7 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
 
 
 def _samples(taken: Sequence[tuple[float, Any]]) -> list[Sample]:
-    """What `sampling` has taken so far, as samples."""
+    """The samples that `sampling` has taken so far."""
     return [Sample(at_s, *values) for at_s, values in list(taken)]
 
 

@@ -197,7 +197,7 @@ def test_a_row_in_the_file_of_its_benchmark_is_refused() -> None:
 
 
 def test_a_case_is_measured_with_its_earlier_state_or_not_at_all() -> None:
-    """Of two pairs, the second has a record from before for one of its cases only: both are measured."""
+    """The second of two pairs has a record from before for one of its cases only: both are measured."""
     session = Session(Settings(), checkout=STATE)
     ids = session.add(Telling)
     assert ids[1] == f"{ids[0]}@0123456789" and len(ids) == 4

@@ -36,7 +36,7 @@ RECORD = {
 
 
 def facts() -> dict[str, object]:
-    """What a file says of the machine."""
+    """The machine that a file names."""
     return machine.describe("cpu", command="", seed=0, sweep="smoke")
 
 

@@ -76,7 +76,7 @@ def test_next_merge_continues_a_training(counts: dict[bytes, int], num_tokens: i
 
 
 def test_ties_go_to_the_greater_pair() -> None:
-    """Of pairs that are equally frequent, the one that is last in the order of bytes is merged."""
+    """The pair that is last in the order of bytes is merged, of those that are equally frequent."""
     assert learn_merges({b"ab": 1, b"ac": 1, b"b": 9}, 1) == [(b"a", b"c")]
     assert learn_merges({b"ab": 1, b"zb": 1, b"zab": 1}, 2) == [(b"a", b"b"), (b"z", b"b")]
 
@@ -274,7 +274,7 @@ def as_gpt2s(merges: Path) -> str:
 @given(st.data())
 @settings(max_examples=50)
 def test_a_merges_file_that_is_cut_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whether it begins with a count of its merges, as ours, or not, as GPT-2's."""
+    """A file may begin with a count of its merges, as ours does, or not, as GPT-2's."""
     folder = tmp_path_factory.mktemp("cut")
     small().save(folder)
     merges = folder / "merges.txt"
@@ -331,7 +331,7 @@ def test_encoding_equals_tiktoken() -> None:
 @settings(max_examples=30)
 @given(st.lists(st.text("abcdef ", min_size=3, max_size=12), min_size=1, max_size=30))
 def test_merges_equal_hugging_faces_until_there_is_a_tie(lines: list[str]) -> None:
-    """Of pairs that are equally frequent, Hugging Face's training chooses another than ours."""
+    """Hugging Face's training chooses another than ours, of pairs that are equally frequent."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
     counts = Counter(word.encode() for line in lines for word in regex.findall(PATTERN, line))
     ours = learn_merges(counts, 20)
