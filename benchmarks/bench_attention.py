@@ -234,7 +234,7 @@ class Attention(Benchmark):
         yield from check.repeat(case, record["direction"] != "fwd", record["proof"], call, make)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Step:
-        """Timed: fwd without gradients, as in inference. bwd: the backward alone, after an untimed forward."""
+        """Times fwd without gradients, as in inference, and of bwd the backward alone, after an untimed forward."""
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
         options = contract.keywords_of(call, setup.pattern)
