@@ -9,7 +9,10 @@ The reference is `naive` in float64 on the same quantised inputs. A tensor x of 
     max|x - ref| <= 2 max|naive_t - ref| + 2 max|(ref + 0.3 - 0.3) - ref| + 4 eps max(1, max|ref|)
 
 with naive_t, the middle term and eps in t: twice what plain PyTorch of that dtype loses itself. The log-sum-exp is
-judged as float32; so is a float64 result, as the reference is no more exact than that.
+judged as float32; so is a float64 result, as the reference is no more exact than that. The budget of o has eps32 / 2
+√K max|ref| more, since a sum that adds the products of K keys one after another is rounded K times, each time by at
+most eps32 / 2: where one query sees a key of large weight early, its error is that of one such sum, and plain PyTorch's
+may by chance be far smaller.
 
 A flash backward makes errors that naive does not. The budget allows for them; they matter in float32, not in bfloat16.
 P is recomputed as exp(score - lse), so the budget of dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may
@@ -256,6 +259,7 @@ class Oracle:
         others = {name: ref for name, ref in self.reference.items() if name != "lse"}
         self.budget = {name: _budget(ref, plain[name], self.dtype) for name, ref in others.items()}
         self.budget["lse"] = _budget(_finite(self.reference["lse"]), _finite(plain["lse"]), torch.float32)
+        self.budget["o"] += torch.finfo(torch.float32).eps / 2 * math.sqrt(case.keys) * _norm_max(self.reference["o"])
         if spot:
             self.budget["o"] += self._exponent("o")
         if self.grad:

@@ -114,7 +114,7 @@ def attention(
         if pattern.bias is not None:
             pattern = replace(pattern, bias=pattern.bias[..., : q4.shape[2]])
     row, isolates = row_of(impl, contract.case_of(q4, k4, v4, pattern, scale=scale))
-    if 0 in (*q4.shape, *k4.shape):
+    if q4.numel() == 0 or k4.numel() == 0:
         row, options = table.ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
     elif pattern.bounded and not isolates:
         row, options = partial(hidden.kept_apart, row), {"pattern": pattern}
@@ -123,7 +123,8 @@ def attention(
     # Autocast is off inside of a row: its matmuls have the dtypes that the row chooses.
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         result = row(q4, k4, v4, scale=scale, **options)
-    o = (result[0] if return_lse else result).reshape(*q.shape[:-1], v.shape[-1])
+    o = result[0] if return_lse else result
+    o = o if q.dim() == 4 else o.reshape(*q.shape[:-1], v.shape[-1])  # a view of the same shape would cost the host
     return (o, result[1].reshape(q.shape[:-1])) if return_lse else o
 
 

@@ -10,7 +10,7 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -34,9 +34,13 @@ TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1
 TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be interpreted
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class AttentionCase:
-    """A call of attention in plain values, by which `supports(case)` of every row decides whether it can run it."""
+    """A call of attention in plain values, by which `supports(case)` of every row decides whether it can run it.
+
+    Nobody may change one. It is not `frozen`, because each call of attention makes one, and to set the fields of a
+    frozen one takes the host 2 us.
+    """
 
     batch: int
     heads: int
@@ -63,15 +67,15 @@ class AttentionCase:
     alibi: bool = False
     sinks: bool = False
     return_lse: bool = False
+    # The options that are given: name -> value. Two forms that few rows know are named TWO_SIDED and OFFSETS.
+    options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options that are given: name -> value. Two forms that few rows know are named TWO_SIDED and OFFSETS."""
-        values = [getattr(self, name) for name in OPTIONS]  # torch.compile traces no attrgetter
-        if not any(values):
-            return {}
-        rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}
-        return {rare.get(name) or name: value for name, value in zip(OPTIONS, values, strict=True) if value}
+    def __post_init__(self) -> None:
+        self.options = {name: value for name in OPTIONS if (value := getattr(self, name))}
+        if isinstance(self.window, tuple):
+            self.options[TWO_SIDED] = self.options.pop("window")
+        if self.offset is True:
+            self.options[OFFSETS] = self.options.pop("offset")
 
     @property
     def plain(self) -> "AttentionCase":
@@ -146,22 +150,20 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             )
     if scale is not None and not torch.compiler.is_compiling():
         finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
-    if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
+    of_q, of_k, of_v, rank = q.shape, k.shape, v.shape, q.dim()  # each read of a shape costs the host a tenth of a us
+    if not (rank == k.dim() == v.dim() and rank >= 3):
         raise ValueError(f"q, k, v must have one rank of at least 3; got shapes {_shapes(q, k, v)}")
-    heads = (q.shape[-3], k.shape[-3]) if q.dim() > 3 else ()
-    if 0 in (q.shape[-1], k.shape[-1], v.shape[-1], *heads):
+    heads = (of_q[-3], of_k[-3]) if rank > 3 else ()
+    if 0 in (of_q[-1], of_k[-1], of_v[-1], *heads):
         raise ValueError(f"q, k, v must have a head and a head dimension of at least 1; got shapes {_shapes(q, k, v)}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"k and v must have one shape but for the head dimension; got {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have one head dimension; got {q.shape[-1]} and {k.shape[-1]}")
-    num_batch_dims = q.dim() - 2 if q.dim() == 3 else q.dim() - 3  # 3-D: (B, S, D), no head axis
-    if q.shape[:num_batch_dims] != k.shape[:num_batch_dims]:
+    if of_k[:-1] != of_v[:-1]:
+        raise ValueError(f"k and v must have one shape but for the head dimension; got {tuple(of_k)} and {tuple(of_v)}")
+    if of_q[-1] != of_k[-1]:
+        raise ValueError(f"q and k must have one head dimension; got {of_q[-1]} and {of_k[-1]}")
+    if of_q[: max(1, rank - 3)] != of_k[: max(1, rank - 3)]:  # (B, S, D) has no head axis
         raise ValueError(f"q and k must have the same batch dimensions; got shapes {_shapes(q, k, v)}")
-    if q.dim() > 3 and q.shape[-3] % k.shape[-3]:
-        raise ValueError(f"query heads ({q.shape[-3]}) must be a multiple of key/value heads ({k.shape[-3]})")
+    if heads and heads[0] % heads[1]:
+        raise ValueError(f"query heads ({heads[0]}) must be a multiple of key/value heads ({heads[1]})")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPE_NAMES:
         raise ValueError(f"q, k, v must have one dtype of {sorted(DTYPES)}; got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
@@ -189,7 +191,7 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
         # int() would keep a length symbolic that torch.compile knows; the length of a range is a plain number.
         return typical[name] if name in typical and not has_static_value(value) else len(range(value))
 
-    for name in AttentionCase.__dataclass_fields__:
+    for name in AttentionCase.__match_args__:  # all but `options`
         value = getattr(case, name)
         if name in ("scale", "softcap"):  # `supports` asks only for their signs
             value = None if value is None else 1.0 if value > 0 else -1.0
@@ -216,8 +218,9 @@ def aligned(x: Tensor) -> Tensor:
     Kernels that move 16 bytes at a time would read memory outside of other tensors, or end the process. A tensor that
     is expanded, with a stride of 0, is copied too.
     """
-    *outer, last = x.stride()
-    fits = x.is_contiguous() or (last == 1 and not any(not step or step * x.element_size() % 16 for step in outer))
+    fits = x.is_contiguous() or (
+        x.stride(-1) == 1 and not any(not step or step * x.element_size() % 16 for step in x.stride()[:-1])
+    )
     if torch.compiler.is_compiling():  # traced tensors have no addresses
         return x if fits else x.contiguous()
     if fits and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.data_ptr() % 16:

@@ -128,9 +128,11 @@ def _form(extent: Extent, names: tuple[str, ...] = EXTENT) -> tuple[str, ...]:
 
 def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | None) -> Extent:
     """The values for EXTENT. `bounds`: intervals of keys or of queries; None where `causal` says it all."""
-    interval: Extent = (None, None, None)
-    if bounds is not None:
-        interval = bounds.first, bounds.end, 0 if bounds.first.shape[0] == 1 else bounds.first.shape[1]
+    interval: Extent = (
+        (None, None, None)
+        if bounds is None
+        else (bounds.first, bounds.end, 0 if len(bounds.first) == 1 else bounds.first.shape[1])
+    )
     slopes = position = None
     if pattern.alibi is not None:
         slopes = pattern.alibi.float().expand(q.shape[:2]).contiguous()
@@ -156,7 +158,7 @@ def _run(
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
-    key = name, q.shape, k.shape, q.dtype, q.device, causal, _form(extent), precision, clean, tile
+    key = name, q.shape, k.shape, q.dtype, q.device, causal, *map(type, extent), precision, clean, tile
     launch = _launches.get(key)
     if launch is None:
 

@@ -38,9 +38,11 @@ OPTIONS = (  # fields of `Pattern` beside `causal`, parameters of `attention`
 HIDING = {"window", "prefix", "offset", "documents", "key_lengths", "mask"}  # options that change what a query sees
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Pattern:
     """Query i sees the keys j that every option lets it see; one that sees none gives zeros.
+
+    Nobody may change one: patterns are shared. It is not `frozen`, because that would cost the host a microsecond.
 
     causal       j <= p, the position of query i among the keys: i + offset, or its place in `documents` + offset
     window       with `causal` a number, j > p - window; or (left, right): p - left <= j <= p + right
@@ -73,10 +75,9 @@ class Pattern:
     def __post_init__(self) -> None:
         for name in ("key_lengths", "offset"):
             if isinstance(x := getattr(self, name), Tensor):
-                object.__setattr__(self, name, x.contiguous())  # kernels read them by address
-        given = {name: getattr(self, name) for name in OPTIONS}
-        given = {name: x for name, x in given.items() if x is not None and (not isinstance(x, int) or x)}
-        object.__setattr__(self, "options", given)
+                setattr(self, name, x.contiguous())  # kernels read them by address
+        given = {name: x for name in OPTIONS if (x := getattr(self, name)) is not None}
+        self.options = {name: x for name, x in given.items() if not isinstance(x, int) or x}
 
     @property
     def hides(self) -> bool:
@@ -261,16 +262,17 @@ def checked_pattern(
         _check_documents(documents, q, k, batch)
     if key_lengths is not None:
         _check_lengths("key_lengths", key_lengths, q, batch, k.shape[-2])
-    heads = q.shape[-3:-2] if q.dim() > 3 else (1,)
-    scores, numbers = (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32)  # the scores' shape; dtypes of numbers
-    tensors = ("mask", mask, scores, torch.bool), ("bias", bias, scores, *numbers)
-    for name, x, shape, *dtypes in (*tensors, ("alibi", alibi, heads, *numbers), ("sinks", sinks, heads, *numbers)):
-        if x is not None:
-            _check_tensor(name, x, q, shape, *dtypes)
-    mask, bias = (None if x is None else _as_4d(x, q) for x in (mask, bias))
-    if alibi is not None and alibi.requires_grad:
-        raise ValueError("alibi must require no gradient; slopes that learn are a bias")
-    alibi, sinks = (None if x is None else x.expand(heads)[None] for x in (alibi, sinks))
+    if not (mask is None and bias is None and alibi is None and sinks is None):
+        heads = q.shape[-3:-2] if q.dim() > 3 else (1,)
+        scores, numbers = (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32)  # the scores' shape; dtypes of numbers
+        tensors = ("mask", mask, scores, torch.bool), ("bias", bias, scores, *numbers)
+        for name, x, shape, *dtypes in (*tensors, ("alibi", alibi, heads, *numbers), ("sinks", sinks, heads, *numbers)):
+            if x is not None:
+                _check_tensor(name, x, q, shape, *dtypes)
+        mask, bias = (None if x is None else _as_4d(x, q) for x in (mask, bias))
+        if alibi is not None and alibi.requires_grad:
+            raise ValueError("alibi must require no gradient; slopes that learn are a bias")
+        alibi, sinks = (None if x is None else x.expand(heads)[None] for x in (alibi, sinks))
     if prefix is not None:
         values.whole("prefix", prefix, least=0, most=FARTHEST)
         if not causal or window is not None:
