@@ -1,7 +1,8 @@
 """Where the time and the memory of the language model go, in a forward and in a whole step, by implementation.
 
 Calls are first timed as in `bench_model.py`, and then profiled in calls of their own, since a profiler slows the host.
-`anatomy_of` makes the fields of a record. To show one more figure, add a field to `Anatomy.fields` and its value there.
+`anatomy_of` makes the fields of a record. To show one more figure, add a `Field` to `Anatomy.fields`, and
+its value to what `anatomy_of` returns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -130,7 +131,7 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
 
 
 def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
-    """The parts of a call, in order: of an inference the forward alone, of a step also the backward and the update."""
+    """The parts of a call, in order: the forward, and if the call is a step, also the backward and the update."""
     losses: list[Any] = []
     if case.mode == "forward":
         return {"forward": lambda: rig.forward(case)}
@@ -148,8 +149,8 @@ def shortened(name: str) -> str:
 def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     """The fields of a record about memory, in bytes.
 
-    They are: what is held before the call, and above that the use by phase and over time. A step also has what
-    HELD_IN_A_STEP lists, measured, and predicted from shapes for models of our own.
+    They say what is held before the call, and above that the use by phase and over time. A step also has the fields of
+    HELD_IN_A_STEP, as measured, and for models of our own also as predicted from shapes.
     """
     rig.base.zero_grad(set_to_none=True)
     # Empties the cache: the GPU's allocator may hand out a cached block that is too large, and counts all of it.

@@ -34,7 +34,7 @@ def sums(low: torch.dtype, device: str) -> Record:
     """ADDEND added TIMES times in four ways: all in float32, all in `low`, and a float32 sum of `low` values, cast by
     torch or by hand.
 
-    The last two agree: what the addend lost when it was rounded, no accumulator brings back; but a sum that is itself
+    The last two agree: no accumulator brings back what the addend lost when it was rounded. But a sum that is itself
     rounded after each step loses far more.
     """
     exact, rounded, name = torch.tensor(ADDEND, dtype=torch.float32), torch.tensor(ADDEND, dtype=low), _name(low)

@@ -1,6 +1,6 @@
 """Training steps of large models, each row with the GPUs to itself: time, MFU, memory, and where the time goes.
 
-Two rows of a model of 8 billion parameters do not fit in memory together, so each is measured alone. It is first
+Two rows of a model of 8 billion parameters do not fit in memory together, so each is measured alone. A row is first
 checked against training in one process, as in `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step
 after step, and its loss must fall. It clips gradients, and its learning rate depends on the model's width.
 `train_alone` runs on the ranks and measures; `TrainingSteps` asks the ranks and makes the record.
@@ -136,7 +136,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
         def timed(_: object) -> None:
             losses.append(rig.step())
-            if kind == "cuda":  # meanwhile the GPU works; on a CPU reading would count as a part of the step
+            if kind == "cuda":  # meanwhile the GPU works; on a CPU the reading would be timed as a part of the step
                 readings.append(device_sensors.read())
 
         samples, _ = ranks.times(Step(timed), range(steps), group, finish=rig.finish)
@@ -321,7 +321,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
 
 
 def findings_of(ranks: Sequence[Alone]) -> Record:
-    """Fields of a record from the ranks' measurements. Kernels are of the rank that waits least for the others."""
+    """Fields of a record from the ranks' measurements. Times of kernels are of the rank that waits least for others."""
     least = min(ranks, key=lambda rank: rank.times["communication_s"])
     most = {name: max(rank.most[name] for rank in ranks) for name in least.most}
     return {

@@ -1,7 +1,7 @@
 """Tokenizers: training and encoding, ours beside the packages of `lmsys.tokenizer.engines` that are installed.
 
-`tokenizer/rows.py` has the calls of each; a new tokenizer is a class in engines.py and a row of TOKENIZERS. Every call
-gets a text that no call saw before: the lines of a corpus in another order.
+`tokenizer/rows.py` has the calls of each tokenizer; a new one is a class in engines.py and a row of TOKENIZERS. Every
+call gets a text that no call saw before: the lines of a corpus in another order.
 """
 
 import random
@@ -40,12 +40,12 @@ from lmsys.measure import memory
 from lmsys.tokenizer import Tokenizer, chunks, naive, pretokens, train, training
 from lmsys.training.corpora import END_OF_TEXT, stdlib
 
-FIRST_MERGES = 30
+FIRST_MERGES = 30  # the most merges, from the first on, that are compared with the definition in a timed call
 
 
 class Texts:
-    """A text in a file, drawn anew again and again from the lines of what it holds at first. Ends of documents go
-    with their lines.
+    """A text in a file, which each `write` replaces by the lines of the first text in another order. Ends of documents
+    go with their lines.
 
     path       of the file
     small      another file, which the definition can train on
@@ -69,7 +69,7 @@ class Texts:
 
 
 class Drawn:
-    """The text that was written last, and what is right of it, made once."""
+    """The text that was written last, and the right results for it, each computed once."""
 
     def __init__(self, draw: int, text: bytes, texts: Texts):
         self.draw, self.num_bytes, self._texts = draw, len(text), texts
@@ -77,7 +77,7 @@ class Drawn:
         self._ids: dict[int, list[int]] = {}
 
     def chosen(self, key: int) -> list[int]:
-        """The numbers of documents that the key says, of 100 kB and a document in all."""
+        """The numbers of documents that are drawn by the key, until they hold 100 kB in all."""
         order, size = random.Random(key).sample(range(len(self.documents)), len(self.documents)), 0
         for count, number in enumerate(order, start=1):
             size += len(self.documents[number])
@@ -97,7 +97,7 @@ class Drawn:
         return None
 
     def difference_of_merges(self, merges: Sequence[naive.Pair], num_merges: int, key: int | None) -> str | None:
-        """Says what is wrong with the first merges, with their number, or with the one that a key says, of all."""
+        """Says what is wrong with the first merges, with the number of merges, or with one that the key draws."""
         first = self.first_merges[:num_merges]
         if words := first_difference("merge", merges[: len(first)], first):
             return words
@@ -116,7 +116,7 @@ class Drawn:
 
     @cached_property
     def first_merges(self) -> list[naive.Pair]:
-        # By definition this takes about half a second for 500 kB of distinct pre-tokens, over all merges.
+        # The definition reads all distinct pre-tokens for each merge: about half a second for 500 kB in all.
         return naive.learn_merges(self.counts, max(1, min(FIRST_MERGES, 500_000 // sum(map(len, self.counts)))))
 
 
@@ -198,8 +198,8 @@ class Tokenizers(Benchmark):
     """Every call has a text that none saw before. A row that encodes must give the ids of the definition: of a whole
     text before it is timed, and in timed calls of some documents.
 
-    Ours must learn the merges of the definition: on a small text, and in timed calls the first and one of the others.
-    Other rows break ties in other ways.
+    Ours must learn the merges of the definition: all of a small text, and in timed calls the first and one of the
+    others. Merges of other rows are not judged, since these break ties in other ways.
     """
 
     name = "tokenizer"
@@ -226,7 +226,7 @@ class Tokenizers(Benchmark):
             about="Peak memory, resident, of a process that does the task once and of those that it starts, added up",
             shown="MB",
         ),
-        fields.COMPILE.called(role="detail"),  # an import
+        fields.COMPILE.called(role="detail"),  # to open a row is to import it
         fields.ERROR.called(role="detail"),  # 0: results are exact
     )
 
@@ -277,7 +277,7 @@ class Tokenizers(Benchmark):
             setup.write(draw)
 
     def step(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Step:
-        """Each call has another text, of which a row may prepare what it needs in memory."""
+        """Each call has another text. Before the timed part a row may read into memory what it needs of the text."""
         asked = setup.tokenizer if case.task == "encode" else case.vocab_size
         call_of = partial(rows.call_of, case.entry.load(), case.task, setup.path, asked, case.processes)
 
@@ -299,7 +299,7 @@ class Tokenizers(Benchmark):
         if case.task == "encode":
             difference = setup.drawn.difference(*kept.result)
         else:
-            key = kept.key if candidate.state is None else None  # it takes longest: once for each row
+            key = kept.key if candidate.state is None else None  # takes longest: once for each row
             candidate.state = "a later merge was judged"
             difference = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, key)
         if difference:

@@ -13,7 +13,7 @@ from pathlib import Path
 PIP = "python -m pip install"
 FOLDER = Path(__file__).parents[1]  # the root of a checkout, or the folder where packages are installed
 USAGE = 2  # exit status of a command that cannot begin
-EXTRAS = {"matplotlib": "report", "pytest": "bench", "pytest_benchmark": "bench"}  # by module the extra with it
+EXTRAS = {"matplotlib": "report", "pytest": "bench", "pytest_benchmark": "bench"}  # module: the extra that installs it
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ COMMANDS = {
 
 
 def parser(name: str, program: str = "") -> argparse.ArgumentParser:
-    """The parser of a command: its help ends with its examples. program: its name, where it is called otherwise."""
+    """The parser of a command: its help ends with its examples. program: another name to show for the command."""
     command = COMMANDS[name]
     examples = "".join(f"\n  {line}\n      {about}" for line, about in command.examples.items())
     return argparse.ArgumentParser(

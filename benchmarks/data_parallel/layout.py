@@ -44,7 +44,7 @@ DATA_PARALLEL: Layout = {
         *KEPT,
         ["defaulted", "optimizer", "adamw"],
         ["checked", ["context", "batch", "world_size"], ["section", "size", "precision", "strategy"]],
-        ["traits", "strategy", "all_reduce_model"],  # of copy engines older files predict by the times of NCCL
+        ["traits", "strategy", "all_reduce_model"],  # older files predict rows of copy engines by NCCL's times
         [
             "computed",
             {

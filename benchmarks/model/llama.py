@@ -2,8 +2,8 @@
 
 `ShardedLlama` is trained as large models are with torch alone: layer by layer compiled, sharded and checkpointed. The
 recipe is torchtitan's (Liang et al. 2024, arXiv 2410.06511, section 2): torch's selective checkpointing, by operator,
-around each layer; torch.compile around that; `fully_shard` around both. What is kept is what a level of
-`lmsys.checkpointing` says.
+around each layer; torch.compile around that; `fully_shard` around both. A level of
+`lmsys.checkpointing` says what is kept.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lmsys.config import ModelConfig
 
-NAMES = {  # of modules, in its layers and around them, by those of ours
+NAMES = {  # our name of a module, in a layer or around the layers: its name in Llama
     "token_embeddings": "model.embed_tokens",
     "ln_final": "model.norm",
     "lm_head": "lm_head",
@@ -41,7 +41,7 @@ class Llama(nn.Module):
     """LlamaForCausalLM with SDPA, called as `lmsys.model.TransformerLM` is, once `take_weights` has given it weights.
 
     ValueError for a rope_theta that is not its default. Compiled by a torch before 2.14, transformers hands SDPA the
-    causal mask as a tensor, which its flash kernel does not take: so do its users get it.
+    causal mask as a tensor, which SDPA's flash kernel does not take. Users of transformers get the same.
     """
 
     attention = "sdpa"
@@ -67,7 +67,7 @@ class Llama(nn.Module):
                     attn_implementation=self.attention,
                 )
             )
-        with torch.device(device or "cpu"):  # its buffers are no weights
+        with torch.device(device or "cpu"):  # its buffers are not among the weights that `take_weights` sets
             self.wrapped.model.rotary_emb = type(self.wrapped.model.rotary_emb)(self.wrapped.config)
         self.head_dim = config.head_dim
 
@@ -80,7 +80,7 @@ class Llama(nn.Module):
         return self.wrapped(input_ids=tokens).logits
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: None = None) -> Tensor:
-        """Its own loss, without documents packed into the sequences: a strategy's wrapper hands on that it has none."""
+        """Its own loss, without packed documents: a strategy's wrapper passes the argument on, as None."""
         return self.loss_and_logits(tokens, targets)[0]
 
     def loss_and_logits(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,10 +89,10 @@ class Llama(nn.Module):
         return output.loss, output.logits
 
     def take_weights(self, ours: nn.Module, shared: bool = False) -> "Llama":
-        """The weights of a TransformerLM, with query and key rows ordered for its rotation of (i, i + D / 2).
+        """Takes a TransformerLM's weights; query and key rows are reordered for Llama's rotation of (i, i + D / 2).
 
         shared: the very parameters of `ours`, so that a second model needs no memory for weights and gradients. Their
-        rows stay as they are, for a rotation of (2i, 2i + 1): another function then, of the same operations.
+        rows keep the order for a rotation of (2i, 2i + 1): Llama is then another function, of the same operations.
         """
         weights = {_theirs(name): weight for name, weight in ours.state_dict(keep_vars=shared).items()}
         if not shared:
@@ -108,7 +108,7 @@ class Llama(nn.Module):
         return {self.names[name.removeprefix("wrapped.")]: self.meant(name, x) for name, x in gradients.items()}
 
     def meant(self, name: str, weight: Tensor) -> Tensor:
-        """A weight, or its gradient, as a model of ours has it that is this function."""
+        """A weight, or its gradient, as it is in the model of ours that computes the same function."""
         return self._reordered(name, weight, (-1, 2, self.head_dim // 2))
 
     def _reordered(self, name: str, x: Tensor, rows: tuple[int, int, int]) -> Tensor:
@@ -119,8 +119,8 @@ class Llama(nn.Module):
 class LlamaTuned(Llama):
     """Llama as an expert runs it: no mask is made, and SDPA is told `is_causal`, so that it takes its fast kernels.
 
-    Which of them is torch's choice: on Hopper cuDNN's. An order set by `sdpa_kernel(set_priority=True)` would outlive
-    it, since what that puts back is not the preference which torch works out at its first call.
+    Torch chooses among these kernels: on Hopper cuDNN's. No order is set by `sdpa_kernel(set_priority=True)`, which at
+    its end does not restore the preference that torch works out at the first call.
     """
 
     attention = CAUSAL
@@ -139,7 +139,7 @@ KEPT_ATTENTION = {
     ATEN._scaled_dot_product_flash_attention.default,
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
 }
-KEPT_MATMULS = {"matmuls": 6, "attention": 4, "whole": 0}  # of a layer's: q, k, v, o, gate, up, down
+KEPT_MATMULS = {"matmuls": 6, "attention": 4, "whole": 0}  # how many of a layer's, in order: q, k, v, o, gate, up, down
 
 
 class ShardedLlama(Llama):

@@ -15,7 +15,8 @@ def is_measured(capability: tuple[int, int] | None) -> bool:
 
 ANY = 2**63  # more than any number of keys or queries: no limit
 # Shapes in which another row than `flash_gluon` is the fastest, by (grad, head_dim, causal). Each is (row, most keys,
-# least queries, most queries), where queries are counted over all heads and batch entries, B H Q.
+# least queries, most queries), where queries are counted over all heads and batch entries, B H Q. Those that fit
+# are tried in order: `flash_gluon` is listed where a smaller shape is an exception to the next entry.
 FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
     (False, 64, True): (("flash_triton", ANY, 0, 32_768),),
     (False, 64, False): (("flash_triton", ANY, 0, 24_576), ("sdpa_cudnn", ANY, 0, 49_152)),

@@ -13,9 +13,10 @@ Choices, each measured on one H200 with bfloat16 inputs:
 - All tiles, and the row vectors of the backward, move through tensor descriptors (TMA). These also zero-fill
   what lies outside, so no length needs to be a multiple of a tile. Loading the row vectors by pointers cost up
   to 70 registers and spilled. Where descriptors are slow (`by_tma`) the same kernels move tiles by addresses,
-  which Triton makes asynchronous copies of. It was compiled for other cards, but timed only on an H100, as sm_80 code.
+  which Triton turns into asynchronous copies. That form was compiled for other cards, but timed only on an H100, as
+  sm_80 code.
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
-  Moved by addresses, the mask is what the first product is added to: see `_masked`.
+  Where tiles move by addresses, the first product is added to the mask: see `_masked`.
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
 - Under a causal mask the tiles of queries that see most keys come first, in groups of heads whose keys and values stay
   in L2 together.
@@ -43,7 +44,7 @@ from lmsys.kernels.tritons import version
 
 INTERPRETED_SCORES = 2**18  # the most scores for which the interpreter is used: with more a check takes minutes
 ROW_PADDING = 128  # delta and the log-sum-exp are padded to it: a multiple of every BLOCK_Q
-# Each kernel, and what its descriptors are tiled by: rows of q queries or k keys, or a vector over rows of queries.
+# Each kernel, and the tile of each descriptor: "q" rows of queries, "k" rows of keys, "vector" a number by query.
 KERNELS = {
     "fwd": (flash_triton_kernels._fwd_kernel, ["q", "k", "k", "q"]),
     "dq": (flash_triton_kernels._dq_kernel, ["q", "k", "k", "q", "q", "q"]),

@@ -42,7 +42,7 @@ HIDING = {"window", "prefix", "offset", "documents", "key_lengths", "mask"}  # o
 class Pattern:
     """Query i sees the keys j that every option lets it see; one that sees none gives zeros.
 
-    Nobody may change one: patterns are shared. It is not `frozen`, because that would cost the host a microsecond.
+    Nobody may change a `Pattern`, since calls share it. It is not `frozen`: that would cost the host a microsecond.
 
     causal       j <= p, the position of query i among the keys: i + offset, or its place in `documents` + offset
     window       with `causal` a number, j > p - window; or (left, right): p - left <= j <= p + right

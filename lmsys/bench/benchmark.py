@@ -100,7 +100,7 @@ class Benchmark:
     num_proofs = 0
 
     def __reduce__(self) -> Any:
-        """Unpickles to the one instance of the class that the other process has, with what its hooks keep there."""
+        """Pickles a reference: in another process it becomes that process's one instance, with what its hooks keep."""
         cls = type(self)
         return _benchmark, (cls.__module__, getattr(sys.modules[cls.__module__], "__file__", ""), cls.__qualname__)
 
@@ -164,8 +164,8 @@ class Benchmark:
                 candidate.judge(ratios)
 
     def redraw(self, setup: Any, draw: int) -> None:
-        """The inputs of a draw, in the same memory: before every timed call, unless the step has a `redraw` of its own,
-        and before a timed call is judged. See `lmsys.draws`."""
+        """Writes the inputs of a draw into the same memory. Called before every timed call, unless the step has a
+        `redraw` of its own, and before a timed call is judged. See `lmsys.draws`."""
 
     def judge(self, case: Any, candidate: Candidate, setup: Any, kept: Kept) -> Mapping[str, float]:
         """Errors over their budgets, by tensor, of a timed call; {} if it is not checked.

@@ -78,7 +78,7 @@ def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, b
             pytest.skip(f"already measured: {session.carried[key]['outcome']}")
         try:
             result = session.result(key)
-        except KeyboardInterrupt:  # of which pytest-benchmark would say that its fixture was not used
+        except KeyboardInterrupt:  # pytest-benchmark would warn that its fixture was not used
             request.config.addinivalue_line("filterwarnings", "ignore:Benchmark fixture was not used at all")
             raise
         except JournalError as error:  # a full disk: whatever else is measured would be lost
@@ -99,8 +99,8 @@ def lmsys_device_benchmark(
 ) -> Callable[..., Any]:
     """`lmsys_device_benchmark(fn)`: time one function by the device's clock, and return what it returned.
 
-    Nothing is checked. On CUDA by events, the cache cleared before each call; on a CPU by wall time. It runs in this
-    process. --benchmark-min-rounds and --benchmark-max-time say how often.
+    Nothing is checked. On CUDA the clock is events, with the cache cleared before each call; on a CPU it is wall time.
+    The function runs in this process. --benchmark-min-rounds and --benchmark-max-time say how often.
     """
     import torch
 
@@ -190,7 +190,7 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
     if resumed:
         _resume(ours, resumed)
     ours.select(keys)
-    if not config.option.collectonly:
+    if not config.option.collectonly:  # mistakes in metrics and layouts are reported now, not after the run
         content = ours.made_up()
         with suppress(ImportError):  # where there is no matplotlib, no report is built
             from lmsys.reports import layout
@@ -213,7 +213,7 @@ def _benchmark_of(test: Any) -> Any:
 
 
 def _has_case(item: pytest.Item) -> bool:
-    return isinstance(item.callspec.params["cell"], str)  # pytest puts a mark for none
+    return isinstance(item.callspec.params["cell"], str)  # a benchmark without cases has pytest's mark here
 
 
 def _session(config: pytest.Config) -> results.Session:

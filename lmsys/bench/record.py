@@ -8,10 +8,10 @@ pytest-benchmark's JSON with one more key, and a seal in it:
     layouts  for each benchmark that says it, how a report shows them (`lmsys.reports.layout`); older files have none
     rows     for each table of rows their names, labels and traits, in the table's order
 
-The seal of a record is the SHA-256 of all else in it, and the seal of a file that of all else in this key, where
-"others" is the SHA-256 of pytest-benchmark's part: a file may be kept without its entries. Seals find what was changed
-by accident or without care; whoever seals again is found by `lmsys verify` only where the rest contradicts itself, or
-the oracle.
+The seal of a record is the SHA-256 of all else in it. The seal of a file is that of all else in this key, where
+"others" is the SHA-256 of pytest-benchmark's part: so a file may be kept without that part's entries. Seals show
+changes made by accident or without care. If a changed file was sealed again, `lmsys verify` finds the change only where
+the file contradicts itself, or the oracle.
 
 While a run lasts, the same content is appended to a journal, `<result>.partial`: a JSON line with all but the records,
 then one for each record.

@@ -63,7 +63,7 @@ CASES = (
 def questions(
     entry: registry.Entry, options: question.Options, cases: Iterable[formulas.Case] = CASES
 ) -> Iterator[question.Question]:
-    """A question for each case. One that needs an option without a parameter is not asked, with that reason."""
+    """A question for each case; it is not asked, with that reason, if the loss lacks a parameter for an option."""
     implementation = entry.load()
     call = signature.called(
         signature.built(implementation, {}, {}) if signature.is_module(implementation) else implementation,

@@ -91,6 +91,7 @@ class Adam:
         g = g + self.in_gradient * settings["weight_decay"] * p
         m = beta1 * state.get("m", torch.zeros_like(p)) + (1 - beta1) * g
         v = beta2 * state.get("v", torch.zeros_like(p)) + (1 - beta2) * self.square(g)
+        # "corrected_by": other betas for bias correction, set by a mistake in `optimizer.py` alone.
         corrected = self.betas(*settings.get("corrected_by", settings["betas"]))
         state |= {"m": self.keep(m), "v": self.keep(v)}
         p = p if self.late else self.decay(p, settings)

@@ -1,4 +1,4 @@
-"""A checkout of an assignment: finds it, and imports its tests/adapters.py; `adapter(name)` gives one of them."""
+"""A checkout of an assignment: finds it, and imports its tests/adapters.py; `adapter(name)` gives an adapter."""
 
 import importlib
 import importlib.metadata
@@ -64,10 +64,11 @@ class Missing(types.ModuleType):
 def load() -> Any:
     """The module tests.adapters. The process must work in the checkout, with sys.path as `path_of` says.
 
-    For a missing module a `Missing` is put in its place; if it lies deeper in the checkout, its folder joins sys.path.
+    For a module that is not found, its folder joins sys.path if it lies deeper in the checkout; else a `Missing` is put
+    in its place.
     ValueError, with the line, where tests.adapters does not load.
     """
-    importlib.metadata.version = laptop.version
+    importlib.metadata.version = laptop.version  # packages of the course read their version, installed or not
     Missing.loading = True
     try:
         while True:
@@ -107,7 +108,7 @@ def adapter(name: str) -> Any:
 
 
 def written() -> Mapping[str, bool]:
-    """By name of each adapter True where it does more than raise NotImplementedError, as the course's templates do."""
+    """{name of an adapter: True where it does more than the course's template, which raises NotImplementedError}."""
     return {
         name: getattr(getattr(x, "__code__", None), "co_names", ()) != ("NotImplementedError",)  # all that it names
         for name, x in vars(load()).items()

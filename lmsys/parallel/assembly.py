@@ -1,7 +1,7 @@
 """Whole tensors on the ranks that own them, from the flat parts of `Fsdp`, and back: an all-to-all each way.
 
-An optimizer that looks at whole matrices, such as `lmsys.training.muon.Muon`, keeps its state in flat parts, as any
-other does, and calls this for what it computes of whole ones: a rank assembles those that it owns.
+An optimizer that needs whole matrices, such as `lmsys.training.muon.Muon`, keeps its state in flat parts, as any other
+does. To compute, each rank assembles the matrices that it owns.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class Assembly:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Sends each rank its list of tensors, flat; gives what has come, rank by rank. sizes: of that, by rank."""
+        """Sends each rank its list of tensors, flat; gives the received ones, by sender. sizes: of those, by sender."""
         nothing = torch.empty(0, dtype=dtype, device=self._device)
         flat = torch.cat([nothing, *(x for of_rank in sent for x in of_rank)])
         counts = [sum(x.numel() for x in of_rank) for of_rank in sent]

@@ -202,7 +202,8 @@ class Layout:
         return [flat.as_strided(shape, strides, start) for shape, strides, start in self.places]
 
     def part(self, world_size: int) -> int:
-        """Elements of each of world_size equal parts: of 2 bytes or more each, they begin at multiples of 16 bytes."""
+        """The length in elements of each of world_size equal parts. In dtypes of 2 bytes or more, each part begins at a
+        multiple of 16 bytes."""
         return -(-self.length // (world_size * PART_MULTIPLE)) * PART_MULTIPLE
 
     def gaps(self, numel: int) -> list[slice]:

@@ -213,10 +213,10 @@ class FlatShard:
             self.shard.grad = None
 
     def kept(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """Parts that the next step leaves as they are, as no rank has used the parameter: pairs (part, copy of it).
+        """Parts that the next step must not change, as no rank has used the parameter: pairs (part, copy of it).
 
         Parts are of the shard and of the optimizer's tensors for it. state: the optimizer's state of the shard.
-        RuntimeError where its one count of steps would be wrong for a parameter that is used again.
+        RuntimeError where the optimizer's one count of steps would be wrong for a parameter that is used again.
         """
         if self.shard.grad is None or not (self._idle or self._behind):
             return []
@@ -332,7 +332,7 @@ class Walk:
 
     order          in which units are expected, each as often as it will be used
     release        called with a unit whose last expected use is over
-    release_first  release it before the unit after the next is gathered, not behind that
+    release_first  True: the unit behind is released before the unit ahead is gathered; False: after that
     seen           the units in the order in which they were used
     visits         the units that a backward will come back to, in the order of the forward
     strayed        True once a unit was used that was not expected

@@ -71,7 +71,7 @@ class Pretokenizer:
         begins = np.ones(n + 1, bool)
         np.not_equal(kinds[1:n], kinds[: n - 1], out=begins[1:n])
         begins[[start for start, _ in specials]] = True
-        # Of several spaces before a word, the last is no part of the others' pre-token: a blank is the beginning of the
+        # Of several spaces before a word, the last does not belong to the pre-token of the others: a blank begins the
         # word's, other whitespace is a pre-token of its own.
         before_word = begins[1:n] & (kinds[: n - 1] == SPACE) & (kinds[1:n] <= OTHER)
         begins[: n - 1] |= before_word
@@ -202,9 +202,9 @@ class Words:
     def _insert(
         self, padded: bytes, starts: np.ndarray, which: np.ndarray, low: np.ndarray, high: np.ndarray
     ) -> np.ndarray:
-        """The numbers of the pre-tokens `which`, of the keys (low, high), that are not in the first slot of their key.
+        """The numbers of the pre-tokens `which`, none of whose keys (low, high) is in its first slot.
 
-        Those that are new get a number.
+        New words get a number.
         """
 
         def added(new: np.ndarray) -> np.ndarray:

@@ -75,7 +75,7 @@ class Cache:
         self._positions: Tensor | None = None
 
     def attend(self, of_model: Callable[[], Any]) -> list[Any]:
-        """By layer the function that it attends with. of_model: gives the model's own, which reads the prompts."""
+        """The attention function of each layer. of_model: gives the model's own, by which the prompts are read."""
         read = partial(self._read_prompts, of_model()) if self._positions is None else self._read_token
         return [partial(read, index) for index in range(len(self._kept))]
 

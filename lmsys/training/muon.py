@@ -73,7 +73,7 @@ class Muon(AdamW):
     batched           False: each matrix by itself. Libraries may choose another kernel for another number of matrices,
                       so only then are a matrix's bits the same whichever others are stepped beside it
     betas, eps        AdamW's
-    flats             of `Fsdp.make_optimizer`: by parameter the `FlatShard` of several that the parameter is a part of
+    flats             given by `Fsdp.make_optimizer`: for a parameter that is a flat part of several, their `FlatShard`
 
     `torch.amp.GradScaler` unscales the gradients itself, and skips a step by itself.
     ValueError: as of `AdamW`; a momentum outside [0, 1), another `adjust_lr_fn`, a parameter with `use_muon` that is no
@@ -310,8 +310,8 @@ def matrix_groups(module: nn.Module, more: structure.Groups | None = None) -> st
 def optimizer_of(train: TrainConfig, model: nn.Module) -> tuple[type[AdamW], dict[str, Any], dict[str, Any]]:
     """(class, options for all its param groups, `groups` where there are several) of the optimizer of a training.
 
-    In a reproducible one a matrix is orthogonalized by itself: ranks that own other matrices beside it get its bits. In
-    fp16 the iteration is in float16, too: the GPU may have no bfloat16.
+    In a reproducible training each matrix is orthogonalized by itself, so that its bits are the same whichever matrices
+    its rank owns beside it. In fp16 the iteration is in float16, too: the GPU may have no bfloat16.
     ValueError as of `undecayed` and `matrix_groups`.
     """
     options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay}

@@ -1,4 +1,5 @@
-"""The cases that the row `flash_gluon` runs. It is apart from the kernels, which other Triton versions cannot import.
+"""The cases that the row `flash_gluon` runs. This file is apart from the kernels, which other Triton versions
+cannot import.
 
 `table.py` names `flash_gluon_supports`. On a Triton version that the GPU tests have not passed on, the row is tried
 once, by `selftest.py`, before it is used.
