@@ -102,7 +102,7 @@ class Anatomy(bench_model.ModelBenchmark):
 
 
 def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
-    """All that the record says of one case beside its time."""
+    """The fields of one case's record that are not found by timing its calls."""
     rig = setup.rig
     rig.clear()  # frees what the rows before have left, so that memory is this row's alone
     phases = phases_of(case, rig)

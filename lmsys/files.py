@@ -1,6 +1,6 @@
 """Files that are there whole or not at all, and that one process writes at a time; checksums; git. Imports no torch.
 
-All of lmsys writes its files by `replacing` or `write_json`.
+Results, pages, tokens and checkpoints are written by `replacing` or `write_json`.
 """
 
 import fcntl

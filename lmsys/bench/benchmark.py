@@ -124,7 +124,7 @@ class Benchmark:
         return case.id
 
     def contends(self, case: Any) -> bool:
-        """True of a row that may be called the fastest of its comparison: it does the same work as the others."""
+        """True for a row that may be called the fastest of its comparison: it does the same work as the others."""
         return True
 
     def context(self, cases: Cases) -> AbstractContextManager[Any]:

@@ -149,7 +149,7 @@ def payload(head: fields.Record, records: Iterable[fields.Record]) -> fields.Rec
 def load(path: Path) -> fields.Record:
     """The `{"machine", "fields", "layouts", "rows", "records"}` of a result file, or of a killed run's journal.
 
-    ValueError, with the path, for a file that is absent, not JSON, not ours, or of a later schema.
+    ValueError, with the path, for a file that is absent, not JSON, not ours, or of another schema.
     """
     return dict(load_file(path)["lmsys"])
 

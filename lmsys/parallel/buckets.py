@@ -22,7 +22,7 @@ BALANCED = 0.95  # a bucket is closed once this share of its segments is gradien
 
 
 def is_size(value: object) -> TypeGuard[float]:
-    """True of a positive, finite number."""
+    """True for a positive, finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
