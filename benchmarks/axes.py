@@ -1,7 +1,7 @@
-"""The axes that have an option of their own here, each declared once; `pytest --help` shows them. Imports no torch.
+"""The axes of benchmarks that have a command line option each, such as --size. Imports no torch.
 
-Benchmarks pick theirs by `named("--size --batch")`. A new option is a line in NAMED, with a function that parses one
-value.
+Benchmarks pick their axes by `named("--size --batch")`, and `pytest --help` shows the options. A new option is a line
+in NAMED, with a function that parses one value.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ MODELS_ONLY = (
     "auto",
     "llama",
     "llama_tuned",
-)  # of --attention: what chooses a row, or is a whole model
+)  # values of --attention that only models take: "auto" chooses a row, the others are whole models
 
 
 def square(text: str) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def softcap(text: str) -> float:
 
 
 def asked(text: str) -> bool | None:
-    """None for no: files from before there was such an axis do not say it, and mean the same."""
+    """True for yes, None for no, as in result files that are older than the axis and have no value for it."""
     return yes_no(text) or None
 
 
@@ -93,7 +93,7 @@ def checkpointing(text: str) -> str:
 
 
 def checkpointings(text: str) -> Iterator[str]:
-    """The settings of a list: levels with numbers that follow one another are one, as attention*12,matmuls*22."""
+    """Yields the settings of a list. Neighbouring parts with numbers are one setting, as in attention*12,matmuls*22."""
     for has_number, parts in groupby(map(str.strip, text.split(",")), lambda part: "*" in part):
         texts = list(parts)
         yield from [",".join(texts)] if has_number else texts
@@ -245,8 +245,7 @@ NAMED = (
 
 
 def named(*parts: str | Axis, **defaults: object) -> tuple[Axis, ...]:
-    """The axes of these options, and others in their places, with defaults by the axis's name where a benchmark has its
-    own.
+    """The axes of these options, in this order; an `Axis` among them stands for itself. `defaults` go by axis name.
 
     axes = named("--size --batch", Axis("warmup", int, (None,)), batch=(4,))
     """

@@ -2,8 +2,8 @@
 
 The strategies are the rows of `lmsys.parallel.STRATEGIES`. This file runs in the bench's process and asks the ranks:
 `data_parallel/check.py` checks a strategy before timing, `data_parallel/rank.py` times a pass,
-`data_parallel/passes.py` judges it, `data_parallel/cases.py` computes the fields of records. A *pass* is so many
-training steps of one row; the rows take turns pass by pass.
+`data_parallel/passes.py` judges it, `data_parallel/cases.py` computes the fields of records. A *pass* is a
+series of training steps of one row; the rows take turns pass by pass.
 """
 
 import math
@@ -231,7 +231,7 @@ class DataParallel(ParallelBenchmark):
     def sample(self, turn: Sequence[ParallelCase], trial: Any) -> None:
         """Runs all passes, the rows in turns, then compares one of them with plain steps."""
         number_of_passes = PASSES[turn[0].backend]
-        # Steps of rows are compared one with one, so all rows take as many.
+        # Each step of a row is compared with the same step of other rows, so all rows take the same number of steps.
         steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)
         # All rows begin with the same weights, by the seed, and take the same batches. Nobody can foresee which batches
         # these are, nor which rows of the parameters are judged.

@@ -42,7 +42,7 @@ class ModelBenchmark(Benchmark):
     """The base of the benchmarks of models. A row is compiled and checked once for all modes with gradients, and once
     for inference.
 
-    Each case runs once with no other in memory before it is sampled, which decides whether it is out of memory.
+    Before a case is sampled it runs once with no other case in memory: this run decides whether it is out of memory.
     """
 
     tables = {"attention": models.MODEL_ROWS}

@@ -54,8 +54,8 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 class Inputs:
     """hidden (N, M) and weight (V, M), both leaves, and targets (N). Gradients are of the loss times `scale`.
 
-    groups        (numbers of the tokens (N), numbers of the classes (V)): 0 for ordinary tokens, and for classes to
-                  whose gradient no extreme token adds. Tokens or classes of one number have a budget of their own
+    groups        (group of each token (N), group of each class (V)): 0 for ordinary tokens, and for classes to whose
+                  gradient no extreme token adds. Each group of tokens or classes has a budget of its own
     exact, plain  the answers of `references`, with the loss of each token: in float64, and by plain PyTorch in the
                   precision that is tested. They are on the host, to leave the device to the implementation
     """
@@ -137,7 +137,7 @@ class Inputs:
     def keep(self, answer: Answer, key: int | None) -> Any:
         """The loss of a timed call, and the rows of both gradients that the key chooses; None without a key.
 
-        ValueError as of `check_plain`.
+        `check_plain` raises NotAsPromised for an output that is not a plain tensor of the right shape and dtype.
         """
         for name, x, like in zip(OUTPUTS, answer, (self.hidden.new_empty(()), self.hidden, self.weight), strict=True):
             check_plain(name, x, like, self.tensors.values())
@@ -209,7 +209,7 @@ def ratios(
 ) -> dict[str, float]:
     """The error over its budget of each output. `exact` and `plain` have the loss of each token, `answer` their mean.
 
-    groups  numbers of groups, for the tokens' losses and for the rows of each gradient; each has its own budget
+    groups  the group of each token's loss, and of each row of the two gradients; each group has its own budget
     device  where outputs are compared, one after another to save memory; None: where `answer` is
     """
     result = {LOSS: mean_ratio(answer[0], exact[0], plain[0], groups[0])}
@@ -302,7 +302,7 @@ def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Reco
 
     The key chooses a group, and then a row of it, so that an extreme token is as likely as an ordinary one.
 
-    groups  numbers of the n tokens' groups
+    groups  the group of each of the n tokens
     """
     chance = random.Random(key)
     row = chance.choice((groups == chance.choice(groups.unique().tolist())).nonzero().flatten().tolist())

@@ -1,6 +1,7 @@
-"""The layout of attention: for each grid the tables and plots of each dtype, mask and direction.
+"""The report on attention: for each grid the tables and plots of each dtype, mask and direction.
 
-`lmsys.reports.layout` explains the keys and steps of a layout.
+`bench_attention.py` declares ATTENTION as its `layout`. `lmsys.reports.layout` explains the keys of a layout, and the
+functions of `lmsys.reports.steps` and `lmsys.reports.special` its steps.
 """
 
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from benchmarks.layouts import LIMIT, WORDS, Layout
 
 SHAPE = ["head_dim", "queries", "keys", "heads", "kv_heads", "batch"]
-COMPARED = [["products", [["B", "S"], ["H", "D"]]], ["over"]]
+COMPARED = [["products", [["B", "S"], ["H", "D"]]], ["over"]]  # captions with constant products B·S, H·D; speedups
 ATTENTION_KEYS = ["causal?", "D?", "S?", "S|", "visible!"]
 FACETS = ["facets", ["D?"], ["S", "impl", "causal"]]
 SIDE_BY_SIDE = (  # tables of many head dimensions hold several rows in one cell, as a / b / c
@@ -22,7 +23,7 @@ RECTANGLES = [  # lengths of queries and keys, in the order of their sizes
 
 
 def in_both_modes(stem: str, heading: str, *steps: Any) -> list[Any]:
-    """The parts in the usual mode of torch, and those in its deterministic one."""
+    """Two lists of steps: for the cases in torch's usual mode, and for those in its deterministic mode."""
     return [
         [["only", "not deterministic"], ["cut", stem, heading], *steps],
         [["only", "deterministic"], ["cut", f"{stem}-deterministic", f"{heading}, {{deterministic}}"], *steps],
@@ -30,7 +31,7 @@ def in_both_modes(stem: str, heading: str, *steps: Any) -> list[Any]:
 
 
 PASSES = ("{section}-{dtype}-{mask}-{direction}", "{direction}, {dtype}, {causal}")
-KIND = (  # what tells a case from one with as many keys as queries, and key heads as query heads
+KIND = (  # an expression: how a case differs from plain attention, with equal lengths and equal numbers of heads
     'joined("documents" if documents else "", f"window {window:,}" if window else "",'
     ' "capped scores" if softcap else "", "deterministic" if deterministic else "", "decoding" if offset else'
     ' "Q\N{NO-BREAK SPACE}≠\N{NO-BREAK SPACE}K" if queries != keys else'

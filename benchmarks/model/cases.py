@@ -1,21 +1,21 @@
 """The cases that benchmarks of language models share, a row's model with given weights, and the check before timing.
 
-`bench_model.py` and `bench_anatomy.py` use it.
+`bench_model.py` and `bench_anatomy.py` use this module.
 
-A row is an attention row in our model, eager or compiled, or somebody else's whole model. The `Gate` checks that it
-computes what the plain model does.
+A row is an attention row in our model, eager or compiled, or somebody else's whole model, such as Llama. The `Gate`
+checks that a row computes the same function as the plain model. A whole model gets our weights under its own names, and
+its gradients are mapped back to ours.
 
-The reference is the eager model with naive attention in float64, the budget what the same model loses in the precision
-that is tested: see `lmsys.testing.ratio_of`, for the logits of inference, or for the loss and each gradient of
-training. Llama is such a row: with the weights of ours, mapped to its own and its gradients back, it is the same
-function.
+The reference is the eager model with naive attention in float64. The budget is the error of the same model in the
+precision that is tested (`lmsys.testing.ratio_of`). Logits are compared for inference, and for training the loss and
+each gradient.
 
-A row with a narrow residual stream is held to the budget of plain PyTorch with one, which rounds the same sums. How far
-its gradients are from float64 is in the record, as it is of every row.
+A row with a narrow residual stream is held to the budget of plain PyTorch with a narrow stream, which rounds the same
+sums. The record of every row says how far its gradients are from float64.
 
 Some embeddings are zero, huge or have an outlier channel, and some gates are saturated: `lmsys.extremes.model`. Their
-gradients, and the logits of their tokens, are judged apart from the others, which have a budget of their own: at zero a
-gradient may be many times as large as any other, at a huge row as small.
+gradients, and the logits of their tokens, have a budget apart from that of all others: the gradient of a zero row may
+be many times as large as any other, and that of a huge row many times as small.
 
 The gate tests NUM_BLOCKS blocks, as many as one compiled graph holds, because all graphs share their code. The context
 is the case's, up to MAX_CONTEXT; the batch is smaller where naive's scores would not fit.
@@ -39,7 +39,7 @@ from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
 from lmsys.training.prepare import autocast, gpu_memory
 
-Row = tuple[str, str, bool, str, str]
+Row = tuple[str, str, bool, str, str]  # `ModelTest.row`
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = axes.named(
     "--size --context --batch --precision --mode",
@@ -145,7 +145,11 @@ class ModelTest(models.ModelCase):
 
 
 def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
-    """The row's model with the weights of `base`: a peer's may share them, or be such that it is the same function."""
+    """The row's model with the weights of `base`.
+
+    shared  a peer's model has the very parameters of `base`, whose rows may not be in its order: it may then be another
+            function, of the same operations. If not shared, it is the same function
+    """
     if not case.peer:
         changes = {**case.runtime, "attention": case.attention.name}
         if "checkpoint_blocks" in changes:
@@ -182,7 +186,7 @@ class Gate:
         self.data.tokens[0, 1 : len(kinds) + 1] = kinds.to(self.data.tokens)[: self.data.tokens.shape[1] - 1]
 
     def check(self, candidates: Sequence[Candidate]) -> None:
-        """Judges each; on half the batch, and half again, where it is the gate's own reference that has no room."""
+        """Judges each candidate. Halves the batch as often as the memory is too small for the gate's own reference."""
         while True:
             try:
                 return self.judge([candidate for candidate in candidates if candidate.outcome == "ok"])

@@ -69,9 +69,9 @@ def whole_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
 def gradients_like(
     q: Tensor, k: Tensor, v: Tensor, like: Callable[[Tensor], Tensor], together: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty dq, dk and dv. If q, k and v are parts of one tensor, so are they, for the projection's backward.
+    """Empty dq, dk and dv: parts of one tensor if q, k and v are, for the projection's backward.
 
-    Otherwise they are like(q), like(k) and like(v). They also are if not `together`, since the layout of a custom
+    Otherwise they are like(q), like(k) and like(v). They also are if `together` is False, since the layout of a custom
     operator's results is fixed beforehand, and where a row of a head is no multiple of 16 bytes, which TMA needs.
     """
     whole = whole_of(q, k, v) if together else None
@@ -271,8 +271,8 @@ def flash(
     """The autograd Function of a flash row, `<class_name>.apply`, and the row itself, a function called `name`.
 
     `forward(q, k, v, causal, scale)` returns o and the log-sum-exp, `backward(q, k, v, o, lse, do, causal, scale)`
-    returns dq, dk, dv; each may be given a `pattern`. `registered` replaces `backward` in the operator
-    `lmsys::<name>_backward`, None: it does not. The row takes any scale. It calls the operators while torch.compile,
+    returns dq, dk, dv; each may be given a `pattern`. `registered`, if given, replaces `backward` in the
+    operator `lmsys::<name>_backward`. The row takes any scale. It calls the operators while torch.compile,
     torch.func or a dispatch mode is active (`is_watched`), else the Function.
     """
     operator, gradients = _custom_op(name, forward, registered or backward)

@@ -57,7 +57,7 @@ class Documents:
         )
         self.longest = max(map(max, self.lengths))
         ends = [list(accumulate(row)) for row in self.lengths]
-        self._edges = [[0, *row[:-1]] for row in ends], ends  # by batch entry, where each document begins; and ends
+        self._edges = [[0, *row[:-1]] for row in ends], ends  # beginnings and ends of documents, by batch entry
         with torch.inference_mode(False):  # the tensors may be used outside of inference mode
             self.starts, self.ends = (self._by_token(x, device) for x in self._edges)
             self.key_starts, self.key_ends = (self._by_token(x, device) for x in self.keys._edges)
@@ -171,7 +171,7 @@ def keep(
     """The entry `key` of `kept`, or make(), which becomes that entry. Beyond `most` entries the oldest is dropped.
 
     make() does not become an entry if `kept` is None, under a tracer such as torch.compile, or while a CUDA graph is
-    recorded, of which it becomes a part.
+    recorded: the graph then makes the tensors at each replay.
     """
     if kept is None or is_watched():
         return make()

@@ -47,7 +47,7 @@ from lmsys.kernels.launch import INTERPRETED, Kernel, arch_of, by_tma, describab
 # Bytes of a tile of keys, and of one of values. The interpreter has smaller tiles, so that few keys fill several.
 TILE_BYTES = 1024 if INTERPRETED else 32 * 1024
 ROOM = 200 * 1024  # bytes of shared memory that hold three stages of such tiles of keys and of values
-SOME_ROOM = 160 * 1024  # bytes from which a multiprocessor runs two programs with three stages of half such tiles
+SOME_ROOM = 160 * 1024  # bytes with which a multiprocessor runs two programs with three stages of tiles half as large
 MOST_ROWS = 64  # the most rows of a tile of queries: its heads times its queries
 MOST_WAVES = 8  # the most waves of programs that `parts_of` considers
 FULL = 0.9  # where this share of the GPU's places for programs is used, over all waves, it counts as full
@@ -222,10 +222,10 @@ def parts_of(owners: int, most: int, places: int) -> int:
     """The number of parts, from 1 to `most`, that the keys of each of `owners` tiles of queries are divided into.
 
     `places`: the programs that the GPU runs at a time. Programs take equally long, so the last wave of them should be
-    as full as those before. For one wave, two, and so on up to MOST_WAVES, as many parts are considered as fit. The
-    first number that fills FULL of the places is taken, or else the fullest. Owners that fill half of the places keep
-    one part each: multiprocessors come in pairs that share a path to memory, one of a pair reads about as fast as both,
-    and nothing has to be combined.
+    as full as those before. For one wave, two, and so on up to MOST_WAVES, the most parts that fit are considered. The
+    first number that fills a share FULL of the places is taken, or else the one that fills the largest share. Owners
+    that fill about half of the places keep one part each: multiprocessors come in pairs that share a path to memory,
+    one of a pair reads about as fast as both, and nothing has to be combined.
     """
     if FULL * places / 2 <= owners <= places / 2:
         return 1
@@ -308,8 +308,8 @@ def decode(
 def _seen_by_the_first(pattern: Pattern, queries: int, keys: int) -> tuple[int, int, int]:
     """(first, end, seen): query 0 sees the keys [first, end), and all queries together see `seen` keys, at least 1.
 
-    Query i sees [first + i, end + i), cut off at 0 and `keys`. Both are at most `keys`. `first` is at least
-    -FEW_QUERIES, which is so low that no query has its left end inside of the keys. Where each batch entry has an
+    Query i sees [first + i, end + i), cut off at 0 and `keys`. `first` and `end` are at most `keys`. `first` is at
+    least -FEW_QUERIES, which is so low that no query has its left end inside of the keys. Where each batch entry has an
     offset, both are relative to that offset, without these limits.
     """
     far = queries + keys
@@ -332,7 +332,7 @@ _kernels: dict[tuple[Any, ...], Any] = {}  # the compiled kernels, by the keys m
 
 
 def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...], tile_d: int) -> Any:
-    """The compiled `_split_keys_kernel` for calls like this one; `tensors` are q, k and v, `others` its arguments."""
+    """The compiled `_split_keys_kernel` for calls like this one; `others` are its arguments after `tensors` q, k, v."""
     q, precision, (part_o, _, lengths, offset, softcap) = tensors[0], dot_precision(tensors[0]), others[:5]
     sizes = plan.heads, plan.queries, plan.block_k, plan.num_warps, plan.num_stages
     columns, is_result = part_o.shape[-1], plan.parts == 1

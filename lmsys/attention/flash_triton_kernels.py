@@ -2,15 +2,17 @@
 
 `first_ptr` and the arguments after it describe a `Pattern`; each is None where the pattern lacks that option.
 - `first_ptr`, `end_ptr`, `bounds_stride`: each query sees an interval of keys, and each key is seen by an interval of
-  queries (`lmsys/attention/bounds.py`). The first two hold the intervals of what the program owns. Batch entries are
-  `bounds_stride` apart, 0 where all have the same intervals. Where these are None, CAUSAL alone decides who sees what.
+  queries (`lmsys/attention/bounds.py`). The first two hold the intervals of the queries, or keys, that the program
+  owns. Batch entries are `bounds_stride` apart, 0 where all have the same intervals. Where these are None, CAUSAL alone
+  decides who sees what.
 - `softcap`: the cap, a number.
 - `slopes_ptr`, `position_ptr`: for ALiBi the slopes (B, H), and where queries stand among the keys (B, Q). Positions
   are padded by a tile or more at the end, so their loads need no mask.
 - `dlse_ptr`: the gradient of the log-sum-exp (B, H, Q), where that was a result.
 
-A hidden key (for keys: a hidden query) has weight zero. But 0 · NaN is NaN: a NaN or infinity in its vectors spoils
-(makes NaN) the sums of each tile that visits it. With intervals, sums that are NaN are therefore computed again:
+Hidden keys have weight zero in a query's sums, and hidden queries in a key's. But 0 · NaN is NaN: a NaN or infinity in
+a hidden vector spoils (makes NaN) the sums of each tile that visits it. With intervals, sums that are NaN are therefore
+computed again:
 1. Vectors that are not finite are loaded as zeros (CLEAN), or their scores are masked after the dot: where hidden,
    they then add nothing.
 2. The weight of such a vector is made NaN where it is seen, so what sees NaN stays NaN.
@@ -40,9 +42,9 @@ UNSPECIALISED += ["slopes_ptr", "position_ptr", "dlse_ptr"]
 
 @triton.jit
 def _owned_tile(num_heads, num_tiles, ahead=None):
-    """(head, tile) of this program, or of the one that is so far ahead.
+    """(head, tile) of this program, or of the program whose number is `ahead` more.
 
-    Within HEADS_AT_ONCE heads they own tile 0 of each, then tile 1 of each ...
+    Within HEADS_AT_ONCE heads, programs own tile 0 of each head, then tile 1 of each ...
     """
     program = tl.program_id(0)
     if ahead is not None:
@@ -57,7 +59,7 @@ def _owned_tile(num_heads, num_tiles, ahead=None):
 def _owned_queries(num_heads, num_tiles, H, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr, ahead=None):
     """(head of all batch entries, batch entry, head, first row) of this program's tile of queries, the longest first.
 
-    `ahead`: of the program that is so far ahead.
+    `ahead` is that of `_owned_tile`.
     """
     head_index, tile = _owned_tile(num_heads, num_tiles, ahead)
     if CAUSAL:

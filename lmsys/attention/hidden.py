@@ -146,7 +146,7 @@ def _any_for(bad: Tensor, x: Tensor) -> Tensor:
 
 
 def _any_seen(bad: Tensor, first: Any, end: Any, mask: Tensor | None) -> Tensor:
-    """(B, H, N): True for each of N that sees one of M that is `bad` (B, H, M).
+    """(B, H, N): True for each of N items that sees one of M items that is `bad` (B, H, M).
 
     N are queries and M the keys that they see, or N are keys and M the queries that see them. Each of N sees the items
     [first, end) of M, both (B or 1, N), or those where the mask is True, broadcastable to (B, H, N, M).

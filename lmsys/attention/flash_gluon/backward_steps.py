@@ -29,8 +29,8 @@ from lmsys.attention.flash_gluon.hopper import (
 )
 from lmsys.attention.flash_gluon.intervals import hide_outside
 
-# Numbers of named barriers. At EXCHANGE a consumer waits until both have written dS. By Q_FREE + stage and DO_FREE +
-# stage both tell the producer that they have read a tile of q or of do. The numbers after these belong to `dq.py`.
+# Numbers of named barriers. At EXCHANGE a consumer waits until both have written dS. At Q_FREE + stage and DO_FREE +
+# stage they tell the producer that they have read a tile of q or of do. The numbers after these belong to `dq.py`.
 EXCHANGE = FIRST_BARRIER
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
@@ -74,9 +74,9 @@ def _step(
 ):  # fmt: skip
     """(dk, dv, lse) after tile m of query head bh: sums of dk / sm_scale and of dv, (64, D), of this consumer's keys.
 
-    With PREFETCH `lse` is the log-sum-exp of the next tile, loaded a step ahead. `n` is the CTA's key tile.
-    k, v: keys and values of this consumer; all_k: the keys of both; dss: two places in shared memory, used in turn, for
-    dS of both: (keys, queries), BY_QUERY (queries, keys); ring, masked: `Ring`, `Masked`.
+    With PREFETCH `lse` is the log-sum-exp of the next tile, loaded a step ahead. `n` is the CTA's key tile. `k` and `v`
+    are this consumer's keys and values, `all_k` the keys of both consumers. `dss` holds the dS of both, in two places
+    of shared memory that are used in turn: (keys, queries), or with BY_QUERY (queries, keys).
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -250,8 +250,8 @@ def walk_over(
         "some" if DETERMINISTIC and masked.spans is None else "none"
     )  # a pattern's dq begins as zeros
     free_from = 0
-    # RAGGED: the last key tile masks every step, the others none. It is not the first to add to dq, unless it is the
-    # only key tile; then dq begins as zeros.
+    # RAGGED: in the last key tile every step needs a mask, in the others none. The last key tile stores nothing: it is
+    # the first to reach dq only where it is the only key tile, and then dq begins as zeros.
     if RAGGED:
         free_from = gl.where(masked.until == 0, 0, steps)
         state = _steps(

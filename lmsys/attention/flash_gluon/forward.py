@@ -185,8 +185,8 @@ def _weights(
 ):  # fmt: skip
     """(maxima (ROWS,), weights (ROWS, BLOCK_K)) of a consumer's first key tile: exp2 of scores minus their maximum.
 
-    Without a pattern this is the only key tile that needs a mask; under causal order only because BLOCK_K is a multiple
-    of ROWS. The ping-pong's barriers count 256 threads: 128 of the consumer that waits, 128 of the one that arrives.
+    Without a pattern no other key tile needs a mask (under causal order because BLOCK_K is a multiple of ROWS). The
+    ping-pong's barriers count 256 threads: 128 of the consumer that waits, 128 of the one that arrives.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     if PING_PONG:
@@ -210,10 +210,10 @@ def _first_weights(
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """`_weights`, but only the left half is computed where causal order hides the right half, whose weights are 0.
+    """`_weights`, but where no query sees the right half of the tile, only the left half is computed; the rest is 0.
 
-    That is so where a tile of more than ROWS keys begins at the consumer's own queries or, under a pattern, where none
-    of these sees anything from the right half's start on.
+    Under causal order no query sees it if the tile, of more than ROWS keys, begins at the consumer's first query; under
+    a pattern, if the keys that the consumer's queries see end before it.
     """
     if CAUSAL and BLOCK_K > ROWS:
         half = row == col

@@ -63,7 +63,7 @@ def hide_outside(x, others, first, length, HIDDEN: gl.constexpr):
     `others` are their numbers, `first` and `length` the owners' `intervals`.
     """
     # (other - first) as unsigned < length tests both ends: an `other` before `first` wraps to a huge number. It is
-    # inline PTX, as the compiler makes two comparisons of it otherwise: 60 to 150 more instructions a step, and spilt
+    # inline PTX because the compiler would make two comparisons of it: 60 to 150 more instructions a step, and spilt
     # registers.
     arguments = [x, others[None, :], first[:, None], length[:, None]]
     return gl.inline_asm_elementwise(
@@ -102,8 +102,8 @@ def key_tiles(extent, bh, H, tile, Q, K, CAUSAL: gl.constexpr, TILE_Q: gl.conste
 def own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
     """(low, high, stop, full_from, full_to) for the queries [row, row + ROWS) of one consumer.
 
-    They visit the tiles of keys low <= j < high, at least one of those that the CTA visits. The others are as in
-    `edges`.
+    They visit the tiles of keys low <= j < high, at least one of those that the CTA visits. `stop`, `full_from` and
+    `full_to` are those of `edges`.
     """
     first, stop, full_from, full_to = edges(extent, batch, row, Q, ROWS)
     low = gl.minimum(first // BLOCK_K, high - 1)
