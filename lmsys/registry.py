@@ -169,8 +169,8 @@ class Traits:
 def _traits_of(traits_class: type[Traits], row: "Entry") -> Any:
     """The traits of a row whose table holds no instance of this class for it.
 
-    The table holds some traits by name, and attributes state others; or it holds an instance of another class, such as
-    plain `Traits`, which states all that differ from the defaults: then attributes are not asked.
+    Either the table states some traits by name, and attributes of the implementation state others. Or the table holds
+    an instance of another class, such as plain `Traits`: then it states all traits, and no attributes are read.
     """
     attributes: dict[str, Any] = {}
     if not isinstance(row.traits, Traits):

@@ -70,7 +70,7 @@ class Called:
 def called(implementation: Any, roles: Roles, parameters: Mapping[str, inspect.Parameter] | None = None) -> Called:
     """The implementation, to be called by roles. ValueError for a parameter that has neither a role nor a default.
 
-    `parameters` are those that the values go to, by default all.
+    `parameters` are those that will get values, by default all.
     """
     parameters = parameters_of(implementation) if parameters is None else parameters
     all_placed = is_function(implementation)

@@ -49,8 +49,8 @@ def overlay(config: Any, given: Any, path: str = "") -> Any:
 class Checked:
     """The base of a config dataclass, whose fields are checked when it is made.
 
-    ValueError unless every field has a value of its declared type, as JSON would. A rule that the type is annotated
-    with, as the types of `lmsys.values` are, is called as rule(name, value).
+    ValueError unless every field has a value of its declared type, as JSON would. If the type is annotated with a
+    rule, as the types of `lmsys.values` are, rule(name, value) is called too.
     """
 
     def __post_init__(self) -> None:

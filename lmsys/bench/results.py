@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lmsys.bench.checkout import Checkout
     from lmsys.bench.runner import Runner
 
-MARGIN_IN_TURNS = 0.02  # of a case and the same as it was, which took turns
-ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}  # of a case, and `lmsys.check` alike
+MARGIN_IN_TURNS = 0.02  # the default of `Session.margin`
+ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}  # {field of a record: option of `lmsys check`}
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
 SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records
 Key = tuple[str, str]  # a benchmark's name and a case's id
@@ -90,7 +90,8 @@ class Session:
     _failed: dict[Key, str] = field(default_factory=dict)
 
     def add(self, cls: type[Benchmark]) -> list[str]:
-        """The ids of a benchmark's cases, with what the command line says of its axes, and of the cases as they were.
+        """Adds a benchmark, with the command line's values of its axes. Returns the ids of its cases; with --against
+        also those of the same cases in the earlier state of the code.
 
         ValueError for bad values.
         """
@@ -151,7 +152,7 @@ class Session:
         return "; ".join(f"{name}: {', '.join(dict.fromkeys(several))}" for name, several in sections.items())
 
     def facts(self, keys: Iterable[Key]) -> list[str]:
-        """The names of the fields that say what was asked and that all these cases, one or more, have."""
+        """The names of fields that say what a case is, such as axes, and that all these cases, one or more, have."""
         shared = set.intersection(*(set(self._cases[key].axes) for key in keys))
         return ["benchmark", "section", "impl", "device", *sorted(shared)]
 
@@ -182,7 +183,7 @@ class Session:
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         count = {" ".join(key): len(members) for key, members in self._groups.items()}
-        # Until a group that the sweep knows has run on this machine, its seconds on another tell nothing.
+        # Until one of the sweep's groups has run on this machine, their seconds on another machine tell nothing.
         usual = self._usual if self._took or self._earlier.keys() & self.sweep.took_s.keys() else self._earlier
         left = time_left(self._took, count, usual, " if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
@@ -208,7 +209,7 @@ class Session:
         """
         runs: list[list[trial.Result]] = []
         try:
-            # Processes of one code differ, too, by where their memory lies: a change is looked for in two.
+            # Processes of the same code differ, too, by where their memory lies: a change is measured in a second one.
             while len(runs) < self.repeats or (
                 self.checkout and len(runs) == 1 and _changes().look_changed([result.record for result in runs[0]])
             ):
@@ -339,7 +340,7 @@ class Session:
 
     @cached_property
     def changes(self) -> "list[Change]":
-        """Verdicts on rows and what they were, at the end of the run."""
+        """Verdicts on rows beside their earlier state (--against), at the end of the run."""
         return _changes().compare_in_turns(self.records) if self.checkout else []
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
@@ -438,7 +439,7 @@ class Session:
         return case is not None and not answer.get("against") and self.benchmarks[answer["benchmark"]].contends(case)
 
     def close(self) -> None:
-        """Ends the runner; how long groups took is kept, by which the next run says how long is left."""
+        """Ends the runner, and keeps how long groups took: by this the next run estimates the time left."""
         if self._took and self.settings.timed:
             with suppress(OSError):  # a folder that cannot be written: the next run learns it anew
                 write_json(self._durations, self._earlier | self._took)

@@ -33,8 +33,8 @@ def check_object(where: str, value: Any) -> Record:
     return value
 
 
-# A shape is a function that checks one value; a list for any number of its one item; a tuple for items in their order;
-# an object for these keys, of which one that ends in "?" may be missing, and for others, which have the shape of "*".
+# A shape is a function that checks a value; a list, for any number of items of its one shape; a tuple, for items in
+# their order; or an object, for its keys. A key that ends in "?" may be missing, and "*" stands for all other keys.
 Shape = Callable[[str, Any], Any] | Sequence[Any] | Mapping[str, Any]
 NUMBER, TEXT, LONG_TEXT = measured, check_text, partial(check_text, most=10 * MOST_CHARACTERS)
 POSITIVE, AMOUNT, COUNT = partial(measured, above=0), partial(measured, least=0), partial(whole, least=0, most=2**63)
@@ -105,9 +105,8 @@ def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}={shortly(value)} has no {key!r}")
 
 
-MACHINE: dict[
-    str, Shape
-] = {  # facts of `lmsys.measure.machine.describe`, and of what a run adds to it; others are text
+# Facts of `lmsys.measure.machine.describe`, and facts that a run adds to them. All other facts are text.
+MACHINE: dict[str, Shape] = {
     **dict.fromkeys(("cores", "memory_bytes", "gpu_count", "threads", "seed"), COUNT),
     **dict.fromkeys(("ceilings", "limits"), RATES),
     "sustained": RATES | {"clock_reasons?": TEXT},
@@ -177,7 +176,7 @@ def check_content(content: Record) -> None:
 
 
 def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
-    """ValueError unless the value is one of the field. `where` says whose, as in "record 'id': name"."""
+    """ValueError unless the field may have this value. `where` names the value's place, as in "record 'id': name"."""
     unit, role = field.get("unit", ""), field.get("role", "metric")
     if value is None:
         return

@@ -47,7 +47,7 @@ def failure(
 ) -> question.Fault | None:
     """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None if all units are right.
 
-    A case with a single unit is one of many keys, which are all equal.
+    A case with a single unit has the kind "equal" alone: many keys, all equal.
 
     rms    as in `Oracle.judge`
     named  the mistake is searched for
@@ -106,19 +106,20 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
         least_masked, _, leaks = score_range(row, replace(case, causal=True), WHOLE, grad)
     except Exception:
         return None  # the row is wrong in another way, which has no name here
-    # What is subtracted in place of the maximum, if it is a fixed number: a sum of WHOLE exponentials overflows at
-    # `most`. And the score at which a running maximum starts; the middle, as a GPU may flush denormals to zero or not.
-    number = most - (LARGEST - math.log(WHOLE))
-    begin = least - (SMALLEST + DENORMAL) / 2
-    about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
+    # The number that is subtracted, if a fixed number takes the maximum's place: a sum of WHOLE exponentials overflows
+    # at `most`.
+    fixed = most - (LARGEST - math.log(WHOLE))
+    # The score at which a running maximum starts. A GPU may flush denormals to zero or not: the middle is taken.
+    start = least - (SMALLEST + DENORMAL) / 2
+    about = f"{start:.4g}" if abs(start) > SMALLEST - DENORMAL else "0"
     has_least, has_most = math.isfinite(least), math.isfinite(most)
     return next(
         values.sentences_of(
             (
-                has_least and has_most and abs(number) < 2 * RESOLUTION,
+                has_least and has_most and abs(fixed) < 2 * RESOLUTION,
                 "no maximum is subtracted before the exponential",
             ),
-            (has_least and has_most, f"a fixed number, about {number:.3g}, is subtracted in place of the row maximum"),
+            (has_least and has_most, f"a fixed number, about {fixed:.3g}, is subtracted in place of the row maximum"),
             (has_most, f"exp overflows for scores above about {most:.4g}: it must be taken of score - row maximum"),
             (has_least, f"the running maximum starts at about {about}, not at -inf: rows of lower scores are lost"),
             (

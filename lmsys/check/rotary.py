@@ -86,7 +86,7 @@ def pairs_of(implementation: Any, options: question.Options) -> str:
 
 
 def _call_of(implementation: Any, problem: formulas.Problem) -> signature.Called:
-    """The function, called by roles; of a class a module built with the problem's theta."""
+    """The implementation, called by roles. A class is built first, as a module with the problem's theta."""
     if signature.is_module(implementation):
         x = problem.inputs["x"]
         implementation = signature.built(

@@ -102,7 +102,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 
 def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
-    """The failure that caused the others; None if no rank failed. One that only reports another rank's comes last."""
+    """The failure that caused the others; None if no rank failed. A report of another rank's failure comes last."""
     failures = (result.failure for result in results if result.failure is not None)
     return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 

@@ -326,7 +326,7 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
     sentence = rule.format(gradients="gradients" if are_all else f"the gradients of {subject}", names=subject)
     waits = [call for result in results for call in result.unwaited]
     never, late = "never synchronized" in rule, NOT_SHARED in rule
-    is_end = not are_all and set(names) == set(trained[: len(names)])  # a backward makes the first ones last
+    is_end = not are_all and set(names) == set(trained[: len(names)])  # a backward makes their gradients last
     return next(
         sentences_of(
             (waits and (never or late), f"{sentence}; the {''.join(waits[:1])} is not waited for"),

@@ -88,7 +88,7 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
     group = torch.distributed.group.WORLD if group is None else group
     module = probe(trial, torch.distributed.get_rank(group)).to(device())
     counts = Counter(p.numel() for p in module.parameters())
-    # Parameters of a size that no other has: by the size of a tensor the recorder names them.
+    # Only parameters whose number of elements no other has: the recorder finds a name by this number.
     alone = {p.numel(): name for name, p in module.named_parameters() if counts[p.numel()] == 1}
     recorder = Recorder(number, group, alone)
     try:

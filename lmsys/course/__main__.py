@@ -105,7 +105,7 @@ def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
 
 
 def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
-    """The verdict on a part, also where it ends the worker's process. progress: a file that says what is asked now."""
+    """The verdict on a part, even if it ends the worker's process. progress: a file that says what is asked now."""
     progress.write_text(json.dumps(("as it loads", "", None)))
     try:
         return worker.call(parts.ask, part, parts.BEYOND_S, progress, timeout_s=PART_S)

@@ -84,7 +84,7 @@ def _of_flash(name: str, backward: bool) -> basics.Questions:
             yield question, False
         if causal and not backward and not launched and os.environ.get("TRITON_INTERPRET") == "1":
             yield Question("its kernels", lambda: NO_KERNEL), False
-    yield replace(question, aspect="a second call"), True  # the first beyond: all of the handout was asked before
+    yield replace(question, aspect="a second call"), True  # the handout's last question again, now beyond it
     options = Options(grad=backward, dtypes=("float32", "bfloat16"))
     yield from ((question, True) for question in attention.questions(entry, options))
     yield from ((question, True) for question in attention.of_a_handout(entry, options, causal, attention.SHORT))

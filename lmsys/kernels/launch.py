@@ -152,7 +152,7 @@ class DirectKernel:
             self._encode = utils.fill_tma_descriptor
             self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
         metas = compiled.metadata.tensordesc_meta
-        self._metas: list[Any] = [  # how to encode each descriptor; for a `Strided` its dtype, in which strides count
+        self._metas: list[Any] = [  # how to encode each descriptor; for a `Strided` its dtype: strides are in elements
             (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
             for meta in metas or ()
         ] or [getattr(x, "base", x).dtype for x in descriptors]

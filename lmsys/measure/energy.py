@@ -88,7 +88,7 @@ class Energy:
 
 
 def of_step(step: Step, sensors: Sensors, synchronize: Callable[[], Any], seconds: float = PASS_S) -> Energy:
-    """The energy of `run(prepare())` less that of `prepare()`, each in a pass of its own, on inputs as they are."""
+    """The energy of `run(prepare())` less that of `prepare()`, each in a pass of its own; inputs stay the same."""
     seconds *= 1 if step.prepare is nothing else LONGER
     whole = of_call(lambda: step.run(step.prepare()), sensors, synchronize, seconds)
     return whole if step.prepare is nothing else whole.less(of_call(step.prepare, sensors, synchronize, seconds))
@@ -97,7 +97,7 @@ def of_step(step: Step, sensors: Sensors, synchronize: Callable[[], Any], second
 def of_call(
     call: Callable[[], Any], sensors: Sensors, synchronize: Callable[[], Any], seconds: float, warm_s: float = WARM_S
 ) -> Energy:
-    """The energy of a call, of calls that follow one another for `seconds` or more between two moves of the counter.
+    """The mean energy of calls that follow one another for `seconds` or more, between two moves of the counter.
 
     synchronize  waits until the device has done the calls
     warm_s       seconds of calls before the first move that counts

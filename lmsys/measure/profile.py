@@ -78,8 +78,8 @@ _registered: dict[str, str] = {}  # kind by pattern: kernels that this file does
 def register_kernels(pattern: str, kind: str) -> None:
     """Says that kernels whose name matches the regular expression are of this kind, of KINDS; "" registers none.
 
-    A file of kernels registers its own when it is imported, except those of a table's row: they are the row's trait
-    `kernels`, which whoever profiles the row registers. ValueError for another kind.
+    A file of kernels registers its own when it is imported. Only the kernels of a table's row are registered by the
+    code that profiles the row, from the row's trait `kernels`. ValueError for another kind.
     """
     one_of("kind", kind, KINDS)
     if pattern:

@@ -58,7 +58,7 @@ class Turns:
         self._leave()
 
     def exchange(self, ours: Any) -> Any:
-        """Sends the value `ours`, JSON-safe, and returns the other side's; None if that has left. Before `begin`."""
+        """Sends `ours`, a JSON value; returns the other side's value, None if it has left. Called before `begin`."""
         before, after = self._heard, self._pass_on(ours)
         return after if self.is_first else before
 

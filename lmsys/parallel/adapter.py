@@ -1,7 +1,7 @@
 """Any strategy behind one contract: ours, torch's, and a container written for CS336, assignment 2, as it is.
 
 `lmsys.training.prepare` and `lmsys check` build strategies by `Adapter(class, module, group, **options)`, and use what
-it gives. Here is the place for another form of container.
+it gives. To take another form of container, change `Adapter`.
 """
 
 import hashlib

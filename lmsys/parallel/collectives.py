@@ -175,8 +175,8 @@ class Agreement:
 
     Each collective has a number. Before one begins, ranks compare its number in a small collective of their own. Once
     two steps in a row had the same order of numbers, ranks follow this order without comparing. A rank that leaves the
-    order first takes part in all collectives that others may still begin by it: blank(number) does that. Then it
-    compares again. The others do so too, at the step's end at the latest, and all get the error.
+    order first takes part in the rest of its collectives, by blank(number), since other ranks may still begin them.
+    Then it compares again. The others do so too, at the step's end at the latest, and all get the error.
     """
 
     def __init__(self, group: Group, blank: Callable[[int], None]):

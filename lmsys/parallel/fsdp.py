@@ -34,19 +34,20 @@ class Fsdp(wrapper.Wrapper):
     compute_dtype  dtype of the gathered parameters and of inputs, and so of the computation; None: the parameters' own
 
     Modules whose attribute `reads_rounded` is True, such as the linear layers of `TransformerLM`, read rounded copies
-    of their parameters under autocast. Where there are such, only these copies are gathered in compute_dtype; other
-    parameters keep their dtype, and the forward runs under autocast. Gradients then equal the unsharded ones and are
-    not rounded. In a model without them all is gathered in compute_dtype. A module whose attribute `reads_own_dtype` is
-    True when it is wrapped, such as a norm that computes in float32, reads its own parameters (not those of its
-    children) as they are; its inputs are cast all the same.
+    of their parameters under autocast. In a model with such modules only these copies are gathered in compute_dtype;
+    other parameters keep their dtype, and the forward runs under autocast. Gradients then equal the unsharded ones and
+    are not rounded. In a model without such modules all parameters are gathered in compute_dtype. A module whose
+    attribute `reads_own_dtype` is True when it is wrapped, such as a norm that computes in float32, reads its own
+    parameters (not those of its children) as they are; its inputs are cast all the same.
 
     `parameters()` are the flat parts that this rank keeps: an optimizer that works element by element steps them as it
-    would the whole. The module's own parameters keep their names and shapes, and have as gradients this rank's parts of
-    them; they have no values and refuse to be read until `unshard` shows them whole. Where a forward reads them other
-    than by calling their block, they are gathered and stay until the step. Gradients are reduced in the parameters'
-    precision after every backward: under no_sync() too, as no rank could keep them whole. A flat part that no rank has
-    used has no gradient. Where only some of its parameters were used, the others have gradients of zeros, and the step
-    leaves them and their state as they were; if they are used later, an optimizer that counts steps is refused.
+    would the whole. The module's own parameters keep their names and shapes. Their gradients are this rank's parts of
+    the whole gradients. The parameters have no values and refuse to be read until `unshard` shows them whole. Where a
+    forward reads them other than by calling their block, they are gathered and stay until the step. Gradients are
+    reduced in the parameters' precision after every backward: under no_sync() too, as no rank could keep them whole. A
+    flat part that no rank has used has no gradient. Where only some of its parameters were used, the others have
+    gradients of zeros, and the step leaves them and their state as they were; if they are used later, an optimizer that
+    counts steps is refused.
 
     A rank may skip blocks that others call. Apart from that ranks must call blocks in the same order. Where they do
     not, RuntimeError on all of them, before a collective that would wait in vain; under NCCL it may wait, as there a
@@ -110,7 +111,7 @@ class Fsdp(wrapper.Wrapper):
     ) -> torch.optim.Optimizer:
         """As `Wrapper.make_optimizer`; `groups` lays out parameters anew: ValueError once training has begun.
 
-        A class with the attribute `takes_whole_matrices` gets `flats`, by each flat part its `FlatShard`.
+        A class with the attribute `takes_whole_matrices` gets the keyword `flats`: {flat part: its `FlatShard`}.
         """
         chosen: list[Any] = list(self.parameters())
         if groups is not None:
@@ -170,7 +171,7 @@ class Fsdp(wrapper.Wrapper):
             self._to_come.add(walk)
             self._other_order = walk.seen if walk.strayed else self._other_order
         elif not again:
-            self._before_collective(-2)  # no flat shard's number: ranks agree here, as nothing else may follow
+            self._before_collective(-2)  # no flat shard's number: ranks compare here, as perhaps no collective follows
             self._free()
         return output
 
@@ -412,7 +413,7 @@ class Fsdp(wrapper.Wrapper):
         self._to_reduce.discard(unit)
         unit.reduce()
         self._reducing.append(unit)
-        if len(self._reducing) > 1:  # waiting for the one before gives back the memory that it was sent from
+        if len(self._reducing) > 1:  # the wait for an earlier one frees the memory that it was sent from
             self._reducing.pop(0).finish_reduce()
 
     def _learn(self) -> None:

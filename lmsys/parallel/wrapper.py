@@ -40,8 +40,8 @@ class Wrapper(nn.Module):
     process_group  None: the default group, or a single rank where no process group was made
     ValueError when ranks hold different modules, and where a rank has since replaced, added or removed a parameter, or
     set one to be trained. RuntimeError for a forward or a step after a backward that was not finished, and where ranks
-    have made different forwards. What ranks find out about each other `finish_gradient_synchronization` raises on all
-    of them, on GPUs one step later.
+    have made different forwards. Errors that show only when ranks compare are raised on all of them by
+    `finish_gradient_synchronization`, on GPUs one step later.
     """
 
     zero_stage = 0
@@ -61,7 +61,7 @@ class Wrapper(nn.Module):
             for name, child in module.named_modules()
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
         }
-        # Exponents of the history, by which `_use` makes what it sends. It moves with the module.
+        # `_use` sends history ** exponents: a one for each parameter, a place for a flag, the history and its square.
         self._exponents = torch.tensor([0.0] * (len(self.trainable) + 1) + [1.0, 2.0], dtype=torch.float64)
         self._flags_before: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
@@ -160,7 +160,7 @@ class Wrapper(nn.Module):
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state dict, whole, with parameters' names in place of numbers. All ranks call it.
 
-        Both is as in torch's `get_optimizer_state_dict`: an optimizer that has no state yet gets one of zeros.
+        The form is that of torch's `get_optimizer_state_dict`. As there, an optimizer without state gets one of zeros.
         """
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
@@ -306,7 +306,7 @@ class Wrapper(nn.Module):
         self._heed(use[-3:])
 
     def _heed(self, flags: Tensor) -> list[float] | None:
-        """Checks the mean over ranks of `_flags` (3,), and gives it and what stands behind it; None: not known yet.
+        """Checks the means over ranks of `_flags`, the first three of `flags`. Returns all means; None: not known yet.
 
         On a GPU the flags of the step before are checked, for which the host does not have to wait. ValueError on all
         ranks where a module has changed; RuntimeError where the variance of histories is not 0.

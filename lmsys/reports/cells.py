@@ -61,8 +61,8 @@ def compared(
 
     base, axis, same  as in `beside`
 
-    It is None for cases that were not sampled together with the base; with `medians` it then is the ratio of the two
-    medians. The field `remark`, a footnote, says why a timed case has no speedup, or that it alone has such a ratio.
+    For cases that were not sampled together with the base it is None, or with `medians` the ratio of the two medians.
+    The field `remark`, a footnote, says why a timed case has no speedup, and marks ratios of medians among others.
     """
     view, label = beside(view, base, axis, same), view.text(axis, base)
     for case in view.cases:
@@ -115,7 +115,7 @@ def mean_text(values: Iterable[float | None]) -> str:
     return f"{words.number(mean)} ({count})" if count else ""
 
 
-# By share: what it is a share of.
+# {share of a ceiling: the ceiling in words}
 CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
 RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}  # {rate: share of a ceiling}
 NOT_RUN = "–"  # the text of a cell whose case was not run

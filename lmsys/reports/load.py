@@ -53,7 +53,7 @@ def no_field(name: str, known: Collection[str]) -> str:
 
 @contextmanager
 def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | None = None) -> Iterator[None]:
-    """Turns what a layout makes fail into a LayoutError: a file may have any layout.
+    """A context in which errors that a layout causes become a LayoutError, since a file may have any layout.
 
     `place` says which part of it is drawn, and `known` are the fields that a misspelt name may have meant.
     """

@@ -104,7 +104,7 @@ def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.
 
 @step
 def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[views.View]:
-    """Splits the view by these fields, and by axes in which cases differ that agree in these and in `others`.
+    """Splits the view by these fields, and by the axes that tell apart cases which agree in these and in `others`.
 
     File names end in the values of these fields, with `stem` after the field's name.
     """
@@ -127,7 +127,7 @@ def last_of(view: views.View, name: str) -> views.View:
 
 @step
 def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]]) -> views.View:
-    """For each entry of the list in the field `name` a case, in place of the case that has the list.
+    """Puts several cases in place of each: one for each entry of the list in its field `name`.
 
     declared  the fields of the entries, as in `fields`
     """

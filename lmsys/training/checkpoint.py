@@ -57,14 +57,14 @@ class Checkpoint:
         return load_state(self._verified("shared"), *keys)
 
     def own(self, rank: int, *keys: str) -> State:
-        """The part of one of the ranks that saved. At another world size read all of them. Errors as in `shared`."""
+        """The part of one of the ranks that saved. At another world size read all parts. Errors as in `shared`."""
         values.hold(
             (0 <= rank < self.world_size, f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
         )
         return load_state(self._verified(f"rank-{rank}"), *keys)
 
     def require(self, **facts: Any) -> None:
-        """ValueError that names the first fact, and in it the first field, that is not as given."""
+        """ValueError for the first fact, or field of a fact, that was saved with another value; it names both."""
         for name, saved, expected in self.differences(**facts):
             raise ValueError(f"{self.manifest}: saved with {name}={saved!r}; this run has {expected!r}")
 
@@ -224,7 +224,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _failure_of(function: Callable[..., None], *arguments: Any) -> str | None:
-    """Calls the function; returns what failed as text, which the other ranks wait for, or None."""
+    """Calls the function; returns None, or what failed as text: an error here would leave the other ranks waiting."""
     try:
         function(*arguments)
     except Exception as error:

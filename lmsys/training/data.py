@@ -1,9 +1,9 @@
 """Text files become files of token ids, and these become batches.
 
-`tokenize_files` writes ids as a .npy array, which is memory mapped, with a .json beside it about the tokenizer they are
-of. With several ranks each writes a shard for its share of the text, in parallel; the shards in order are what one rank
-writes alone. `Batches` gives the training loop the inputs and targets of a step: they depend on the step's number
-alone, so there is no state to save. `fixed_windows` gives the sequences to evaluate on.
+`tokenize_files` writes ids as a .npy array, which is memory mapped, with a .json beside it about their tokenizer. With
+several ranks each writes a shard for its share of the text, in parallel; the shards in order are what one rank writes
+alone. `Batches` gives the training loop the inputs and targets of a step: they depend on the step's number alone, so
+there is no state to save. `fixed_windows` gives the sequences to evaluate on.
 
 Imports no torch: batches are numpy arrays, which `torch.from_numpy` takes as they are.
 Legend: B sequences of a micro-batch, S context length, N windows of a source. A window is S + 1 ids: a sequence's
@@ -128,8 +128,9 @@ def shards(output: Path, world_size: int) -> list[Path]:
 def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     """The ids of one file, memory mapped.
 
-    ValueError for what is no array of ids, is not whole, or is not of `tokenizer`. For this signed ids are read once,
-    as none may be less than 0; so is an array that has no .json beside it, as each id must be in the vocabulary.
+    ValueError for what is no array of ids, is not whole, or is not of `tokenizer`. All ids are read once if they are
+    signed, as none may be less than 0, and if no .json is beside the array, as each must be in the tokenizer's
+    vocabulary.
     """
     path = values.path("path", path)
     values.instance("tokenizer", tokenizer, Tokenizer | None)
@@ -165,7 +166,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
 
 
 def _write_array(file: BinaryIO, pieces: Iterator[np.ndarray], dtype: np.dtype) -> int:
-    """Writes a one-dimensional .npy and returns its length, which numpy's header has room for until it is known."""
+    """Writes a one-dimensional .npy and returns its length. The header is written again once the length is known."""
 
     def write_header(count: int) -> None:
         file.seek(0)

@@ -88,7 +88,8 @@ class Trainer:
     saved    the checkpoint to go on from; None: from the beginning
     facts    what a checkpoint must have been saved with, beside `facts_of`: such as the tokenizer
     group    the ranks that train; None: all, or this process alone
-    ValueError for a checkpoint of another run, a batch that ranks cannot share evenly, a strategy that cannot do this.
+    ValueError for a checkpoint of another run, a batch that ranks cannot share evenly, a strategy that cannot do what
+    the config asks.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Trainer:
             if step.taken:
                 self.optimizer.step()
             elif self.scaler.is_enabled():
-                # Ranks have one scale, also where a strategy from elsewhere leaves infinities on one of them.
+                # Ranks must keep one scale, even if somebody else's strategy leaves infinities on one rank alone.
                 for found in self.scaler._found_inf_per_device(self.optimizer).values():
                     found.fill_(1.0)
         self.scaler.update()

@@ -7,7 +7,7 @@
     5 forward    runs under autocast, as the precision says
     6 gradients  come from forward, backward and synchronization, call by call or as one CUDA graph
 
-`--against` measures earlier states of the code by this file as it is today: it may use only what those states have too.
+With `--against` this file, as it is today, also runs earlier states of the code: it may use only what they have too.
 """
 
 from collections.abc import Callable
