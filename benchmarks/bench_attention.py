@@ -1,4 +1,4 @@
-"""Attention: every selected row, an implementation in the table, by shape, dtype, mask and direction.
+"""The benchmark of attention rows (implementations in the table), by shape, dtype, mask and direction.
 
 The sizes are in `benchmarks/sweeps.py`, the rows in `lmsys.attention.ATTENTION`, the checks in
 `benchmarks.attention.check`. A new axis is a field of `AttentionTest`, an entry of `Attention.axes` and one of
@@ -212,7 +212,7 @@ class Attention(Benchmark):
             if setup.case.dtype != "float32":
                 check.check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
                 compare.release_memory()
-        elif setup.draws.extreme is not None:  # one oracle judges all inputs: none may be as extreme as in timed calls
+        elif setup.draws.extreme is not None:  # an extreme unit would widen the gate's budget, which is one for all
             setup.inputs.redraw_(seed + 2)
         in_own_dtype = check.Gate(setup.inputs, setup.case, setup.pattern)
         for candidate in candidates:

@@ -3,13 +3,13 @@
 LOSSES has the implementations, called rows; a new one is an `Entry` there. `benchmarks.loss` makes inputs and judges
 results, and `benchmarks.layouts` says how they are shown.
 
-The reference is the eager row in float64. The budget is the error of plain PyTorch in the precision that is tested, by
-two usual formulas: at each element, that of the formula that errs more. References are computed at the full shape, from
-one block of tokens after another, so only the rows need memory for all logits.
+The reference is the eager row in float64. The budget is the error of plain PyTorch in the precision that is tested: at
+each element, the larger error of two usual formulas. References are computed at the full shape, from one block of
+tokens after another, so only the rows need memory for all logits.
 
-A row that is not compiled is also checked at a small shape that no block divides, if it takes that, with more kinds of
-extreme tokens. A row that has a parameter for another reduction, for weights, smoothed labels, a z-loss or a soft cap
-is checked with these as well.
+A row that is not compiled is also checked at a small shape that no block divides, if it takes such shapes, with more
+kinds of extreme tokens. A row that has a parameter for another reduction, for weights, smoothed labels, a z-loss or a
+soft cap is checked with these as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,7 +7,7 @@ results. `lmsys.reports.layout` explains its keys and steps. A new section of a 
 from typing import Any
 
 Layout = dict[str, Any]
-WORDS = {  # how values of fields are read, by field, in reading order
+WORDS = {  # by field: the words that a report shows for values, in reading order
     "section": {
         "corpus": "All of the text",
         "levels": "Steps by what blocks keep",
@@ -47,7 +47,7 @@ WORDS = {  # how values of fields are read, by field, in reading order
     },
     "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
 }
-COMPILED = [  # the words that names of files and headings have for the way of compiling
+COMPILED = [  # fields with the way of compiling: `way` for names of files, `how` for headings
     {"name": "way", "role": "detail", "of": '"" if compile == "eager" else f"-{compile}"'},
     {
         "name": "how",
@@ -56,7 +56,7 @@ COMPILED = [  # the words that names of files and headings have for the way of c
         ' ", fused blocks as one CUDA graph" if compile == "fused" else f", blocks {compile}"',
     },
 ]
-KEPT = [  # older files say neither
+KEPT = [  # older result files lack both fields
     ["defaulted", "checkpoint", "none", ["matmuls", "attention", "whole"]],
     ["defaulted", "residual", "wide"],
 ]

@@ -27,12 +27,12 @@ from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
 from lmsys.training.prepare import AUTOCAST, run_blocks
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what matmuls read
-MEASURED = DTYPES | {"tf32": None}  # the dtype in which the machine's large matmul was measured, for shares of it
+MEASURED = DTYPES | {"tf32": None}  # the dtype of the machine's large matmul that rates are shares of; None: no shares
 # A dtype that rounds as matmuls do: float16 has a mantissa as long as TF32's.
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
-# How far errors and budgets may differ when `lmsys verify` recomputes them: errors are held to float64; budgets are
-# errors of plain PyTorch, which rounds in another order on another machine.
+# How far errors and budgets may differ, relatively, when `lmsys verify` recomputes them. Errors are differences from
+# float64. Budgets are errors of plain PyTorch, which rounds in another order on another machine.
 ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5
 RECOMPILE_LIMIT = 64  # how often torch compiles a function; each row compiles the same block anew
 
@@ -67,7 +67,7 @@ def matmuls(precision: str) -> Iterator[None]:
 def widened(logits: torch.Tensor) -> torch.Tensor:
     """The logits in float32, in which losses are computed, or in float64 if they have it.
 
-    It is not in lmsys.model, since that is of an earlier state under --against, which may have no such function.
+    This function is not in lmsys.model: under --against lmsys.model is an earlier state's, which may lack it.
     """
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -84,7 +84,7 @@ def ratio_by_group(
     """The largest error ratio (`lmsys.testing.ratio_of`) of any group of rows.
 
     Rows of extreme inputs are groups of their own, so that they neither widen the budget of others nor share it. Plain
-    PyTorch may be exact in them, so only ordinary rows are held in root mean square.
+    PyTorch may be exact in them, so only ordinary rows must also meet the root-mean-square rule.
 
     groups  a number for each row; 0 for ordinary rows
     rows    numbers of the rows of `reference`, `plain` and `groups` that x holds; None: all. The budget of an extreme

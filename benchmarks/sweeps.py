@@ -124,14 +124,14 @@ CPU_BY_LENGTH = BY_LENGTH.but(
 
 
 def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str) -> tuple[Grid, ...]:
-    """Six grids (full, causal, compiled, documents, window, decode) of two small shapes, in every direction.
+    """Six grids (full, causal, compiled, documents, window, decode) of small shapes.
 
     full      no mask, `length` queries and keys, in float32 and bfloat16
     causal    `odd` queries and keys, which no tile divides, and grouped heads, in float32 and bfloat16
     compiled  the rows that compile for seconds: causal, `length`, in `compiled_dtype` alone
     documents, window, decode  one case for each of the further options, on few rows
 
-    The first three are named "smoke". The others have one direction each, in float32.
+    The first three are named "smoke" and have every direction. The others have one direction each, in float32.
     """
     full = Grid(
         "smoke",
@@ -165,8 +165,8 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
 
 
 # The language model. attention: its rows; "auto" is the fastest that can run the case, "llama" is Hugging Face's whole
-# model as it comes, "llama_tuned" the same model as an expert runs it. warmup: so many untimed steps before ten timed
-# ones; each case has a process of its own.
+# model as it comes, "llama_tuned" the same model as an expert runs it. warmup: the number of untimed steps before ten
+# timed ones; each case has a process of its own.
 MODEL_SIZES = ("small", "medium", "large", "xl", "2.7b")
 MODEL_FULL = (
     Grid("sizes", size=MODEL_SIZES, context=(128, 256, 512, 1024), precision=("fp32", "bf16")),
@@ -269,8 +269,8 @@ TARGETS = tuple(
 
 # Training steps of large models, each row alone, on two ranks or more. batch: that of each rank; checkpoint: what the
 # backward computes again, such as "attention*12,matmuls*22" for 12 blocks of one level and 22 of another. "8b" has the
-# levels that just fit: Llama's layers keep more, so it has another. "large" has smaller sizes too, and levels of which
-# each may be the fastest for some model.
+# levels that just fit: Llama's layers keep more, so Llama has another level. "large" has smaller sizes too, and levels
+# of which each may be the fastest for some model.
 EIGHT_B = Grid(
     "8b",
     size=("8b",),

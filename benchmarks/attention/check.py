@@ -1,4 +1,4 @@
-"""The checks of an attention row: before it is timed, and of parts of timed calls that no row can know beforehand.
+"""The checks of an attention row: of calls before it is timed, and of parts of timed calls that it cannot foresee.
 
 `benchmarks.bench_attention` calls them; budgets are those of `lmsys.testing.Oracle`. Before timing, `Gate` calls the
 row so that neither a cache, nor a changed input, nor work on a stream that nobody waits for can pass.
@@ -46,10 +46,10 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern:
 
 
 def check_small(candidates: Sequence[Candidate]) -> None:
-    """Fails each candidate that is wrong in what `lmsys check` asks a kernel in small cases, and names its mistake.
+    """Fails each candidate that is wrong in the small cases of `lmsys check`, and names its mistake.
 
     These cases have several tiles, odd lengths, Q != K, grouped heads, a scale, other strides, and extreme scores. Rows
-    of the table, whose kernels compile for minutes, get the extreme scores alone; `lmsys check --all` asks the others.
+    of the table, whose kernels compile for minutes, get only the extreme scores; `lmsys check --all` has all cases.
     A row is asked once for each dtype, head dimension and direction. It is not asked if it would compile anew, nor if
     it is interpreted and never timed, nor in cases with options such as windows. A row may refuse a case by raising.
     """
@@ -89,7 +89,7 @@ class Gate:
         """
         outputs, failure = candidate.watched(self._outputs, candidate)
         if failure and failure[0] == "oom" and self._oracle is not None:
-            self._oracle = None  # the row fits alone; that it does not beside the oracle must not be held against it
+            self._oracle = None  # the row may fit without the oracle beside it, and then has not failed
             compare.release_memory()
             outputs, failure = candidate.watched(
                 lambda: {name: x.cpu() for name, x in self._outputs(candidate).items()}
@@ -192,7 +192,7 @@ class Spots:
 def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None) -> list[Spot]:
     """The spots that a key selects; the last one is of the draw's extreme unit, if there is one."""
     chance, rows = random.Random(key), list[slice | None]()
-    units = range(case.batch * case.kv_heads)  # (batch, head) by their numbers: a file may name any size
+    units = range(case.batch * case.kv_heads)  # numbers of (batch, head): a file may name sizes too large for a list
     if backward:
         scores = case.heads // case.kv_heads * case.queries * case.keys
         numbers = chance.sample(units, min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores))))
@@ -265,7 +265,7 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
     error = (values.double() - reference).abs().max().item()
     if not abs(error - part["error"]) <= ERROR_RTOL * oracle.budget[name]:
         yield f"{name}: its recorded values are off by {error:.4g} from the oracle, and it says {part['error']:.4g}"
-    if not 0 < part["budget"] <= oracle.budget[name] * (1 + BUDGET_RTOL):  # a smaller one is to its own harm
+    if not 0 < part["budget"] <= oracle.budget[name] * (1 + BUDGET_RTOL):  # a smaller one makes ratios larger
         yield f"{name}: its budget should be at most about {oracle.budget[name]:.3g}, and it says {part['budget']:.3g}"
     if ratio < (row_ratio := part["error"] / part["budget"]) * (1 - ERROR_RTOL):
         yield f"{name}: its error ratio {ratio:.4g} is less than that of its own row, {row_ratio:.4g}"

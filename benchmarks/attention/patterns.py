@@ -3,9 +3,9 @@
 `benchmarks.bench_attention` makes the pattern of a case here. A new option of a pattern is a name in OPTIONS, a
 parameter of `make`, and an axis of the benchmark.
 
-Documents are `equal16`, so many of one length, or `mixed`: many short and a few long, of lengths that are lognormal
-around a 64th of the sequence (256 of 16,384 tokens) with a sigma of 1.3. Lengths of caches are uniform from one key
-to all. Both are drawn by a seed that the sizes make, so that a case is one case everywhere.
+Documents are `equal16`, 16 (or any other number) of one length, or `mixed`: many short and a few long, of lengths that
+are lognormal around a 64th of the sequence (256 of 16,384 tokens) with a sigma of 1.3. Lengths of caches are uniform
+from one key to all. The seed of both is made from the sizes, so that a case is the same on every machine.
 """
 
 import random
@@ -21,7 +21,7 @@ from lmsys.attention import Documents, Pattern
 from lmsys.measure import clock, compare
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # axes of the benchmark, in their fields' order
-MEDIAN, SIGMA = 64, 1.3  # of mixed documents: a sequence is 64 times as long as their median; sigma of its logarithm
+MEDIAN, SIGMA = 64, 1.3  # of mixed documents: a sequence is 64 times their median length; sigma of log(length)
 
 
 def lengths_of(documents: str, tokens: int) -> list[int]:
@@ -73,7 +73,7 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
 def made_before_calls(
     entry: registry.Entry, pattern: Pattern, queries: int, keys: int, device: str
 ) -> dict[str, float | None]:
-    """The seconds to make `Documents`, with their `cu_seqlens`, and what a row reads of windows and documents."""
+    """The seconds to make `Documents`, with their `cu_seqlens`, and to make the row's mask of windows and documents."""
     seconds = dict[str, float | None]()
     if pattern.documents is not None:
         lengths = pattern.documents.lengths
@@ -85,7 +85,7 @@ def made_before_calls(
 
 
 def _seconds(make: Callable[[], Any], device: str) -> float:
-    """The median of several calls, until the device has done what they ask for; one before them is not timed."""
+    """The median seconds of three calls, each until the device has finished; a first call does not count."""
     made = partial(clock.in_turn, make, partial(clock.synchronize, device))
     return median(clock.timed(clock.CpuClock(), made, 4)[1:])
 

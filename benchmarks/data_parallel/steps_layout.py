@@ -1,4 +1,7 @@
-"""The layout of training steps of large models: each row had the device to itself."""
+"""The layout of training steps of large models, of which each row had the GPUs to itself.
+
+`lmsys.reports.layout` explains the keys and steps of a layout.
+"""
 
 from benchmarks.layouts import COMPILED, KEPT, WORDS, Layout
 

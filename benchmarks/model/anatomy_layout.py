@@ -1,4 +1,4 @@
-"""The layout of a model's anatomy: by kernel and part of the model where time goes, by phase where memory goes.
+"""The layout of a model's anatomy: where time goes, by kernel and part of the model; where memory goes, by phase.
 
 `lmsys.reports.layout` explains the keys and steps of a layout.
 """
