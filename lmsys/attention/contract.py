@@ -25,7 +25,7 @@ from lmsys.values import finite, hold
 
 FEW_QUERIES = 16  # with at most this many queries (decoding), tiles of queries alone do not fill a GPU
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# By name in a case.
+# By the name that a case has for the dtype.
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -38,8 +38,8 @@ TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be in
 class AttentionCase:
     """A call of attention in plain values, by which `supports(case)` of every row decides whether it can run it.
 
-    Nobody may change one. It is not `frozen`, because each call of attention makes one, and to set the fields of a
-    frozen one takes the host 2 us.
+    A case must not be changed. It is not `frozen`, because each call of attention makes a case, and setting the fields
+    of a frozen dataclass takes the host 2 us.
     """
 
     batch: int
@@ -188,7 +188,7 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
 
     def closed(name: str, value: int) -> int:
         """The value as a plain number, or the TYPICAL one where torch.compile leaves it open."""
-        # int() would keep a length symbolic that torch.compile knows; the length of a range is a plain number.
+        # int() would leave even a known length symbolic; the length of a range is a plain number.
         return typical[name] if name in typical and not has_static_value(value) else len(range(value))
 
     for name in AttentionCase.__match_args__:  # all but `options`

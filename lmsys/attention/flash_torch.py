@@ -80,7 +80,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q) in natural log.
 
-    A `pattern` replaces `causal`. A query that sees nothing has a log-sum-exp of -inf. `tile`: its rows and columns.
+    A `pattern` replaces `causal`. A query that sees nothing has a log-sum-exp of -inf. `tile`: the side of a tile.
     """
     num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
     tile = tile or _tile_size(q.shape[0] * q.shape[1], max(num_queries, num_keys), q.device.type)

@@ -1,6 +1,6 @@
 """Attention as it is written on paper: the row `naive`, and the reference for all others.
 
-`lmsys/testing.py` compares results with it in float64, and allows them about the error that it has in low precision.
+`lmsys/testing.py` compares results with `naive` in float64, and allows about the error of `naive` in low precision.
 `naive_compiled` is a row of its own. `log_sum_exp` and `with_sinks` also serve other rows.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.

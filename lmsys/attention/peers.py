@@ -39,7 +39,7 @@ def sdpa(
 ) -> Tensor:
     """torch's scaled_dot_product_attention, with `is_causal`, or for a pattern an `attn_mask`, boolean or a bias.
 
-    On CUDA its kernels give wrong results, or end the process, for memory that is not 16-byte aligned: it is copied.
+    Inputs that are not 16-byte aligned are copied: on CUDA torch's kernels give wrong results, or end the process.
     """
     q, k, v = contract.aligned(q), contract.aligned(k), contract.aligned(v)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}

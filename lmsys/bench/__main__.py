@@ -1,6 +1,6 @@
 """`lmsys bench attention --row mine.py:f`: the line of pytest that measures a benchmark, printed and run.
 
-What follows the benchmark's name, but for options of this command, goes to pytest as it is.
+All arguments but the benchmark's name and the options of this command go to pytest as they are.
 """
 
 import os
@@ -14,14 +14,14 @@ from lmsys.values import choice, hold
 
 
 def main() -> None:
-    """Becomes pytest; ends with 2 where there is no such line."""
+    """Replaces this process with pytest; exits with status 2 if the arguments are wrong."""
     line = line_of(sys.argv[1:])
     print(shlex.join(["python"] + line), flush=True)
     os.execv(sys.executable, [sys.executable] + line)
 
 
 def line_of(arguments: list[str]) -> list[str]:
-    """The line of pytest behind `python`. SystemExit, with a message, where there is none."""
+    """The arguments of `python` that run pytest. SystemExit, with a message, if `arguments` are wrong."""
     parser = commands.parser("bench")
     parser.usage = "lmsys bench BENCHMARK [--row ROW] [-o OUT.json] [options of pytest]"
     parser.add_argument(
@@ -48,7 +48,7 @@ def line_of(arguments: list[str]) -> list[str]:
         rows = [option_of_rows(file, given.row)] if given.row else []
     except ValueError as error:
         parser.error(str(error))
-    # It goes on in that file, unless another is named.
+    # A resumed run goes on in its own file, unless another is named.
     goes_on = any(word.partition("=")[0] in ("--resume", "--lmsys-resume") for word in rest)
     output = given.output or ("" if goes_on else f"{file.stem.removeprefix('bench_')}.json")
     options = rows + (["--benchmark-json", output] if output else []) + rest

@@ -1,4 +1,4 @@
-"""--against: a temporary folder that imports like today's repository, and holds the rows of an earlier state.
+"""The temporary folder behind --against: it imports as today's repository does, but with the rows of an earlier state.
 
 In it the files of ROWS are the earlier state's, except JUDGES; all other files of lmsys, the bench and the oracle among
 them, are today's. So one clock and one budget measure both states, and any state will do whose rows can still be

@@ -116,7 +116,7 @@ class Instruments:
 
     @cached_property
     def guard(self) -> Guard:
-        """Remembers the judges as they are before the first row's file is imported."""
+        """The guard, which remembers the functions that judge as they are before the first row's file is imported."""
         return Guard()
 
     @cached_property

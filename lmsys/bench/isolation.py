@@ -188,7 +188,7 @@ class Isolated:
 
         Raises Ended when the worker is gone.
         """
-        self._reading.close()  # and its worker, where an interrupt fell before the answer's end
+        self._reading.close()  # an answer that was interrupted before its end closes its worker, too
         self.rows = []
         worker = self._worker or self._start()
         self._reading = self._answers(worker, answer, self._path(), pickle.dumps((name, args)))
@@ -216,7 +216,7 @@ class Isolated:
                     yield message.what
         except BaseException as error:
             has_answered = isinstance(error, Exception) and not isinstance(error, Ended)
-            if not has_answered and worker is self._worker:  # nobody waits for it, and no other is in its place
+            if not has_answered and worker is self._worker:  # its answer is not read to the end
                 self.close(0.0)
             raise
 
@@ -233,10 +233,10 @@ class Isolated:
             self.say(f"  at work: {ids[0]}, {beat.doing}")
         if not beat.is_late:
             return
-        row = beat.row_on_device  # at once: what is known of the GPU ages
+        row = beat.row_on_device  # read at once, as it holds for a second only
         time.sleep(POLL_S)
         if watch.Beat.from_buffer_copy(self._memory).number != beat.number:
-            return  # it was read in the middle of a change
+            return  # the beat has changed since: the worker goes on
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(1.0)
         raise Ended(f"no answer within the deadline {beat.doing}{self._place()}", row)

@@ -53,7 +53,7 @@ def num_nodes() -> int:
 
 
 def world_sizes(grid: Grid, backend: str) -> list[int]:
-    """The grid's numbers of ranks; 0 stands for as many as there are. Larger ones count only on the command line.
+    """The grid's numbers of ranks; 0 stands for as many as there are. Larger numbers of a sweep are left out.
 
     There is one rank for each GPU; on a CPU there are two, and under torchrun as many as it has started.
     """
@@ -213,7 +213,7 @@ def _together(group: Any) -> Callable[[], Any]:
 
 
 def entropy() -> int:
-    """Draws a number on a rank that nobody can foresee. The first rank's can be sent to all: under torchrun, too."""
+    """A number that nobody can foresee, drawn on a rank. Callers send the first rank's to all, if all need the same."""
     return _ENTROPY.getrandbits(53)
 
 

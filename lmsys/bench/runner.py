@@ -71,7 +71,7 @@ class Runner(instruments.Instruments):
         """
         self.guard.mend()
         self.guard = guard.Guard()  # before a row runs: a benchmark may have been imported since
-        gc.freeze()  # what lives between groups is code, which the many collections of this one need not visit
+        gc.freeze()  # objects that outlive groups need not be visited by the many collections within one
         held = self._held()
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
@@ -135,20 +135,22 @@ class Runner(instruments.Instruments):
                 if field.role == "metric" or (field.role == "detail" and field.unit)
             }
             record = ones | facts_of(case) | {"benchmark": benchmark.name, "outcome": "ok"}
-            more, _ = compare.attempt(benchmark.metrics, case, record, facts)  # they may need more
+            more, _ = compare.attempt(benchmark.metrics, case, record, facts)  # may fail for want of other fields
             records.append(instruments.all_declared(benchmark, record | (more or {})) | ones)
         return {"machine": facts, "records": records}
 
     def rate_again(
         self, cases: Sequence[tuple[Benchmark, Case, fields.Record]]
     ) -> tuple[fields.Record, list[fields.Record]]:
-        """The machine with the higher measurement of each ceiling, before the first row or now, and `ceilings_moved`,
-        in sentences; and the records of these cases, rated by it."""
+        """(the machine, the records of these cases rated by it), after its ceilings have been measured again.
+
+        Each ceiling becomes the higher of both measurements; the field `ceilings_moved` says which have moved.
+        """
         before, after = self.machine["ceilings"], self.ceilings()
         self.machine["ceilings"] = machine.best_of(before, after)
         self.machine["ceilings_moved"] = machine.moved(before, after)
         return self.machine, [self.rated(*case) for case in cases]
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Returns what this method returns: a worker is asked alike."""
+        """Returns what the method `name` returns; `Isolated.ask` does the same with a worker's runner."""
         return getattr(self, name)(*args)
