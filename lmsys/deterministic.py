@@ -23,7 +23,7 @@ def mode() -> list[bool]:
 
 
 def set_mode(parts: list[bool]) -> None:
-    """Sets what `mode` gives."""
+    """Sets the mode. `parts` is a list as `mode` returns it."""
     enabled, warns, filled = parts
     torch.use_deterministic_algorithms(enabled, warn_only=warns)
     torch.utils.deterministic.fill_uninitialized_memory = filled

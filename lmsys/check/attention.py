@@ -28,14 +28,14 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
 
         def passes(task: cases.Task) -> bool:
             """True if the row is right in a task, in the first dtype that it can run."""
-            task = replace(task, case=replace(task.case, dtype=dtype_passed))
+            task = replace(task, case=replace(task.case, dtype=first_dtype))
             return failure(row, task, False, options.seed, named=False) is None
 
         simple = next(_cases(options)).case
-        dtype_passed = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
+        first_dtype = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
         usual = _cases(options, passes if options.uses else lambda task: True)
         with_options = (task for task in cases.tasks_of_options(simple) if why_not_told(row, task.case.options) is None)
-        more = cases.larger(replace(simple, dtype=dtype_passed)) if options.uses else ()
+        more = cases.larger(replace(simple, dtype=first_dtype)) if options.uses else ()
         for task in () if options.extremes else chain(usual, with_options, more):
             yield question.Question(
                 f"{task.about}, {task.case.dtype}",
@@ -120,7 +120,7 @@ def _of_sequences(row: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str | None:
-    """Why the row cannot run a case, here where the kernels `launched` were interpreted; None if it can."""
+    """None, or why the row cannot run a case here. `launched`: the kernels that Triton has interpreted so far."""
     if launched and case.dtype == "bfloat16":
         return laptop.NO_BFLOAT16
     return entry.why_not(case) or why_not_called(entry.load(), case)
@@ -129,7 +129,7 @@ def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str 
 def _of_extremes(
     why_not: Callable[[AttentionCase], str | None], row: Any, case: AttentionCase, options: question.Options
 ) -> Iterator[question.Question]:
-    """The questions with extreme inputs. `case`: a simple one, from which theirs are made."""
+    """The questions with extreme inputs, whose cases are made from `case`, a simple one."""
     simple = replace(case, heads=1, kv_heads=1, causal=False)
     cases_of_extremes = {
         "extreme scores": extremes.case_of_kinds(simple),

@@ -79,7 +79,7 @@ def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
     if kind is None and ".py" not in target:
         kind = next((name for name, known in KINDS.items() if target in list(known.table)), "attention")
     if kind is not None:
-        # Code from a file may have a name of the table, such as AdamW: nothing is compared by name here.
+        # Code from a file may be named as a row is, such as AdamW. An empty table does not take it for that row.
         table = KINDS[kind].table
         return kind, (registry.Table(kind, [], traits=table.traits) if ".py" in target else table).select([target])[0]
     return find(target, kind_of(registry.Table("implementation", []).select([target])[0].load()))

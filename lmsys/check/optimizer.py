@@ -1,10 +1,10 @@
 """Optimizers: each step is compared with the formula in float64, from the weights that the step began with.
 
 `kinds.py` calls `questions`. The formula is one of the published *forms* of the algorithm (`optimizer_formula.py`): the
-one that the optimizer's first steps follow. An error may be as large as that of torch's optimizer in the dtype, or for
-other forms of the formula in plain PyTorch (`lmsys.testing.error_ratio`). Each row of a parameter is judged alone, so
-that a row of huge steps hides no error in others. An optimizer that claims to keep float32 master weights for bfloat16
-weights is compared over the whole run in float64 instead.
+one that the optimizer's first steps follow. The budget (`lmsys.testing.error_ratio`) is the error of torch's optimizer
+in the dtype; for forms that torch lacks, that of the formula in plain PyTorch. Each row of a parameter is judged alone,
+so that a row of huge steps hides no error in others. An optimizer that claims to keep float32 master weights for
+bfloat16 weights is compared over the whole run in float64 instead.
 
 The tables from MOMENTS to KEEPINGS hold the known mistakes, as changes of a `Formula`; add new ones there.
 """
@@ -213,7 +213,7 @@ def _gives(
 ) -> bool:
     """True if a mistake leads to what was made in all steps, and not to what is right.
 
-    The steps of the mistake may differ from those that were made by the usual error, that of plain PyTorch.
+    The steps of the mistake and those made may differ by the usual error, that of plain PyTorch.
     """
     differs = False
     flat = [list(chain.from_iterable(trace)) for trace in traces + (mistaken,)]

@@ -1,4 +1,4 @@
-"""Runs of optimizers, for `optimizer.py`: the algorithm that one claims to be, its cases, and the steps it makes.
+"""Runs of optimizers, for `optimizer.py`: the algorithm that an optimizer claims to be, its cases, and its steps.
 
 `claim_of` tells the algorithm from the constructor, `cases_of` lists the cases, `run_of` draws the inputs of a case,
 and `trace_of` steps an optimizer through them. A new case is an entry in `cases_of`.

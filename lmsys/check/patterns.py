@@ -78,7 +78,7 @@ def online(
     tile      keys in a tile
     The options make mistakes:
     kept      names what is not rescaled: "o", "sum" or both
-    detached  what alone a backward treats as a constant: "factor", by which sums are rescaled, or "maximum", in P
+    detached  the one value that a backward treats as constant: "factor", by which sums are rescaled, or "maximum", in P
     divided   False: o is not divided by the sum at the end
     rounded   names what is rounded: "scores" (q kᵀ), "P" (as it is multiplied by v), "sum" (P as it is summed)
     near      the function that rounds it

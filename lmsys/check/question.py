@@ -66,9 +66,10 @@ class Fault:
     def explained(
         cls, place: str, mistake: str | None, error_ratio: float | None, before: Sequence[str] = ()
     ) -> "Fault":
-        """A fault at `place`, with its mistake, None if no known one explains it, "" if none was searched for.
+        """A fault at `place`.
 
-        before  what is right in the same answer, in words; the result of the forward is first
+        mistake  as in the class; "" if none was searched for
+        before   what is right in the same answer, in words; the result of the forward is first
         """
         likely = f"\n  likely mistake: {mistake}" if mistake else "\n  no known mistake gives this result"
         more = f"\n  right in the same answer: {', '.join(before)}" * bool(before)

@@ -31,7 +31,7 @@ def clipping() -> basics.Questions:
     normed = gradients / gradients.norm()
 
     def clipped(most: float, given: Callable[[list[Tensor]], Any] = list) -> Tensor:
-        """The gradients after clipping to the norm `most`, over it; given: makes the adapter's argument of a list."""
+        """The gradients clipped to the norm `most`, over `most`. given: makes the adapter's argument of a list."""
         params: list[Any] = [nn.Parameter(torch.zeros(5, 5)) for _ in range(6)]  # the last has no gradient
         for p, g in zip(params, gradients, strict=False):
             p.grad = g.clone()

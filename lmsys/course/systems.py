@@ -22,7 +22,7 @@ CLASSES = {
     "flash_pytorch": "get_flashattention_autograd_function_pytorch",
     "flash_triton": "get_flashattention_autograd_function_triton",
 }
-MOST_HELD = 0.9  # of two ranks: one that holds a larger share has not divided parameters or state
+MOST_HELD = 0.9  # share of the parameters, or their state: one of two ranks that holds more has not divided them
 
 
 def __getattr__(name: str) -> Any:
@@ -95,7 +95,8 @@ class Bucketed(Ddp):
 def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
     """The adapter's optimizer, whose step raises RuntimeError where a rank keeps the state of all parameters.
 
-    Without param groups its zero_grad() is replaced: the course's tests do not ask it to reach other ranks' parameters.
+    Without param groups its zero_grad() is replaced: the course's tests do not require that it clears the gradients of
+    parameters whose state other ranks keep.
     """
     params = list(params)
     optimizer = checkout.adapter("get_sharded_optimizer")(params, optimizer_cls, **kwargs)
