@@ -295,7 +295,7 @@ class Group:
             self._tried_alone, endings = True, self._alone()
         else:
             endings = dict.fromkeys(self.left, ("error", f"the bench's process ended: {fault.reason}", True))
-        if endings and endings.keys() <= self.ended.keys():  # the worker ended, and did not run these cases
+        if endings and endings.keys() <= self.ended.keys():  # the worker ended again, without these cases
             raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
         self.ended |= endings
         if any(crashed for _, _, crashed in endings.values()):

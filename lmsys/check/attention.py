@@ -161,7 +161,7 @@ def _cases(options: question.Options, passes: Callable[[cases.Task], bool] = lam
 
 
 def remark(entry: Entry, options: question.Options) -> str:
-    """In words: whether a repeated call has the same bits, and a batch entry the same bits alone as in a batch of 2.
+    """A line that says if repeated calls have the same bits, and a batch entry the same alone as in a batch of 2.
 
     Both are tried on the last case that the row can run. Neither is required of a kernel.
     """
@@ -181,7 +181,7 @@ def remark(entry: Entry, options: question.Options) -> str:
 
 
 def _but_for(differ: Mapping[str, float]) -> str:
-    """In words: "yes" if no result differs, else "no" with the names of those that do."""
+    """The word "yes" if no result differs, else "no" with the names of those that do."""
     return f"no ({', '.join(differ)})" if differ else "yes"
 
 

@@ -159,7 +159,7 @@ def _ratios(made: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> lis
 def _place(
     case: optimizer_runs.Case, step: int, i: int, ratios: list[float], made: torch.Tensor, exact: torch.Tensor
 ) -> str:
-    """Where parameter i is the most wrong after a step, in words. ratios: the error of each row over its budget."""
+    """The place, in words, where parameter i is most wrong after a step. ratios: each row's error over its budget."""
     row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), case.sizes.get(step)
     made, exact = (x.reshape(len(ratios), -1)[row] for x in (made, exact))
     (column,) = question.worst(made, exact)

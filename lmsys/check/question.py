@@ -133,7 +133,7 @@ AXES = ("batch", "head", "row", "column")
 
 
 def where(wrong: torch.Tensor, axes: Sequence[str] = AXES) -> str:
-    """Describes a mask, by default (B, H, S, D), by the axes on which only some indices are wrong, for "wrong in ...".
+    """Says after "wrong in" where a mask, by default (B, H, S, D), is True: on each axis where only some indices are.
 
     For example "rows 214 to 236 of 237, the last 23 (9.7 % of the elements)".
     """

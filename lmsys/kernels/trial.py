@@ -18,7 +18,7 @@ from lmsys.kernels.tritons import ON_GPUS
 
 DEADLINE_S = 600.0  # a trial takes a minute or two; the rest is for compiling on a busy machine
 EXACT = ""  # the verdict of a trial whose results were exact. Any other verdict says what was wrong
-OF_THE_MOMENT = "out of memory"  # a verdict with these words may be another one later, so it is not kept on disk
+OF_THE_MOMENT = "out of memory"  # a verdict with these words may change later, so it is not kept on disk
 
 _verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
 

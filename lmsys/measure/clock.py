@@ -78,7 +78,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Reading:
-    """How long a timed call took, and how long what was prepared for it just before, in seconds."""
+    """How long a timed call took, and how long its preparation just before, in seconds."""
 
     run_s: float
     prepare_s: float

@@ -12,7 +12,7 @@ from pathlib import Path
 
 LEAST_LOAD_S = 0.2  # the shortest time over which a load is measured
 BUSY = 0.1  # the share of the CPU's time above which other programs count as a disturbance
-GROUPS = (  # a control group's limit, what it holds and what of that it could drop, in cgroup 2 and in cgroup 1
+GROUPS = (  # of cgroup 2 and 1: files with the limit, the use and statistics; the statistic of what could be dropped
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )

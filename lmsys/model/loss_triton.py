@@ -21,19 +21,20 @@ from lmsys.model.loss import LossOptions
 
 TILE = 2**14  # the most logits of a tile
 SMALLEST_TILE = 2**9  # the fewest logits of a tile
-HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread, where a row is read once; where it is twice
+HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread: of a row read once, of a row read twice
 # Registers of a thread of a row read once. The compiler would take up to 128, and half as many rows would run at once.
-# Rows of 16,384 take 0.73 of the time on one H200, although some registers spill; rows of 10,000 take 0.79, without.
+# With this limit rows of 16,384 take 0.73 of the time on one H200, although some registers spill; rows of 10,000, of
+# which none spill, take 0.79.
 MAX_REGISTERS = 64
 NUM_STAGES = 1  # stages of the loads: with more they go through shared memory
-LOWEST = tl.constexpr(-3e38)  # finite: a lane that sees nothing but -inf must not take the difference of two
+LOWEST = tl.constexpr(-3e38)  # finite: a lane that sees nothing but -inf must not compute -inf - (-inf)
 
 register_kernels(r"^_cross_entropy_kernel$", "reduction")
 
 
 @triton.jit
 def _ratio(x, softcap):
-    """A logit as it is held: itself, or under a soft cap its tanh, which the gradient needs more exactly."""
+    """A logit's *ratio*, the form in which it is held: itself, or under a soft cap tanh(x / softcap)."""
     return x.to(tl.float32) if softcap is None else _tanh(x.to(tl.float32) / softcap)
 
 
@@ -68,7 +69,7 @@ def _cross_entropy_kernel(
     IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
     ONE_READ: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK logits are a tile; REST are a second one of a row that is read once, if that is not 0."""
+    """BLOCK: the logits of a tile. REST: those of the second tile of a row that is read once; 0: there is none."""
     row = tl.program_id(0).to(tl.int64)  # C x V may pass 2**31
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)

@@ -63,7 +63,7 @@ _saved_nothing = partial(create_selective_checkpoint_contexts, [])
 
 
 class _WithoutMatmuls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Skips matmuls in the second run: torch itself stops before the last one, but not before that of a Function."""
+    """Skips matmuls in the second run: torch itself stops before the last one, unless an autograd.Function has it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (

@@ -395,7 +395,7 @@ class TransformerLM(nn.Module):
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, and what `torch.save` writes, is not compiled, as with torch's modules."""
+        """The state without compiled code, for copies and `torch.save`, as of torch's own modules."""
         return super().__getstate__() | {"_run": _run}
 
     def _blocks(self, x: Tensor, group: checkpointing.Group, attend: list[Any], positions: Tensor | None) -> Tensor:
