@@ -45,7 +45,7 @@ def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None
 
 @contextmanager
 def arithmetic(precision: str) -> Iterator[None]:
-    """Within, matmuls as `matmuls` sets them; afterwards, all code that was compiled is dropped."""
+    """A context in which matmuls are as `matmuls` sets them; after it all compiled code is dropped."""
     try:
         with matmuls(precision), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             yield
@@ -55,7 +55,7 @@ def arithmetic(precision: str) -> Iterator[None]:
 
 @contextmanager
 def matmuls(precision: str) -> Iterator[None]:
-    """Within, float32 matmuls use TF32 if that is the precision, and full float32 otherwise."""
+    """A context in which float32 matmuls use TF32 if that is the precision, and full float32 otherwise."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:

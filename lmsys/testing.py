@@ -11,8 +11,8 @@ The reference is `naive` in float64 on the same quantised inputs. A tensor x of 
 with naive_t, the middle term and eps in t: twice what plain PyTorch of that dtype loses itself. The log-sum-exp is
 judged as float32; so is a float64 result, as the reference is no more exact than that. The budget of o has eps32 / 2
 √K max|ref| more, since a sum that adds the products of K keys one after another is rounded K times, each time by at
-most eps32 / 2: where one query sees a key of large weight early, its error is that of one such sum, and plain PyTorch's
-may by chance be far smaller.
+most eps32 / 2. Where one query sees a key of large weight early, the error of o is that of one such sum, and plain
+PyTorch's error may by chance be far smaller.
 
 A flash backward makes errors that naive does not. The budget allows for them; they matter in float32, not in bfloat16.
 P is recomputed as exp(score - lse), so the budget of dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may
@@ -44,7 +44,8 @@ a query sees are far away. A backward in float32 has this room there, too.
 
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
-made by the same weights, 1e-3 and 5e-3 of the norm: AdamW moves alike on a gradient that is off by a factor.
+made by the same weights, 1e-3 and 5e-3 of the norm. Losses alone would not show a gradient that is off by a factor, as
+AdamW moves alike on it.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension;
 U (batch, key head) pairs that are checked, each with its G query heads.
@@ -326,7 +327,7 @@ class Oracle:
         }
 
     def _bound_of_o(self, merges: bool) -> Tensor:
-        """By element a bound of the errors in o (U, G, Q, D): P and o are rounded.
+        """A bound of the error in each element of o (U, G, Q, D): P and o are rounded.
 
         merges  the row combines results of parts of the keys, whose weights are rounded, too
         """
@@ -337,7 +338,7 @@ class Oracle:
         return torch.finfo(self.dtype).eps / 2 * bound + weights
 
     def _bounds_of_gradients(self) -> dict[str, Tensor]:
-        """By element bounds of the errors in dq (U, G, Q, D), dk and dv (U, 1, K, D) that come from P and delta."""
+        """Bounds of the errors, by P and delta, in each element of dq (U, G, Q, D), dk and dv (U, 1, K, D)."""
         eps, eps32 = torch.finfo(self.dtype).eps, 4 * torch.finfo(torch.float32).eps
         bounds = {name: torch.zeros_like(self.reference[name]) for name in ("dq", "dk", "dv")}
         scale = self._q.shape[-1] ** -0.5 if self.scale is None else abs(self.scale)
@@ -444,8 +445,8 @@ def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
 
 
 def larger_error(reference: Tensor, plain: Tensor, other: Tensor) -> Tensor:
-    """By element the value, of `plain` or `other`, that errs more: a function that is commonly written in several ways
-    gets the budget of all of them."""
+    """The value of each element, from `plain` or `other`, that errs more: a function that is commonly written in
+    several ways gets the budget of all of them."""
     return torch.where((other - reference).abs() > (plain - reference).abs(), other, plain)
 
 

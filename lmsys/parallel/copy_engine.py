@@ -1,4 +1,4 @@
-"""Buckets of gradients whose all-reduces the GPUs' copy engines carry, which take no SM from the backward beside them.
+"""All-reduces of gradients in buckets by the GPUs' copy engines, which take no SM from the backward beside them.
 
 NCCL's kernels do take SMs: in a large model's step that costs more than the communication which no computation hides.
 So gradients are copied from where autograd left them, and a kernel only adds them up. This works for the GPUs of one
@@ -94,7 +94,7 @@ class Exchange:
         """Begins the exchange of a bucket, whose gradients the current stream makes; called from bucket 0 on, in order.
 
         gradients  in the order of the layout, contiguous; they may lie in the flat tensor, if each is in its own place
-        The wait of what is returned is `finish`.
+        The `wait` of the result calls `finish`.
         """
         assert number == len(self._added), f"bucket {number} after {len(self._added)} buckets"
         (sending, adding, returning), flat_gradients = self._buckets[number], [x.view(-1) for x in gradients]
@@ -195,7 +195,7 @@ def inbox_bytes(layouts: Sequence[buckets.Layout], itemsizes: Sequence[int], wor
 
 
 def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, int]]:
-    """For each tensor with elements in a segment (its number, the slice of it, where that begins in the segment)."""
+    """(number, slice, where the slice begins in the segment) of each tensor with elements in a segment."""
     parts = []
     for index, (shape, _, start) in enumerate(layout.places):
         first, last = max(segment.start, start), min(segment.stop, start + shape.numel())
@@ -238,8 +238,8 @@ INSTEAD = "take bucketed or zero1, which are the same by collectives"
 class CopyEngines(overlapped.Collectives):
     """The transport by copy engines, through torch's symmetric memory; before `settle` buckets travel by NCCL.
 
-    shared  how often this process has shared memory so. torch numbers the messages for this by process, not by group:
-            two ranks with different numbers would wait for each other without end.
+    shared  how often this process has shared memory with peers. torch numbers its messages for this by process, not by
+            group: two ranks with different numbers would wait for each other without end.
     ValueError as in `check_gpus`.
     """
 
@@ -334,7 +334,7 @@ class CopyEngines(overlapped.Collectives):
 
 
 def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
-    """For each parameter the view of `flat` where its mean will be; None for one that this rank does not own."""
+    """The view of `flat` where each parameter's mean will be; None for a parameter that this rank does not own."""
     views = dict(zip(bucket.owned, bucket.own.views(flat), strict=True))
     return list(map(views.get, bucket.params))
 
@@ -349,7 +349,7 @@ class ByCopyEngines:
 
 
 class CopyEngine(ByCopyEngines, overlapped.Bucketed):
-    """`Bucketed` by copy engines. bucket_mb, comm_dtype: as there. ValueError as in `check_gpus`."""
+    """`Bucketed` by copy engines, with its bucket_mb and comm_dtype. ValueError as in `check_gpus`."""
 
     rivals = ("torch_ddp_tuned",)
 

@@ -286,7 +286,7 @@ class Bucketed(Overlapped):
         if self.bucket_mb == "auto":
             self.bucket_mb = self._best(sum(sizes))
         kinds = [(p.device, p.dtype) for p in self.trainable]
-        # A smaller first bucket lets communication begin early; nothing hides that of the last one.
+        # The first bucket is small so that communication begins early, the last since nothing hides its communication.
         limit, edge = (
             (math.inf, math.inf) if self.bucket_mb is None else (float(self.bucket_mb) * buckets.MIB, buckets.MIB)
         )

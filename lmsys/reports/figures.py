@@ -13,7 +13,7 @@ from lmsys.bench.fields import Record
 from lmsys.reports import cells, load, tables, words
 from lmsys.reports.items import Block, Plot, Table
 
-BRIEF = 80  # characters: a caption that was shown before is repeated if it is no longer, else it is a link to the first
+BRIEF = 80  # characters: a caption that was shown before is repeated if it has at most so many, else only linked
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ def greatest(view: views.View, name: str, of: str) -> views.View:
 
 @steps.step
 def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
-    """For each entry, {row: word}, of the mapping in the field `name` a case, and one for the case's own row.
+    """One case for each entry, row: word, of the mapping in a case's field `name`, and one for the case's own row.
 
-    These cases, which replace the one that has the mapping, have the row in the field `other` and the word in `how`.
+    They replace the case that has the mapping, and have the row in the field `other` and the word in the field `how`.
     """
 
     def entries(case: Record) -> list[Record]:
@@ -175,8 +175,8 @@ def best(
 def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     """Our cases, with their speedup over somebody else's model, run in that of `ways` which is fastest for it.
 
-    Adds what captions say of that model: `theirs`, `their_label`, `their_about` and `peers`. No view without such a
-    model.
+    Adds what captions say of that model: `theirs`, `their_label`, `their_about` and `peers`. Without such a model there
+    is no view.
     """
     peers = view.only("peer").column("impl")
     if not peers:

@@ -82,8 +82,8 @@ def _adamw_kernel(
     ADDRESSES, SIZES, OWNERS, CHUNKS, RATES, GRAD_SCALE, FACTOR, FOUND_INF, num_tensors,
     decay, beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COPY_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """decay = lr weight_decay, rest = 1 - β. GRAD_SCALE and FOUND_INF may be None, and so may FACTOR: gradients are
-    multiplied by it as they are read, and stay as they are. COPY_DTYPE: that of copies of parameters, which are
+    """decay = lr weight_decay, rest = 1 - β. GRAD_SCALE and FOUND_INF may be None, and so may FACTOR, by which
+    gradients are multiplied as they are read, but not in memory. COPY_DTYPE: that of copies of parameters, which are
     written where their address is not 0; None without any."""
     if FOUND_INF is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
         if tl.load(FOUND_INF) == 1:
@@ -163,7 +163,7 @@ class FusedAdamW:
     def _locate(self, addresses: list[int]) -> None:
         """Writes the table of addresses anew where they have changed, as gradients' do from step to step.
 
-        The copy may still read pinned memory when this returns; torch's allocator does not reuse that before."""
+        The copy may still read pinned memory when this returns; torch's allocator reuses it only after the copy."""
         if addresses == self._addresses:
             return
         self._addresses, self._aligned = addresses, reduce(or_, addresses[: -len(self.sizes)]) % 16 == 0
@@ -173,7 +173,7 @@ class FusedAdamW:
 
 @triton.jit
 def _whole_squares_kernel(ADDRESSES, SIZES, OWNERS, CHUNKS, SCALES, SUMS, BLOCK: tl.constexpr):
-    """Whole numbers are added, whose sum has no order, so that programs may add to one place as they end."""
+    """Adds whole numbers, whose sum is the same in any order, so that programs may add to one place as they end."""
     tensor = tl.load(OWNERS + tl.program_id(0))
     first = tl.load(CHUNKS + tl.program_id(0)).to(tl.int64) * BLOCK
     left = tl.load(SIZES + tensor) - first
