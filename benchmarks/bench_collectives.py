@@ -63,7 +63,7 @@ class CollectiveCase(Case):
 
 
 MAX_ROUNDS = 200  # the most timed calls of an operation
-LEAD_S = 0.05  # for so long GPUs wait while calls are launched: more than the host needs for MAX_ROUNDS
+LEAD_S = 0.05  # seconds that GPUs wait at first, more than the host needs to launch MAX_ROUNDS calls
 MEANS = ("all_reduce", "reduce_scatter")  # operations that average over ranks
 
 
@@ -111,7 +111,7 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
 def _times(
     call: Callable[[], torch.Tensor], inputs: "Inputs", drawn: list[int], checked: list[int], group: Any
 ) -> tuple[list[float], dict[int, Any]]:
-    """(seconds of each call, {number: a copy of the result} of the checked calls, in memory that is there before)."""
+    """(seconds of each call, {number: a copy of the result} of the checked calls, in memory allocated beforehand)."""
     room = [torch.empty_like(inputs.out) for _ in checked]
 
     def keep(result: torch.Tensor, key: int | None) -> torch.Tensor | None:
@@ -143,7 +143,7 @@ class Inputs:
         self.drawn = {"reduce_scatter": x, "all_gather": part}.get(case.impl, self.out)
 
     def stream_of(self, rank: int) -> torch.Tensor:
-        """Whole numbers of 16 bits, in float32. Any order of addition gives one sum, a narrower dtype gives another."""
+        """Whole numbers of 16 bits, in float32. Their sum is exact in any order, and inexact in a narrower dtype."""
         stream, count = draws.key(self.seed, f"rank {rank}"), self.case.numel + draws.STARTS
         return draws.whole_numbers(stream, 0, count, 2**16, device()).float() - 2**15
 

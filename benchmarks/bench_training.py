@@ -1,9 +1,9 @@
 """Whole trainings on text: attention rows by parallel strategies, held to the curve of one plain process.
 
 All cases see the same tokens in the same order from the same weights, so all have one curve. The reference is one
-process with naive attention that accumulates the batches of all ranks; a case whose losses leave it, or whose first
-gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`. `benchmarks/training/rank.py` holds the
-case and the functions that run on the ranks; this file asks the ranks epoch by epoch and makes the record.
+process with naive attention that accumulates the batches of all ranks; a case whose losses leave its curve, or whose
+first gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`. `benchmarks/training/rank.py`
+holds the case and the functions that run on the ranks; this file asks the ranks epoch by epoch and makes the record.
 """
 
 import math
@@ -23,15 +23,15 @@ from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
 
-CURVE_POINTS = 100  # of a curve that travels with a record
+CURVE_POINTS = 100  # the most points of a curve that a record holds
 
 
 @dataclass
 class Curve:
     """Results of a training: losses over the global batch and gradient norms by step, and the final held-out loss.
 
-    weights  of the reference alone: by attention row, (sha256 of the weights that reproducible trainings end with, the
-             row that ended first)
+    weights  of the reference alone: {attention row: (sha256 of the weights at the end of reproducible trainings, the
+             row that ended first)}
     """
 
     losses: list[float] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Curve:
         self.norms += epoch.norms
 
     def fields(self, reference: "Curve", dtype: str) -> Record:
-        """At most CURVE_POINTS losses, each with its difference to the reference's as far as that goes."""
+        """Fields of a record: at most CURVE_POINTS losses, with differences to the reference's as far as it goes."""
         apart = [a - b for a, b in zip(self.losses[: testing.CURVE_STEPS], reference.losses, strict=False)]
         number = len(self.losses)
         places = sorted({number - 1}.union(range(0, number, -(-number // CURVE_POINTS))))
@@ -62,7 +62,7 @@ class Curve:
 
 
 class Training(Benchmark):
-    """Each case alone is looked into, then trains; each epoch is held to the reference before the next. The first
+    """Each case by itself is inspected, then trained; each epoch is held to the reference before the next. The first
     epoch is not timed, the others are the samples."""
 
     name = "training"
@@ -177,7 +177,7 @@ class Training(Benchmark):
                 candidate.failed(failure[0], f"the bench failed, not the row: the reference: {failure[1]}")
 
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
-        """As far as curves are compared."""
+        """Trains the reference for as many steps as curves are compared."""
         run, left = partial(_on_ranks, plain, runner), min(testing.CURVE_STEPS, plain.epochs * plain.steps)
         run(begin, tokens_of(*plain.text), runner.settings.seed)
         while left > len(reference.losses):
@@ -196,7 +196,7 @@ class Training(Benchmark):
         )
 
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
-        """The first look, the epochs, each held to the reference before the next, and the model at the end."""
+        """Inspects a case, then trains it, holding each epoch to the reference, and compares the weights at the end."""
         run, measurement = partial(_on_ranks, case, trial.runner), trial.measurements[case.id]
         settings, dtype, text = trial.settings, models.DTYPES[case.precision], tokens_of(*case.text)
         refused, first_steps, peaks = zip(*run(inspect, text, settings.seed), strict=True)

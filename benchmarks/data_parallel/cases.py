@@ -127,7 +127,7 @@ class StepsCase(ParallelCase):
 
     @property
     def why_not_runtime(self) -> str | None:
-        """The reason why the model cannot be computed so here, such as a package that is not installed, or None."""
+        """The reason why this model cannot run as the case asks, such as a package that is not installed, or None."""
         if (reason := super().why_not_runtime) is not None or self.whole_model is None:
             return reason
         if self.precision in AUTOCAST and self.residual == "wide":

@@ -39,7 +39,7 @@ from lmsys.training import prepare, reproducible
 # the gradient: a gradient that is halved shows, and where one is near zero no rounding turns the step around. At this
 # rate hundreds of steps train, and do not diverge.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-2}
-# Beside ADAMW: as torch's AdamW has them by default, and the rate of matrices, too, is then AdamW's.
+# More settings of Muon: the first two are the defaults of torch's AdamW, and matrices have AdamW's learning rate, too.
 MUON: dict[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 1e-2, "adjust_lr_fn": "match_rms_adamw"}
 # {device type: untimed steps}, which `rank.py` takes first. The first plans buckets, the second runs with them.
 WARM_STEPS = {"cpu": 2, "cuda": 3}
@@ -68,7 +68,7 @@ class Pass:
 
 
 _ENDS: dict[tuple[str, Pass], Slices] = {}  # {(case id, pass): slices after the case's steps}
-# {(pass, world size, settings of plain or exact steps): (slices before, slices after)}, of the last pass by world size
+# {(pass, world size, settings of plain or exact steps): (slices before, slices after)}, of each world size's last pass
 _RIGHT: dict[tuple[Pass, int, object], tuple[Slices, Slices]] = {}
 
 
@@ -199,7 +199,7 @@ def _plain(
                 f"the bench failed, not the row: plain steps in {precision} on weights in {dtype} lead to NaN or inf in"
                 f" {len(bad)} of {len(end)} parameters, as in {bad[0]}"
             )
-        # Ranks that a pass leaves out keep theirs: all ranks of a pass must compute, or none.
+        # Those of other world sizes stay, as they do on ranks that this pass leaves out: all ranks compute, or none.
         for known in [known for known in _RIGHT if known[1] == case.world_size and known[0] != asked]:
             del _RIGHT[known]
         _RIGHT[what] = start, end

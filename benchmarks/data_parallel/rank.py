@@ -98,7 +98,7 @@ class Rig:
             from lmsys.training import muon  # here, as an earlier state of the code under --against may not have it
 
             cls = passes.TorchMuon if case.entry.peer else muon.Muon
-            # Asked for once parameters are where they stay: FSDP2 puts others in the place of the model's.
+            # Computed at the first call, after the strategy is built: FSDP2 puts other parameters in the model's place.
             groups = cache(muon.matrix_groups)
             more = passes.MUON | {"groups": lambda name, p: groups(model)(name, p)}
         elif case.traits.fused_adamw:
@@ -145,9 +145,9 @@ class Rig:
 
     @property
     def can_stay_local(self) -> bool:
-        """True if a step without synchronization differs only by that from a step.
+        """True if a step without synchronization is in all else like a step.
 
-        It differs by more if ranks have or step only parts of the model, or if it needs a CUDA graph of its own.
+        It is not if ranks have or step only parts of the model, or if it needs a CUDA graph of its own.
         """
         is_divided = self.case.traits.zero_stage or self.case.sharded_optimizer
         return self.strategy.can_stay_local and not is_divided and not self.case.replayed

@@ -4,9 +4,9 @@
 
 Timed updates of weights are checked by AdamW's formula (`Update`), also where gradients are zero, tiny and huge. Such
 gradients are planted in rows of one matrix (`lmsys.extremes.model`). Every row of the matrix is judged alone, in units
-of its own largest value, as all others are nothing beside the moments of a huge gradient. If all values of a row are
-below the smallest normal number of float32, as the second moment of a tiny gradient is, the unit is that number: below
-it float32 rounds to multiples of 2**-149, whatever the size.
+of its own largest value: beside the moments of a huge gradient, errors of all other rows would vanish. If all values of
+a row are below the smallest normal number of float32, as the second moment of a tiny gradient is, the unit is that
+number: below it float32 rounds to multiples of 2**-149, whatever the size.
 """
 
 import random
@@ -60,7 +60,7 @@ class Update:
     def of(
         cls, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: torch.optim.Optimizer | None
     ) -> "Update":
-        """A coming update of a matrix. The draw chooses the matrix and its rows: there is no key before a call."""
+        """A coming update of a matrix. The draw chooses matrix and rows, as the call's key is not drawn yet."""
         chance = random.Random(draw)
         name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
         parameter = parameters[name]
@@ -251,7 +251,7 @@ class Rig:
     def _redraw(self, case: cases.ModelTest, draw: int) -> None:
         self.draws.fill(draw)
         if not case.peer and (rounded := self.model(case).rounded) is not None:
-            rounded.refresh()  # other rows have changed the weights, which in a training none would
+            rounded.refresh()  # other rows have changed the weights, which nobody else does in a training
         if case.mode in spots.UPDATES:
             self._update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
 
@@ -276,7 +276,7 @@ class Rig:
     def alone(self, case: cases.ModelTest) -> float:
         """Seconds of the case's first call, with nothing else live and nothing left afterwards, even if it fails.
 
-        Compiled blocks are compiled again only if the shape of the check before timing was smaller; whole models are.
+        Compiled blocks are compiled again only if the check before timing had a smaller shape; whole models always.
         NotAsPromised if a graph's gradients, or an update by extreme gradients, are wrong.
         """
         self.clear()
@@ -310,7 +310,7 @@ class Rig:
             self.clear()
 
     def memory_of(self, case: cases.ModelTest) -> tuple[int, int]:
-        """(bytes of weights, gradients and optimizer state live before the timed call, the peak above all that was)."""
+        """(bytes of weights, gradients and optimizer state before the timed call, its peak above all that was live)."""
         self.optimizers.clear()  # other rows' moments are not this row's: its optimizer is made again
         step = self.step_of(case)
         step.run(step.prepare())

@@ -3,16 +3,16 @@
 `model/rig.py` copies spots after a timed call, and judges them later. By mode of the case, a spot holds:
 
     forward        logits of some tokens of one sequence
-    train_forward  hidden states of such tokens, and the loss that all hidden states make; a peer makes its own loss of
-                   its own logits, which are looked at
+    train_forward  hidden states of such tokens, and the loss, which is held to that of all hidden states; of a peer:
+                   logits of such tokens, and its own loss, which must be finite
     backward       gradients: the embeddings of such tokens, through all blocks; where the batch is not too much work
                    for a reference, rows of the matrices of one block and of the head, to which all sequences add
     optimizer      these gradients, and what the update has made of some weights and their moments: in a few of their
                    rows the gradient is extreme (rig.py), planted once the backward has made it
     step           these gradients, and the update as the backward's gradients give it
 
-Half of the tokens are drawn among the first ones, most of them: there attention's share in what follows is largest. The
-embedding of a token that only one sequence holds has its gradient from that sequence alone: no other is run for it.
+Half of the tokens are drawn log-uniformly: most are among the first, where attention's share in the result is largest.
+The embedding of a token that only one sequence holds has its gradient from that sequence alone: no other is run for it.
 """
 
 import random
@@ -38,11 +38,11 @@ EMBEDDINGS, HEAD = "token_embeddings.weight", "lm_head.weight"
 
 
 class Reference:
-    """`base`'s function of its weights as they are now: exact, or in the precision that is tested.
+    """The function of `base` with its weights as they are now: exact, or in the precision that is tested.
 
-    exact  in float32, and where that is tested in float64
-    meant  gives, by its name, a weight as ours must have it to be the function that is tested
-    narrow the residual stream is, unless exact, rounded to the dtype that matmuls read
+    exact   True: compute in float32, or in float64 where fp32 is tested
+    meant   (name, weight) -> the weight with which our model computes what the tested model computes with `weight`
+    narrow  unless `exact`, the residual stream is rounded to the dtype that matmuls read
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Reference:
 
     @torch.no_grad()
     def states(self, tokens: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states (P, M) and logits (P, V) of one sequence (S) at these positions, of which none sees more."""
+        """Hidden states (P, M) and logits (P, V) of a sequence (S) at P positions, cut off after the last of them."""
         with self._arithmetic():
             hidden = self._hidden(self._embedded(tokens[: max(positions) + 1]))[positions]
             return hidden, self._logits(hidden)
@@ -80,7 +80,7 @@ class Reference:
             )
 
     def gradients(self, data: Batch, sequences: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
-        """By name, what these sequences add to the gradients of the mean loss: of the embeddings, and of `names`."""
+        """{name: what these sequences add to its gradient of the mean loss}, for the embeddings and for `names`."""
         scale = LOSS_SCALE if self.precision == "fp16" else 1.0
         self.leaves = {name: self._weight(name).requires_grad_() for name in names}
         total = {name: torch.zeros_like(self._weight(name)) for name in (EMBEDDINGS, *names)}
@@ -105,7 +105,7 @@ class Reference:
         return self.parameters[name].detach().to(self.dtype)
 
     def _used(self, name: str) -> Tensor:
-        """As our model has to have it: a gradient goes back to what the tested one has."""
+        """The weight as `meant` gives it to our model. Gradients are those of the tested model's own weight."""
         return self.meant(name, self.leaves[name] if name in self.leaves else self._weight(name))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class Spots:
         }
 
     def _like(self, name: str) -> Tensor:
-        """Has the shape, dtype and device of an output, and no memory."""
+        """A tensor with the shape, dtype and device of an output, which takes no memory."""
         config, tokens = self.base.config, self.data.tokens
         if name == LOSS:
             return torch.empty((), device=tokens.device)
@@ -218,7 +218,7 @@ class Spots:
         return gradients
 
     def judge(self, case: ModelTest, kept: Kept, meant: Callable[[str, Tensor], Tensor]) -> Mapping[str, float]:
-        """The error over its budget of each part; `meant` as `Reference` has it."""
+        """The error over its budget of each part; `meant` is that of `Reference`."""
         parts, spot = dict(kept.result), self.spot(kept.key)
         update = parts.pop(UPDATE, None)
         if broken := [name for name, x in parts.items() if not x.isfinite().all()]:
@@ -252,7 +252,7 @@ class Spots:
         return self.data.tokens[spot.sequence, spot.positions]
 
     def _groups(self, name: str, spot: Spot) -> Tensor:
-        """A number for each row of what is right: 0 where neither its token nor the row itself is extreme."""
+        """The group of each row of a right result: 0 where neither its token nor the row itself is extreme."""
         if name not in (LOGITS, STATES, EMBEDDINGS):
             return group_of(name, len(self.parameters[name]))
         group = group_of(EMBEDDINGS, self.base.config.vocab_size)[self._ids(spot).cpu()]

@@ -189,11 +189,11 @@ class TrainingCase(TrainedCase):
 
 
 CORPUS = "stdlib"
-BYTES_PER_TOKEN = 4  # about; what a tokenizer is trained on has so many for each token
-LEAST_BYTES = 500_000
+BYTES_PER_TOKEN = 4  # about: bytes of text for each token that is asked for
+LEAST_BYTES = 500_000  # of text that is read at once, and that a tokenizer is trained on
 
 
-Tokens = tuple[Path, Path]  # files of ids to train on, and held out, .npy; they go with this process
+Tokens = tuple[Path, Path]  # files of ids to train on, and held out, .npy; they are deleted when this process ends
 
 
 @cache
@@ -203,9 +203,9 @@ def folder() -> "tempfile.TemporaryDirectory[str]":
 
 @cache
 def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
-    """So many ids of the standard library's text, and of what it holds out; the vocabulary is trained on its beginning.
+    """Files of so many ids of the standard library's text, and of its held-out text.
 
-    Unsupported where the text has fewer.
+    The tokenizer is trained on the beginning of the text. Unsupported where the text has fewer ids.
     """
     corpus = corpora.stdlib()
     size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)
@@ -241,7 +241,7 @@ sensors_of = cache(sensors.sensors_of)
 
 @dataclass(frozen=True)
 class Epoch:
-    """seconds of all its steps together; the loss of all ranks, and the norm of the gradient, by step."""
+    """The seconds of all its steps together; by step, the loss over all ranks and the norm of the gradient."""
 
     seconds: float
     losses: list[float]
@@ -252,8 +252,8 @@ class Epoch:
 def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
     config = case.run_config(seed)
     if config.train.compile:
-        torch.compiler.reset()  # the blocks of one case are not to count as those of another again
-    with torch.random.fork_rng():  # a trainer seeds torch, and the rank is others' next
+        torch.compiler.reset()  # else blocks of earlier cases would count as recompilations
+    with torch.random.fork_rng():  # a trainer seeds torch, and this rank runs other cases next
         return loop.Trainer(
             config,
             data.TokenFiles(tokens[:1]),
@@ -265,9 +265,9 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
 
 @ranks.on_part
 def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, float, int]:
-    """(why the case is not trained, seconds of the first step, which compiles and tunes, peak bytes of one behind it).
+    """(why the case is not trained, seconds of the first step, which compiles and tunes, peak bytes of the second).
 
-    In a run of their own.
+    These steps are no part of the training that is timed.
     """
     clear(case)
 
