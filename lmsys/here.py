@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def evidence(device: str, capability: tuple[int, int] | None) -> str:
-    """On what grounds "auto" chooses rows on this machine, in words."""
+    """The grounds on which "auto" chooses rows on this machine, in words."""
     return (
         "what needs no compiler"
         if device == "cpu"

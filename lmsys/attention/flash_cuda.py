@@ -185,7 +185,7 @@ def _library(
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library in this file, with the type of its results that are no int."""
+    """The library at `path`. ctypes takes results for an int, so the type of all others is set."""
     library = ctypes.CDLL(str(path))
     library.flash_error.restype = ctypes.c_char_p
     return library

@@ -96,7 +96,8 @@ def _tile(sizes: Any) -> Tile:
     return Tile(**sizes)
 
 
-KEPT = strict_json.Kept("tuning.json", "tuned choices", "tune", _tile)  # the file, two words of its messages, a check
+# The file; how messages call its content, and how that is made anew; a parser of its values.
+KEPT = strict_json.Kept("tuning.json", "tuned choices", "tune", _tile)
 _chosen: dict[tuple[object, ...], Tile] = {}  # by (index of the device, *case)
 
 

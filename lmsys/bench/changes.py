@@ -42,7 +42,7 @@ FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED, ONLY_NOW = (
 )
 VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, ONLY_NOW, UNCLEAR, SAME)  # in the order of how much they matter
 BAD = (BROKEN, SLOWER)
-MARGIN = 0.05  # of two runs: clocks that moved are within it
+MARGIN = 0.05  # for two runs: clocks that move from run to run change times by less
 FALSE_DISCOVERIES = 0.05  # the expected share of false ones among the verdicts "faster" and "slower"
 MOST_LINES = 20  # of changes in a terminal
 LARGEST = 700.0  # math.exp of a larger logarithm overflows
@@ -214,7 +214,8 @@ def compare_in_turns(records: Iterable[fields.Record], margin: float | None = No
 def in_turns(records: Iterable[fields.Record]) -> list[Pair]:
     """Pairs (earlier record, today's record) of rows that took turns with their own earlier state.
 
-    A pair has one key: the case's identity with today's id, and the comparison, which two runs in one file differ in.
+    Both records of a pair have one key: the case's identity with today's id, and the comparison, since one file may
+    hold two runs, whose comparisons differ.
     """
     records = list(records)
     now = {(*_key(case), case.get("comparison")): case for case in records if not case.get("against")}
@@ -262,7 +263,7 @@ def counts_of(changes: Sequence[Change]) -> dict[str, tuple[int, int]]:
 
 
 def of_them_disturbed(count: int) -> str:
-    """Stands behind a number of cases; empty where none of them was disturbed."""
+    """The text behind a number of cases; empty where none of them was disturbed."""
     return f" ({count} disturbed)" if count else ""
 
 

@@ -137,7 +137,7 @@ def _classes(ours: list[types.ModuleType]) -> list[Any]:
 
 
 def _names(owner: Any) -> dict[str, Any]:
-    """{name: function, class or, of ours, constant} of a module or class."""
+    """{name: function or class, in PACKAGES also constant} of a module or class."""
     is_ours = getattr(owner, "__module__", owner.__name__).partition(".")[0] in PACKAGES
     return {
         name: value

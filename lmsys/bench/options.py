@@ -100,7 +100,7 @@ def add_options(parser: pytest.Parser, prefix: str = "--") -> None:
 
 def as_typed(config: pytest.Config, text: str) -> str:
     """The text with options such as --sweep written as this folder knows them: some folders have long names alone."""
-    if config.getoption("--axis", None) is config.getoption("lmsys_axis"):  # somebody else's is another list, or none
+    if config.getoption("--axis", None) is config.getoption("lmsys_axis"):  # else it is another plugin's, or None
         return text
     return re.sub(rf"(?<![\w-])--(?=({'|'.join(OPTIONS)})\b(?!-))", LONG, text)
 
@@ -173,7 +173,7 @@ def outcomes(text: str | None) -> tuple[str, ...]:
 
 
 def number(option: str, text: str, right: str, **bounds: float) -> float:
-    """The finite number within bounds that the text of an option is. ValueError, which says what is `right`."""
+    """The number that the text of an option stands for, finite and within bounds. ValueError says what is `right`."""
     try:
         return finite(option, float(text), **bounds)
     except ValueError:

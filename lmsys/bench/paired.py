@@ -55,7 +55,7 @@ class Paired(isolation.Isolated):
 
     def ready(self) -> fields.Record:
         if self._machine is None:
-            self.close()  # workers that have collected know no machine
+            self.close()  # workers that have collected were started without the facts of the machine
             self.earlier._machine = super().ready()
         return super().ready()
 

@@ -93,7 +93,7 @@ class Trial:
         self.watch.doing = "while it was asked whether it can run"
         for candidate in self.good():
             why, failure = candidate.watched(benchmark.why_not, candidate.case)
-            if failure and self.settings.earlier:  # as of a row that is not there: today's would look mended
+            if failure and self.settings.earlier:  # "unsupported": after an error, today's row would look mended
                 why, failure = f"the earlier state cannot run it: {failure[1]}", None
             if why or failure:
                 candidate.failed(*(failure or ("unsupported", why)))
@@ -167,8 +167,8 @@ class Trial:
     def _energy(self, case: Case) -> Record:
         """The record's fields on the energy of the case's calls, or `energy_note`, which says why there is none.
 
-        Inputs are drawn once, before the pass, since drawing takes energy too. So a row could remember them: a row that
-        is faster here than its arithmetic allows gets no energy.
+        Inputs are drawn once, before the pass, since drawing takes energy too. So a row could remember its result: one
+        that is faster here than its arithmetic allows gets no energy.
         """
         if case.id not in self.called_here:
             return {"energy_note": findings.OF_OTHERS}
@@ -189,11 +189,11 @@ class Trial:
         )
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
-        """How the inputs of a step are drawn: as its benchmark says once, unless it says so itself."""
+        """The function that draws the inputs of a step: its own `redraw` if it has one, else the benchmark's."""
         return partial(self.benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
 
     def impossible(self, case: Any, time_s: float, cached: bool = False) -> Failure | None:
-        """Why nothing can be that fast here, if it cannot. cached: its inputs may be in a cache."""
+        """A failure if no call can be that fast on this machine, else None. cached: its inputs may be in a cache."""
         work, limits = self.benchmark.least_work(case), self.runner.limits
         if work is None or limits is None:
             return None

@@ -1,4 +1,4 @@
-"""Trials: small trainings with what data-parallel strategies and sharded optimizers meet, a millisecond a step.
+"""Trials: small trainings, a millisecond a step, that test what data-parallel strategies and sharded optimizers meet.
 
 `lmsys check` and the benchmark of data parallelism run the TRIALS of strategies and the OPTIMIZER_TRIALS of sharded
 optimizers; new ones go there. By its `parts` the module (`Probe`) of a `Trial` has tied weights, a layer used twice,
@@ -18,7 +18,8 @@ from lmsys import draws
 VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3  # ids, features, and tokens of a sequence
 EXAMPLES, FEW = 4, 1  # sequences in a batch, and in a smaller batch of the last rank
 EXPONENTS = (-66, -33, 0, 33)  # sizes of gradients: 2**-66 = 1.4e-20, 2**33 = 8.6e+9
-LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}  # by part
+# By part: the name of its layer in a `Probe`.
+LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}
 # By the name of the second use of a weight in a `Probe` with `apart`: the weight's own name.
 TIED = {"head.weight": "embed.weight"}
 TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}

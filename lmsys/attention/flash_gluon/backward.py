@@ -136,7 +136,7 @@ def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.cons
     """(key head among all B Hkv, key tile) of a CTA.
 
     Causal heads begin with the longest tile, in the deterministic mode with the shortest. There a CTA
-    waits only for CTAs that come to its head before it. They have lower numbers, so they have begun.
+    waits only for CTAs of its head that are before it in this order. They have lower numbers, so they have begun.
     """
     kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
     if DETERMINISTIC and CAUSAL:
@@ -186,7 +186,7 @@ def _consumer(
     gdc_launch_dependents()
     # dk and dv leave through the buffer of dS, which is free now: a slice of v's tile has no contiguous rows.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
-    TILES: gl.constexpr = BLOCK_K * BLOCK_Q // (64 * D)  # tiles in the buffer, which Triton 3.8 takes whole or not
+    TILES: gl.constexpr = BLOCK_K * BLOCK_Q // (64 * D)  # tiles in the buffer; Triton 3.8 reinterprets it whole
     out = reinterpret(dss.index(WG), DTYPE, [TILES, 64, D], OUT).index(0)
     named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
     out.store(narrow(dv, DTYPE))
