@@ -144,7 +144,7 @@ def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEA
 
 
 def _cpu_name() -> str:
-    """The model's name that most cores have."""
+    """The name of the model that most cores are."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return statistics.mode(models) if models else platform.processor() or platform.machine()
@@ -170,8 +170,8 @@ def commit() -> dict[str, Any]:
 
 
 # Dense operations that a multiprocessor ends in a cycle, by compute capability: NVIDIA's architecture white papers and
-# the tables of throughput in the CUDA C++ Programming Guide. float32 counts as TF32 where there is one, which no way of
-# computing a float32 product by tensor cores exceeds.
+# the tables of throughput in the CUDA C++ Programming Guide. float32 counts as TF32 where the GPU has
+# it: no way of computing a float32 product by tensor cores is faster.
 FLOP_PER_CYCLE = {
     (7, 0): {"float16": 1024, "bfloat16": 128, "float32": 128},
     (7, 5): {"float16": 1024, "bfloat16": 128, "float32": 128},

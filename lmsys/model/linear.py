@@ -10,7 +10,7 @@ layers of transformer.py, and loss.py, call `linear`.
 Copies that lie side by side in memory are read as one tensor. The gradient is that of the weight all the same, in
 float32. `lmsys.training.optimizer.AdamW` writes the copies in the pass that steps the weights. Otherwise a copy is made
 again when its weight has changed, which its version, counted up by every change in place, and its address show. A
-change through `.data` is counted by nothing, and must be followed by `torch.autograd.graph.increment_version`.
+change through `.data` is not counted, and must be followed by `torch.autograd.graph.increment_version`.
 
 Legend: T tokens, M input features, O output features.
 """

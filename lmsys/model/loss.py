@@ -24,10 +24,10 @@ from lmsys.kernels import HAS_TRITON
 from lmsys.model import functions, linear
 
 CHUNK_LOGITS = 2**28  # logits held at once: 512 MiB in bfloat16
-CHUNK_MULTIPLE = 128  # tokens of a chunk: a multiple, for whole tiles of matmuls
+CHUNK_MULTIPLE = 128  # a larger chunk has a multiple of so many tokens, for whole tiles of matmuls
 MOST_SOFTCAP = 1e30  # the largest softcap that is taken; the smallest is 1 / MOST_SOFTCAP
 REDUCTIONS = "mean", "sum", "none"
-STRIDE_MULTIPLE = 16  # logits from row to row: a multiple, for wide loads and matmuls
+STRIDE_MULTIPLE = 16  # the stride between rows of logits is a multiple of this, for wide loads and matmuls
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def linear_cross_entropy(
 
 
 def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
-    """By how much each token counts, in the targets' shape: 0 where it is ignored, else its weight or 1.
+    """The factor by which each token counts, in the targets' shape: 0 where it is ignored, else its weight or 1.
 
     ValueError for weights of another shape, device or kind.
     """

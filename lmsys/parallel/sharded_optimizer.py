@@ -220,7 +220,7 @@ State = dict[str, Any]
 
 
 def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any]) -> State:
-    """The state dict of an optimizer over whole parameters, from `shares`: those over all ranks' flat parts, by rank.
+    """The state dict of an optimizer over whole parameters, from `shares`, one for the flat parts of each rank.
 
     ValueError where they are of another number of flat parts than the module has.
     """
@@ -247,7 +247,7 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
 
 
 def flat_share(state: State, module: nn.Module, rank: int, world_size: int, groups: Sequence[Any]) -> State:
-    """The state dict of an optimizer over this rank's flat parts, from `state`: that over whole parameters.
+    """The state dict of an optimizer over this rank's flat parts, from `state`, the one over whole parameters.
 
     A parameter that has no state, as it never had a gradient, gets zeros.
     """

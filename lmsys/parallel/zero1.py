@@ -80,7 +80,7 @@ class Zero1(overlapped.Overlapped):
         self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
         self._address = part.address(self.trainable[0]) if self.trainable else 0
 
-    @_disable_dynamo  # a compiler would trace parameters whose class changes when they arrive; compiled blocks stay so
+    @_disable_dynamo  # a compiler would trace parameters whose class changes when they arrive; blocks may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self.world_size > 1 and self._is_being_recorded()
         if recorded:  # a replay finds parameters stale; a capture that fails leaves them so, as its gathers never run

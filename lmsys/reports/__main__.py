@@ -46,7 +46,7 @@ def main(
     output: Path = Path("site"),
     program: str = "",
 ) -> int:
-    """Runs the command; its exit code. `results` and `output` count where the arguments name none.
+    """Runs the command and returns its exit code. `results` and `output` count where the arguments name none.
 
     `program` is the name in messages; by default that of the command.
     """

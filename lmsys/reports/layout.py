@@ -1,4 +1,4 @@
-"""Draws the chapters of a benchmark by the layout that it declares, and its result file carries: `chapters`.
+"""`chapters` draws the chapters of a benchmark by the layout that it declares and that its result files carry.
 
 `__main__.build` calls `chapters` with the view of all cases of a benchmark. A layout is plain data, so that it travels
 in result files; `Benchmark.layout` declares one:
@@ -12,7 +12,7 @@ A STEP is the name of a function of `lmsys.reports.steps` and its arguments, suc
 makes a view of a view, or several, such as one for each value of a field. An ITEM is a list of steps of which the last
 makes tables or plots, such as ["pivot", ["time_s"], ["batch"]]. A chapter is drawn for each combination of values of
 the fields that stand in braces in its title, and a block for each view that its steps make. Of the items of a block the
-page shows the first of "lead", and folds "more". Beside "chapters" there may be:
+page shows the first table and plot of "lead", and folds all others. Beside "chapters" there may be:
 
     "place"    a number: the page has the benchmarks in this order
     "words"    {FIELD: {VALUE: word}}: the words for values of fields, in reading order

@@ -88,7 +88,7 @@ def html(parts: Sequence[items.Part], notes: Sequence[str], single_file: bool = 
         is_short=sum(len(chapters) for _, _, chapters in parts) <= MOST_OPEN,
         letters=dict.fromkeys(layout["letters"] for layout in shown if "letters" in layout),
         rows=sorted({str(case["impl"]) for machine in machines for case in machine.records}),
-        # By the words that details of a figure have for its run, which several runs of one minute may share.
+        # Commands by a run's words in the details of a figure; runs of one minute may share these words.
         commands=grouped((load.run_told(run), str(run["command"])) for run in runs if run.get("command")),
     )
 

@@ -140,7 +140,7 @@ class Gradients:
     loss_of  the loss of a micro-batch under the strategy
     divisor  what that loss is divided by before its backward: the number of a rank's micro-batches, as the strategy
              averages over ranks; in a reproducible training the number of all ranks' leaves (`reproducible.py`)
-    scale    multiplies that by a loss scale, as `torch.amp.GradScaler.scale` does
+    scale    multiplies the divided loss by a loss scale, as `torch.amp.GradScaler.scale` does
     tree     parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs, for a
              reproducible training on one rank; None: each backward adds to the gradients that are there
     """

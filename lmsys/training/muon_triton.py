@@ -40,8 +40,8 @@ def _symmetric_kernel(
 
         alpha x xᵀ + beta addend + diagonal I.
 
-    The triangle's rows of tiles are taken in pairs, the first with the last, of num_tiles + 1 tiles together. So every
-    program finds its tile by one division.
+    The triangle's rows of tiles are taken in pairs, the first with the last: each pair has num_tiles + 1 tiles, so
+    every program finds its tile by one division.
     """
     program, matrix = tl.program_id(0), tl.program_id(1)
     i, j = program // (num_tiles + 1), program % (num_tiles + 1)
@@ -67,9 +67,9 @@ def _symmetric_kernel(
 def tile_options(count: int, rows: int, device: torch.device) -> dict[str, int]:
     """Constants, warps and stages of the kernel for so many matrices of so many rows.
 
-    With TMA they depend on how many tiles of 128 rows there are for each multiprocessor: few are cut into smaller
-    ones; those of one wave load far ahead; of more, two run side by side. Chunks are of one width, so sums are made
-    in one order: on an H200 tiles of 64 and of 128 rows, with 3 to 6 stages, gave the same bits.
+    With TMA they depend on how many tiles of 128 rows there are for each multiprocessor: few tiles are cut into
+    smaller ones; tiles that all run at once load far ahead; if there are more, two run side by side. Chunks are of one
+    width, so sums are made in one order: on an H200 tiles of 64 and 128 rows, with 3 to 6 stages, gave the same bits.
     """
     if not by_tma(device):
         return {"SIDE": 128, "DEPTH": 32, "num_warps": 8, "num_stages": 3}

@@ -73,7 +73,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _take(context: RunContext, steps: list[str], alone: bool) -> int:
-    """Runs the steps in order; the exit code. alone: the only step that was asked for does its work anew."""
+    """Runs the steps in order, and returns the exit code. alone: the only step asked for does its work anew."""
     if "train" in steps:
         saved = checkpoint.newest(context.checkpoints, verified=False)
         if saved is not None:
@@ -181,7 +181,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
 
 
 def train_model(context: RunContext) -> loop.Outcome:
-    """Trains to the end, from the newest checkpoint if there is one; how it ended."""
+    """Trains to the end, from the newest checkpoint if there is one. Returns how it ended."""
     config, tokenizer = context.config, context.tokenizer()
     source, windows = _data(context, tokenizer)
     # Rank 0 alone looks for it, as that reads every file.
