@@ -128,7 +128,7 @@ def _state(parameter: Tensor, rows: list[int], optimizer: torch.optim.Optimizer 
     return {"weights": weights} | {m: state[m][rows] if m in state else torch.zeros_like(weights) for m in MOMENTS}
 
 
-# So small that all timed steps together move a weight by less than float32 rounds in a gradient. So the result of any
+# So small that all timed steps together move weights too little to show in a float32 gradient. So the result of any
 # timed call can be judged later, by the weights as they are then.
 LEARNING_RATE = 1e-12
 COLD_ROUNDS = 10  # timed steps of the warm-up study

@@ -183,7 +183,7 @@ class Spots:
         return Spot(sequence, sorted(set(anywhere + early)), rows)
 
     def outputs(self, case: ModelTest, result: Any, key: int | None) -> Parts | None:
-        """Copies of what a forward has returned, where the key says; None without a key. See `check_plain`."""
+        """Copies of the parts of a forward's results that the key chooses; None without a key. See `check_plain`."""
         names = [LOGITS] if case.mode == "forward" else [LOSS, LOGITS if case.peer else STATES]
         parts = dict(zip(names, [result] if case.mode == "forward" else result, strict=True))
         for name, x in parts.items():
@@ -209,7 +209,7 @@ class Spots:
         )
 
     def gradients(self, key: int, scale: float) -> Parts:
-        """Copies of the gradients as they stand, of a loss times `scale`, where the key says."""
+        """Copies of the parts of the gradients that the key chooses, divided by `scale`, the factor of the loss."""
         spot, gradients = self.spot(key), {}
         for name, rows in {EMBEDDINGS: self._ids(spot), **(spot.rows if self.whole else {})}.items():
             p = self.parameters[name]

@@ -91,7 +91,7 @@ def _count(targets: np.ndarray) -> int:
 
 
 def unigram(source: Source, windows: Windows, vocab_size: int) -> Evaluation:
-    """The loss on the windows of a model that knows only how often each id occurs in `source`, each counted once more."""
+    """The loss on the windows of a model that knows only how often each id occurs in `source`; each gets one more."""
     counts = np.ones(values.whole("vocab_size", vocab_size, least=1))
     for start in range(0, len(source), _READ):
         counts += np.bincount(source.read(start, min(start + _READ, len(source))), minlength=vocab_size)

@@ -283,8 +283,8 @@ def backward_kernel(
     elif CAUSAL:
         low = n * BLOCK_K // BLOCK_Q
         masked_until = (n + 1) * BLOCK_K // BLOCK_Q
-    # In the deterministic mode a causal CTA is the first in the tiles that it masks, and stores them. The last key tile
-    # is the first everywhere, so it masks everything, also where it ends with the keys.
+    # In the deterministic mode a causal CTA is the first to come to the tiles of queries that it masks, and stores dq
+    # there. The last key tile is the first in all tiles, so it masks all, even where K is a multiple of BLOCK_K.
     STORES: gl.constexpr = DETERMINISTIC and CAUSAL and not BOUNDED
     if (n + 1) * BLOCK_K >= K if STORES else (n + 1) * BLOCK_K > K:
         masked_until = num_tiles
