@@ -24,7 +24,8 @@ def masked_scores(
 
     Row i is query `first_query + i`. `blind` is True for queries that see nothing, broadcastable to (B, H, Q, 1), or
     None; such a query keeps all its scores, as in `Pattern.seen_and_blind`. For float16 the scores are float32, so that
-    those beyond 65,504 stay finite.
+    those beyond 65,504 stay finite. Under ALiBi they are float32, too: far from the query they are hundreds, which
+    bfloat16 rounds to whole numbers.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = contract.for_scores(q) @ contract.for_scores(contract.repeat_heads(k, q.shape[1])).mT  # (B, H, Q, K)
@@ -39,7 +40,7 @@ def masked_scores(
         torch.promote_types(scores.dtype, torch.float32),
     )
     if added is not None:
-        scores = (scores + added).to(scores.dtype)
+        scores = scores + added if pattern.alibi is not None else (scores + added).to(scores.dtype)
     if not pattern.hides:
         return scores, None
     seen, blind = pattern.seen_and_blind(q.shape[2], k.shape[2], q.device, first_query)

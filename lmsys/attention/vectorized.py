@@ -38,12 +38,12 @@ def vectorized(
         scores = torch.tanh(scores / pattern.softcap) * pattern.softcap
     by_head = scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
     added = pattern.added(slice(0, num_queries), slice(0, num_keys), torch.promote_types(scores.dtype, torch.float32))
-    if added is not None:
-        by_head += added
+    if added is not None:  # under ALiBi scores become float32, as in `naive.masked_scores`
+        by_head = by_head.add_(added) if pattern.alibi is None else by_head + added
     if pattern.hides:
         seen, blind = pattern.seen_and_blind(num_queries, num_keys, q.device)
         by_head.masked_fill_(~seen, float("-inf"))
-    if pattern.sinks is None:
+    if pattern.sinks is None and pattern.alibi is None:
         weights = torch.softmax(scores, dim=-1)
     else:
         weights = torch.softmax(naive.with_sinks(by_head, pattern), dim=-1)[..., :num_keys].reshape(scores.shape)

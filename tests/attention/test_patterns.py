@@ -456,3 +456,13 @@ def test_some_query_of_a_drawn_mask_sees_nothing() -> None:
     """Otherwise the laws of queries that see nothing would hold for no query."""
     case = AttentionCase(2, 4, 2, 40, 40, 16, "float32", mask=True)
     assert any((~drawn_mask(case, seed).any(-1)).any() for seed in range(5))
+
+
+@pytest.mark.parametrize("name", ["naive", "vectorized", "flash_torch"])
+def test_alibi_is_as_exact_far_from_a_query_as_near_to_it(name: str) -> None:
+    """Scores are then hundreds. In bfloat16 they would be whole numbers, and the budget, twice that error, useless."""
+    case = AttentionCase(1, 4, 4, 64, 64, 64, "bfloat16", True, True)
+    inputs, pattern = make_inputs(case, 0), Pattern(True, offset=500, alibi=torch.tensor([[0.1, 0.4, 0.7, 1.0]]))
+    oracle = Oracle(case, inputs, pattern=pattern)
+    assert oracle.budget["o"] < 0.2
+    assert max(oracle.error_ratios(run(ATTENTION[name].load(), inputs, pattern=pattern), rms=True).values()) <= 1
