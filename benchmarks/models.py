@@ -257,7 +257,9 @@ class ModelCase(Case):
         """The part of an id that names checkpointing and the residual stream; empty for the defaults."""
         runs = [run.partition("*") for run in self.checkpoint.split(",")]
         levels = (
-            "fit" if self.checkpoint == checkpointing.FIT else "".join(f"{level[0]}{count}" for level, _, count in runs)
+            self.checkpoint
+            if self.checkpoint == checkpointing.FIT or self.checkpoint.isdecimal()
+            else "".join(f"{level[0]}{count}" for level, _, count in runs)
         )
         return f"-C{levels}" * (self.checkpoint != "none") + f"-{self.residual}" * (self.residual != "wide")
 

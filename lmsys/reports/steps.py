@@ -79,7 +79,7 @@ def if_varies(view: views.View, name: str, varies: bool = True) -> list[views.Vi
 
 @step
 def where(view: views.View, test: str, steps: Steps) -> list[views.View]:
-    """Applies more steps where any case passes the test; else no view."""
+    """Applies more steps where any case passes the test; else the view stays as it is."""
     return applied(view, steps if view.only(test).cases else ())
 
 

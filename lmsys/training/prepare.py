@@ -125,7 +125,7 @@ def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.Ada
     else:
         stepper = strategy.make_optimizer(optimizer_cls, **options)
     if isinstance(stepper, optimizer.AdamW):
-        stepper.rounded = model.rounded
+        stepper.rounded = getattr(model, "rounded", None)  # a model of others keeps no rounded weights
     return Prepared(strategy, stepper, partial(autocast, execution.precision, device.type))
 
 
