@@ -1,7 +1,25 @@
 """Layouts of benchmarks that are one file, and the words and steps that several layouts share.
 
-A layout says, as plain data, which tables and plots a report makes of a benchmark's records; it travels with the
-results. `lmsys.reports.layout` explains its keys and steps. A new section of a sweep gets its title in WORDS.
+A benchmark declares its layout as `layout`: `bench_loss.py` LOSS, `bench_tokenizer.py` TOKENIZER,
+`bench_collectives.py` COLLECTIVES, `bench_precision.py` PRECISION. Other layouts are beside their benchmarks' modules,
+such as `model/layout.py`, and import the words and steps. A layout says, as plain data, which tables and plots a report
+makes of a benchmark's records; it travels with the results. `lmsys.reports.layout` explains its keys: "of" are steps
+for a block of the page, "lead" and "more" are lists of tables and plots, of which the page shows the first ones of
+"lead" and folds the others.
+
+A step is a list: its first word names the step, and the rest are the arguments of the function that
+`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
+list of steps, of which the last draws it:
+
+    ["listing", keys, metrics, word, title, about, data]  a table with a line for each case
+    ["pivot", metrics, rows, columns]                     a table of each metric; columns are by default the rows' names
+    ["over_bases", keys, title]                           a listing of all metrics, with speedups over each baseline
+    ["bars", metrics, axis], ["lines", metrics, axis]     plots of each metric against the axis
+
+`word` ends the name of the file, `data` are fields of the CSV, and "*" stands for all metrics (`View.chosen`). Names in
+braces stand for fields of the cases, and texts under "of" are expressions of `lmsys.reports.expressions`. Change
+captions (`title`, `label`, `about`) freely; `python -m dev.layouts` gives stored results the new ones. A new section
+of a sweep gets its title in WORDS.
 """
 
 from typing import Any
@@ -47,7 +65,8 @@ WORDS = {  # by field: the words that a report shows for values, in reading orde
     },
     "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
 }
-COMPILED = [  # fields with the way of compiling: `way` for names of files, `how` for headings
+# Declarations for the step "fields": `way` says in names of files how blocks are compiled, `how` says so in headings.
+COMPILED = [
     {"name": "way", "role": "detail", "of": '"" if compile == "eager" else f"-{compile}"'},
     {
         "name": "how",
@@ -56,13 +75,16 @@ COMPILED = [  # fields with the way of compiling: `way` for names of files, `how
         ' ", fused blocks as one CUDA graph" if compile == "fused" else f", blocks {compile}"',
     },
 ]
-KEPT = [  # older result files lack both fields
+# Steps that give cases of older result files, which lack both fields, a value: the field, the value, and the values
+# that follow it in reading order.
+KEPT = [
     ["defaulted", "checkpoint", "none", ["matmuls", "attention", "whole"]],
     ["defaulted", "residual", "wide"],
 ]
-LIMIT = "memory_limit_bytes"
+LIMIT = "memory_limit_bytes"  # a field: the limit under which a case ran
+# Each `checked` refuses cases in which a field of its first list is no number, or one of its second no text.
 LOSS: Layout = {
-    "place": 30,
+    "place": 30,  # the page has the benchmarks in the order of these numbers
     "words": WORDS,
     "prepare": [
         ["checked", ["tokens", "d_model", "vocab_size"], ["section", "precision"]],
@@ -75,6 +97,7 @@ LOSS: Layout = {
             "blocks": [
                 {
                     "of": [
+                        # Splits cases by the fields in braces: texts for file names, and for headings.
                         [
                             "cut",
                             "loss-{section}-{precision}-N{tokens}-M{d_model}",
@@ -82,11 +105,12 @@ LOSS: Layout = {
                         ]
                     ],
                     "lead": [
+                        # "shares": also peak memory as a share of each baseline's.
                         ["over_bases", ["vocab_size", "impl"], "Time, speed and peak memory", {"shares": True}],
                         ["bars", ["time_s", "peak_bytes"], "vocab_size"],
                     ],
                 },
-                {"lead": [["same_bits", "loss-same-bits"]]},
+                {"lead": [["same_bits", "loss-same-bits"]]},  # a table: which rows give the same bits again
             ],
         }
     ],
@@ -113,6 +137,8 @@ TOKENIZER: Layout = {
                         ]
                     ],
                     "lead": [
+                        # "same": compared with the baseline's case of the same task; "otherwise": where no baseline was
+                        # timed, with a peer's.
                         [
                             "over_bases",
                             ["task", "impl", "processes"],
@@ -132,6 +158,7 @@ COLLECTIVES: Layout = {
     "prepare": [
         ["checked", ["megabytes", "world_size"], ["section", "backend"]],
         ["labelled", {"impl": "operation"}],
+        # The words for sizes, by an expression; [] sorts them by the field itself.
         ["worded", "megabytes", [], 'f"{megabytes:,} MB"'],
         ["ordered", "section", "backend", "impl", "world_size", "megabytes"],
     ],
@@ -144,6 +171,7 @@ COLLECTIVES: Layout = {
                     "lead": [
                         ["pivot", ["time_s"], ["impl", "world_size"], "megabytes"],
                         [
+                            # One case for each operation and number of ranks, with `latency_s` and `bytes_per_s`.
                             ["latency_and_bandwidth", ["impl", "world_size"]],
                             [
                                 "fields",
@@ -152,7 +180,7 @@ COLLECTIVES: Layout = {
                                     {"name": "bytes_per_s", "unit": "B/s", "label": "w", "shown": "GB/s"},
                                 ],
                             ],
-                            ["silent", "megabytes"],
+                            ["silent", "megabytes"],  # captions leave the size out: the fit is over all of them
                             [
                                 "listing",
                                 ["impl", "world_size"],
@@ -184,14 +212,15 @@ COLLECTIVES: Layout = {
         }
     ],
 }
+# Fields of the entries of a record's list `sums`.
 SUMS = [{"name": "accumulator", "label": "sum"}, {"name": "addend"}, {"name": "result"}, {"name": "error"}]
 PRECISION: Layout = {
     "place": 50,
     "words": WORDS,
     "prepare": [
         ["read_as", "impl", [["float32", "float32"], ["float16", "float16"], ["bfloat16", "bfloat16"]]],
-        ["unstyled"],
-        ["named", "precision"],
+        ["unstyled"],  # no colours: dtypes are no rows of a table
+        ["named", "precision"],  # goes into file names
         ["ordered", "impl"],
     ],
     "chapters": [
@@ -201,7 +230,7 @@ PRECISION: Layout = {
                 {
                     "lead": [
                         [
-                            ["only", "sums"],
+                            ["only", "sums"],  # an expression: cases of the study that has sums
                             [
                                 "fields",
                                 [
@@ -209,7 +238,7 @@ PRECISION: Layout = {
                                     {"name": "exact", "role": "detail", "of": 'f"{addend * times:g}"'},
                                 ],
                             ],
-                            ["unfolded", "sums", SUMS],
+                            ["unfolded", "sums", SUMS],  # in place of a case one for each entry of its list `sums`
                             ["one_of_each", ["accumulator", "addend", "result", "error"]],
                             [
                                 "fields",

@@ -1,7 +1,24 @@
 """The report on attention: for each grid the tables and plots of each dtype, mask and direction.
 
-`bench_attention.py` declares ATTENTION as its `layout`. `lmsys.reports.layout` explains the keys of a layout, and the
-functions of `lmsys.reports.steps` and `lmsys.reports.special` its steps.
+`bench_attention.py` declares ATTENTION as its `layout`, and result files carry it. `lmsys.reports.layout` explains its
+keys: "of" are steps for a block of the page, "lead" and "more" are lists of tables and plots, of which the page shows
+the first ones of "lead" and folds the others.
+
+A step is a list: its first word names the step, and the rest are the arguments of the function that
+`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
+list of steps, of which the last draws it:
+
+    ["pivot", metrics, lines, columns, inside, word]  a table of each metric: a line for each combination of values of
+                                                      the fields `lines`; a column for each value of `columns`, by
+                                                      default `impl`, the row; in a cell the values of `inside`
+    ["lines", metrics, axis], ["bars", metrics, axis] plots of each metric against the axis
+    ["heat_map", fields]                              a plot of speedups: a column for each combination of values
+
+`word` ends the name of the file. In lists of fields "a?" stands for a, if it varies; "a!" for a, if any case has it;
+"a|" for a, if no other field was chosen; "*" for all metrics that no other of the names stands for, and "-a" leaves a
+out of these (`View.chosen`). Names in braces stand for fields of the cases; texts under "of" and those of "only" and
+"where" are expressions of `lmsys.reports.expressions`. Change captions (`title`, `label`, `about`) freely; `python -m
+dev.layouts` gives stored results the new ones.
 """
 
 from typing import Any
@@ -9,27 +26,36 @@ from typing import Any
 from benchmarks.layouts import LIMIT, WORDS, Layout
 
 SHAPE = ["head_dim", "queries", "keys", "heads", "kv_heads", "batch"]
-COMPARED = [["products", [["B", "S"], ["H", "D"]]], ["over"]]  # captions with constant products B·S, H·D; speedups
+# Two steps: captions end in the products B·S and H·D where these are constant; cases get speedups over the baseline.
+COMPARED = [["products", [["B", "S"], ["H", "D"]]], ["over"]]
+# Fields of the first columns of a table; "prepare" adds most of them.
 ATTENTION_KEYS = ["causal?", "D?", "S?", "S|", "visible!"]
+# Splits cases by D, if it varies, and by every other axis but S, row and mask that tells cases apart: a plot for each.
 FACETS = ["facets", ["D?"], ["S", "impl", "causal"]]
-SIDE_BY_SIDE = (  # tables of many head dimensions hold several rows in one cell, as a / b / c
+# An expression: true for cases of tables of many head dimensions, which hold several rows in one cell, as a / b / c.
+SIDE_BY_SIDE = (
     'queries == keys and (section == "flash" and impl in ("naive", "flash_triton_torch_bwd", "flash_triton") or'
     ' section == "eager_compiled" and impl in ("naive", "naive_compiled"))'
 )
 
-RECTANGLES = [  # lengths of queries and keys, in the order of their sizes
+RECTANGLES = [  # a step for cases with Q ≠ K: S is called Q×K, and its values are sorted by queries, then by keys
     ["where", "queries != keys", [["labelled", {"S": "Q×K"}], ["worded", "S", ["queries", "keys"]]]]
 ]
 
 
 def in_both_modes(stem: str, heading: str, *steps: Any) -> list[Any]:
-    """Two lists of steps: for the cases in torch's usual mode, and for those in its deterministic mode."""
+    """Two lists of steps: for the cases in torch's usual mode, and for those in its deterministic mode.
+
+    stem, heading  arguments of the step "cut": texts for file names and for headings, with fields in braces
+    steps          steps that follow in both lists
+    """
     return [
         [["only", "not deterministic"], ["cut", stem, heading], *steps],
         [["only", "deterministic"], ["cut", f"{stem}-deterministic", f"{heading}, {{deterministic}}"], *steps],
     ]
 
 
+# Arguments of `in_both_modes`: the texts for each section, dtype, mask and direction.
 PASSES = ("{section}-{dtype}-{mask}-{direction}", "{direction}, {dtype}, {causal}")
 KIND = (  # an expression: how a case differs from plain attention, with equal lengths and equal numbers of heads
     'joined("documents" if documents else "", f"window {window:,}" if window else "",'
@@ -42,7 +68,7 @@ ATTENTION: Layout = {
     "words": WORDS,
     "letters": "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a"
     " head. ",
-    "fastest": {
+    "fastest": {  # the question that the page answers first: `lmsys.reports.contest.Question` explains its keys
         "word": "attention",
         "title": "Fastest attention",
         "keys": {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"},
@@ -53,9 +79,10 @@ ATTENTION: Layout = {
         "kind": "attention",
     },
     "prepare": [
+        # Refuses cases in which a field of the first list is no number, or one of the second no text.
         ["checked", SHAPE, ["section", "dtype", "direction"]],
         ["labelled", {"causal": "mask", "peer": "whose"}],
-        ["quiet", *SHAPE],
+        ["quiet", *SHAPE],  # captions leave these axes out: the fields below stand for them
         [
             "fields",
             [
@@ -74,11 +101,13 @@ ATTENTION: Layout = {
         {
             "title": "Attention: {section}",
             "blocks": [
+                # Tables of both masks, where both were run; blocks of other sections follow. Of the steps of
+                # `in_both_modes` only the first two are added here: "only" and "cut".
                 *(
                     {
                         "of": [
                             ["only", 'section == "tokens16k"'],
-                            ["with_any", "impl", "time_s"],
+                            ["with_any", "impl", "time_s"],  # rows with a time in any case
                             *steps[:2],
                             ["if_varies", "causal"],
                             *COMPARED,
@@ -113,12 +142,13 @@ ATTENTION: Layout = {
                                 ["pivot", ["saved_bytes"], ["D"], "S", "impl", "saved-by-dim"],
                             ],
                             ["pivot", ["time_s", "speedup"], ATTENTION_KEYS],
+                            # The first of these two that draws anything.
                             [
                                 "either",
                                 [
                                     ["only", "queries == keys"],
                                     FACETS,
-                                    ["peak", "dtype"],
+                                    ["peak", "dtype"],  # adds `peak`, the matmul's rate in this dtype, and `peak_text`
                                     [
                                         "lines",
                                         ["flops_per_s", "time_s", "peak_bytes"],
@@ -141,6 +171,8 @@ ATTENTION: Layout = {
                     "lead": [
                         [
                             *RECTANGLES,
+                            # A table of geometric means of speedups: a line for each row, a column for each part that
+                            # the lists of steps make; then the end of the file's name and the title.
                             [
                                 "parts_summary",
                                 in_both_modes(*PASSES, *COMPARED),
@@ -160,6 +192,7 @@ ATTENTION: Layout = {
                         [
                             ["ordered", "impl"],
                             ["read_as", "peer", [[True, "peer"], [False, "ours"]]],
+                            # A table of how cases ended, for each combination of values of these fields.
                             [
                                 "endings",
                                 "name",
@@ -172,6 +205,8 @@ ATTENTION: Layout = {
                     "more": [
                         [
                             ["only", "not deterministic"],
+                            # A table of the rows that give the same bits again. For each group of columns: its head,
+                            # and an expression that is true of its cases.
                             [
                                 "same_bits",
                                 "attention-same-bits",

@@ -1,11 +1,26 @@
-"""The layout of data parallelism: steps by strategy, what communication costs, memory, and ours beside torch's.
+"""The report on data parallelism: steps by strategy, what communication costs, memory, and ours beside torch's.
 
-`lmsys.reports.layout` explains the keys and steps of a layout.
+`bench_data_parallel.py` declares DATA_PARALLEL as its `layout`, and result files carry it. `lmsys.reports` draws the
+page from it: `lmsys.reports.layout` explains its keys. "of" are steps for a block of the page, "lead" and "more" are
+lists of tables and plots, of which the page shows the first ones of "lead" and folds the others.
+
+A step is a list: its first word names the step, and the rest are the arguments of the function that
+`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
+list of steps, of which the last draws it:
+
+    ["listing", keys, metrics, word, title]       a table with a line for each case
+    ["pivot", metrics, rows, columns]             a table of each metric; columns are by default the rows' names, `impl`
+    ["bars", metrics, axis], ["lines", metrics, axis]  plots of each metric against the axis
+
+`word` ends the name of the file. In lists of fields "a!" stands for a, if any case has it, "*" for all metrics that no
+other of the names stands for, and "-a" leaves a out of these (`View.chosen`). Names in braces stand for fields of the
+cases; texts under "of", and those of "only", are expressions of `lmsys.reports.expressions`. Change captions (`title`,
+`label`, `about`) freely; `python -m dev.layouts` gives stored results the new ones.
 """
 
 from benchmarks.layouts import COMPILED, KEPT, LIMIT, WORDS, Layout
 
-SIZES = [
+SIZES = [  # fields of the table of memory; the table of steps leaves them out
     "init_bytes!",
     "before_step_peak_bytes!",
     "after_step_peak_bytes!",
@@ -16,11 +31,12 @@ SIZES = [
     "optimizer_fraction!",
     "peak_bytes!",
 ]
+# The first columns of tables.
 RANK_KEYS = ["batch", "world_size", "impl"]
 DATA_PARALLEL: Layout = {
     "place": 70,
     "words": WORDS,
-    "fastest": {
+    "fastest": {  # the question that the page answers first: `lmsys.reports.contest.Question` explains its keys
         "word": "data-parallel",
         "title": "Fastest data parallelism",
         "keys": {
@@ -43,8 +59,11 @@ DATA_PARALLEL: Layout = {
     "prepare": [
         *KEPT,
         ["defaulted", "optimizer", "adamw"],
+        # Refuses cases in which a field of the first list is no number, or one of the second no text.
         ["checked", ["context", "batch", "world_size"], ["section", "size", "precision", "strategy"]],
-        ["traits", "strategy", "all_reduce_model"],  # older files predict rows of copy engines by NCCL's times
+        # Adds `strategy_all_reduce_model`. Where that trait is False, the times of an all-reduce predict nothing; older
+        # files have predictions of such rows, too, which the next step drops.
+        ["traits", "strategy", "all_reduce_model"],
         [
             "computed",
             {
@@ -66,9 +85,9 @@ DATA_PARALLEL: Layout = {
                 *COMPILED,
             ],
         ],
-        ["row_labels", "none"],
+        ["row_labels", "none"],  # adds `called`: strategy and bucket size, and checkpointing unless it is "none"
         ["labelled", {"impl": "strategy", "mean_s": "step, mean ± std"}],
-        ["styled", "impl", "strategy", "called"],
+        ["styled", "impl", "strategy", "called"],  # each `impl` has its strategy's colour; legends say `called`
         ["ordered", "section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl"],
     ],
     "chapters": [
@@ -84,6 +103,9 @@ DATA_PARALLEL: Layout = {
                                 'not sharded_optimizer and comm_dtype != "bfloat16" and world_size > 1 and optimizer !='
                                 ' "muon"',
                             ],
+                            # A table of each of our strategies over torch's that its trait `rivals` names: a line for
+                            # each combination of values of the first list. The second list has the beginning and the
+                            # end of a line's name; then come the end of the file's name and the title.
                             [
                                 "rivals",
                                 [
@@ -106,11 +128,13 @@ DATA_PARALLEL: Layout = {
                 },
                 {
                     "of": [
+                        # Splits cases by the fields in braces: texts for file names, and for headings.
                         [
                             "cut",
                             "data-parallel-{section}-{size}-S{context}-{precision}{way}",
                             "{size}, context {context}, {precision}{how}",
                         ],
+                        # Ends captions.
                         [
                             "said_also",
                             '"batch is that of each rank" + ("; memory is that of a step launched call by call, before'
@@ -119,14 +143,14 @@ DATA_PARALLEL: Layout = {
                     ],
                     "lead": [
                         [
-                            ["last_of", "world_size"],
+                            ["last_of", "world_size"],  # the cases on the most ranks
                             ["if_varies", "batch"],
                             ["pivot", ["time_s"], ["batch"], {"word": "by-batch"}],
                         ],
                         [
                             "listing",
                             RANK_KEYS,
-                            ["mean_s", "*", "-time_s", *(f"-{name[:-1]}" for name in SIZES)],
+                            ["mean_s", "*", "-time_s", *(f"-{name[:-1]}" for name in SIZES)],  # without the "!"
                             "step",
                             "Step by strategy",
                         ],
@@ -139,6 +163,8 @@ DATA_PARALLEL: Layout = {
                             ["listing", RANK_KEYS, [*SIZES, "predicted_bytes"], "memory", "Memory of a rank"],
                         ],
                         [
+                            # In place of each case one for each entry, row: word, of its mapping `held_by`: the row
+                            # goes into `other`, the word into `how`.
                             ["pairs", "held_by", "other", "how"],
                             [
                                 "fields",
@@ -168,7 +194,9 @@ DATA_PARALLEL: Layout = {
                         [
                             ["last_of", "world_size"],
                             ["only", "peak_bytes"],
-                            ["picked", -1, "", "batch {batch}"],
+                            ["picked", -1, "", "batch {batch}"],  # the last batch; arguments 2 and 3 as of "cut"
+                            # In place of each case one for each of these fields: its word in `what`, its value in
+                            # `bytes`.
                             [
                                 "melted",
                                 "what",
@@ -203,11 +231,13 @@ DATA_PARALLEL: Layout = {
                         [
                             ["only", "scaling_efficiency and world_size > 1"],
                             ["picked", -1, "", "batch {batch}"],
+                            # All cases a second time, as the point from which the lines begin: one rank, 100 %.
                             ["repeated", {"world_size": 1, "scaling_efficiency": 1.0}],
                             ["lines", ["scaling_efficiency"], "world_size", {"word": "scaling"}],
                         ],
                         [
                             ["last_of", "world_size"],
+                            # Draws when a step computes and when it communicates; the argument is the caption.
                             [
                                 "overlap",
                                 "From a profiler's trace of one step on rank 0: above what computes, below what"

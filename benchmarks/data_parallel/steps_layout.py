@@ -1,26 +1,43 @@
-"""The layout of training steps of large models, of which each row had the GPUs to itself.
+"""The report on training steps of large models: speed, memory, where time goes, and losses.
 
-`lmsys.reports.layout` explains the keys and steps of a layout.
+`bench_steps.py` declares STEPS as its `layout`, and result files carry it. `lmsys.reports` draws the page from it:
+`lmsys.reports.layout` explains its keys. "prepare" are steps for all cases; "lead" and "more" are lists of tables and
+plots, of which the page shows the first ones of "lead" and folds the others.
+
+A step is a list: its first word names the step, and the rest are the arguments of the function that
+`lmsys.reports.steps.STEPS` has under this name. Each table or plot is a list of steps, of which the last draws it:
+
+    ["listing", keys, metrics, word, title]  a table with a line for each case; its file's name ends in `word`
+    ["lines", metrics, axis, {"word": word}] a plot of each metric against the axis; a mapping has keyword arguments
+
+In lists of fields "a?" stands for a, if it varies, and "a!" for a, if any case has it (`View.chosen`). Names in braces
+stand for fields of the cases, and texts under "of" are expressions of `lmsys.reports.expressions`. Change captions
+(`title`, `label`, `about`) freely; `python -m dev.layouts` gives stored results the new ones.
 """
 
 from benchmarks.layouts import COMPILED, KEPT, WORDS, Layout
 
+# The first columns of all tables here.
 STEP_KEYS = ["size", "context", "strategy", "model?", "optimizer?", "checkpoint?", "residual?", "compile?"]
 STEPS: Layout = {
-    "place": 80,
-    "words": WORDS,
+    "place": 80,  # the page has the benchmarks in the order of these numbers
+    "words": WORDS,  # by field the words for its values
     "prepare": [
+        # Ends captions. The argument is an expression: the text in it has quotes of its own.
         ["said_also", '"each row had the GPUs to itself, one after another"'],
+        # Older files lack these axes, and their cases get the value that is named here. [] puts no other value next to
+        # "ours"; False makes captions tell the model even where all cases have "ours".
         *KEPT,
         ["defaulted", "model", "ours", [], False],
         ["defaulted", "optimizer", "adamw"],
+        # Refuses cases in which a field of the first list is no number, or one of the second no text.
         [
             "checked",
             ["context", "batch", "world_size", "steps"],
             ["section", "size", "precision", "compile", "strategy"],
         ],
-        ["fields", COMPILED],
-        ["styled", "impl", "strategy"],
+        ["fields", COMPILED],  # adds `way` and `how`: how blocks are compiled, in file names and in headings
+        ["styled", "impl", "strategy"],  # gives each `impl` the colour and marker of its strategy
         [
             "ordered",
             "section",
@@ -45,7 +62,9 @@ STEPS: Layout = {
                     "title": "",
                     "lead": [
                         [
-                            ["named", "steps-{section}"],
+                            ["named", "steps-{section}"],  # goes into file names
+                            # Adds `peer_s`: the least `time_s` of the cases of torch's rows ("peer") that share this
+                            # case's `comparison`.
                             ["least", "peer_s", "time_s", "comparison", "peer"],
                             [
                                 "fields",
@@ -78,7 +97,7 @@ STEPS: Layout = {
                         ],
                         [
                             ["named", "steps-{section}"],
-                            ["only", "time_s"],
+                            ["only", "time_s"],  # an expression: cases with a time
                             [
                                 "listing",
                                 STEP_KEYS,
@@ -113,8 +132,10 @@ STEPS: Layout = {
                     ],
                     "more": [
                         [
+                            # Splits cases by the fields in braces: texts for file names, and for headings.
                             ["cut", "steps-{section}-{size}-S{context}", "{size}, context {context}"],
                             ["only", "time_s"],
+                            # In place of each case one for each number of its list `losses`, at (`step`, `loss`).
                             ["points", "step", "loss", "losses"],
                             [
                                 "fields",

@@ -1,24 +1,46 @@
-"""The layout of a model's anatomy: where time goes, by kernel and part of the model; where memory goes, by phase.
+"""The report on a model's anatomy: where time goes, by kernel and part of the model; where memory goes, by phase.
 
-`lmsys.reports.layout` explains the keys and steps of a layout.
+`bench_anatomy.py` declares ANATOMY as its `layout`, and result files carry it. `lmsys.reports.layout` explains its
+keys: "of" are steps for a block of the page, "lead" and "more" are lists of tables and plots, of which the page shows
+the first ones of "lead" and folds the others. TIME_GOES and MEMORY_GOES are the blocks of the two chapters.
+
+A step is a list: its first word names the step, and the rest are the arguments of the function that
+`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
+list of steps, of which the last draws it:
+
+    ["listing", keys, metrics, word, title, about, data]       a table with a line for each case
+    ["pivot", metrics, lines, columns]                         a table of each metric, spread over lines and columns
+    ["bars", metrics, axis, by, word, head, about]             a plot: a group of bars for each value of `axis`
+
+`word` ends the name of the file, and `data` are fields of the CSV. In lists of fields "a?" stands for a, if it varies;
+"a+" for a, if any case has more of it than 0; "*" for all metrics that no other of the names stands for, and "-a"
+leaves a out of these (`View.chosen`). The step ["unfolded", field, fields] puts in place of a case one for each entry
+of a list in its record, such as `parts`, and declares the entries' fields. Names in braces stand for fields of the
+cases; texts under "of" and those of "only" are expressions of `lmsys.reports.expressions`. Change captions (`title`,
+`label`, `about`) freely; `python -m dev.layouts` gives stored results the new ones.
 """
 
 from typing import Any
 
 from benchmarks.layouts import LIMIT, WORDS, Layout
 
+# Fields of the first columns of tables.
 ANATOMY_KEYS = ["size?", "context?", "batch?", "precision?", f"{LIMIT}?", "mode?", "compile", "impl"]
-PART_FIELDS = [
+PART_FIELDS = [  # fields of the entries of a record's list `parts`
     {"name": "name", "label": "part"},
     {"name": "total_s", "unit": "s", "label": "time", "shown": "ms"},
     {"name": "backward_s", "unit": "s", "label": "backward", "shown": "ms"},
 ]
+# Kinds of kernels, as `lmsys.measure.profile.KINDS`: records have a field `{kind}_share` for each.
 KINDS = ["matmul", "attention", "elementwise", "reduction", "copy", "communication", "other"]
+# What memory holds: records have the fields `{name}_bytes` and `predicted_{name}_bytes` for each.
 MEASURED = ["parameters", "gradients", "optimizer", "activations"]
+# A template of an expression, for `format` with a name of MEASURED and the bytes of a GiB: "3.1 / 3.0 (-3.2 %)".
 DEVIATION = (
     'f"{{number({0}_bytes / {1})}} / {{number(predicted_{0}_bytes / {1})}} '
     '({{100 * (predicted_{0}_bytes / {0}_bytes - 1):+.1f}} %)"'
 )
+# Two steps that split cases by the fields in braces: texts for file names, and for headings.
 OF_A_CASE = ["cut", "{mode}-{compile}-{impl}", "{mode}, {compile}, {impl}"]
 OF_A_SETTING = [
     "cut",
@@ -28,7 +50,10 @@ OF_A_SETTING = [
 
 
 def parts_of(mode: str, word: str) -> list[Any]:
-    """The table of the parts of a model in one kind of call."""
+    """Steps that draw the table of the parts of a model in one kind of call.
+
+    mode  the kind of call, "step" or "forward"; `word`: what its column is called, such as "inference"
+    """
     return [
         ["only", f'mode == "{mode}"'],
         [
@@ -59,7 +84,7 @@ def parts_of(mode: str, word: str) -> list[Any]:
     ]
 
 
-TIME_GOES = [
+TIME_GOES = [  # the blocks of the chapter on time
     {
         "lead": [
             [
@@ -140,9 +165,10 @@ TIME_GOES = [
             ],
             [
                 ["only", "kernel_s"],
+                # In place of each case one for each kind of kernel: its word in `kind`, its share in `share`.
                 ["melted", "kind", "share", {f"{kind}_share": kind for kind in KINDS}],
                 ["only", "share"],
-                ["joined", "mode_text", ["mode"]],
+                ["joined", "mode_text", ["mode"]],  # adds `mode_text`: the word for the mode
                 [
                     "fields",
                     [
@@ -151,7 +177,7 @@ TIME_GOES = [
                         {"name": "kind"},
                     ],
                 ],
-                ["styled", "way", "impl"],
+                ["styled", "way", "impl"],  # gives each `way` the colour of its row
                 [
                     "bars",
                     ["share"],
@@ -191,10 +217,11 @@ TIME_GOES = [
         ],
     },
 ]
-MEMORY_GOES = [
+MEMORY_GOES = [  # the blocks of the chapter on memory
     {
         "lead": [
             [
+                # Puts the memory held before a call first among the phases; cases without a profile get phases, too.
                 ["with_held"],
                 ["joined", "mode_text", ["mode"]],
                 [
@@ -245,12 +272,14 @@ MEMORY_GOES = [
     {
         "of": [
             OF_A_SETTING,
+            # Steps come first, since False sorts before True.
             ["fields", [{"name": "later", "role": "detail", "of": 'mode != "step"'}]],
             ["ordered", "later"],
         ],
         "lead": [
             [
                 OF_A_CASE,
+                # A plot of the memory in use during a call; the argument is the caption.
                 [
                     "memory_timeline",
                     "Memory in use after each event of the allocator, the first at 0 ms; held before are the weights"
@@ -288,21 +317,23 @@ MEMORY_GOES = [
         ],
     },
 ]
-PARTS = (  # in the order of a step
+PARTS = (  # names of parts in the order of a step, for "read_as" below: tables list them in this order
     "forward,norms,projections,rotation,attention,scores,softmax,values,feed-forward,head and loss,backward,optimizer"
 ).split(",")
 ANATOMY: Layout = {
     "place": 40,
     "words": WORDS,
     "prepare": [
+        # Refuses cases in which a field of the first list is no number, or one of the second no text.
         [
             "checked",
             ["batch", "context", "d_model", "num_layers", "num_heads"],
             ["size", "precision", "mode", "compile"],
         ],
         ["read_as", "mode", [["forward", "inference"], ["step", "step"]]],
+        # Captions leave these axes out: `size` stands for them.
         ["quiet", "d_model", "num_layers", "num_heads", "d_ff", "num_parameters"],
-        ["joined", "impl_text", ["impl"]],
+        ["joined", "impl_text", ["impl"]],  # adds `impl_text`: the word for the row
         ["labelled", {"impl": "attention", "mode": "call"}],
         ["read_as", "name", [[name, name] for name in PARTS]],
         ["fields", [{"name": "variant", "role": "detail", "of": 'f"{compile}, {impl_text}"'}]],

@@ -1,7 +1,28 @@
 """The report on whole models: times, rates and memory by size and context, beside somebody else's model.
 
-`bench_model.py` declares MODEL as its `layout`. `lmsys.reports.layout` explains the keys of a layout, and the functions
-of `lmsys.reports.steps` and `lmsys.reports.special` its steps. Lists that several parts of MODEL use have names here.
+`bench_model.py` declares MODEL as its `layout`, and result files carry it. `lmsys.reports.layout` explains its keys:
+"of" are steps for a block of the page, "lead" and "more" are lists of tables and plots, of which the page shows the
+first ones of "lead" and folds the others. Lists that several parts of MODEL use have names here.
+
+A step is a list: its first word names the step, and the rest are the arguments of the function that
+`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
+list of steps, of which the last draws it:
+
+    ["listing", keys, metrics, word, title, about]      a table with a line for each case
+    ["pivot", metrics, lines, columns]                  a table of each metric, spread over lines and columns
+    ["bars", metrics, axis, by, word, head, about]      a plot of each metric: a group of bars for each value of `axis`
+    ["by_size", metrics, drawn]                         a table of each metric by size and context, and plots of `drawn`
+    ["times_by_size"]                                   such tables of times and speedups
+    ["predicted", metric, expected, sections, title, about]  a table of a metric beside the field that predicts it
+    ["best", of, mode, by, keys, metrics, title]        a table of the case with the most of `of` for each value of `by`
+    ["means", lines, columns, word, title]              a table of geometric means of speedups
+    ["each", item, ...], ["either", item, ...]          all of these tables and plots; the first item that draws any
+
+`word` ends the name of the file. In lists of fields "a?" stands for a, if it varies; "a!" for a, if any case has it;
+"*" for all metrics that no other of the names stands for, and "-a" leaves a out of these (`View.chosen`). Names in
+braces stand for fields of the cases; texts under "of" and those of "only" are expressions of
+`lmsys.reports.expressions`. Change captions (`title`, `label`, `about`) freely; `python -m dev.layouts` gives stored
+results the new ones.
 """
 
 from benchmarks.layouts import KEPT, WORDS, Layout
@@ -15,6 +36,8 @@ DRAWN = ["mfu", "matmul_ceiling_fraction", "total_bytes"]  # metrics that are dr
 IN_ALL = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
 # A table of our cases beside somebody else's model, which is run in the fastest way; none without such a model.
 BESIDE = [
+    # Keeps our cases, each with `speedup`, `beside` (the other model's case in the fastest of these ways), `peers` (its
+    # name), `theirs`, `their_label` and `their_about`.
     ["beside_fastest", ["compile", "checkpoint", "residual"]],
     ["labelled", {"speedup": "speedup", "tokens_per_s": "rate", "mfu": "MFU", "total_bytes": "memory"}],
     ["ordered", "size", "batch"],
@@ -68,7 +91,7 @@ BESIDE = [
         f" narrow residual stream is held in the dtype of matmuls, a wide one in float32. {IN_ALL}",
     ],
 ]
-ALL_CASES = ["all", "All cases that the models have"]
+ALL_CASES = ["all", "All cases that the models have"]  # the arguments `word` and `title` of "listing"
 # A table with a line for each case.
 LISTED = [
     ["only", 'outcome != "unsupported"'],
@@ -77,12 +100,14 @@ LISTED = [
         "either",
         [
             ["if_varies", "checkpoint"],
+            # Speedups over the level "none" of checkpointing; of cases not sampled together, ratios of their medians.
             ["over", "none", "checkpoint", {"medians": True}],
             ["listing", ["size", "batch", "impl"], ["time_s", "speedup", "*"], *ALL_CASES],
         ],
         ["listing", ["size", "batch", "impl"], ["time_s", "*"], *ALL_CASES],
     ],
 ]
+# A table of memory as measured and as predicted. In the section "fits" it also tells which cases were predicted to fit.
 PREDICTED_MEMORY = [
     "predicted",
     "total_bytes",
@@ -92,8 +117,9 @@ PREDICTED_MEMORY = [
     "Memory of a step in all (live before, and the peak above), as measured and as the shapes predict it",
 ]
 TIMES = ["times_by_size"]
-MODES = ["cut", "{mode}", "{mode}"]
-# Splits cases by section and vocabulary. `one_shape`: True if all have one shape, run in several ways.
+MODES = ["cut", "{mode}", "{mode}"]  # splits cases by mode, in file names and in headings
+# Splits cases by section and vocabulary; texts in brackets are left out where the field in them does not vary. Adds
+# `one_shape`: True if all cases have one size, context and batch, and differ in checkpointing or residual stream.
 PART = [
     ["cut", "model-{section}[-V{vocab_size}]", "[vocabulary {vocab_size}]"],
     ["one_shape", "one_shape", ["size", "context", "batch"], ["checkpoint", "residual"]],
@@ -103,7 +129,7 @@ TOGETHER = '(section == "peers" or one_shape)'
 MODEL: Layout = {
     "place": 20,
     "words": WORDS,
-    "fastest": {
+    "fastest": {  # the question that the page answers first: `lmsys.reports.contest.Question` explains its keys
         "word": "step",
         "title": "Fastest training step",
         "keys": {"size": "model", "precision": "precision", "residual": "stream", "checkpoint": "checkpointing"},
@@ -124,8 +150,9 @@ MODEL: Layout = {
     },
     "prepare": [
         *KEPT,
+        # Refuses cases in which a field of the first list is no number, or one of the second no text.
         ["checked", ["batch", "context", "vocab_size"], ["section", "size", *WAYS, "mode"]],
-        ["quiet", *MODEL_SHAPE],
+        ["quiet", *MODEL_SHAPE],  # captions leave these axes out: `size` stands for them
         [
             "labelled",
             {
@@ -165,7 +192,7 @@ MODEL: Layout = {
                                 [
                                     [
                                         "each",
-                                        [["only", f"not {TOGETHER}"], ["last_of", "mode"], *BESIDE],
+                                        [["only", f"not {TOGETHER}"], ["last_of", "mode"], *BESIDE],  # "step", if run
                                         [
                                             ["only", f"not {TOGETHER}"],
                                             [
@@ -181,7 +208,7 @@ MODEL: Layout = {
                                     ]
                                 ],
                                 [
-                                    ["joined", "way", ["precision", "impl?"]],
+                                    ["joined", "way", ["precision", "impl?"]],  # adds `way`: words for these fields
                                     ["over", "eager", "compile", {"medians": True}],
                                     ["only", 'compile == "compiled"'],
                                     [
@@ -200,7 +227,7 @@ MODEL: Layout = {
                     "of": [["only", 'section == "warmup"'], *PART],  # steps of warm-up, which no other table shows
                     "lead": [
                         [
-                            ["each_way"],
+                            ["each_way"],  # splits cases by how models were run
                             [
                                 "pivot",
                                 ["mean_s"],
@@ -228,7 +255,7 @@ MODEL: Layout = {
                                         "cut",
                                         "{impl}-{size}-S{context}-B{batch}",
                                         "{size}, context {context}, batch {batch}, {impl}",
-                                        True,
+                                        True,  # the text for file names stands at their end
                                     ],
                                     [
                                         "bars",
@@ -245,6 +272,7 @@ MODEL: Layout = {
                         {
                             "of": [["only", TOGETHER], MODES],
                             "lead": [["either", BESIDE, LISTED]],
+                            # LISTED is drawn above where BESIDE draws nothing, and here where it draws something.
                             "more": [["if_drawn", BESIDE, LISTED]],
                         },
                         {
@@ -259,7 +287,7 @@ MODEL: Layout = {
                         {
                             "of": [
                                 ["only", f'not {TOGETHER} and section != "fits"'],
-                                ["if_varies", "mode", False],
+                                ["if_varies", "mode", False],  # parts with one mode; parts with several are below
                                 MODES,
                             ],
                             "lead": [BESIDE, TIMES, ["by_size", [f"{name}!" for name in OF_A_STEP], DRAWN]],
@@ -283,7 +311,7 @@ MODEL: Layout = {
                 {
                     "lead": [
                         [
-                            ["one_of_each", ["size", "vocab_size"]],
+                            ["one_of_each", ["size", "vocab_size"]],  # one case for each size and vocabulary
                             [
                                 "labelled",
                                 {"num_layers": "layers", "num_heads": "heads", "num_parameters": "parameters"},
@@ -300,6 +328,7 @@ MODEL: Layout = {
                         ],
                         [
                             ["ordered", *WAYS],
+                            # A table of how cases ended, for each combination of values of these fields.
                             ["endings", *SHOWN_WAYS, {"word": "model-outcomes", "title": "How the cases ended"}],
                         ],
                     ]
