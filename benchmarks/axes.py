@@ -1,7 +1,8 @@
 """The axes of benchmarks that have a command line option each, such as --size. Imports no torch.
 
-Benchmarks pick their axes by `named("--size --batch")`, and `pytest --help` shows the options. A new option is a line
-in NAMED, with a function that parses one value.
+Benchmarks pick their axes by `named("--size --batch")`, and `pytest --help` shows the options. A new option is an
+`Axis` in NAMED, with a function that parses one value. Such a function (`tier`, `softcap`, ...) gets the text of one
+value, returns the value, and raises ValueError with words that say what would be right: `Axis.values` calls it.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from lmsys.cost import memory, operations
 
 DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
-END = -1  # an offset that stands for K - Q
+END = -1  # a value of the axis `offset` that stands for K - Q; `bench_attention.py` replaces it
 MODELS_ONLY = (
     "auto",
     "llama",
@@ -25,10 +26,12 @@ MODELS_ONLY = (
 
 
 def square(text: str) -> tuple[int, int]:
+    """(queries, keys) of one length."""
     return positive(text), positive(text)
 
 
 def tier(text: str) -> tuple[int, int]:
+    """(queries, keys) of "128:64"."""
     parts = text.split(":")
     values.hold(
         (
@@ -40,6 +43,7 @@ def tier(text: str) -> tuple[int, int]:
 
 
 def head_pair(text: str) -> tuple[int, int]:
+    """(query heads, key/value heads) of "32:8"; "32" stands for 32:32."""
     heads, _, kv_heads = text.partition(":")
     pair = positive(heads), positive(kv_heads or heads)
     values.hold((pair[0] % pair[1] == 0, "query heads must be a multiple of key/value heads, as in 32:8"))
@@ -47,10 +51,12 @@ def head_pair(text: str) -> tuple[int, int]:
 
 
 def or_none(parse: Parse) -> Parse:
+    """A parser that also takes the text `none`, for None."""
     return lambda text: None if text == "none" else parse(text)
 
 
 def softcap(text: str) -> float:
+    """The cap of scores, a finite number above 0."""
     try:
         return values.finite("softcap", float(text), above=0)
     except ValueError:
@@ -63,7 +69,7 @@ def asked(text: str) -> bool | None:
 
 
 def offset(text: str) -> int:
-    """The position of query 0; `end`: queries are the last ones of the keys."""
+    """The position of query 0 among the keys; `end` becomes END: queries then have the last positions."""
     if text == "end":
         return END
     values.hold((text.isdecimal(), "must be a whole number, or end"))
@@ -79,7 +85,7 @@ def documents(text: str) -> str:
 
 
 def checkpointing(text: str) -> str:
-    """A setting of `model.checkpoint_blocks`; two texts of one meaning are one value."""
+    """A setting of `model.checkpoint_blocks`. Texts of one meaning, such as `0` and `none`, become one value."""
     if text in (FIT,) + LEVELS or all(RUN.fullmatch(run) for run in text.split(",")):
         return text
     values.hold(
@@ -100,14 +106,18 @@ def checkpointings(text: str) -> Iterator[str]:
 
 
 def bucket_size(text: str) -> int | str:
+    """MiB of a bucket; `auto` and `all` (one bucket) stay texts."""
     return text if text in ("auto", "all") else positive(text)
 
 
 def several(text: str) -> int:
+    """A number of epochs, at least 2."""
     values.hold((positive(text) >= 2, "must be at least 2, since the first epoch is not timed"))
     return int(text)
 
 
+# Positional arguments of `Axis`: name, parse, default (a tuple of values, or one value if `single`), option, help, and
+# metavar.
 NAMED = (
     Axis(
         "attention",
@@ -184,6 +194,7 @@ NAMED = (
         single=True,
     ),
     Axis("strategy", option="--strategy", metavar="ROWS", help="exactly these strategies: names, path.py:Class"),
+    # 0, the default, stands for as many ranks as there are (`lmsys.bench.ranks.world_sizes`).
     Axis("world_size", positive, (0,), "--world-size", "ranks: 1,2,4; a GPU each, or processes on a CPU", "N"),
     Axis(
         "bucket_mb",
@@ -245,7 +256,9 @@ NAMED = (
 
 
 def named(*parts: str | Axis, **defaults: object) -> tuple[Axis, ...]:
-    """The axes of these options, in this order; an `Axis` among them stands for itself. `defaults` go by axis name.
+    """The axes of these options, in this order; an `Axis` among them stands for itself.
+
+    defaults  other default values, by axis name
 
     axes = named("--size --batch", Axis("warmup", int, (None,)), batch=(4,))
     """

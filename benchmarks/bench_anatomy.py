@@ -1,7 +1,9 @@
 """Where the time and the memory of the language model go, in a forward and in a whole step, by implementation.
 
 Calls are first timed as in `bench_model.py`, and then profiled in calls of their own, since a profiler slows the host.
-`anatomy_of` makes the fields of a record. To show one more figure, add a `Field` to `Anatomy.fields`, and
+`anatomy_of` makes the fields of a record. The runner calls the methods of `Anatomy`: they override hooks of
+`lmsys.bench.Benchmark`, which says when each is called and what it returns; `bench_model.ModelBenchmark` has the other
+hooks. To show one more figure, add a `Field` to `Anatomy.fields`, and
 its value to what `anatomy_of` returns.
 """
 
@@ -32,7 +34,7 @@ Phases = dict[str, Callable[[], Any]]  # functions that make up a call, in order
 
 @dataclass(frozen=True)
 class AnatomyTest(ModelTest):
-    """An inference or a whole step.
+    """An inference or a whole step that is profiled.
 
     traces  the folder for traces and memory snapshots; None: none are written
     """
@@ -102,7 +104,7 @@ class Anatomy(bench_model.ModelBenchmark):
 
 
 def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
-    """The fields of one case's record that are not found by timing its calls."""
+    """The fields of one case's record that timing does not give: of kernels, parts, memory and allocations."""
     rig = setup.rig
     rig.clear()  # frees what the rows before have left, so that memory is this row's alone
     phases = phases_of(case, rig)
@@ -119,6 +121,7 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
         "kernel_s": taken.kernel_s,
         "num_launches": sum(kernel.count for kernel in taken.kernels),
         **{f"{kind}_share": taken.shares[kind] for kind in profile.KINDS},
+        # Kernels are in the order of their time, the longest first.
         "kernels": [asdict(kernel) | {"name": shortened(kernel.name)} for kernel in taken.kernels[:15]],
         "parts": list(map(asdict, taken.parts)),
     }
@@ -143,6 +146,7 @@ def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
 
 
 def shortened(name: str) -> str:
+    """The name of a kernel, cut off after NAME_LENGTH characters."""
     return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
 
 
@@ -155,7 +159,7 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     rig.base.zero_grad(set_to_none=True)
     # Empties the cache: the GPU's allocator may hand out a cached block that is too large, and counts all of it.
     compare.release_memory()
-    model, optimizer = rig.model(case), rig.optimizers.get(case.peer)
+    model, optimizer = rig.model(case), rig.optimizers.get(case.peer)  # ours and peers' models have one each
     held = sum(memory.breakdown(model, optimizer).values())
     by_phase = memory.phases(phases, case.device)
     record: Record = {
@@ -169,7 +173,7 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
         predicted = training_memory(case.computed, case.batch, case.context, case.precision)
         record |= {f"predicted_{name}_bytes": getattr(predicted, name) for name in HELD_IN_A_STEP}
     rig.base.zero_grad(set_to_none=True)
-    timeline = memory.timeline(phases, case.device)
+    timeline = memory.timeline(phases, case.device)  # {name of a phase: its points (time_s, bytes)}
     record["timeline"] = [
         {
             "name": name,

@@ -1,8 +1,9 @@
 """The benchmark of attention rows (implementations in the table), by shape, dtype, mask and direction.
 
 The sizes are in `benchmarks/sweeps.py`, the rows in `lmsys.attention.ATTENTION`, the checks in
-`benchmarks.attention.check`. A new axis is a field of `AttentionTest`, an entry of `Attention.axes` and one of
-`Attention.fields`.
+`benchmarks.attention.check`, and the report in `benchmarks.attention.layout`. The runner calls the methods of
+`Attention`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns. A new
+axis is a field of `AttentionTest`, an entry of `Attention.axes` and one of `Attention.fields`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,12 @@ from lmsys.measure import compare, memory
 
 @dataclass(frozen=True)
 class AttentionTest(Case):
-    """A row at one shape, mask and direction: q (B, H, Q, D), k and v (B, Hkv, K, D)."""
+    """A row at one shape, mask and direction: q (B, H, Q, D), k and v (B, Hkv, K, D).
+
+    direction      "fwd", "bwd" (the backward alone) or "fwdbwd"
+    window, ...    options of the pattern, as `patterns.make` takes them; None: left out
+    deterministic  True: in torch's deterministic mode
+    """
 
     batch: int
     heads: int
@@ -56,13 +62,14 @@ class AttentionTest(Case):
     direction: str
     window: int | None = None
     offset: int | None = None
-    documents: str | None = None  # a name of `patterns`
+    documents: str | None = None
     key_lengths: bool | None = None
     softcap: float | None = None
     deterministic: bool | None = None
 
     @property
     def group(self) -> str:
+        """All rows and directions of a shape, which share inputs."""
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}kv{self.kv_heads}"
         mask = "causal" if self.causal else "full"
         shape = f"B{self.batch}{heads}Q{self.queries}K{self.keys}D{self.head_dim}"
@@ -71,7 +78,7 @@ class AttentionTest(Case):
 
     @property
     def comparison(self) -> str:
-        """All rows of a shape in one direction."""
+        """All rows of a shape in one direction, which are sampled in turns."""
         return f"{self.group}-{self.direction}"
 
     @property
@@ -101,7 +108,7 @@ class AttentionTest(Case):
         )
 
     def flops(self, direction: str) -> float:
-        """Operations of the matmuls in this direction."""
+        """Operations of the matmuls in this direction, "fwd", "bwd" or "fwdbwd"."""
         shape = {name: size for name, size in self.shape.items() if name != "kv_heads"}
         return operations.attention_flops(**shape, causal=self.causal, direction=direction, pairs=self.visible[0])
 
@@ -127,7 +134,8 @@ class Attention(Benchmark):
         "--dtype --causal --direction --window --documents --softcap --deterministic",
         Axis("offset", axes.offset, (None,)),
         Axis("key_lengths", fields.yes_no, (None,)),
-        # If given, tokens / queries is the batch, and width / head_dim the heads. `without` has rows to leave out.
+        # If given, tokens / queries is the batch, and width / head_dim the number of heads; 0: not given. `without` has
+        # names of rows to leave out.
         Axis("tokens", int, 0, single=True),
         Axis("width", int, 0, single=True),
         Axis("without"),
@@ -207,7 +215,8 @@ class Attention(Benchmark):
         dtype. Then rows are checked in small cases: all rows with extreme scores, rows from files in all of them.
         """
         seed = runner.settings.seed
-        if setup.inputs.seed == seed:  # inputs are those of `setup`: this is the first check
+        # `redraw_` changes the inputs' seed, so a setup is checked in float32 once.
+        if setup.inputs.seed == seed:
             setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
                 check.check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
@@ -234,7 +243,10 @@ class Attention(Benchmark):
         yield from check.repeat(case, record["direction"] != "fwd", record["proof"], call, make)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Step:
-        """Times fwd without gradients, as in inference, and of bwd the backward alone, after an untimed forward."""
+        """Times fwd without gradients, as in inference, and of bwd the backward alone, after an untimed forward.
+
+        `prepare` makes the o that `run` gets. `do` is drawn after that forward, which therefore cannot use it.
+        """
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
         options = contract.keywords_of(call, setup.pattern)
@@ -248,6 +260,7 @@ class Attention(Benchmark):
         inference = torch.no_grad()(forward)
         parts = {
             "fwd": {"run": inference},
+            # `like`: the forward may not take much longer than an inference, or it did work of the backward.
             "bwd": {"run": backward, "prepare": forward, "like": inference},
             "fwdbwd": {"run": lambda _: backward(forward())},
         }[case.direction]
@@ -261,7 +274,7 @@ class Attention(Benchmark):
 
     def outputs(self, candidate: Candidate, setup: check.Spots, element: int | None = None) -> Mapping[str, Tensor]:
         inputs, pattern = setup.inputs, setup.pattern
-        if element is not None:
+        if element is not None:  # this element of the batch alone
             inputs, pattern = inputs.alone(element), pattern.of_entries([element])
         return testing.run(candidate.call, inputs, pattern=pattern, grad=candidate.case.asked.grad)
 

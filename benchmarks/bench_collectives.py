@@ -1,8 +1,10 @@
 """Collectives: all-reduce, reduce-scatter, all-gather and broadcast, by size, number of ranks and backend.
 
 The result of each is checked. Then it is timed twice: by calls of `lmsys.parallel.collectives` ("ours"), and by calls
-of torch.distributed in a plain loop. `measure` runs on the ranks; `Collectives` calls it and makes the record. A new
-operation is a row of OPERATIONS, with its call in `_plain` and its result in `Inputs.expected`.
+of torch.distributed in a plain loop. `measure` runs on the ranks; `Collectives` asks for it and makes the record. The
+runner calls the methods of `Collectives`: they override hooks of `lmsys.bench.Benchmark`, which says when each is
+called and what it returns. A new operation is a row of OPERATIONS, with its call in `_plain` and its result in
+`Inputs.expected`.
 """
 
 import random
@@ -87,13 +89,13 @@ class Measured:
 def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Measured:
     """On a rank: checks and times an operation. Our calls take about `seconds` together; None: it is only checked."""
     group, inputs = ranks.subgroup(case.world_size), Inputs(case, seed)
-    call = _ours(case, inputs, group)
+    call = _ours(case, inputs, group)  # it returns `inputs.out`
     inputs.fill(seed)
     wrong = _differences(inputs, {seed: call()}).get(seed, "")
-    if seconds is None or _most(float(bool(wrong)), group):
+    if seconds is None or _most(float(bool(wrong)), group):  # not timed if any rank has a wrong result
         return Measured(wrong)
     plain = _plain(case, inputs.stream[: case.numel].clone(), group)
-    calls = max(2, min(20, int(0.3 / _loop(plain, 1, group))))  # a loop takes about 0.3 s
+    calls = max(2, min(20, int(0.3 / _loop(plain, calls=1, group=group))))  # a loop takes about 0.3 s
     loop = min(_loop(plain, calls, group) for _ in range(2))
     # Rank 0 decides only now how many calls there are, and by which seed inputs are drawn: no row can know it before.
     plan = torch.tensor([max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), ranks.entropy()], device=device())
@@ -121,7 +123,7 @@ def _times(
         Step(lambda _: call(), redraw=inputs.fill, keep=keep),
         drawn,
         group,
-        keys=dict.fromkeys(checked, 0),
+        keys=dict.fromkeys(checked, 0),  # `keep` copies the whole result, so any key but None does
         lead_s=LEAD_S,
     )
 
@@ -145,12 +147,14 @@ class Inputs:
     def stream_of(self, rank: int) -> torch.Tensor:
         """Whole numbers of 16 bits, in float32. Their sum is exact in any order, and inexact in a narrower dtype."""
         stream, count = draws.key(self.seed, f"rank {rank}"), self.case.numel + draws.STARTS
-        return draws.whole_numbers(stream, 0, count, 2**16, device()).float() - 2**15
+        return draws.whole_numbers(stream, first=0, count=count, below=2**16, device=device()).float() - 2**15
 
     def window(self, stream: torch.Tensor, rank: int, draw: int) -> torch.Tensor:
+        """The input of a rank in a draw, a view of that rank's stream."""
         return stream[draws.start(draw, f"rank {rank}") :][: len(self.drawn)]
 
     def fill(self, draw: int) -> None:
+        """Writes the input of a draw into `drawn`."""
         self.drawn.copy_(self.window(self.stream, self.rank, draw))
 
     def expected(self, drawn: Iterable[int]) -> dict[int, torch.Tensor]:
@@ -186,12 +190,17 @@ def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], torc
 
 
 def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], Any]:
-    """A function that makes one call of torch.distributed, as its documentation shows it."""
+    """A function that makes one call of torch.distributed, as its documentation shows it.
+
+    x  the whole tensor. gloo has no average, so there the call sums; its all-reduce begins with zeros, since sums of
+       sums would overflow
+    """
     part = x.chunk(case.world_size)[dist.get_rank()].clone()
     out = torch.empty_like(x)
     average = dist.ReduceOp.AVG if case.backend == "nccl" else dist.ReduceOp.SUM
     return {
         "all_reduce": lambda: dist.all_reduce(out.zero_() if case.backend == "gloo" else out, average, group=group),
+        # torch's functions, by the names that this version has.
         "reduce_scatter": lambda: collectives._reduce_scatter(part, x, average, group=group),
         "all_gather": lambda: collectives._all_gather(out, part, group=group),
         "broadcast": lambda: dist.broadcast(out, group=group, group_src=0),
@@ -199,7 +208,7 @@ def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], An
 
 
 def _differences(inputs: Inputs, results: Mapping[int, torch.Tensor]) -> dict[int, str]:
-    """{draw: what is wrong with its result}, of the results that are wrong."""
+    """{draw: what is wrong with its result}, of the results that are wrong. results: by draw."""
     case, differences = inputs.case, dict[int, str]()
     scale = case.world_size if case.impl in MEANS else 1
     for draw, expected in inputs.expected(results).items():

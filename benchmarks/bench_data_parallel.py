@@ -4,6 +4,10 @@ The strategies are the rows of `lmsys.parallel.STRATEGIES`. This file runs in th
 `data_parallel/check.py` checks a strategy before timing, `data_parallel/rank.py` times a pass,
 `data_parallel/passes.py` judges it, `data_parallel/cases.py` computes the fields of records. A *pass* is a
 series of training steps of one row; the rows take turns pass by pass.
+
+The runner calls the methods of `DataParallel`: they override hooks of `lmsys.bench.Benchmark`, which says when each is
+called and what it returns. `ask(case, function, *args)` of `runner.ranks` returns what the function returns on each of
+the case's ranks, as a list.
 """
 
 import math
@@ -47,7 +51,7 @@ def held(name: str, label: str, about: str, role: str = "metric") -> Field:
 
 
 class ParallelBenchmark(OnRanks):
-    """Steps of models that strategies train on ranks."""
+    """Steps of models that strategies train on ranks: the base of `DataParallel` and of `bench_steps.TrainingSteps`."""
 
     def why_not(self, case: ParallelCase) -> str | None:
         return why_not(case)
@@ -211,6 +215,7 @@ class DataParallel(ParallelBenchmark):
             runner.say(f"  [{number}/{len(new)}] {candidate.case.id}: {ending}, {time.perf_counter() - start:.1f} s")
 
     def _check_and_profile(self, candidate: Candidate, runner: Any) -> None:
+        """Judges a row by `check`. If it is right, and rows are timed, tunes its buckets and sets its `state`."""
         case, settings, ask = candidate.case, runner.settings, runner.ranks.ask
         if case.world_size > 1 and case.traits.synchronizes:
             candidate.judge(ask(case, check.gate, settings.seed)[0], "float32")
@@ -222,7 +227,7 @@ class DataParallel(ParallelBenchmark):
             sized = [
                 replace(case, asked_bucket_mb=mb) for mb in ((1, 25) if case.backend == "gloo" else (10, 25, 100, 400))
             ]
-            asked = Pass(seed=settings.seed, draw=settings.seed, key=0, steps=4)  # nothing is judged: any key does
+            asked = Pass(seed=settings.seed, draw=settings.seed, key=0, steps=4)  # not judged, so any draw and key do
             case = min(sized, key=lambda case: max(sum(rank.samples) for rank in ask(case, take_pass, asked)))
         candidate.state = Row(case, ask(case, inspect, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
@@ -255,6 +260,7 @@ class DataParallel(ParallelBenchmark):
         """
         row = candidate.state
         taken = runner.ranks.ask(row.case, take_pass, asked)
+        # Appends the pass, or replaces the one of this number.
         row.passes[number : number + 1] = [ranks.slowest(rank.samples for rank in taken)]
         row.alone += ranks.slowest(rank.alone for rank in taken)
         row.bits[number] = taken[0].bits
@@ -295,7 +301,10 @@ class DataParallel(ParallelBenchmark):
     def _judge_pass(
         self, case: ParallelCase, candidate: Candidate, asked: Pass, number: int, trial: Any
     ) -> dict[str, float] | None:
-        """{parameter: its error over its budget} of the worst parameter; None where the steps cannot be judged."""
+        """{parameter: its error over its budget} of the worst parameter; None where the steps cannot be judged.
+
+        asked, number  the pass that is judged, and its number
+        """
         row, ask = candidate.state, trial.runner.ranks.ask
         # When a row fails, its ranks end, and with them what the passes of other rows have left there to be judged.
         if not all(ask(row.case, holds, asked)):

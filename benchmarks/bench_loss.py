@@ -1,7 +1,8 @@
 """The language model's head and loss, forward and backward: ours in chunks, and the logits of all tokens at once.
 
 LOSSES has the implementations, called rows; a new one is an `Entry` there. `benchmarks.loss` makes inputs and judges
-results, and `benchmarks.layouts` says how they are shown.
+results, and `benchmarks.layouts` says how they are shown. The runner calls the methods of `Loss`: they override hooks
+of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
 
 The reference is the eager row in float64. The budget is the error of plain PyTorch in the precision that is tested: at
 each element, the larger error of two usual formulas. References are computed at the full shape, from one block of
@@ -56,7 +57,7 @@ from lmsys.measure import memory
 
 UNCHUNKED = "benchmarks.loss:unchunked"
 PEERS = "benchmarks.loss_peers:"
-_cut = partial(
+_cut = partial(  # makes the entries of one package
     Entry,
     peer=True,
     supports=f"{PEERS}cut_cross_entropy_supports",
@@ -119,7 +120,7 @@ class Loss(Benchmark):
 
     name = "loss"
     layout = layouts.LOSS
-    num_proofs = Step.num_kept
+    num_proofs = Step.num_kept  # the default number of timed calls that are checked
     case_type = LossTest
     tables = {"loss": LOSSES}
     axes: tuple[Axis, ...] = axes.named(
@@ -220,11 +221,11 @@ class Loss(Benchmark):
         return dict(zip(OUTPUTS, setup.inputs.run(candidate.call), strict=True))
 
     def least_work(self, case: LossTest) -> tuple[float, str, float]:
-        """Three matmuls; hidden states and weight are read once."""
+        """Three matmuls of 2 N M V operations each; hidden states and weight are read once."""
         return (
             6 * case.tokens * case.d_model * case.vocab_size,
             models.DTYPES[case.precision],
-            4 * (case.tokens + case.vocab_size) * case.d_model,
+            4 * (case.tokens + case.vocab_size) * case.d_model,  # bytes of float32
         )
 
     def inspect(self, case: LossTest, candidate: Candidate, setup: Setup) -> Record:

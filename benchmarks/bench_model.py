@@ -3,6 +3,9 @@
 A row is a kernel of attention in our model, or somebody else's whole model. `model/cases.py` holds the case and the
 check before timing (`Gate`), `model/rig.py` the calls that are timed, `model/spots.py` the checks of timed calls.
 `bench_anatomy.py` profiles the same cases.
+
+The runner calls the methods of `ModelBenchmark` and `Model`: they override hooks of `lmsys.bench.Benchmark`, which says
+when each is called and what it returns.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,8 +42,8 @@ class Setup:
 
 
 class ModelBenchmark(Benchmark):
-    """The base of the benchmarks of models. A row is compiled and checked once for all modes with gradients, and once
-    for inference.
+    """The base of `Model` and `bench_anatomy.Anatomy`. A row is compiled and checked once for all modes with gradients,
+    and once for inference.
 
     Before a case is sampled it runs once with no other case in memory: this run decides whether it is out of memory.
     """
@@ -51,6 +54,7 @@ class ModelBenchmark(Benchmark):
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ModelTest]:
         rows = models.MODEL_ROWS.select(grid["attention"])
+        # A grid may be about one row: it has no cases where the command line names other rows.
         against = not grid["against"] or grid["against"] in (entry.name for entry in rows)
         for (*shape, warmup, mode, compile), entry, (checkpoint, residual) in product(
             grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile"),
@@ -59,6 +63,7 @@ class ModelBenchmark(Benchmark):
         ):
             # Other modes keep nothing for a backward, so levels of checkpointing do not matter.
             if checkpoint == "none" or mode in ("train_forward", "backward", "step"):
+                # `shape` is size, context, batch and precision, in the order of the fields of `ModelTest`.
                 asked = grid.name, entry, settings.device, *shape, compile, mode, warmup
                 yield ModelTest(*asked, checkpoint=checkpoint, residual=residual)
 
@@ -99,13 +104,13 @@ class ModelBenchmark(Benchmark):
     def open(self, candidate: Candidate, setup: Setup) -> None:
         assert setup.gate is not None
         model = model_of(candidate.case, setup.gate.base, shared=False)
-        setup.gate.outputs(model, candidate.case.grad)
+        setup.gate.outputs(model, candidate.case.grad)  # the first call, which compiles
         candidate.call = model
         if candidate.case.checkpoint == checkpointing.FIT:
             candidate.notes["levels"] = str(candidate.case.computed.checkpoint_blocks)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
-        if setup.gate is None:
+        if setup.gate is None:  # not the first check of this setup
             return super().check_all(candidates, setup, runner)
         setup.gate.check(candidates)
         setup.gate = None
@@ -123,7 +128,7 @@ class ModelBenchmark(Benchmark):
         return ratios
 
     def step(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Step:
-        seconds = setup.rig.alone(case)
+        seconds = setup.rig.alone(case)  # of the first call of the whole model
         if candidate.state is None:
             candidate.state, candidate.compile_s = "has run whole", seconds + (candidate.compile_s or 0.0)
         return setup.rig.step_of(case)

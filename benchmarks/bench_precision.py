@@ -1,6 +1,8 @@
 """Mixed precision: what rounding does to a long sum, and which dtype autocast gives each tensor. Nothing is timed.
 
-Each study is a function of a dtype and a device that returns fields of the record; `Precision.cases` lists them.
+Each study is a function of a dtype and a device that returns fields of the record; `Precision.cases` lists them. The
+runner calls the methods of `Precision`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called
+and what it returns. `benchmarks.layouts.PRECISION` says how the report shows the fields.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +17,10 @@ from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, 
 from lmsys.config import ModelConfig
 
 ADDEND, TIMES = 0.01, 1000  # the sum is 10
-CONFIG = ModelConfig(64, 128, 1, 2, vocab_size=97, context_length=16, attention="sdpa_math")
-WATCHED = (  # modules whose outputs are looked at
+CONFIG = ModelConfig(
+    d_model=64, d_ff=128, num_layers=1, num_heads=2, vocab_size=97, context_length=16, attention="sdpa_math"
+)
+WATCHED = (  # modules of the model whose outputs are looked at, by name
     "token_embeddings",
     "layers.0.ln1",
     "layers.0.attn.qkv",
@@ -35,7 +39,7 @@ def sums(low: torch.dtype, device: str) -> Record:
     torch or by hand.
 
     The last two agree: no accumulator brings back what the addend lost when it was rounded. But a sum that is itself
-    rounded after each step loses far more.
+    rounded after each step loses far more. The sums are made on a CPU, whatever the device.
     """
     exact, rounded, name = torch.tensor(ADDEND, dtype=torch.float32), torch.tensor(ADDEND, dtype=low), _name(low)
     return {
@@ -54,6 +58,7 @@ def sums(low: torch.dtype, device: str) -> Record:
 
 
 def _total(accumulator: torch.dtype, addend: torch.Tensor) -> float:
+    """TIMES addends, added one after another to a zero in the dtype `accumulator`."""
     running = torch.zeros((), dtype=accumulator)
     for _ in range(TIMES):
         running += addend
@@ -86,6 +91,7 @@ def tensors(dtype: torch.dtype, device: str) -> Record:
 
 
 def _name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -97,6 +103,7 @@ class Study(Case):
 
     @property
     def impl(self) -> str:
+        """The dtype, in place of the row: the entry of a case is its study, which is its section, too."""
         return self.dtype
 
     @property
@@ -119,10 +126,12 @@ class Precision(Benchmark):
             yield from (Study(study.name, study, settings.device, dtype) for dtype in DTYPES)
 
     def open(self, candidate: Candidate, setup: None) -> None:
+        """Runs the study, whose fields go into the record."""
         candidate.notes |= candidate.entry.load()(DTYPES[candidate.case.dtype], candidate.case.device)
         candidate.reason = "a study: nothing is timed"
 
     def turns(self, cases: Sequence[Study]) -> Iterable[Sequence[Study]]:
+        """No turns: nothing is sampled."""
         return ()
 
 

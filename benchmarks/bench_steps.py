@@ -3,7 +3,9 @@
 Two rows of a model of 8 billion parameters do not fit in memory together, so each is measured alone. A row is first
 checked against training in one process, as in `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step
 after step, and its loss must fall. It clips gradients, and its learning rate depends on the model's width.
-`train_alone` runs on the ranks and measures; `TrainingSteps` asks the ranks and makes the record.
+`train_alone` runs on the ranks and measures; `TrainingSteps` asks the ranks and makes the record. The runner calls the
+methods of `TrainingSteps`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it
+returns.
 
 To report something new: add it to what `train_alone` returns (`Alone`), to `findings_of`, and a Field to
 `TrainingSteps.fields`.
@@ -52,18 +54,23 @@ KERNELS = {  # labels of the kinds of kernels that have a field each; the optimi
     "copy": "copies",
     "other": "other kernels",
 }
-MAX_NORM = 1.0
+MAX_NORM = 1.0  # gradients are scaled down to this norm
 UPDATE = "optimizer"  # the name, in a profile, of the part of a step that clips gradients and updates weights
 STAGES = 4  # stretches of the timed steps: the mean loss must fall from each to the next
 
 
 class TrainingRig(rank.Rig):
-    """A model with its strategy and optimizer that clips gradients, and trains on its first batch alone."""
+    """A model with its strategy and optimizer that clips gradients, and trains on its first batch alone.
+
+    divided  True: each rank has a part of the gradients, so their norm needs all ranks
+    group    the ranks that train
+    """
 
     def __init__(self, case: ParallelCase, seed: int):
         super().__init__(
             case,
-            passes.Pass(seed, seed, 0, 0),  # no slices of weights are taken, and no batch but the first is used
+            # No slices of weights are taken, and no batch but the first is used.
+            passes.Pass(seed=seed, draw=seed, key=0, steps=0),
             # A quarter of the usual learning rate for this width, since there is no warm-up.
             {"lr": 0.25 * models.LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)},
         )
@@ -71,6 +78,7 @@ class TrainingRig(rank.Rig):
         self.group = ranks.subgroup(case.world_size)
 
     def update(self) -> None:
+        """Clips gradients and steps the optimizer, in place of the base's `update`, which `Rig.step` calls."""
         with profile.part(UPDATE):
             if self.case.traits.fused_adamw:  # this row's parameters are DTensors, whose norm torch can compute
                 torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
@@ -82,6 +90,7 @@ class TrainingRig(rank.Rig):
 
     @property
     def parameters(self) -> list[torch.Tensor]:
+        """All parameters that the optimizer steps on this rank."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def finite(self) -> bool:
@@ -139,6 +148,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
             if kind == "cuda":  # meanwhile the GPU works; on a CPU the reading would be timed as a part of the step
                 readings.append(device_sensors.read())
 
+        # `range(steps)` stands for the seeds of draws, which are not used: all steps have one batch.
         samples, _ = ranks.times(Step(timed), range(steps), group, finish=rig.finish)
         if kind == "cpu":
             readings.append(device_sensors.read())
@@ -171,7 +181,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
 
 def by_kind(taken: profile.Profile) -> tuple[dict[str, float], float]:
-    """(seconds of a step's kernels by kind, without the optimizer's; seconds of the optimizer's)."""
+    """({kind: seconds of a step's kernels, without the optimizer's}, seconds of the optimizer's kernels)."""
     update: dict[str, float] = next((part.kinds for part in taken.parts if part.name == UPDATE), {})
     return (
         {kind: max(0.0, taken.shares[kind] * taken.kernel_s - update.get(kind, 0.0)) for kind in profile.KINDS},
@@ -300,6 +310,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         )
 
     def _train(self, case: StepsCase, candidate: Candidate, trial: Any) -> None:
+        """Trains the case on its ranks. Fails the candidate if the steps do not train, else fills its measurement."""
         answers: list[Alone] = trial.runner.ranks.ask(case, train_alone, trial.settings.seed, case.steps)
         reason, measurement = why_wrong(answers), trial.measurements[case.id]
         if reason:

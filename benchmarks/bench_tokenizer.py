@@ -1,7 +1,10 @@
 """Tokenizers: training and encoding, ours beside the packages of `lmsys.tokenizer.engines` that are installed.
 
 `tokenizer/rows.py` has the calls of each tokenizer; a new one is a class in engines.py and a row of TOKENIZERS. Every
-call gets a text that no call saw before: the lines of a corpus in another order.
+call gets a text that no call saw before: the lines of a corpus in another order. The runner calls the methods of
+`Tokenizers`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
+
+*The definition* is `lmsys.tokenizer.naive`: training and encoding as the algorithm is defined, slow and without tricks.
 """
 
 import random
@@ -47,10 +50,11 @@ class Texts:
     """A text in a file, which each `write` replaces by the lines of the first text in another order. Ends of documents
     go with their lines.
 
-    path       of the file
-    small      another file, which the definition can train on
-    tokenizer  what encodes them
-    partly     leaves lines out
+    path       the file
+    small      another file, of about SMALL_BYTES, which the definition can train on in a second
+    tokenizer  trained on the first text; it encodes the texts by the definition
+    partly     True: each text leaves some lines of the first one out, as texts to train on do
+    drawn      the text that was written last, and what is right for it
     """
 
     def __init__(self, path: Path, small: Path, tokenizer: Tokenizer, partly: bool):
@@ -61,7 +65,8 @@ class Texts:
         self.end_of_text = tokenizer.encode(END_OF_TEXT)[0]
 
     def write(self, draw: int) -> None:
-        """The text of a draw, into the file."""
+        """Writes the text of a draw into the file, and sets `drawn`."""
+        # Random numbers, four for each counter of Philox: the lines are sorted by them.
         words = draws.philox(draw, 0, -(-len(self._lines) // 4))[: len(self._lines)]
         text = b"\n".join(map(self._lines.__getitem__, words.argsort(stable=True)[: self._num_lines].tolist()))
         self.path.write_bytes(text)
@@ -69,7 +74,10 @@ class Texts:
 
 
 class Drawn:
-    """The text that was written last, and the right results for it, each computed once."""
+    """The text that was written last, and the right results for it, each computed once.
+
+    documents  the bytes of each document
+    """
 
     def __init__(self, draw: int, text: bytes, texts: Texts):
         self.draw, self.num_bytes, self._texts = draw, len(text), texts
@@ -86,7 +94,10 @@ class Drawn:
         return order
 
     def difference(self, count: int, ids: Mapping[int, Sequence[int]]) -> str | None:
-        """Says what is wrong with the number of documents, or with the ids of some."""
+        """Says what is wrong with the number of documents, or with the ids of some; None if all is right.
+
+        count  the number of documents that a row has encoded; `ids`: {number of a document: its ids}
+        """
         if count != len(self.documents):
             return f"ids of {count:,} documents, by definition {len(self.documents):,}"
         for number, document in ids.items():
@@ -97,7 +108,10 @@ class Drawn:
         return None
 
     def difference_of_merges(self, merges: Sequence[naive.Pair], num_merges: int, key: int | None) -> str | None:
-        """Says what is wrong with the first merges, with the number of merges, or with one that the key draws."""
+        """Says what is wrong with the first merges, with the number of merges, or with one that the key draws.
+
+        None if all is right. Without a key no merge is drawn.
+        """
         first = self.first_merges[:num_merges]
         if words := first_difference("merge", merges[: len(first)], first):
             return words
@@ -112,16 +126,18 @@ class Drawn:
 
     @cached_property
     def counts(self) -> dict[bytes, int]:
+        """How often each pre-token is in the text."""
         return training.count_pretokens([self._texts.path], [END_OF_TEXT])
 
     @cached_property
     def first_merges(self) -> list[naive.Pair]:
+        """The first merges by the definition, FIRST_MERGES or fewer."""
         # The definition reads all distinct pre-tokens for each merge: about half a second for 500 kB in all.
         return naive.learn_merges(self.counts, max(1, min(FIRST_MERGES, 500_000 // sum(map(len, self.counts)))))
 
 
 def first_difference(what: str, results: Sequence[Any], expected: Sequence[Any]) -> str | None:
-    """Says where the two differ first."""
+    """Says where the two differ first; None if they are equal. what: the name of an element, such as "id"."""
     if list(results) == list(expected):
         return None
     for place, (element, other) in enumerate(zip(results, expected, strict=False)):
@@ -131,6 +147,7 @@ def first_difference(what: str, results: Sequence[Any], expected: Sequence[Any])
 
 
 ROWS, ENGINES = "benchmarks.tokenizer.rows:", "lmsys.tokenizer.engines:"
+# Makes the entry of another package, which is timed where it is installed.
 peer = partial(registry.Entry, peer=True, extra="peers", supports=f"{ROWS}supports")
 
 
@@ -159,12 +176,20 @@ TOKENIZERS = registry.Table(
 
 SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
 SMALLEST = 257  # a vocabulary without merges
+# By task: the name of an element of its result.
 WHAT = {"train": "merge", "encode": "id"}
 
 
 @dataclass(frozen=True)
 class TokenizerCase(Case):
-    """A task on a text, and who does it. text_bytes: about how much of the text, None: all of it."""
+    """A task on a text, and who does it.
+
+    task        "train" or "encode"
+    text_bytes  about how much of the text; None: all of it
+    vocab_size  of the tokenizer that is trained, or encodes
+    processes   processes of ours, threads of the others
+    min_rounds  samples of each row at least
+    """
 
     task: str
     text_bytes: int | None
@@ -183,7 +208,7 @@ class TokenizerCase(Case):
 
 
 def _beginning(parts: tuple[chunks.Chunk, ...], num_bytes: int | None, path: Path) -> Path:
-    """The text of the parts, or about so many bytes of it, in a file."""
+    """Writes the text of the parts into the file `path`, of each about so many bytes (None: all). Returns `path`."""
     with path.open("wb") as out:
         for part in parts:
             with part.path.open("rb") as file:
@@ -207,7 +232,7 @@ class Tokenizers(Benchmark):
     tables = {"tokenizer": TOKENIZERS}
     clock = "host"
     trials = 1
-    text_bytes: int | None = None
+    text_bytes: int | None = None  # bytes of the present group's text, once `setup` has made it
     axes = (
         Axis("tokenizer", one_of(*TOKENIZERS), tuple(TOKENIZERS)),
         Axis("task", one_of("train", "encode"), ("train", "encode")),
@@ -304,7 +329,7 @@ class Tokenizers(Benchmark):
             difference = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, key)
         if difference:
             raise plain.NotAsPromised(difference)
-        return {WHAT[case.task] + "s": 0.0}
+        return {WHAT[case.task] + "s": 0.0}  # results are exact: no error
 
     def sample(self, turn: Sequence[TokenizerCase], trial: Any) -> None:
         """Takes as many rounds as the grid says, unless the user says otherwise."""
@@ -320,7 +345,7 @@ class Tokenizers(Benchmark):
 
 
 def by_definition(task: str, texts: Texts) -> list[Any]:
-    """The ids of the text, or the merges of the small one."""
+    """The right answer: the ids of the text, or the merges of the small text, by the task."""
     return (
         naive.encode(texts.path.read_bytes().decode(), texts.tokenizer)
         if task == "encode"
@@ -329,6 +354,7 @@ def by_definition(task: str, texts: Texts) -> list[Any]:
 
 
 def answer_of(case: TokenizerCase, texts: Texts) -> list[Any]:
+    """The answer of a row in the form of `by_definition`: ids of documents are joined by ends of text."""
     row, encodes, end = case.entry.load(), case.task == "encode", texts.end_of_text
     text, asked = (texts.path, texts.tokenizer) if encodes else (texts.small, SMALLEST + SMALL_TOKENS)
     result = rows.call_of(row, case.task, text, asked, case.processes)()

@@ -4,6 +4,8 @@ All cases see the same tokens in the same order from the same weights, so all ha
 process with naive attention that accumulates the batches of all ranks; a case whose losses leave its curve, or whose
 first gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`. `benchmarks/training/rank.py`
 holds the case and the functions that run on the ranks; this file asks the ranks epoch by epoch and makes the record.
+The runner calls the methods of `Training`: they override hooks of `lmsys.bench.Benchmark`, which says when each is
+called and what it returns.
 """
 
 import math
@@ -40,6 +42,7 @@ class Curve:
     weights: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, epoch: Epoch) -> None:
+        """Appends the losses and gradient norms of an epoch's steps."""
         self.losses += epoch.losses
         self.norms += epoch.norms
 
@@ -142,10 +145,11 @@ class Training(Benchmark):
             buckets = grid["bucket_mb"] if strategy.takes_bucket_mb or strategy.tuned_bucket_mb else (None,)
             ways = product(buckets, grid["reproducible"])
             for bucket_mb, same in ways if num_ranks > 1 or not strategy.synchronizes else ():
+                # In the order of the fields of `TrainingCase`; the last is `names_bucket`.
                 asked = *model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1
                 case = TrainingCase(grid.name, entry, settings.device, *asked)
                 if grid.given & {"train_tokens", "val_tokens"}:
-                    _ = case.steps, case.windows
+                    _ = case.steps, case.windows  # properties that raise the ValueError
                 yield case
 
     def rows_of(self, case: TrainingCase) -> Mapping[str, Entry]:
@@ -186,7 +190,7 @@ class Training(Benchmark):
         run(clear)
 
     def sample(self, turn: Sequence[TrainingCase], trial: Any) -> None:
-        (case,) = turn
+        (case,) = turn  # `streams` makes each case a turn of its own
         candidate, curve = trial.candidate(case), Curve()
         candidate.attempt(self._train, case, candidate, curve, trial)
         if curve.losses:
@@ -199,6 +203,7 @@ class Training(Benchmark):
         """Inspects a case, then trains it, holding each epoch to the reference, and compares the weights at the end."""
         run, measurement = partial(_on_ranks, case, trial.runner), trial.measurements[case.id]
         settings, dtype, text = trial.settings, models.DTYPES[case.precision], tokens_of(*case.text)
+        # By rank: why the case is not trained, or None; seconds of the first step; peak bytes of the second.
         refused, first_steps, peaks = zip(*run(inspect, text, settings.seed), strict=True)
         if refused[0] is not None:
             candidate.failed("unsupported", refused[0])
@@ -215,7 +220,7 @@ class Training(Benchmark):
             if candidate.outcome != "ok":
                 run(clear)
                 return
-        valid_losses, weights = zip(*run(end), strict=True)
+        valid_losses, weights = zip(*run(end), strict=True)  # by rank: held-out loss, fingerprint of the weights
         curve.valid_loss = valid_losses[0]
         if len(set(weights)) > 1:
             candidate.failed("wrong", "after the last epoch ranks have different parameters")
@@ -269,7 +274,7 @@ def _other_weights(case: TrainingCase, weights: str, reference: Curve) -> str:
 
 
 def _on_ranks(case: TrainingCase, runner: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs a function on all ranks of the group. Returns the answers of the ranks that train."""
+    """Runs function(case, *args) on all ranks of the group. Returns the answers of the ranks that train, by rank."""
     return runner.ranks.run(case.num_ranks, case.backend, function, case, *args)[: case.world_size]
 
 

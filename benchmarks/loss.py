@@ -57,7 +57,8 @@ class Inputs:
     groups        (group of each token (N), group of each class (V)): 0 for ordinary tokens, and for classes to whose
                   gradient no extreme token adds. Each group of tokens or classes has a budget of its own
     exact, plain  the answers of `references`, with the loss of each token: in float64, and by plain PyTorch in the
-                  precision that is tested. They are on the host, to leave the device to the implementation
+                  precision that is tested; () until `bench_loss.py` sets them for `check` and `errors`. They are on
+                  the host, to leave the device to the implementation
     """
 
     hidden: Tensor
@@ -79,6 +80,7 @@ class Inputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
+        """The inputs by name, which `LossDraws` fills and no output may overlap."""
         return {"hidden": self.hidden, "weight": self.weight, "targets": self.targets}
 
     @property
@@ -103,7 +105,7 @@ class Inputs:
         Rows of extreme tokens and classes, whose gradients are largest, are compared only with one another.
         """
         result = {ERRORS[0]: finite(abs(answer[0].item() / self.exact[0].mean().item() - 1))}
-        for i in (1, 2):
+        for i in (1, 2):  # the gradients of hidden and weight, whose rows are tokens and classes
             result[ERRORS[i]] = relative_error(
                 answer[i], self.exact[i].to(self.device), self.groups[i - 1].to(self.device)
             )
@@ -192,7 +194,8 @@ def odd_inputs(
     targets[:] = torch.arange(tokens, device=device) * 31 % vocab_size  # all differ: 31 shares no factor with it
     for name, tensor, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
         tensor[:] = draws.values(draws.key(seed, name), 0, tensor.numel(), device).view(tensor.shape) * std
-    write_head(weight, lowest=targets[4::5])  # kind 4: the target has the lowest logit
+    # Token i has kind i % 5. Of kind 4 the target has the lowest logit.
+    write_head(weight, lowest=targets[4::5])
     for kind in range(5):
         write_kind(kind, hidden[kind::5])
     x.groups = torch.arange(tokens) % 5, torch.zeros(vocab_size)
@@ -213,7 +216,7 @@ def ratios(
     device  where outputs are compared, one after another to save memory; None: where `answer` is
     """
     result = {LOSS: mean_ratio(answer[0], exact[0], plain[0], groups[0])}
-    for i in (1, 2):
+    for i in (1, 2):  # the two gradients
         x, y, z = (tensors[i].to(device or answer[i].device) for tensors in (answer, exact, plain))
         result[OUTPUTS[i]] = ratio_by_group(x, y, z, ROUNDING[precision], groups[i])
     return result
@@ -256,6 +259,7 @@ def slices_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
 
 
 def indices(slices: list[slice]) -> list[int]:
+    """The numbers in these slices, in their order."""
     return [index for rows in slices for index in range(rows.start, rows.stop)]
 
 

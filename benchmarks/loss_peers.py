@@ -1,4 +1,4 @@
-"""Other people's heads and losses, as rows (implementations) of `benchmarks.bench_loss`.
+"""Other people's heads and losses, as rows (implementations) of `benchmarks.bench_loss`, whose table LOSSES names them.
 
 docs/measurement.md says which of their settings are chosen here. A row maps hidden states (N, M), a weight (V, M), both
 float32, and targets (N) to the mean loss. In bf16 and fp16 it is called under autocast; a row that autocast does not
@@ -38,11 +38,14 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, impl: str = "cce") -> Tensor:
-    """Apple's loss, which follows autocast. impl: its way to add gradients, and to leave out small terms of them."""
+    """Apple's loss, which follows autocast.
+
+    impl  the package's name for how it adds gradients, and whether it leaves out small terms of these
+    """
     return importlib.import_module("cut_cross_entropy").linear_cross_entropy(hidden, weight, targets, impl=impl)
 
 
-# In float32 the benchmark calls both rows wrong. On one H200, with 101 tokens and 517 classes, the error of the
+# In float32 the benchmark calls these two rows wrong. On one H200, with 101 tokens and 517 classes, the error of the
 # gradient of hidden was 2.4 and 1.9 times its budget. The loss and the gradient of the weight were right there; with
 # 104 tokens and 640 classes, and in bfloat16, all results were right.
 cut_cross_entropy_kahan = partial(cut_cross_entropy, impl="cce_kahan_full_c")
@@ -60,6 +63,7 @@ def _cast(*tensors: Tensor) -> list[Tensor]:
 
 
 def torch_chunked_supports(_: object) -> str | None:
+    """None, or why this torch cannot run `torch_chunked`, whatever the case."""
     able = hasattr(torch.nn, "LinearCrossEntropyOptions")
     return None if able else f"torch {torch.__version__} cannot make this loss in chunks; torch 2.13 and later can"
 

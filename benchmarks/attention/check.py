@@ -1,12 +1,14 @@
 """The checks of an attention row: of calls before it is timed, and of parts of timed calls that it cannot foresee.
 
-`benchmarks.bench_attention` calls them; budgets are those of `lmsys.testing.Oracle`. Before timing, `Gate` calls the
-row so that neither a cache, nor a changed input, nor work on a stream that nobody waits for can pass.
+`benchmarks.bench_attention` calls them; budgets are those of `lmsys.testing.Oracle`. Before timing, `check_float32`,
+`Gate` and `check_small` judge the row. `Gate` calls it so that neither a cache, nor a changed input, nor work on a
+stream that nobody waits for can pass.
 
 Of a timed forward, some rows of some heads are judged; of a backward some whole heads, since each row of dk and dv is a
 sum over all queries. Such a part is a *spot*; only spots are copied after the timed window. One row of each spot goes
-into the record, so that `repeat` can judge it again on a machine without a GPU. A *unit* is one (batch, key head) pair.
-If a draw has an extreme unit (`lmsys.extremes.attention`), one spot is of that unit, and is judged alone.
+into the record, so that `repeat`, for `lmsys verify`, can judge it again on a machine without a GPU. A *unit* is one
+(batch, key head) pair. If a draw has an extreme unit (`lmsys.extremes.attention`), one spot is of that unit, and is
+judged alone.
 """
 
 import base64
@@ -31,7 +33,13 @@ from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
 
 def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern: Pattern, seed: int) -> None:
-    """Fails each candidate that can run in float32 and is wrong there."""
+    """Fails each candidate that can run in float32 and is wrong there.
+
+    A candidate that was judged here has the `state` "has float32": later checks in its own dtype then leave out the
+    root-mean-square rule.
+
+    case  the candidates' shape in float32, with gradients if any candidate needs them
+    """
     able = [row for row in candidates if row.entry.why_not(replace(case, grad=row.case.asked.grad)) is None]
     if not able:
         return
@@ -50,16 +58,20 @@ def check_small(candidates: Sequence[Candidate]) -> None:
 
     These cases have several tiles, odd lengths, Q != K, grouped heads, a scale, other strides, and extreme scores. Rows
     of the table, whose kernels compile for minutes, get only the extreme scores; `lmsys check --all` has all cases.
-    A row is asked once for each dtype, head dimension and direction. It is not asked if it would compile anew, nor if
-    it is interpreted and never timed, nor in cases with options such as windows. A row may refuse a case by raising.
+    A row is asked once for each dtype, head dimension and direction. A row is not asked if it would compile anew, if
+    Triton's interpreter runs it (it is never timed then), or if its case has options such as windows. A row may refuse
+    a case by raising.
     """
     for candidate in candidates:
         is_slow = candidate.interpreted or Traits.of(candidate.entry).compiles
         if is_slow or candidate.outcome not in ("ok", "wrong") or candidate.case.asked.options:
             continue
         asked = candidate.case.asked
+        # The target of a row from a user's file is "path.py:name".
         dtypes, of_table = tuple(dict.fromkeys(("float32", asked.dtype))), ".py:" not in candidate.entry.target
-        options = question.Options(asked.head_dim, asked.grad, dtypes, uses=False, extremes=of_table)
+        options = question.Options(
+            head_dim=asked.head_dim, grad=asked.grad, dtypes=dtypes, uses=False, extremes=of_table
+        )
         answer, failure = candidate.watched(_answer, candidate.entry, options)
         candidate.notes["quick_check"] = str(answer or failure)
         if candidate.outcome == "wrong" and answer and answer.fault:
@@ -70,11 +82,15 @@ def check_small(candidates: Sequence[Candidate]) -> None:
 
 @cache
 def _answer(entry: Entry, options: question.Options) -> kinds.Answer:
+    """The answer of `lmsys check` about a row; cached, as cases of several lengths ask the same question."""
     return kinds.verdict_on(entry, options, "attention", may_raise=True)
 
 
 class Gate:
-    """The inputs of one case, a copy of them, and its oracle; `check` judges one candidate after another."""
+    """The inputs of one case, a copy of these, and the case's oracle; `check` judges one candidate after another.
+
+    The case may be in float32 where the candidates' own dtype is another.
+    """
 
     def __init__(self, inputs: Inputs, case: AttentionCase, pattern: Pattern):
         self.inputs, self.case, self.pattern = inputs, case, pattern
@@ -89,7 +105,8 @@ class Gate:
         """
         outputs, failure = candidate.watched(self._outputs, candidate)
         if failure and failure[0] == "oom" and self._oracle is not None:
-            self._oracle = None  # the row may fit without the oracle beside it, and then has not failed
+            # The row may fit without the oracle beside it, and then has not failed. Its outputs wait on the host.
+            self._oracle = None
             compare.release_memory()
             outputs, failure = candidate.watched(
                 lambda: {name: x.cpu() for name, x in self._outputs(candidate).items()}
@@ -101,6 +118,7 @@ class Gate:
         judged, failure = self._judge(outputs, rms=False)
         if failure:
             return failure
+        # A row without a float32 form must also meet the root-mean-square rule.
         strictly = judged if candidate.state == "has float32" else self._judge(outputs, rms=True)[0]
         worst, wrong = verdict(strictly, self.case.dtype)
         if wrong:
@@ -111,6 +129,7 @@ class Gate:
         return ("wrong", "the row changes its inputs") if changed else None
 
     def restore(self) -> None:
+        """Copies the saved values back into the inputs."""
         for x, saved in zip(self._tensors, self._saved, strict=True):
             x.data.copy_(saved)
 
@@ -125,7 +144,7 @@ class Gate:
             x.data.mul_(0.5)
         clock.synchronize(self.case.device)
         if self.case.device == "cuda":
-            torch.cuda._sleep(4 * 10**7)  # 20 ms: a warm call takes less to launch its first kernel
+            torch.cuda._sleep(4 * 10**7)  # clock cycles, 20 ms: a warm call takes less to launch its first kernel
         self.restore()
         outputs = run(
             candidate.call,
@@ -139,6 +158,10 @@ class Gate:
         return {name: x.clone() for name, x in outputs.items() if name != "lse"}
 
     def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
+        """({tensor: its error over its budget}, None), or (None, how the comparison failed).
+
+        The oracle is made at the first call. With `rms` the root-mean-square rule counts, too.
+        """
         if self._oracle is None:
             self._oracle = Oracle(self.case, self.inputs, scale=self.case.scale, pattern=self.pattern)
         oracle, device = self._oracle, self.inputs.q.device
@@ -153,19 +176,29 @@ NUM_KEPT = 8  # timed calls of a row that are checked
 NUM_SPOTS, SPOT_ROWS = 2, 16  # spots of a forward, and query rows of each
 NUM_HEADS, SPOT_SCORES = 2, 2**27  # heads of a backward that are checked: fewer if together they have more scores
 GRADIENTS = ("dq", "dk", "dv")
+# By output: the input whose shape and dtype it must have.
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
-MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
-MOST_ELEMENTS = 2**26  # of an input that `repeat` makes again: a file may name any size
+MOST_SCORES = 2**25  # the most scores of a part that `repeat` makes again: seconds on a CPU
+MOST_ELEMENTS = 2**26  # the most elements of an input that `repeat` makes again: a file may name any size
 
 
 class Spots:
-    """Copies and judges spots of timed calls; the key of a call says which."""
+    """Copies and judges spots of timed calls; the key of a call says which. `Attention.setup` makes one for a group.
+
+    draws   what has filled the inputs, and knows the extreme unit of the present draw
+    inputs  the tensors that all rows of the group read
+    """
 
     def __init__(self, case: AttentionCase, draws: AttentionDraws, inputs: Inputs, pattern: Pattern | None = None):
         self.case, self.draws, self.inputs, self.pattern = case, draws, inputs, pattern or PLAIN[case.causal]
 
     def keep(self, backward: bool, result: Any, key: int | None) -> Any:
-        """Copies of the spots that the key selects, by tensor name; None without a key. ValueError by `check_plain`."""
+        """For each spot that the key selects {tensor: a copy of its part}; None without a key.
+
+        backward  True: `result` is (dq, dk, dv); False: it is o
+
+        `check_plain` raises NotAsPromised, a ValueError, for a tensor that is not plain.
+        """
         outputs = dict(zip(GRADIENTS, result, strict=True)) if backward else {"o": result}
         tensors = self.inputs.tensors
         for name, x in outputs.items():
@@ -178,7 +211,10 @@ class Spots:
         return spots_of(self.case, backward, key, self.draws.extreme and self.draws.extreme[0])
 
     def judge(self, backward: bool, kept: Kept, rms: bool) -> Mapping[str, float]:
-        """The worst error over its budget of each tensor; leaves one row of each spot's tensors as evidence."""
+        """{tensor: its worst error over its budget}; leaves one row of each spot's tensors in `kept.evidence`.
+
+        With `rms` the root-mean-square rule counts, too.
+        """
         worst, parts = dict[str, float](), kept.evidence.setdefault("parts", [])
         for spot, part in zip(self._spots(backward, kept.key), kept.result, strict=True):
             oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot, pattern=self.pattern)
@@ -192,11 +228,11 @@ class Spots:
 def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None) -> list[Spot]:
     """The spots that a key selects; the last one is of the draw's extreme unit, if there is one."""
     chance, rows = random.Random(key), list[slice | None]()
-    units = range(case.batch * case.kv_heads)  # numbers of (batch, head): a file may name sizes too large for a list
+    units = range(case.batch * case.kv_heads)  # numbers of units: a file may name sizes too large for a list
     if backward:
         scores = case.heads // case.kv_heads * case.queries * case.keys
         numbers = chance.sample(units, min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores))))
-        rows = [None] * len(numbers)  # all
+        rows = [None] * len(numbers)  # None: all query rows
     else:
         starts = [chance.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
         rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
@@ -204,11 +240,15 @@ def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None
     chosen = [divmod(number, case.kv_heads) for number in numbers]
     if extreme is not None and not (backward and extreme in chosen):
         chosen[-1] = extreme
-    return [Spot((unit,), part, unit == extreme) for unit, part in zip(chosen, rows, strict=True)]
+    return [Spot(units=(unit,), rows=part, extreme=unit == extreme) for unit, part in zip(chosen, rows, strict=True)]
 
 
 def _evidence(name: str, part: Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
-    """A record's evidence: one row of a spot's tensor, its largest error, and the tensor's budget."""
+    """A record's evidence: one row of a spot's tensor, its largest error, and the tensor's budget.
+
+    "at" says which row: the number of the head within the unit, and that of the row within the spot. "values" are the
+    row's bytes, in base64.
+    """
     group, row = chance.randrange(part.shape[-3]), chance.randrange(part.shape[-2])
     values, right = (x[..., group, row, :].reshape(-1) for x in (part, oracle.reference[name]))
     return {
@@ -225,7 +265,11 @@ def _evidence(name: str, part: Tensor, spot: Spot, oracle: Oracle, chance: rando
 def repeat(
     case: AttentionCase, backward: bool, proof: Record, call: Record, make_pattern: Callable[[], Pattern | None]
 ) -> Iterator[str | int]:
-    """Judges a call of a record again: its inputs are drawn and its oracle is made anew.
+    """Judges a call of a record again: its inputs are drawn and its oracle is made anew. `Attention.repeat` calls it.
+
+    proof         the record's `proof`, with the seed and the generator of its inputs
+    call          the evidence of the call: its draw, its key, its error ratios, and its `parts`, as of `_evidence`
+    make_pattern  makes the case's pattern; called only for sizes that are small enough
 
     Yields sentences on what is wrong or too large to be made again, and how many elements of a part were judged.
     """
@@ -256,6 +300,7 @@ def repeat(
 
 
 def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float) -> Iterator[str | int]:
+    """Judges the recorded row of a part, and yields as `repeat`. ratio: the error ratio that the record states."""
     name, (group, row) = part["tensor"], part["at"]
     values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=contract.DTYPES[case.dtype])
     reference = oracle.reference[name][0, group, row]
@@ -275,9 +320,16 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
 def _oracle(
     case: AttentionCase, proof: Record, draw: int, spot: Spot, backward: bool, pattern: Pattern | None
 ) -> Oracle:
-    """The oracle of one unit on a CPU; only the inputs of this unit are drawn again."""
+    """The oracle of one unit on a CPU. Only the inputs of this unit are drawn again, so in them it is unit (0, 0)."""
     (unit,) = spot.units
-    tensors = drawn_unit(case, proof["seed"], draw, unit, (pattern or PLAIN[case.causal]).causal, proof["generator"])
+    tensors = drawn_unit(
+        case,
+        proof["seed"],
+        draw,
+        unit,
+        causal=(pattern or PLAIN[case.causal]).causal,
+        generator=proof["generator"],
+    )
     return Oracle(
         replace(case, batch=1, heads=case.heads // case.kv_heads, kv_heads=1, grad=backward, device="cpu"),
         Inputs(**tensors, seed=proof["seed"]),

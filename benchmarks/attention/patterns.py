@@ -1,7 +1,8 @@
 """Attention patterns of benchmark cases (documents, windows, caches), made of plain values, and their visible pairs.
 
-`benchmarks.bench_attention` makes the pattern of a case here. A new option of a pattern is a name in OPTIONS, a
-parameter of `make`, and an axis of the benchmark.
+`benchmarks.bench_attention` makes the pattern of a case here (`make`), counts what it lets queries see (`visible`),
+times what rows need before any call (`made_before_calls`), and names cases (`name_of`). A new option of a pattern is a
+name in OPTIONS, a parameter of `make`, and an axis of the benchmark.
 
 Documents are `equal16`, 16 (or any other number) of one length, or `mixed`: many short and a few long, of lengths that
 are lognormal around a 64th of the sequence (256 of 16,384 tokens) with a sigma of 1.3. Lengths of caches are uniform
@@ -20,7 +21,8 @@ from lmsys import registry, traits, values
 from lmsys.attention import Documents, Pattern
 from lmsys.measure import clock, compare
 
-OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # axes of the benchmark, in their fields' order
+# Axes of the benchmark, in the order of the fields of `bench_attention.AttentionTest`.
+OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"
 MEDIAN, SIGMA = 64, 1.3  # of mixed documents: a sequence is 64 times their median length; sigma of log(length)
 
 
@@ -49,17 +51,28 @@ def make(
     softcap: float | None = None,
     offset: int = 0,
 ) -> Pattern:
-    """The pattern of a case on its device; documents are the same in each batch entry."""
+    """The pattern of a case on its device; documents are the same in each batch entry.
+
+    window       keys that a causal query sees at most; None: no window
+    documents    `mixed`, or `equal` and a number; "": the sequence is one document
+    key_lengths  True: each batch entry has a number of keys of its own, as caches have
+    softcap      the cap of scores; None: no cap
+    offset       position of query 0 among the keys
+    """
     packed = Documents(lengths_of(documents, keys), device) if documents else None
     lengths = None
     if key_lengths:
         chance = random.Random(f"key lengths {batch} {keys}")
         lengths = torch.tensor([chance.randint(1, keys) for _ in range(batch)], dtype=torch.int32, device=device)
-    return Pattern(causal, window, offset, packed, lengths, None, softcap).simplest(queries, keys)
+    return Pattern(
+        causal=causal, window=window, offset=offset, documents=packed, key_lengths=lengths, softcap=softcap
+    ).simplest(queries, keys)  # without options that hide nothing at these lengths
 
 
 def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float, float]:
-    """(visible pairs of a query and a key, keys that any query sees) of one head, on average over the batch.
+    """(visible pairs of a query and a key, keys that some query sees) of one head, on average over the batch.
+
+    options  as in `make`, with `causal`
 
     ValueError for sizes that no run has: a forged result may name any, and memory would be taken for them.
     """
@@ -73,14 +86,19 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
 def made_before_calls(
     entry: registry.Entry, pattern: Pattern, queries: int, keys: int, device: str
 ) -> dict[str, float | None]:
-    """The seconds to make `Documents`, with their `cu_seqlens`, and to make the row's mask of windows and documents."""
+    """The seconds to make what a row reads, by field of the record: `documents_s` and `mask_s`.
+
+    documents_s  to make `Documents` with their `cu_seqlens`; left out without documents
+    mask_s       to make the row's mask, by its trait `mask`, of windows and documents; left out where a row has no such
+                 trait or a case has neither; None where making it failed
+    """
     seconds = dict[str, float | None]()
     if pattern.documents is not None:
         lengths = pattern.documents.lengths
         seconds["documents_s"] = _seconds(lambda: Documents(lengths, device).cu_seqlens(len(lengths)), device)
     if (target := traits.AttentionTraits.of(entry).mask) and pattern.options.keys() & {"window", "documents"}:
-        make = partial(registry.load_target(target), pattern, queries, keys, torch.device(device))
-        seconds["mask_s"] = compare.attempt(lambda: _seconds(make, device))[0]
+        make_mask = partial(registry.load_target(target), pattern, queries, keys, torch.device(device))
+        seconds["mask_s"] = compare.attempt(lambda: _seconds(make_mask, device))[0]
     return seconds
 
 

@@ -30,8 +30,10 @@ from lmsys.model import fused as fused_blocks
 from lmsys.training.prepare import AUTOCAST
 from lmsys.traits import StrategyTraits
 
+# Options of strategies that name a dtype: that in which gradients are sent, and that in which parameters are gathered.
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # the name of one of NARROW, and the dtype it has
+# By value of the axis `model` of `bench_steps.py`: the row of the whole model that is trained; None: ours.
 MODELS = {"ours": None, "llama": replace(LLAMA, target="benchmarks.model.llama:ShardedLlama")}
 
 
@@ -55,6 +57,7 @@ class ParallelCase(TrainedCase):
 
     @property
     def impl(self) -> str:
+        """The strategy with its options, such as "bucketed-25MiB"."""
         mb = self.asked_bucket_mb
         bucket = "" if mb is None else f"-{mb}" if isinstance(mb, str) else f"-{mb}MiB"
         comm = "" if self.comm_dtype == "float32" else f"-{self.comm_dtype}"
@@ -62,6 +65,7 @@ class ParallelCase(TrainedCase):
 
     @property
     def keeps(self) -> str:
+        """The end of `impl` that tells what is not the default: the optimizer, then what `ModelCase.keeps` tells."""
         return f"-{self.optimizer}" * (self.optimizer != "adamw") + super().keeps
 
     @property
@@ -70,7 +74,10 @@ class ParallelCase(TrainedCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that the strategy is built with."""
+        """The options that the strategy is built with; left out are those that keep the strategy's own defaults.
+
+        For "all" the option `bucket_mb` is None: one bucket of any size.
+        """
         asked = {
             "bucket_mb": self.asked_bucket_mb,
             "comm_dtype": None if self.comm_dtype == "float32" else getattr(torch, self.comm_dtype),
@@ -105,6 +112,7 @@ class ParallelCase(TrainedCase):
         settings = [(case.device, case.compile, case.world_size, case.residual) for case in (self, other)]
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
             return False
+        # Both `narrow` must be None.
         exact = self.precision == "fp32" and self.narrow == other.narrow is None and self.world_size <= 2
         adds = self.traits.halves_sums and other.traits.halves_sums and self.optimizer == other.optimizer == "adamw"
         return replace(self, checkpoint=other.checkpoint) == other or (exact and adds)
@@ -123,6 +131,7 @@ class StepsCase(ParallelCase):
 
     @property
     def keeps(self) -> str:
+        """The end of `impl`, as in `ParallelCase`, after the model's name if it is not ours."""
         return f"-{self.model}" * (self.model != "ours") + super().keeps
 
     @property
@@ -154,6 +163,7 @@ def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str
     )
 
 
+# The answers of `agreement`; records have them, and the report tells BITS and UNKNOWN in other words.
 BITS, TOLERANCE, WRONG, UNKNOWN = "bits", "tolerance", "wrong", "unknown"
 
 
@@ -189,7 +199,7 @@ def agreement(first: Steps, second: Steps) -> tuple[str, str]:
 
 
 def pairs(versions: Iterable[Steps]) -> list[tuple[Steps, Steps]]:
-    """All pairs of rows on equally many ranks, by one optimizer; on other numbers of ranks batches differ."""
+    """All pairs of rows on equally many ranks with the same optimizer; on other numbers of ranks batches differ."""
     groups = fields.grouped(((steps.case.world_size, steps.case.optimizer), steps) for steps in versions)
     return [pair for alike in groups.values() for pair in combinations(alike, 2)]
 
@@ -291,8 +301,9 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     """Fields about the cost of synchronizing: the time that it adds to a step, and how long it takes.
 
     The added time is measured against the same step without synchronization, or against the row that has none.
+    `rows` are all rows of the turn, the row among them.
     """
-    case, time_s, seen = row.case, statistics.median(row.samples), row.seen[0]
+    case, time_s, seen = row.case, statistics.median(row.samples), row.seen[0]  # `seen`: of rank 0
     record: Record = {
         "bucket_mb": seen.bucket_mb or (None if isinstance(case.asked_bucket_mb, str) else case.asked_bucket_mb),
         "num_buckets": seen.num_buckets,
@@ -305,7 +316,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     if case.world_size == 1 or not case.traits.synchronizes:
         return record
     if row.alone or case.world_size in alone:
-        other = alone.get(case.world_size, row)
+        other = alone.get(case.world_size, row)  # where it is `row` it is not read, since `row.alone` has samples
         steps, by = (row.alone, "no_sync") if row.alone else (other.samples, other.case.impl)
         record |= {"unsynchronized_s": statistics.median(steps), "unsynchronized_by": by}
     # A rank that comes early waits inside of a collective: the rank that waits least shows how long it takes.
@@ -344,5 +355,6 @@ def memory(row: Row) -> Record:
     if (stage := case.traits.zero_stage) is not None:
         predicted = zero_memory(num_parameters, case.world_size, max(stage, int(case.sharded_optimizer)))
         record |= {f"predicted_{name}_bytes": value for name, value in predicted.items()}
+        # `zero_memory` predicts the state of AdamW.
         record["predicted_optimizer_bytes"] *= state_bytes / (8 * num_parameters)
     return record

@@ -37,7 +37,7 @@ from lmsys.model import Loss
 from lmsys.parallel.group import WorkerError, device
 from lmsys.training.prepare import prepare
 
-STEPS = 3
+STEPS = 3  # of the gate's training
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 BATCH, CONTEXT, VOCABULARY = 2, 64, 10_000  # sequences of a rank; their length and vocabulary, at most
 State = dict[str, Tensor]  # {name of a parameter: its value}
@@ -67,6 +67,7 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
     )
     alone = partial(_alone, config, case.world_size, seed)
     config = replace(config, checkpoint_blocks=blocks_of(case, layers), residual=case.residual)
+    # Positional, as `_alone` is cached by its arguments: narrow, dtype, steps.
     start, exact, plain = alone(None, torch.float32, 0), alone(None, torch.float64), alone(narrow, torch.float32)
     state, dtype = _trained(case, config, options, seed), narrow[1] if narrow else torch.float32
     ratios = {}
@@ -95,7 +96,7 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
     rank = torch.distributed.get_rank()
     model = model_of(case, config, seed + rank)
     prepared = prepare(model, execution(case, options=options, precision="fp32"), torch.optim.SGD, **SGD)
-    (strategy, optimizer, _), gradients = prepared, prepared.gradients(case.replayed)
+    (strategy, optimizer, _), gradients = prepared, prepared.gradients(graph=case.replayed)
     for data in _batches(config, case.world_size, seed):
         gradients(*_of_rank(data, rank))
         optimizer.step()
@@ -103,6 +104,7 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
     state = {name.removeprefix("module."): x.detach().clone() for name, x in strategy.full_state_dict().items()}
     if case.whole_model is None:
         return state
+    # `as_ours` takes and gives names of the model; the names of `state` are those of the loss around it.
     theirs = {name.removeprefix("model."): x for name, x in state.items()}
     return {f"model.{name}": x for name, x in model.as_ours(theirs).items()}
 
@@ -149,7 +151,7 @@ _ASKED: set[Any] = set()  # keys of right rows that have run the trials: (target
 
 @ranks.on_part
 def small_training(case: ParallelCase, trial: Trial, number: int) -> trained.Result:
-    """On a rank: the result of the trial."""
+    """On a rank: the result of the trial. number: identifies this training among all, and is the same on all ranks."""
     return trained.train(case.entry, trial, number, _options(case), ranks.subgroup(case.world_size))
 
 
@@ -158,6 +160,8 @@ def judge_by_trials(candidate: Candidate, ask_ranks: Callable[..., Sequence[Any]
 
     Changes the candidate: a wrong training makes it "wrong", and the name of a mistake goes into its reason. Under
     torchrun nothing is run: a rank that hangs cannot be started again there.
+
+    ask_ranks  ask_ranks(case, function, *args): what the function returns on each of the case's ranks
     """
     case, right = candidate.case, candidate.outcome == "ok"
     key = case.entry.target, repr(_options(case)), case.world_size, case.backend
@@ -173,6 +177,7 @@ def judge_by_trials(candidate: Candidate, ask_ranks: Callable[..., Sequence[Any]
         failure = strategy.blamed(results)
         if failure is not None and failure.kind == processes.DIED:
             return
+        # None for a right row that has raised an exception: see the module's docstring.
         wrong = None if right and failure is not None else strategy.fault(ask, trial, results)
         if wrong is None:
             continue

@@ -84,10 +84,10 @@ class Batches:
         length = config.context_length + 1
         numbers = draws.whole_numbers(
             draws.key(asked.draw, f"{asked.seed} rank {torch.distributed.get_rank()}"),
-            0,
-            number * batch * length,
-            config.vocab_size,
-            group.device(),
+            first=0,
+            count=number * batch * length,
+            below=config.vocab_size,
+            device=group.device(),
         )
         self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in numbers.view(number, batch, length)]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
@@ -130,10 +130,11 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
     if not _have_room(case):
         return None
     with matmuls("fp32"):
+        # Exact steps are in float64 throughout for fp32, else forward and backward are in float32.
         computing = None if case.precision == "fp32" else ("compute_dtype", torch.float32)
-        start, exact = _plain(case, asked, torch.float64, "fp32", computing)
+        start, exact = _plain(case, asked, torch.float64, precision="fp32", narrow=computing)
     with matmuls(case.precision):
-        _, plain = _plain(case, asked, torch.float32, case.precision, case.narrow)
+        _, plain = _plain(case, asked, torch.float32, precision=case.precision, narrow=case.narrow)
     # The dtype that `ratio_of` rounds plain results to, for the budget.
     dtype = ROUNDING[case.precision] if case.narrow is None else case.narrow[1]
     moved, right, ordinary = (_moved(start, slices) for slices in (end, exact, plain))
@@ -171,7 +172,10 @@ def _norm(parts: Iterable[torch.Tensor]) -> float:
 
 
 def _slices_of(state: Mapping[str, torch.Tensor], key: int) -> Slices:
-    """Copies of the same number of random rows of each matrix, and of whole vectors."""
+    """Copies, on the host, of rows of each matrix and of whole vectors, by name of the parameter.
+
+    The key chooses the rows: of each matrix as many, or all if it has fewer.
+    """
     named = {name.removeprefix("module."): x.detach() for name, x in state.items() if x.is_floating_point()}
     count = max(1, min(MAX_LINES, MAX_NUMBERS // sum(x[:1].numel() for x in named.values())))
     slices = {}
@@ -258,7 +262,7 @@ class TorchMuon(torch.optim.Optimizer):
             torch.optim.AdamW(others, betas=betas, eps=eps, fused=group.device().type == "cuda", **of_both),
         ]
         for stepper in self._steppers:
-            stepper.state = self.state
+            stepper.state = self.state  # one state, which `optimizer.state` shows whole
 
     def step(self, closure: Any = None) -> None:
         for stepper in self._steppers:

@@ -23,8 +23,8 @@ from lmsys.measure.step import Step
 from lmsys.parallel import group, overlapped
 from lmsys.training import gradients, optimizer, prepare
 
-INSPECTED = 3  # steps that are timed to learn what one costs
-_COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
+INSPECTED = 3  # steps that `inspect` times to learn what one costs
+_COMPILED: list[str] = []  # at most one name: the group of cases (`Case.group`) whose compiled graphs this rank holds
 
 
 @contextmanager
@@ -87,6 +87,10 @@ class Rig:
     """A model, its strategy, its optimizer and this rank's batches.
 
     Each rank draws weights of its own, so that a strategy that does not broadcast rank 0's is noticed.
+
+    asked  the pass, for the seed of the weights, the batches and their number
+    adamw  settings of AdamW
+    data   the present batch, in the same memory for the whole pass
     """
 
     def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
@@ -128,7 +132,7 @@ class Rig:
         return loss
 
     def step_alone(self) -> None:
-        """Takes a step without synchronization, with an update by this rank's gradients."""
+        """Takes a step without synchronization, with an update by this rank's gradients alone."""
         with self.strategy.no_sync():
             self.loss().backward()
         self.update()
@@ -176,7 +180,7 @@ def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
     ranks = subgroup(case.world_size)
     with compiler_of(case):
         network = overlapped.latency_and_bandwidth(ranks, group.device()) if case.world_size > 1 else None
-        rig, bytes_of_phases = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
+        rig, bytes_of_phases = _phases(case, passes.Pass(seed=seed, draw=seed, key=0, steps=INSPECTED))
         rig.warm()
         seconds = min(rig.times(rig.step, INSPECTED))
         profile.register_kernels(case.traits.kernels, "communication")
@@ -186,13 +190,22 @@ def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
     mb, count = float(size) if size else None, len(buckets) if buckets else None
-    return cases.Inspection(bytes_of_phases, sent, seconds, mb, count, finite, network)
+    return cases.Inspection(
+        memory=bytes_of_phases,
+        communication=sent,
+        step_s=seconds,
+        bucket_mb=mb,
+        num_buckets=count,
+        finite=finite,
+        network=network,
+    )
 
 
 def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str, int]]:
     """(a rig, bytes by field) after its first two steps, which run without a CUDA graph.
 
-    A graph sets aside all of its memory at once, so that phases within it would not show.
+    A graph sets aside all of its memory at once, so that phases within it would not show. "first" is the first step,
+    which makes the optimizer's state; the phases after it are those of the second.
     """
     rigs, made = list[Rig](), dict[str, Any]()
 
@@ -277,4 +290,4 @@ def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
             rig.batches.advance()
             rig.step_alone()
             alone = rig.times(rig.step_alone, -(-asked.steps // 2))  # half as many, rounded up
-    return Taken(samples, alone, model, end - begin, bits)
+    return Taken(samples=samples, alone=alone, model=model, late_s=end - begin, bits=bits)

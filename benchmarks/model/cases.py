@@ -1,6 +1,7 @@
 """The cases that benchmarks of language models share, a row's model with given weights, and the check before timing.
 
-`bench_model.py` and `bench_anatomy.py` use this module.
+`bench_model.py` and `bench_anatomy.py` use this module. They make a `ModelTest` for each case and a `Gate` for each
+group of cases.
 
 A row is an attention row in our model, eager or compiled, or somebody else's whole model, such as Llama. The `Gate`
 checks that a row computes the same function as the plain model. A whole model gets our weights under its own names, and
@@ -39,7 +40,7 @@ from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
 from lmsys.training.prepare import autocast, gpu_memory
 
-Row = tuple[str, str, bool, str, str]  # `ModelTest.row`
+Row = tuple[str, str, bool, str, str]  # `ModelTest.row`: blocks, entry, grad, checkpoint, residual
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = axes.named(
     "--size --context --batch --precision --mode",
@@ -73,7 +74,9 @@ FIELDS = fields.columns(
 class ModelTest(models.ModelCase):
     """One thing (`mode`) that is done with a model of some size by one row.
 
-    compile  graphed, fused: forward and backward are replayed as one CUDA graph
+    mode     forward, which is an inference; train_forward; backward; optimizer, which is an update alone; or step
+    compile  as in `ModelCase`: eager, compiled, graphed or fused; the last two replay forward and backward as one CUDA
+             graph
     warmup   when given: so many untimed steps before ten timed ones, in a process of its own
     """
 
@@ -117,6 +120,7 @@ class ModelTest(models.ModelCase):
 
     @property
     def grad(self) -> bool:
+        """True for all modes but inference."""
         return self.mode != "forward"
 
     @property
@@ -141,6 +145,7 @@ class ModelTest(models.ModelCase):
 
     @property
     def attention(self) -> Entry:
+        """The attention row that computes: for the row `auto`, its choice."""
         return models.attention_row(self.entry, self.asked)
 
 
@@ -160,12 +165,15 @@ def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
     return theirs.compile_blocks() if case.compile in models.COMPILED else theirs
 
 
-MAX_CONTEXT = 2048
+MAX_CONTEXT = 2048  # tokens of a sequence of the gate, at most
 LOGITS, GRADIENT = "logits", "gradient of"  # an output; what begins the names of gradients among outputs
 
 
 class Gate:
-    """A model of a few blocks and a batch; `check` judges all rows of a group by one reference."""
+    """A model of a few blocks and a batch; `check` judges all rows of a group by one reference.
+
+    base  our model, whose weights the models of all rows have
+    """
 
     def __init__(self, case: ModelTest, seed: int):
         config, context = case.config, min(case.context, MAX_CONTEXT)
@@ -179,6 +187,7 @@ class Gate:
         self._draw(max(1, min(case.batch, models.MAX_SCORES // (config.num_heads * context**2))))
 
     def _draw(self, batch: int) -> None:
+        """Draws so many sequences. The first of them has a token of each kind of extreme embedding."""
         self.batch = batch
         self.data = models.Batch.draw(self.base.config, batch, self.base.lm_head.weight.device.type, self.seed)
         self.data.tokens[:, 0] = FIRST_ID
@@ -186,7 +195,10 @@ class Gate:
         self.data.tokens[0, 1 : len(kinds) + 1] = kinds.to(self.data.tokens)[: self.data.tokens.shape[1] - 1]
 
     def check(self, candidates: Sequence[Candidate]) -> None:
-        """Judges each candidate. Halves the batch as often as the memory is too small for the gate's own reference."""
+        """Judges each candidate that is "ok", in its `call`, the row's model.
+
+        Halves the batch as often as the memory is too small for the gate's own reference.
+        """
         while True:
             try:
                 return self.judge([candidate for candidate in candidates if candidate.outcome == "ok"])
@@ -197,9 +209,10 @@ class Gate:
             self._draw(self.batch // 2)
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
+        """Compares the outputs of each candidate with one reference for inference, or one for training."""
         for grad in sorted({row.case.grad for row in candidates}):
             reference = self.outputs(
-                models.variant(copy.deepcopy(self.base).double(), "eager", attention="naive"), grad, "fp32"
+                models.variant(copy.deepcopy(self.base).double(), "eager", attention="naive"), grad, precision="fp32"
             )
             for residual in sorted({row.case.residual for row in candidates}):
                 rows = [row for row in candidates if (row.case.grad, row.case.residual) == (grad, residual)]
@@ -215,7 +228,7 @@ class Gate:
                         candidate.notes["gradient_error"] = self.gradient_error(results, reference) if grad else None
 
     def ratio(self, name: str, result: Tensor, reference: Tensor, plain: Tensor) -> float:
-        """The error over its budget: of rows of a gradient, and of the logits of tokens, by groups."""
+        """The error of an output over its budget: rows of a gradient, and logits of tokens, are judged by groups."""
         dtype = models.ROUNDING[self.precision]
         if not reference.dim():
             return testing.ratio_of(result, reference, plain, dtype)
@@ -229,7 +242,10 @@ class Gate:
         return group_of(name.removeprefix(f"{GRADIENT} "), x.numel() // x.shape[-1])
 
     def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:
-        """The logits, or the loss and the gradient of every parameter, by its name in our model."""
+        """By name the logits; with `grad` the loss, and the gradient of every parameter, by its name in our model.
+
+        precision  of the computation; "": that of the cases
+        """
         data, precision = self.data, precision or self.precision
         with torch.set_grad_enabled(grad), autocast(precision, data.tokens.device.type):
             if not grad:

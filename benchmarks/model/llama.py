@@ -1,9 +1,13 @@
 """Hugging Face's Llama at our dimensions: the model that a user would otherwise train, as a row beside ours.
 
+The table `benchmarks.models.MODEL_ROWS` names `Llama` and `LlamaTuned`, and `benchmarks.data_parallel.cases.MODELS`
+names `ShardedLlama`. Beside methods of our `TransformerLM` they have `take_weights`, `as_ours` and `meant`, by which
+benchmarks give them our weights, and compare them with our model.
+
 `ShardedLlama` is trained as large models are with torch alone: layer by layer compiled, sharded and checkpointed. The
 recipe is torchtitan's (Liang et al. 2024, arXiv 2410.06511, section 2): torch's selective checkpointing, by operator,
-around each layer; torch.compile around that; `fully_shard` around both. A level of
-`lmsys.checkpointing` says what is kept.
+around each layer; torch.compile around that; `fully_shard` around both. A level of `lmsys.checkpointing` says what is
+kept.
 """
 
 from functools import partial
@@ -44,7 +48,7 @@ class Llama(nn.Module):
     causal mask as a tensor, which SDPA's flash kernel does not take. Users of transformers get the same.
     """
 
-    attention = "sdpa"
+    attention = "sdpa"  # the name of an attention of transformers
 
     def __init__(self, config: ModelConfig, device: Any = None):
         super().__init__()
@@ -77,6 +81,7 @@ class Llama(nn.Module):
         return self
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """The logits (B, S, V) of tokens (B, S)."""
         return self.wrapped(input_ids=tokens).logits
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: None = None) -> Tensor:
@@ -84,7 +89,7 @@ class Llama(nn.Module):
         return self.loss_and_logits(tokens, targets)[0]
 
     def loss_and_logits(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Its own loss; the targets are shifted already."""
+        """(its own mean loss, the logits); the targets are shifted already."""
         output = self.wrapped(input_ids=tokens, labels=targets, shift_labels=targets)
         return output.loss, output.logits
 
@@ -108,7 +113,10 @@ class Llama(nn.Module):
         return {self.names[name.removeprefix("wrapped.")]: self.meant(name, x) for name, x in gradients.items()}
 
     def meant(self, name: str, weight: Tensor) -> Tensor:
-        """A weight, or its gradient, as it is in the model of ours that computes the same function."""
+        """A weight, or its gradient, as it is in the model of ours that computes the same function.
+
+        `rig.py` passes this function to `spots.Reference`.
+        """
         return self._reordered(name, weight, (-1, 2, self.head_dim // 2))
 
     def _reordered(self, name: str, x: Tensor, rows: tuple[int, int, int]) -> Tensor:
@@ -168,7 +176,7 @@ class ShardedLlama(Llama):
 
 def _contexts(level: str) -> tuple[Any, Any]:
     """Contexts of a layer as it runs, and as it runs again, that ask a policy about each operator."""
-    matmuls = {False: 0, True: 0}
+    matmuls = {False: 0, True: 0}  # how many the layer has done: False as it ran, True as it ran again
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         kept = level != "whole" and operator in KEPT_ATTENTION

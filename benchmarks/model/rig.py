@@ -1,6 +1,7 @@
 """The language models of a group of cases on their device, as they are timed in every mode, and checks of updates.
 
-`bench_model.py` makes a `Rig` for each group. `Rig.step_of` returns the call that is timed, by the case's mode.
+`bench_model.py` and `bench_anatomy.py` make a `Rig` for each group. `Rig.step_of` returns the call that is timed, by
+the case's mode. `benchmarks.model.spots` checks outputs and gradients of timed calls.
 
 Timed updates of weights are checked by AdamW's formula (`Update`), also where gradients are zero, tiny and huge. Such
 gradients are planted in rows of one matrix (`lmsys.extremes.model`). Every row of the matrix is judged alone, in units
@@ -28,7 +29,7 @@ from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import clock, memory
 from lmsys.training import gradients, optimizer, prepare
 
-MOMENTS = "exp_avg", "exp_avg_sq"
+MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names of AdamW's two moments in an optimizer's state
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
@@ -173,6 +174,7 @@ class Rig:
         )
 
     def model(self, case: cases.ModelTest) -> nn.Module:
+        """The model of the case's row, which has the parameters of `base`."""
         if case.row not in self.models:
             self.models[case.row] = cases.model_of(case, self.base, shared=True)
         return self.models[case.row]
@@ -218,6 +220,11 @@ class Rig:
         )
 
     def _timed(self, case: cases.ModelTest) -> Step:
+        """The call of the case's mode, without draws and checks.
+
+        `before` is an untimed call, which a clock that times calls in a loop makes before each sample.
+        """
+
         def whole() -> None:
             self.loss(case).backward()
             self.update(case)
@@ -249,26 +256,32 @@ class Rig:
         return planted(held_by_torch=self.device == "cuda" and (case.peer or not optimizer.HAS_TRITON))
 
     def _redraw(self, case: cases.ModelTest, draw: int) -> None:
+        """Draws tokens before a call, and chooses the rows of a matrix whose update is checked after it."""
         self.draws.fill(draw)
+        # Our model may keep copies of weights, rounded to the dtype of matmuls (`lmsys.model.linear.RoundedWeights`).
         if not case.peer and (rounded := self.model(case).rounded) is not None:
             rounded.refresh()  # other rows have changed the weights, which nobody else does in a training
         if case.mode in spots.UPDATES:
             self._update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
 
     def _keep_gradients(self, case: cases.ModelTest, result: Any, key: int | None) -> Any:
+        """`Step.keep` of modes with gradients: parts of these, and the `Update` if there is one; None without a key."""
         if key is None:
             return None
         if case.mode not in spots.UPDATES:
             return self.spots.gradients(key, self.scaler.get_scale())
         assert self._update is not None
         self._update.done(self.optimizers[case.peer]).put_back()
-        return self.spots.gradients(key, 1.0) | {spots.UPDATE: self._update}
+        # The scaler's step has divided the gradients by the loss scale.
+        return self.spots.gradients(key, scale=1.0) | {spots.UPDATE: self._update}
 
     def judge(self, case: cases.ModelTest, kept: Kept) -> Mapping[str, float]:
+        """{part of a timed call: its error over its budget}, by `Spots.judge`."""
         self.base.zero_grad(set_to_none=True)  # frees memory
         return self.spots.judge(case, kept, self.model(case).meant if case.peer else lambda name, weight: weight)
 
     def graph_of(self, case: cases.ModelTest) -> gradients.GraphedGradients:
+        """A function that replays forward and backward as one CUDA graph; its first call, or `record`, captures it."""
         return gradients.GraphedGradients(
             gradients.backward_of(lambda: self.scaler.scale(self.forward(case))), self.base.parameters()
         )

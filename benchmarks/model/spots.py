@@ -1,6 +1,7 @@
 """Timed calls of whole models, checked in parts that no row can know beforehand; such a part is a *spot*.
 
-`model/rig.py` copies spots after a timed call, and judges them later. By mode of the case, a spot holds:
+`model/rig.py` copies spots after a timed call (`Spots.outputs`, `Spots.gradients`), and judges them later
+(`Spots.judge`). By mode of the case, a spot holds:
 
     forward        logits of some tokens of one sequence
     train_forward  hidden states of such tokens, and the loss, which is held to that of all hidden states; of a peer:
@@ -42,7 +43,7 @@ class Reference:
 
     exact   True: compute in float32, or in float64 where fp32 is tested
     meant   (name, weight) -> the weight with which our model computes what the tested model computes with `weight`
-    narrow  unless `exact`, the residual stream is rounded to the dtype that matmuls read
+    narrow  True: the residual stream is rounded to the dtype that matmuls read, unless `exact`
     """
 
     def __init__(
@@ -98,10 +99,12 @@ class Reference:
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
+        """A context that computes exactly, with full float32 matmuls, or in the precision that is tested."""
         with matmuls("fp32") if self.exact else nullcontext(), autocast(self.precision, self.device):
             yield
 
     def _weight(self, name: str) -> Tensor:
+        """The parameter of `base` in the reference's dtype, without autograd's record."""
         return self.parameters[name].detach().to(self.dtype)
 
     def _used(self, name: str) -> Tensor:
@@ -109,6 +112,7 @@ class Reference:
         return self.meant(name, self.leaves[name] if name in self.leaves else self._weight(name))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
+        """The embeddings (S, M) of the tokens of a sequence (S)."""
         return self.parameters[EMBEDDINGS].detach()[tokens].to(self.dtype)
 
     def _hidden(self, x: Tensor) -> Tensor:
@@ -119,16 +123,19 @@ class Reference:
         return torch.func.functional_call(self.base.ln_final, {"weight": self._used("ln_final.weight")}, (x,))[0]
 
     def _block(self, index: int, x: Tensor) -> Tensor:
+        """One block of the model, x (1, S, M) -> (1, S, M)."""
         layer = self.base.layers[index]
         weights = {name: self._used(f"layers.{index}.{name}") for name, _ in layer.named_parameters()}
+        # The block's arguments: x, the attention, the rotary embedding, and positions.
         return torch.func.functional_call(layer, weights, (x, attend, self.base.rope, None))
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        """(P, M) -> (P, V), by the head."""
         return linear.linear(hidden, self._used(HEAD))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """`naive` in blocks of query rows, each of which the backward makes again where there are several."""
+    """Naive attention in blocks of query rows, each of which the backward computes again where there are several."""
     assert causal, "a language model's attention is"
     length = q.shape[2]
     rows = max(1, BLOCK_SCORES[q.device.type] // (q.shape[1] * length))
@@ -145,12 +152,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     )
 
 
-NUM_TOKENS, NUM_ROWS = 64, 8  # of a sequence, and of a matrix
+NUM_TOKENS, NUM_ROWS = 64, 8  # of a spot: tokens of its sequence, and rows of each matrix
 MOST_WORK = {"cuda": 2**39, "cpu": 2**31}  # tokens x parameters of a batch that is run whole for its reference
 MATRICES = "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3"
+# Names of parts; the parts of gradients have the names of their parameters.
 LOGITS, STATES, ALL_STATES, LOSS, UPDATE = "logits", "hidden states", "all hidden states", "loss", "update"
-OUTPUTS, UPDATES = ("forward", "train_forward"), ("optimizer", "step")  # modes
-Parts = dict[str, Tensor]
+OUTPUTS, UPDATES = ("forward", "train_forward"), ("optimizer", "step")  # modes that have outputs, or an update
+Parts = dict[str, Tensor]  # {name of a part: its copy}
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,10 @@ class Spot:
 
 
 class Spots:
-    """Copies and judges parts of timed calls, by the key of each."""
+    """Copies and judges parts of timed calls, by the key of each.
+
+    whole  True: the batch is small enough to be run whole for its reference, so that gradients of matrices are judged
+    """
 
     def __init__(self, base: TransformerLM, data: Batch, precision: str):
         self.base, self.data, self.precision = base, data, precision
@@ -173,6 +184,7 @@ class Spots:
         )
 
     def spot(self, key: int) -> Spot:
+        """The spot that a key chooses."""
         chance, (batch, length) = random.Random(key), self.data.tokens.shape
         anywhere = [chance.randrange(length) for _ in range(NUM_TOKENS // 2)]
         early = [int(length ** chance.random()) - 1 for _ in range(NUM_TOKENS // 2)]
@@ -192,7 +204,7 @@ class Spots:
             return None
         spot = self.spot(key)
         if STATES in parts:
-            parts[ALL_STATES] = parts[STATES]
+            parts[ALL_STATES] = parts[STATES]  # the loss is judged by all of them
         return {
             name: x.detach().clone() if name in (LOSS, ALL_STATES) else x.detach()[spot.sequence, spot.positions]
             for name, x in parts.items()
@@ -243,12 +255,13 @@ class Spots:
                 ordinary[name],
                 ROUNDING[self.precision],
                 self._groups(name, spot),
-                spot.rows.get(name),
-                SPOT_TIMES,
+                rows=spot.rows.get(name),
+                times=SPOT_TIMES,
             )
         return ratios
 
     def _ids(self, spot: Spot) -> Tensor:
+        """The ids of the spot's tokens."""
         return self.data.tokens[spot.sequence, spot.positions]
 
     def _groups(self, name: str, spot: Spot) -> Tensor:
@@ -259,6 +272,7 @@ class Spots:
         return group[self._sequences(spot)[1]] if name == EMBEDDINGS else group
 
     def _right_outputs(self, reference: Reference, spot: Spot) -> Parts:
+        """Hidden states and logits of the spot's tokens."""
         states, logits = reference.states(self.data.tokens[spot.sequence], spot.positions)
         return {STATES: states, LOGITS: logits}
 
@@ -269,7 +283,11 @@ class Spots:
         return right | {EMBEDDINGS: right[EMBEDDINGS][self._ids(spot)[chosen]]}
 
     def _sequences(self, spot: Spot) -> tuple[list[int], list[int]]:
-        """The sequences to be run, and those of the spot's tokens that no other sequence holds."""
+        """(numbers of the sequences to be run, places of the spot's tokens whose gradients these give whole).
+
+        If the batch is run whole, these are all sequences and all tokens. Else they are the sequences that hold the
+        token that fewest sequences hold, and the tokens that no other sequence holds.
+        """
         tokens, ids = self.data.tokens, self._ids(spot)
         if self.whole:
             return list(range(len(tokens))), list(range(len(ids)))
