@@ -52,7 +52,7 @@ class Texts:
 
     path       the file
     small      another file, of about SMALL_BYTES, which the definition can train on in a second
-    tokenizer  trained on the first text; it encodes the texts by the definition
+    tokenizer  trained on the first text; rows and the definition encode with it
     partly     True: each text leaves some lines of the first one out, as texts to train on do
     drawn      the text that was written last, and what is right for it
     """

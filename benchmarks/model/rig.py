@@ -256,7 +256,7 @@ class Rig:
         return planted(held_by_torch=self.device == "cuda" and (case.peer or not optimizer.HAS_TRITON))
 
     def _redraw(self, case: cases.ModelTest, draw: int) -> None:
-        """Draws tokens before a call, and chooses the rows of a matrix whose update is checked after it."""
+        """Draws tokens before a call; of an update, also the rows of a matrix that are checked after it."""
         self.draws.fill(draw)
         # Our model may keep copies of weights, rounded to the dtype of matmuls (`lmsys.model.linear.RoundedWeights`).
         if not case.peer and (rounded := self.model(case).rounded) is not None:
@@ -272,7 +272,7 @@ class Rig:
             return self.spots.gradients(key, self.scaler.get_scale())
         assert self._update is not None
         self._update.done(self.optimizers[case.peer]).put_back()
-        # The scaler's step has divided the gradients by the loss scale.
+        # `put_back` has put unscaled gradients in the place of planted ones, and the step has unscaled all others.
         return self.spots.gradients(key, scale=1.0) | {spots.UPDATE: self._update}
 
     def judge(self, case: cases.ModelTest, kept: Kept) -> Mapping[str, float]:
