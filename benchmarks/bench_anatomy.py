@@ -90,11 +90,13 @@ class Anatomy(bench_model.ModelBenchmark):
                 yield AnatomyTest(**vars(case), traces=grid["traces"])
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> bench_model.Setup:
+        """As the base's. Before that it registers names of kernels, so that profiles know those of attention."""
         for row in tuple(ATTENTION.values()) + tuple(case.entry for case in cases):
             profile.register_kernels(Traits.of(row).kernels, "attention")
         return super().setup(cases, settings)
 
     def sample(self, turn: Sequence[AnatomyTest], trial: Any) -> None:
+        """Times the cases in turns, and then profiles each that was timed."""
         trial.interleave(turn)
         for case in turn:
             measurement = trial.measurements[case.id]

@@ -63,6 +63,7 @@ WORDS = {  # by field: the words that a report shows for values, in reading orde
         "optimizer": "Optimizer",
         "step": "Whole step",
     },
+    # Sizes are shown as they are: this sets their order alone.
     "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
 }
 # Declarations for the step "fields": `way` says in names of files how blocks are compiled, `how` says so in headings.

@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.layouts import LIMIT, WORDS, Layout
 
+# Fields of a record that make a shape.
 SHAPE = ["head_dim", "queries", "keys", "heads", "kv_heads", "batch"]
 # Two steps: captions end in the products B·S and H·D where these are constant; cases get speedups over the baseline.
 COMPARED = [["products", [["B", "S"], ["H", "D"]]], ["over"]]
@@ -38,7 +39,7 @@ SIDE_BY_SIDE = (
     ' section == "eager_compiled" and impl in ("naive", "naive_compiled"))'
 )
 
-RECTANGLES = [  # a step for cases with Q ≠ K: S is called Q×K, and its values are sorted by queries, then by keys
+RECTANGLES = [  # a step: where any case has Q ≠ K, S is called Q×K, and sorted by queries, then by keys
     ["where", "queries != keys", [["labelled", {"S": "Q×K"}], ["worded", "S", ["queries", "keys"]]]]
 ]
 

@@ -30,6 +30,7 @@ from benchmarks.layouts import KEPT, WORDS, Layout
 WAYS = ["precision", "compile", "checkpoint", "residual", "impl"]  # axes: how a model is run
 # The same axes for a table's columns: "a~b" is a, unless all cases have b of it (`View.chosen`).
 SHOWN_WAYS = ["precision~", "compile~", "checkpoint~none", "residual~wide", "impl~"]
+# Fields of a record that make a model's shape.
 MODEL_SHAPE = ["d_model", "d_ff", "num_layers", "num_heads", "num_parameters"]
 OF_A_STEP = ["tokens_per_s", "mfu", "total_bytes", "peak_bytes"]  # metrics that the page shows first
 DRAWN = ["mfu", "matmul_ceiling_fraction", "total_bytes"]  # metrics that are drawn against context
