@@ -26,15 +26,17 @@ from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
 from lmsys.training.prepare import AUTOCAST, run_blocks
 
-DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what matmuls read
-MEASURED = DTYPES | {"tf32": None}  # the dtype of the machine's large matmul that rates are shares of; None: no shares
-# A dtype that rounds as matmuls do: float16 has a mantissa as long as TF32's.
+# By precision: the dtype that matmuls read.
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# By precision: the dtype of the machine's large matmul that rates are shares of; None: no shares.
+MEASURED = DTYPES | {"tf32": None}
+# By precision: a dtype that rounds as its matmuls do. The mantissa of float16 is as long as that of TF32.
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
 # How far errors and budgets may differ, relatively, when `lmsys verify` recomputes them. Errors are differences from
 # float64. Budgets are errors of plain PyTorch, which rounds in another order on another machine.
 ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5
-RECOMPILE_LIMIT = 64  # how often torch compiles a function; each row compiles the same block anew
+RECOMPILE_LIMIT = 64  # how often torch may compile one function: each row compiles the same block anew
 
 
 def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None:
@@ -86,6 +88,9 @@ def ratio_by_group(
     Rows of extreme inputs are groups of their own, so that they neither widen the budget of others nor share it. Plain
     PyTorch may be exact in them, so only ordinary rows must also meet the root-mean-square rule.
 
+    x          the result to judge
+    reference  the same tensor in float64
+    plain      the same tensor by plain PyTorch: its error, when it is rounded to `dtype`, makes the budget
     groups  a number for each row; 0 for ordinary rows
     rows    numbers of the rows of `reference`, `plain` and `groups` that x holds; None: all. The budget of an extreme
             group is that of all its rows: in a single one, plain PyTorch may round well or badly by chance
@@ -98,18 +103,20 @@ def ratio_by_group(
     ratios = []
     for group in groups[judged].unique().tolist():
         part = judged[groups[judged] == 0] if group == 0 else groups == group
-        ratios.append(testing.ratio_of(whole[part], reference[part], plain[part], dtype, group == 0, times))
+        ratios.append(testing.ratio_of(whole[part], reference[part], plain[part], dtype, mean=group == 0, times=times))
     return max(ratios)
 
 
 def mean_ratio(
     mean: torch.Tensor, terms: torch.Tensor, plain: torch.Tensor, groups: torch.Tensor | None = None
 ) -> float:
-    """The error of a mean over its budget: the root-mean-square error of its terms in the `plain` computation.
+    """The error of `mean`, the scalar to judge, over its budget; inf if that is not finite.
 
-    No mean of errors is larger than that. The error of the plain mean itself is no budget: errors of both signs may
-    cancel. With `groups`, a number for each term, the budget is the weighted mean of the groups' budgets. No mean of
-    errors is larger than that either, and large terms in a small group widen it less.
+    `terms` are the numbers whose mean is right, in float64; `plain` are the same numbers by plain PyTorch. The budget
+    is made of the root-mean-square error of `plain`, since no mean of errors is larger. The error of the plain mean
+    itself is no budget: errors of both signs may cancel. With `groups`, a number for each term, the budget is the mean
+    of the groups' budgets, weighted by their sizes. No mean of errors is larger than this budget either, and large
+    terms in a small group widen it less.
     """
     terms, plain = terms.double(), plain.double()
     groups = torch.zeros_like(terms) if groups is None else groups.to(terms.device)
@@ -125,11 +132,13 @@ def finite(value: float) -> float | None:
 
 
 def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Record:
-    """The rate of so much work, and its shares of the rates of a large matmul in this run, None if none was measured.
+    """Fields of a record: the rate of `flops` operations in `time_s` seconds, and its shares of a large matmul's rates.
 
-    dtype  of the tensors, or a precision by its name
+    dtype    of the tensors, or a precision by its name
+    machine  the record of this run's machine, which has the rates of the large matmul
 
-    "ceiling" is of a matmul that ran for a moment, "sustained" of one that ran until the clocks had settled.
+    The "ceiling" is the rate of a matmul that ran for a moment, "sustained" the rate of one that ran until the clocks
+    had settled. A share is None if no such rate was measured.
     """
     reached = machine["ceilings"]["matmul_flops_per_s"].get(MEASURED.get(dtype, dtype))
     sustained = (machine.get("sustained") or {}).get("matmul_flops_per_s", {}).get(MEASURED.get(dtype, dtype))
@@ -141,7 +150,7 @@ def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Re
 
 
 def model_rates(flops: float, time_s: float, precision: str, machine: Record) -> Record:
-    """`matmul_rates` of a model, and its share of the peak that the device's maker states: None where none is known."""
+    """`matmul_rates` of a model, and "mfu": the share of the peak that the device's maker states, None if unknown."""
     stated = peak_flops_per_s(machine["gpu"], precision)
     return matmul_rates(flops, time_s, precision, machine) | {"mfu": flops / time_s / stated if stated else None}
 
@@ -151,23 +160,23 @@ COMPILED = ("compiled", "graphed")  # ways to run blocks that need a compiler
 
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # blocks of a model that is checked: as many as one compiled graph holds
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
-# Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
+# Learning rate times d_model: the rate that suits Adam falls as 1 / width (Yang et al. 2022, arXiv 2203.03466).
 LR_BY_WIDTH = 0.256
-# Vocabularies that differ from the default one, with which embeddings would be five sixths of tiny's parameters.
+# By size: a vocabulary other than the default one. With that one, embeddings would be 5/6 of the parameters of tiny.
 VOCABULARIES = {"tiny": {"vocab_size": 1000}}
 
 
 @dataclass(frozen=True)
 class ModelTraits(traits.AttentionTraits):
-    """Facts about what stands in the place of an attention row.
+    """Traits of a row of MODEL_ROWS: those of an attention row, and one more.
 
-    whole_model  it is a model of its own, and not the attention of ours
+    whole_model  the row is a model of its own, not the attention of ours
     """
 
     whole_model: bool = False
 
 
-# Beside attention rows a model takes these: the choice of a row, and whole models.
+# Beside attention rows, models take AUTO, which stands for the choice of a row, and whole models of other people.
 AUTO = Entry("auto", "lmsys.attention:attention", "the fastest attention row that can run it")
 whole_model = partial(Entry, peer=True, extra="peers", traits=ModelTraits(whole_model=True))
 LLAMA = whole_model("llama", "benchmarks.model.llama:Llama", "Hugging Face Llama")
@@ -183,7 +192,7 @@ MODEL_ROWS = Table(
 )
 
 
-WHAT_IS_KEPT = (  # fields of a ModelCase's records
+WHAT_IS_KEPT = (  # fields of a ModelCase's records, which its benchmark declares among its own `fields`
     Field("checkpoint", role="axis", about="What blocks keep for their backward; the less, the more is computed again"),
     Field("residual", role="axis", about="The dtype of the stream between blocks: narrow is that of the matmuls"),
     Field("levels", role="detail", about="What --checkpoint fit has chosen"),
@@ -218,9 +227,12 @@ def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> 
 
 @dataclass(frozen=True)
 class ModelCase(Case):
-    """A language model at work.
+    """A language model at work: the base of the cases of the benchmarks of models, steps, anatomy and training.
 
-    compile     eager; compiled, block by block; graphed: that, replayed as a CUDA graph; fused: our kernels, replayed
+    The runner reads `comparison`, `axes` and `id` of a `Case`. A subclass puts `keeps` into its id.
+
+    compile     how blocks run. "eager"; "compiled": block by block; "graphed": compiled, and replayed as a CUDA graph;
+                "fused": by our kernels, and replayed as a CUDA graph
     checkpoint  what blocks keep for their backward, as `ModelConfig.checkpoint_blocks`
     residual    as `ModelConfig.residual`
     """
@@ -244,7 +256,7 @@ class ModelCase(Case):
 
     @property
     def blocks(self) -> str:
-        """How blocks are run, "eager", "compiled" or "fused"; some ways replay a step as a CUDA graph beside that."""
+        """How blocks are run, without CUDA graphs (`replayed`): "eager", "compiled" or "fused"."""
         return "compiled" if self.compile in COMPILED else self.compile
 
     @property
@@ -265,9 +277,9 @@ class ModelCase(Case):
 
     @property
     def runtime(self) -> dict[str, Any]:
-        """The fields of a config that say how it is computed, without those that have their default.
+        """The fields of a config for checkpointing and the residual stream, without those that have their default.
 
-        Under --against an earlier state of lmsys makes the model, which may not know newer fields.
+        Under --against an earlier state of lmsys makes the model, and may not know these fields.
         """
         blocks = int(self.checkpoint) if self.checkpoint.isdecimal() else self.checkpoint
         fields = {"checkpoint_blocks": (blocks, "none"), "residual": (self.residual, "wide")}
@@ -275,7 +287,10 @@ class ModelCase(Case):
 
     @property
     def why_not_runtime(self) -> str | None:
-        """None, or why the model cannot be computed so here. ValueError for levels of another number of blocks."""
+        """None, or why the device cannot compute the model with this checkpointing and residual stream.
+
+        ValueError for levels of another number of blocks.
+        """
         if self.residual == "narrow" and self.precision not in AUTOCAST:
             return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
         return (
@@ -288,7 +303,10 @@ class ModelCase(Case):
 
 @dataclass(frozen=True)
 class TrainedCase(ModelCase):
-    """A model that a strategy, the `entry`, trains on ranks with a batch each."""
+    """A model that a strategy, the `entry`, trains on ranks with a batch each.
+
+    The base of the cases of data parallelism, of steps and of training.
+    """
 
     @property
     def axes(self) -> Record:
@@ -329,10 +347,11 @@ def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
 
 
 def variant(base: TransformerLM, blocks: str, **changes: Any) -> TransformerLM:
-    """A model with the parameters of `base`, which has not run yet, but with `changes` of its config.
+    """A model that shares the parameters of `base`, with `changes` of its config. `base` must not have run yet.
 
     blocks  how blocks are run, as `ModelCase.blocks`
     """
+    # The second argument names objects that are not copied.
     model = copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
     model.config = replace(base.config, **changes)
     run_blocks(model, blocks, together=BLOCKS_PER_GRAPH)

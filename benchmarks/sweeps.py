@@ -1,9 +1,11 @@
 """The sizes to run: named sweeps, the only list of them. Plain data.
 
+`conftest.py` hands SWEEPS, by name and device, to the plugin of `lmsys.bench`, which makes the cases.
+
 A sweep names grids for each benchmark. A grid is one table or figure of the report, and its name is part of the test
 id, so `-k tokens16k` selects it. Its cases are all combinations of the values of its axes; an axis given on the command
 line takes the place of the grid's own. `axes.py` says what each axis means; one that a grid leaves out has the default
-of `axes.py` or of the benchmark.
+of `axes.py` or of the benchmark. `grid.but(...)` is a copy with other values or another name.
 """
 
 import json
@@ -14,9 +16,10 @@ from typing import Any
 from benchmarks.axes import END
 from lmsys.bench import Grid, Sweep
 
-ANATOMY_MODES = ("forward", "step")  # what is opened up: an inference and a whole training step
-POWERS = tuple(2**n for n in range(7, 17))  # 128 ... 65536
-BOTH = (True, False)
+ANATOMY_MODES = ("forward", "step")  # what `bench_anatomy.py` divides into its parts: an inference and a training step
+POWERS = tuple(2**n for n in range(7, 17))  # lengths: 128 ... 65536
+BOTH = (True, False)  # values of an axis that is yes or no
+# Attention rows: those that torch.compile makes, those that large sizes leave out, and those of the grid "flash".
 COMPILED_ROWS = ("naive_compiled", "flex")
 SLOW_ROWS = ("naive", "naive_compiled", "vectorized", "sdpa_math", "flash_torch", "flash_triton_torch_bwd")
 FLASH_ROWS = ("naive", "flash_triton_torch_bwd", "flash_triton")
@@ -105,6 +108,7 @@ DECODE = GROUPED.but(
     heads=((32, 8),),
     offset=(END,),
 )
+# What the four grids above change on a CPU. The rows are named, so `without` is emptied.
 SMALL: dict[str, Any] = {
     "length": square(512),
     "head_dim": (64,),
@@ -525,7 +529,10 @@ SWEEPS = {
 
 
 def without_bfloat16(sweep: Sweep) -> Sweep:
-    """The sweep for a GPU that computes no bfloat16: in float16, and in float32 where no loss is scaled."""
+    """The sweep for a GPU that computes no bfloat16: in float16, and in float32 for benchmarks that scale no loss.
+
+    `conftest.py` calls it.
+    """
     grids = dict[str, tuple[Grid, ...]]()
     for benchmark, given in sweep.grids.items():
         taken = {"bfloat16": "float16", "bf16": "fp16" if benchmark in ("model", "anatomy", "loss") else "fp32"}
@@ -534,7 +541,7 @@ def without_bfloat16(sweep: Sweep) -> Sweep:
 
 
 def _exchanged(grid: Grid, taken: dict[str, str]) -> Grid:
-    """The grid with other dtypes and precisions in place of some; a precision that it leaves out is bf16."""
+    """The grid with dtypes and precisions exchanged by `taken`, {name: other name}; the default precision is bf16."""
     values: dict[str, Any] = {"precision": ("bf16",), **grid}
     for axis in values.keys() & {"dtype", "precision", "comm_dtype"}:
         values[axis] = tuple(dict.fromkeys(taken.get(name, name) for name in values[axis]))

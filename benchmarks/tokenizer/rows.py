@@ -1,7 +1,8 @@
 """Training and encoding by each tokenizer, as its users would do it. `bench_tokenizer.py` times these calls.
 
-A row is the class `Ours`, or a class of `lmsys.tokenizer.engines`, which calls another package. It encodes, and can
-train if it has a function in TRAINERS.
+A row is the class `Ours`, or a class of `lmsys.tokenizer.engines`, which calls another package. All rows encode; those
+with a function in TRAINERS train, too. `call_of` makes the function that is timed, `ids_by_document` reads what an
+encoding returned, and the rows of the benchmark's table name `supports`.
 
 `python -m benchmarks.tokenizer.rows TASK CLASS PROCESSES TEXT FOLDER VOCAB_SIZE` does a task once, in a process with
 nothing else loaded, so that its memory can be measured. This module does not import torch.
@@ -22,11 +23,11 @@ from lmsys.registry import load_target
 from lmsys.tokenizer import Tokenizer, engines, train
 from lmsys.training import corpora, data
 
-Call = Callable[[], Any]
+Call = Callable[[], Any]  # does a task once: what is timed
 
 
 class Ours:
-    """Our tokenizer. Reading the file and starting processes is timed, too; others have the documents in memory."""
+    """Our tokenizer. Reading the file and starting processes is timed, too; other rows have the documents in memory."""
 
     @staticmethod
     def trainer(text: Path, vocab_size: int, processes: int) -> Call:
@@ -41,13 +42,13 @@ class Ours:
 
 
 def engine_encoder(row: type[engines.Engine], text: Path, tokenizer: Tokenizer, threads: int) -> Call:
-    """A function that encodes by a package, as that of `Ours.encoder`. A new engine has an empty cache, too."""
+    """A function like that of `Ours.encoder`, by a package: it returns (engine, result). A new engine's cache is empty."""
     engine, documents = row(tokenizer, threads), documents_of(text)
     return lambda: (engine, engine.encode(documents))
 
 
 def huggingface_trainer(text: Path, vocab_size: int, threads: int) -> Call:
-    """A function that trains, as that of `Ours.trainer`. The first call in a process sets the threads of all calls."""
+    """A function like that of `Ours.trainer`. The first call in a process sets the number of threads of all calls."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     documents = documents_of(text)
 
@@ -79,12 +80,16 @@ def call_of(row: Any, task: str, text: Path, wanted: Any, processes: int) -> Cal
 
 
 def documents_of(text: Path) -> list[str]:
+    """The documents of a text file, which END_OF_TEXT divides."""
     return text.read_text(encoding="utf-8").split(corpora.END_OF_TEXT)
 
 
 def ids_by_document(result: Any, end_of_text: int) -> list[Any]:
-    """The ids of each document. Packages encode documents one by one; in our ids, ends of text divide them."""
-    if isinstance(result, tuple):
+    """The ids of each document, from what a function for encoding has returned. `end_of_text`: the id of END_OF_TEXT.
+
+    Packages encode documents one by one. `Ours` encodes the file, so the id `end_of_text` divides the documents.
+    """
+    if isinstance(result, tuple):  # of `engine_encoder`
         engine, encoded = result
         ids, lengths = engine.flat(encoded)
         return np.split(ids, np.cumsum(lengths)[:-1])
@@ -94,6 +99,7 @@ def ids_by_document(result: Any, end_of_text: int) -> list[Any]:
 
 
 def supports(case: Any) -> str | None:
+    """None, or why the row of a `TokenizerCase` does not do its task. ImportError if its package is missing."""
     row = case.entry.load()
     if case.task == "train" and row not in TRAINERS:
         return f"{row.package} does not train"
@@ -102,6 +108,7 @@ def supports(case: Any) -> str | None:
 
 
 def main(task: str, target: str, processes: str, text: str, folder: str, vocab_size: str) -> None:
+    """Does a task once, for the command above. `folder` has our trained tokenizer, which `encode` needs."""
     asked = int(vocab_size) if task == "train" else Tokenizer.load(Path(folder))
     call_of(load_target(target), task, Path(text), asked, int(processes))()
 

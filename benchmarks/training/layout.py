@@ -4,6 +4,19 @@
 list: its first word names the step, and the rest are the arguments of the function that `lmsys.reports.steps.STEPS` has
 under this name. Change captions (`about`, `label`) freely; `python -m dev.layouts` gives stored results the new ones.
 Names in braces stand for fields of the cases, and texts under "of" are expressions of `lmsys.reports.expressions`.
+
+The first arguments of the steps that are used here:
+    checked               fields that must be numbers, fields that must be texts
+    cut                   a template for file names, a template for headings: one part for each combination of values
+    styled                a field that gets colours and markers, the field of the row that they belong to
+    ordered               fields by which cases are sorted
+    beside_baseline       the axis that the baseline is on, the axes on which cases agree; the baseline
+    pivot                 metrics, a table each; fields of the lines, field of the columns; more by keyword
+    bars                  metrics, a plot each; field of the groups, field of the bars; the end of the file name
+    lines                 metrics, a plot each; field of the x axis, field of the lines; the end of the file name
+    points                fields that get a point's place and height; fields that hold the heights and the places
+    one_of_each           fields that together occur once; the field that should be greatest, else the first case stays
+    listing               fields of the first columns, metrics, the end of the file name, the title
 """
 
 from benchmarks.layouts import COMPILED, WORDS, Layout

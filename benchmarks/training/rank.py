@@ -1,7 +1,8 @@
 """A training on its rank: its first steps are measured apart, then it trains epoch by epoch, then it is evaluated.
 
-`bench_training.py` asks the ranks for `inspect`, `begin`, `epoch` and `end`, in this order. The tokens are the
-beginning of a real text, made once per run in a temporary folder.
+`bench_training.py` asks the ranks for `inspect`, `begin`, `epoch` (once for each epoch) and `end`, in this order, and
+for `clear` where a training is given up. Under `ranks.on_part` a function runs on the first `case.world_size` ranks,
+and returns None on the others. The tokens are the beginning of a real text, made once per run in a temporary folder.
 """
 
 import os
@@ -27,12 +28,16 @@ from lmsys.training.config import RunConfig, TrainConfig
 
 @dataclass(frozen=True)
 class TrainingCase(TrainedCase):
-    """A model with some attention row, trained by a strategy; all attention rows and strategies compare.
+    """A model with the row `attention`, trained by the strategy `entry`; all attention rows and strategies compare.
+
+    It overrides what the runner and the reports read of a `Case`: `axes`, the fields of the record, `peer`,
+    `comparison`, and `impl`, the row's name. `steps`, `windows` and `run_config` raise ValueError for a case that
+    cannot run: `bench_training.py` asks them for the reason.
 
     num_ranks     of the group, which all strategies share: with the batch they make the global batch
     epochs        passes over train_tokens tokens, rounded down to whole steps
     bucket_mb     MiB, or None: the strategy has no buckets to set
-    reproducible  the batch in leaves that are added as one tree, so that all have the same weights, bit for bit
+    reproducible  gradients are added in the order of one tree, so that strategies have the same weights, bit for bit
     names_bucket  the bucket size is part of the row's name, since there are others
     micro         sequences that a rank holds at once; 0: its batch
     """
@@ -96,7 +101,7 @@ class TrainingCase(TrainedCase):
     def steps(self) -> int:
         """Steps of an epoch. ValueError where its tokens do not fill one."""
         tokens = self.global_batch * self.context
-        values.hold(
+        values.hold(  # of (condition, message) pairs: the first false condition raises its message
             (
                 self.train_tokens >= tokens,
                 f"--train-tokens {self.train_tokens}: must be at least {tokens}, which one step takes"
@@ -123,7 +128,7 @@ class TrainingCase(TrainedCase):
 
     @property
     def text(self) -> tuple[int, int, int]:
-        """Tokens of an epoch, those held out, and the vocabulary."""
+        """(tokens of an epoch, held-out tokens, size of the vocabulary), the arguments of `tokens_of`."""
         return self.tokens, self.val_tokens, self.vocab_size
 
     @property
@@ -141,7 +146,7 @@ class TrainingCase(TrainedCase):
 
     @property
     def reference(self) -> "TrainingCase":
-        """One process with naive attention, in micro-batches whose scores fit."""
+        """The case to compare with: one process with naive attention, in micro-batches whose scores fit in memory."""
         fitting = max(1, MAX_SCORES // (self.config.num_heads * self.context**2))
         return replace(
             self,
@@ -189,7 +194,7 @@ class TrainingCase(TrainedCase):
 
 
 CORPUS = "stdlib"
-BYTES_PER_TOKEN = 4  # about: bytes of text for each token that is asked for
+BYTES_PER_TOKEN = 4  # bytes of text, about, for each token that is asked for
 LEAST_BYTES = 500_000  # of text that is read at once, and that a tokenizer is trained on
 
 
@@ -198,14 +203,15 @@ Tokens = tuple[Path, Path]  # files of ids to train on, and held out, .npy; they
 
 @cache
 def folder() -> "tempfile.TemporaryDirectory[str]":
+    """The folder of this process for files of tokens, deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="lmsys-tokens-")
 
 
 @cache
 def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
-    """Files of so many ids of the standard library's text, and of its held-out text.
+    """Files of `train_tokens` ids of the standard library's text, and of `val_tokens` ids of its held-out text.
 
-    The tokenizer is trained on the beginning of the text. Unsupported where the text has fewer ids.
+    The tokenizer is trained on the beginning of the text. `ranks.Unsupported` is raised where a text has fewer ids.
     """
     corpus = corpora.stdlib()
     size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)
@@ -220,7 +226,7 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
 
 
 def _first(tokenizer: Tokenizer, parts: tuple[chunks.Chunk, ...], count: int, option: str) -> np.ndarray:
-    """`count` ids and the one that follows them."""
+    """`count` ids of the text and the next one, which is the target of the last. `option` is for the message."""
     pieces: list[np.ndarray] = []
     for chunk in chunks.chunks(
         parts, pretokens.Pretokenizer([corpora.END_OF_TEXT]), max(LEAST_BYTES, BYTES_PER_TOKEN * count)
@@ -241,7 +247,12 @@ sensors_of = cache(sensors.sensors_of)
 
 @dataclass(frozen=True)
 class Epoch:
-    """The seconds of all its steps together; by step, the loss over all ranks and the norm of the gradient."""
+    """The results of an epoch on a rank.
+
+    seconds        of all its steps together
+    losses, norms  by step: the loss over all ranks, the norm of the gradient
+    sm_clock_mhz   the GPU's clock at the end; None where no sensor tells it
+    """
 
     seconds: float
     losses: list[float]
@@ -250,6 +261,7 @@ class Epoch:
 
 
 def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
+    """A new trainer of the case on this rank. ValueError where the case cannot be trained."""
     config = case.run_config(seed)
     if config.train.compile:
         torch.compiler.reset()  # else blocks of earlier cases would count as recompilations
@@ -267,21 +279,22 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
 def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, float, int]:
     """(why the case is not trained, seconds of the first step, which compiles and tunes, peak bytes of the second).
 
-    These steps are no part of the training that is timed.
+    These steps are no part of the training that is timed. A kernel in Triton's interpreter is a reason, too.
     """
     clear(case)
 
     def step() -> None:
+        """The next step, unless a kernel was interpreted in the step before."""
         if not launched:
             _TRAINER[0].train_step()
 
     try:
         with findings.interpreted_kernels() as launched:
             first_step_s, phases = memory.first_steps(
-                lambda: _TRAINER.append(trainer(case, tokens, seed)), step, group.device().type
+                make=lambda: _TRAINER.append(trainer(case, tokens, seed)), step=step, device=group.device().type
             )
     except ValueError as error:
-        if _TRAINER:
+        if _TRAINER:  # the trainer was made, so a step has failed: that is an error, not a reason
             raise
         return str(error), 0.0, 0
     _TRAINER.clear()
@@ -290,13 +303,14 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
 
 @ranks.on_part
 def begin(case: TrainingCase, tokens: Tokens, seed: int) -> None:
+    """Makes the trainer of the training that is timed."""
     clear(case)
     _TRAINER.append(trainer(case, tokens, seed))
 
 
 @ranks.on_part
 def epoch(case: TrainingCase, steps: int) -> Epoch:
-    """The next steps, which ranks begin together."""
+    """The result of the next `steps` steps, which ranks begin together."""
     (trainer,) = _TRAINER
     if trainer.world_size > 1:
         torch.distributed.barrier(trainer.group)
@@ -324,6 +338,6 @@ def end(case: TrainingCase) -> tuple[float, str]:
 
 
 def clear(_: TrainingCase) -> None:
-    """Drops a training, also one that is given up."""
+    """Drops a training, also one that is given up. Ranks are asked for a function of a case, so it takes one."""
     _TRAINER.clear()
     ranks.release()

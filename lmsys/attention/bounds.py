@@ -42,7 +42,7 @@ class Bounds:
         return Bounds(
             torch.searchsorted(self.end, keys, right=True, out_int32=True),  # queries that end before key j
             torch.searchsorted(self.first, keys, right=True, out_int32=True),  # queries that begin at j or before
-            self.first.shape[1],
+            self.first.shape[1],  # `num_keys` of the result: what a key is seen by are the queries
         )
 
     def until(self, key_lengths: Tensor) -> "Bounds":
@@ -85,7 +85,7 @@ def intervals_of(
     prefix: int | None,
     num_keys: int,
 ) -> Bounds:
-    """The intervals of keys that queries at `position` (B or 1, Q) see.
+    """The intervals of keys that queries at `position` (B or 1, Q) see. `Pattern` calls this function.
 
     edges        (starts, ends) of each query's document among the keys, (B or 1, Q) each; None: all `num_keys` keys
     left, right  keys that a query sees on either side of its position; None: all

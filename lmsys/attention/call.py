@@ -141,7 +141,7 @@ def row_of(impl: str, case: contract.AttentionCase) -> tuple[Callable[..., Any],
 
 
 def _picked(impl: str, case: contract.AttentionCase) -> tuple[str, tuple[Callable[..., Any], bool]]:
-    """(name of the row, the result of `row_of`) outside of torch.compile."""
+    """(name of the row, what `row_of` returns) outside of torch.compile."""
     entry = table.ATTENTION.pick(impl, case)
     row = contract.adapt(entry.load())
     if case.options and (reason := contract.why_not_told(row, [name for name in OPTIONS if getattr(case, name)])):
@@ -154,9 +154,9 @@ def _picked(impl: str, case: contract.AttentionCase) -> tuple[str, tuple[Callabl
 _TRACED = SimpleNamespace()
 
 
-@constant
+@constant  # torch.compile calls it while it traces, and takes its result for a constant
 def _traced(impl: str, *fields: Any) -> str:
-    """The name of the row that runs the case of these fields; its function is put into _TRACED."""
+    """The name of the row that runs `AttentionCase(*fields)`; what `row_of` returns for it is put into _TRACED."""
     name, row = _picked(impl, contract.AttentionCase(*fields))
     setattr(_TRACED, name, row)
     return name

@@ -99,6 +99,7 @@ def case_of(
     batch, heads, queries, head_dim = q.shape
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) if grad is None else grad
     return AttentionCase(
+        # The first fields of a case, in their order: batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, grad.
         *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
         device=q.device.type,
         capability=capability_of(q.device.index) if q.is_cuda else None,
@@ -108,8 +109,9 @@ def case_of(
     )
 
 
-@constant
+@constant  # torch.compile calls it while it traces, and takes its result for a constant
 def capability_of(index: int | None) -> tuple[int, int]:
+    """The compute capability, (major, minor), of the CUDA device of this index; None: of the current device."""
     return torch.cuda.get_device_capability(index)
 
 
@@ -215,8 +217,8 @@ def as_4d(x: Tensor) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """x itself if each of its rows is 16-byte aligned, or if it is contiguous; otherwise a contiguous copy.
 
-    Kernels that move 16 bytes at a time would read memory outside of other tensors, or end the process. A tensor that
-    is expanded, with a stride of 0, is copied too.
+    Given a tensor whose rows are not aligned, a kernel that moves 16 bytes at a time would read memory outside of it, or
+    end the process. A tensor that is expanded, with a stride of 0, is copied too.
     """
     fits = x.is_contiguous() or (
         x.stride(-1) == 1 and not any(not step or step * x.element_size() % 16 for step in x.stride()[:-1])
@@ -253,13 +255,18 @@ ROLES = {"causal": ("causal", "is_causal"), "scale": ("scale", "sm_scale", "soft
 def adapt(implementation: Any) -> Callable[..., Tensor]:
     """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, made of `implementation`.
 
-    The implementation is a function or a `torch.autograd.Function`; ValueError if it is not callable. It gets options
-    of a `Pattern` by parameters of their names, or all of them by a parameter `pattern`: see `keywords_of`.
+    The implementation is a function or a `torch.autograd.Function`; ValueError if it is not callable. The first of
+    these rules that holds for it decides:
 
-    An implementation with a fourth parameter and none for the scale is called as CS336 writes them:
-    `f(q, k, v, is_causal)` on (B, S, D), with as many key heads as query heads. One that takes a scale, by a name of
-    ROLES, or nothing but q, k, v, is called on 4-D tensors. An autograd Function takes no keywords, so its arguments
-    are given by position.
+    1. A function with keywords `causal` and `scale`, or with `**kwargs`, is returned unchanged. No other implementation
+       gets options of a `Pattern`. A function gets them by parameters of their names, or all of them by a parameter
+       `pattern`: see `keywords_of`.
+    2. An implementation with a fourth parameter is called as CS336 writes it: `f(q, k, v, is_causal)` on (B, S, D), with
+       as many key heads as query heads. Two kinds are excepted: those that have a parameter for the scale, by a name of
+       ROLES, and functions that have one with the name `causal`.
+    3. All others are called on 4-D tensors, with `causal` and `scale` by the names of ROLES.
+
+    An autograd Function takes no keywords, so its arguments are given by position.
     """
     hold((callable(implementation), f"an attention row must be callable; got {implementation!r}"))
     taken, is_function = _parameters_used(implementation), signature.is_function(implementation)
@@ -280,7 +287,7 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
 
 
 def _parameters_used(implementation: Any) -> dict[str, inspect.Parameter]:
-    """The parameters that `adapt` gives arguments to, by name, in their order.
+    """The parameters that `adapt` gives arguments to, by name, in their order. For a function they are all.
 
     For an autograd Function they are the first four parameters of `forward` after ctx, and all later ones without a
     default. If `causal` comes later than the fourth, they are all parameters up to the last one with a name of ROLES.
@@ -294,12 +301,15 @@ def _parameters_used(implementation: Any) -> dict[str, inspect.Parameter]:
 
 
 def _takes_all(implementation: Any) -> bool:
-    """True if it has a parameter `**kwargs`."""
+    """True if the implementation has a parameter `**kwargs`."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters_used(implementation).values())
 
 
 def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
-    """None, or why an implementation cannot be called for the case: it has no parameter for `causal` or `scale`."""
+    """None, or why an implementation cannot be called for the case: it has no parameter for `causal` or `scale`.
+
+    `lmsys.check` asks before it checks a row.
+    """
     taken = _parameters_used(implementation)
     takes_scale = _takes_all(implementation) or taken.keys() & set(ROLES["scale"])
     without_causal = "it takes no causal" if case.causal and len(taken) == 3 else None
@@ -352,4 +362,5 @@ def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _shapes(*tensors: Tensor) -> str:
+    """The shapes, for a message."""
     return ", ".join(str(tuple(x.shape)) for x in tensors)

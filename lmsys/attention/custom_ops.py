@@ -26,9 +26,14 @@ from lmsys.attention.pattern import Pattern
 from lmsys.autograd import is_watched, no_forward_mode
 from lmsys.kernels.custom_op import define
 
-Forward = Callable[..., tuple[Tensor, Tensor]]
-Backward = Callable[..., tuple[Tensor, ...]]
-# The arguments of both operators, in the schema language of torch.library, that follow the tensors of attention.
+Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal, scale) -> o, log-sum-exp
+Backward = Callable[..., tuple[Tensor, ...]]  # (q, k, v, o, lse, do, causal, scale) -> dq, dk, dv
+# The arguments of both operators, in the schema language of torch.library, that follow the tensors of attention. All
+# arguments in their order, as the indices below count them:
+#   forward   q, k, v, causal, scale, layout, numbers, floats, tensors
+#   backward  q, k, v, o, lse, do, causal, scale, layout, numbers, floats, tensors
+# The autograd Functions `CustomOp` and `Gradients` are given each of `tensors` as one more argument, from 8 and 11 on:
+# autograd does not look into a list.
 ASKED = "bool causal, float scale, str layout, SymInt[] numbers, float[] floats, Tensor[] tensors"
 
 
@@ -128,7 +133,7 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         return _laid_out(o), lse
 
     def run_backward(*args: Any) -> tuple[Tensor, ...]:
-        causal, _, *parts = args[6:]
+        causal, _, *parts = args[6:]  # parts: layout, numbers, floats, tensors
         return tuple(map(_laid_out, backward(*args[:8], **_together(causal, *parts))))
 
     forward_op = define(
@@ -153,7 +158,7 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            q, k, v, _, _, do, *ctx.asked = inputs[:11]
+            q, k, v, _, _, do, *ctx.asked = inputs[:11]  # asked: causal, scale, layout, numbers, floats
             ctx.save_for_backward(q, k, v, do, *inputs[11:])
 
         @staticmethod
@@ -163,6 +168,7 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             function = partial(_exact, causal=causal, scale=scale, **_together(causal, *parts, tensors))
             _, pull = torch.func.vjp(lambda q, k, v, do: torch.func.vjp(function, q, k, v)[1](do), q, k, v, do)
             *gradients, of_do = pull(grads)
+            # In the order of the arguments; None: o and lse, the five of `asked`, and the tensors of the pattern.
             return *gradients, None, None, of_do, *[None] * (5 + len(tensors))
 
     class CustomOp(torch.autograd.Function):
@@ -179,7 +185,7 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-            q, k, v, *ctx.asked = inputs[:8]
+            q, k, v, *ctx.asked = inputs[:8]  # asked: causal, scale, layout, numbers, floats
             ctx.mark_non_differentiable(output[1])
             ctx.save_for_backward(q, k, v, *output, *inputs[8:])
 
@@ -201,11 +207,12 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return Refusing.apply(q, k, v, causal, scale, *parts, *tensors)[0]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return CustomOp.apply(q, k, v, causal, scale, *parts, *tensors)[0]
-        # Without gradients no Function is called: torch.compile would count the parameters of its `forward`.
+        # Without gradients the operator is called, and no Function: for a Function whose `forward` has another number of
+        # parameters than it gets arguments, as with *args, torch.compile passes a context as q, and fails.
         return forward_op(q, k, v, causal, scale, *parts, tensors)[0]
 
     def gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *parts, tensors = _apart(args[8])
+        *parts, tensors = _apart(args[8])  # the pattern
         return Gradients.apply(*args[:8], *parts, *tensors)
 
     return attend, gradients
@@ -220,6 +227,8 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
     """
 
     class Flash(torch.autograd.Function):
+        """o by `forward`, and its gradients by `backward`; `kernels` has both, for `lse.attend_with_lse`."""
+
         @staticmethod
         def forward(
             ctx: Any,
@@ -252,7 +261,7 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
         def backward(ctx: Any, *grads: Tensor) -> Any:
             q, k, v, o, lse = ctx.saved_tensors
             asked, options, run = (ctx.causal, ctx.scale, *ctx.tile), ctx.options, backward
-            if torch.is_grad_enabled():  # for second derivatives
+            if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated
                 run, asked, options = gradients, (ctx.causal, ctx.scale, ctx.options.get("pattern")), {}
             if q.dim() == 4:
                 return *run(q, k, v, o, lse, grads[0], *asked, **options), None, None, None, None
@@ -294,14 +303,14 @@ def flash(
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if scale <= 0:  # kernels take a positive scale: q gets the sign, or becomes 0
             q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
-        if pattern is not None and not NEEDS.isdisjoint(pattern.options):
+        if pattern is not None and not NEEDS.isdisjoint(pattern.options):  # a bias, sinks or `return_lse`
             if torch.compiler.is_exporting():
                 options = ", ".join(sorted(NEEDS & pattern.options.keys()))
                 raise ValueError(
                     f"a flash row is no operator under {options}, as torch.export needs; impl='vectorized' has it"
                 )
             run = attend_with_lse
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():  # the graph breaks here: torch.compile does not trace this form
                 from lmsys.attention.untraced import attend_with_lse as run
             return run(eager, q, k, v, scale, pattern)
         causal = causal if pattern is None else pattern.causal

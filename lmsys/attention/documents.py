@@ -29,11 +29,15 @@ class Documents:
     keys     the documents that hold the keys, if queries and keys are not the same tokens; as many documents as here:
              `Documents([1, 2], keys=Documents([3, 5]))` has one query on 3 keys and two on 5
 
+    These attributes are computed from the lengths:
+
     starts, ends  (B, S) or, if all batch entries are packed alike, (1, S), int32: the first token of the document that
                   a token belongs to, and the first token after that document
     key_starts, key_ends  (B, S) or (1, S), int32: the interval of keys of a token's document, [key_starts, key_ends)
     places        (B, S) or (1, S), int32: the position of a token, as a query, among the keys. A document's last query
                   stands at its last key.
+    longest       tokens of the longest document
+
     ValueError names a length that is not a positive integer, and sums or numbers of documents that differ.
     """
 
@@ -63,15 +67,15 @@ class Documents:
             self.key_starts, self.key_ends = (self._by_token(x, device) for x in self.keys._edges)
             self.places = self.key_ends - self.ends + torch.arange(self.num_tokens, dtype=torch.int32, device=device)
         self.starts.longest = self.keys.longest  # read by `of_parts`: operators get tensors, and plans need this number
-        self.kept: dict[Hashable, Any] | None = {}
+        self.kept: dict[Hashable, Any] | None = {}  # tensors made from these documents: see `keep`; None: keeps nothing
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
-        """Documents by `cu_seqlens`: (N + 1,) integers 0, ..., S, the start of each document and the end of the last.
+        """N documents by `cu_seqlens`: (N + 1,) integers 0, ..., S, the start of each document and the end of the last.
 
         The documents are on the device of `cu_seqlens`. ValueError if it does not begin with 0 or does not increase.
         """
-        _check_tokens("cu_seqlens", cu_seqlens, (1,))
+        _check_tokens("cu_seqlens", cu_seqlens, dims=(1,))
         edges = cu_seqlens.tolist()
         lengths = [end - start for start, end in zip(edges, edges[1:], strict=False)]
         hold(
@@ -89,7 +93,7 @@ class Documents:
 
         The documents are on the device of `ids`. ValueError if the tokens of an id do not stand together.
         """
-        _check_tokens("ids", ids, (1, 2))
+        _check_tokens("ids", ids, dims=(1, 2))
         lengths = []
         for row in ids if ids.dim() == 2 else [ids]:
             numbers, counts = torch.unique_consecutive(row, return_counts=True)
@@ -120,8 +124,8 @@ class Documents:
         return self._keys or self
 
     def of_entries(self, entries: Sequence[int]) -> "Documents":
-        """The documents of some batch entries."""
-        lengths = [self.lengths[entry % self.batch] for entry in entries]
+        """The documents of some batch entries, given by their numbers."""
+        lengths = [self.lengths[entry % self.batch] for entry in entries]  # a batch of 1 serves all entries
         return Documents(lengths, self.device, self._keys and self._keys.of_entries(entries))
 
     @property
@@ -139,7 +143,10 @@ class Documents:
         return self.starts.device
 
     def cu_seqlens(self, batch: int) -> Tensor:
-        """(N + 1,) int32: the start of each document in `batch` sequences laid end to end, and the end of the last."""
+        """(N + 1,) int32: the start of each document in `batch` sequences laid end to end, and the end of the last.
+
+        N is the number of documents in all of these sequences.
+        """
 
         def make() -> Tensor:
             lengths = chain.from_iterable(self.lengths if self.batch == batch else self.lengths * batch)
