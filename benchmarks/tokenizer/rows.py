@@ -42,13 +42,13 @@ class Ours:
 
 
 def engine_encoder(row: type[engines.Engine], text: Path, tokenizer: Tokenizer, threads: int) -> Call:
-    """A function like that of `Ours.encoder`, by a package: it returns (engine, result). A new engine's cache is empty."""
+    """A function as `Ours.encoder` makes it, by a package: it returns (engine, result). The engine's cache is empty."""
     engine, documents = row(tokenizer, threads), documents_of(text)
     return lambda: (engine, engine.encode(documents))
 
 
 def huggingface_trainer(text: Path, vocab_size: int, threads: int) -> Call:
-    """A function like that of `Ours.trainer`. The first call in a process sets the number of threads of all calls."""
+    """A function as `Ours.trainer` makes it. The first call in a process sets the number of threads of all calls."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     documents = documents_of(text)
 

@@ -99,7 +99,7 @@ def case_of(
     batch, heads, queries, head_dim = q.shape
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) if grad is None else grad
     return AttentionCase(
-        # The first fields of a case, in their order: batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, grad.
+        # By place: batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, grad.
         *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
         device=q.device.type,
         capability=capability_of(q.device.index) if q.is_cuda else None,
@@ -217,8 +217,8 @@ def as_4d(x: Tensor) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """x itself if each of its rows is 16-byte aligned, or if it is contiguous; otherwise a contiguous copy.
 
-    Given a tensor whose rows are not aligned, a kernel that moves 16 bytes at a time would read memory outside of it, or
-    end the process. A tensor that is expanded, with a stride of 0, is copied too.
+    Given a tensor with rows that are not aligned, a kernel that moves 16 bytes at a time would read memory outside of
+    the tensor, or end the process. A tensor that is expanded, with a stride of 0, is copied too.
     """
     fits = x.is_contiguous() or (
         x.stride(-1) == 1 and not any(not step or step * x.element_size() % 16 for step in x.stride()[:-1])
@@ -261,9 +261,9 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     1. A function with keywords `causal` and `scale`, or with `**kwargs`, is returned unchanged. No other implementation
        gets options of a `Pattern`. A function gets them by parameters of their names, or all of them by a parameter
        `pattern`: see `keywords_of`.
-    2. An implementation with a fourth parameter is called as CS336 writes it: `f(q, k, v, is_causal)` on (B, S, D), with
-       as many key heads as query heads. Two kinds are excepted: those that have a parameter for the scale, by a name of
-       ROLES, and functions that have one with the name `causal`.
+    2. An implementation with a fourth parameter is called as CS336 writes it: `f(q, k, v, is_causal)` on (B, S, D),
+       with as many key heads as query heads. Two kinds are excepted: those that have a parameter for the scale, by a
+       name of ROLES, and functions that have one with the name `causal`.
     3. All others are called on 4-D tensors, with `causal` and `scale` by the names of ROLES.
 
     An autograd Function takes no keywords, so its arguments are given by position.

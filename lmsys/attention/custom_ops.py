@@ -207,8 +207,8 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return Refusing.apply(q, k, v, causal, scale, *parts, *tensors)[0]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return CustomOp.apply(q, k, v, causal, scale, *parts, *tensors)[0]
-        # Without gradients the operator is called, and no Function: for a Function whose `forward` has another number of
-        # parameters than it gets arguments, as with *args, torch.compile passes a context as q, and fails.
+        # Without gradients the operator is called, and no Function. Where `forward` has another number of parameters
+        # than it gets arguments, as with *args, torch.compile would pass a context as q, and fail.
         return forward_op(q, k, v, causal, scale, *parts, tensors)[0]
 
     def gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

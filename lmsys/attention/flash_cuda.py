@@ -33,19 +33,24 @@ SOURCE = Path(__file__).with_name("flash_cuda.cu")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")  # of nvcc
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}  # types of CUDA C++
 HEAD_DIMS = (32, 64, 128)
-OLDEST = {torch.float32: (7, 5), torch.float16: (7, 5), torch.bfloat16: (8, 0)}  # the first compute capability of each
+# By dtype: the first compute capability that the row runs on.
+OLDEST = {torch.float32: (7, 5), torch.float16: (7, 5), torch.bfloat16: (8, 0)}
 NO_NVCC = "it is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")  # fields of `_Problem` that are a `_View`
 
 
 class Tile(NamedTuple):
-    """The tile sizes of one kernel: the fields and the order of `Tile` in flash_cuda.cu. Change both together."""
+    """The tile sizes of one kernel: the fields and the order of `Tile` in flash_cuda.cu. Change both together.
+
+    A thread block owns queries (fwd and dq) or keys (dkdv). It loads the others a stage at a time: a stage is one of
+    two places in shared memory.
+    """
 
     block_q: int  # queries that a thread block of fwd and dq owns, a multiple of 16 for each warp; of a stage in dkdv
     block_k: int  # keys that a thread block of dkdv owns, a multiple of 16 for each warp; of a stage in fwd and dq
     warps: int
     at_once: int  # columns of scores that a warp of the backward holds at a time
-    kept: bool  # the owned tiles are kept in registers
+    kept: bool  # True: the owned tiles are kept in registers
     blocks: int  # thread blocks that a multiprocessor should hold at a time
 
 
@@ -65,6 +70,7 @@ def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) ->
     spill no registers; they were not timed. nvcc stops at a static_assert where tiles need more shared memory than
     SHARED_BYTES in flash_cuda.cu (from 8.0 on 99 KiB), and for float32 with `kept`. Nothing checks the multiples of 16.
     """
+    # Tile(block_q, block_k, warps, at_once, kept, blocks), Tiles(fwd, dq, dkdv).
     if capability < (8, 0):
         return _tiles_of_64_kib(dtype, head_dim)
     if dtype == torch.float32:
@@ -79,8 +85,9 @@ def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) ->
 def _tiles_of_64_kib(dtype: torch.dtype, head_dim: int) -> Tiles:
     """Tiles that fit 64 KiB of shared memory.
 
-    Most of the float16 ones take half of it, so that one thread block computes while another waits for its copies.
+    Most of those for float16 take half of it, so that one thread block computes while another waits for its copies.
     """
+    # Tile(block_q, block_k, warps, at_once, kept, blocks), Tiles(fwd, dq, dkdv).
     if dtype == torch.float32:
         rows, warps, part = (32, 2, 16) if head_dim == 128 else (64, 4, 32)
         fwd, dq = Tile(64, part, 4, part, False, 1), Tile(rows, part, warps, part, False, 1)
@@ -128,6 +135,7 @@ def nvcc() -> str | None:
 
 @cache
 def _nvcc_version() -> str:
+    """What `nvcc --version` prints."""
     return subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
 
 
@@ -185,13 +193,14 @@ def _library(
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`. ctypes takes results for an int, so the type of all others is set."""
+    """The library at `path`. ctypes takes all results for ints; `flash_error` returns text, and is told so."""
     library = ctypes.CDLL(str(path))
     library.flash_error.restype = ctypes.c_char_p
     return library
 
 
 def _stream(device: torch.device) -> int:
+    """The address of the device's current stream."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
@@ -232,7 +241,7 @@ def _run(
     library = _library(q.dtype, q.shape[3], q.device, tiles, pattern.window is not None)
     with torch.cuda.device_of(q):
         for kernel in kernels:
-            if error := getattr(library, f"flash_{kernel}")(ctypes.byref(problem)):
+            if error := getattr(library, f"flash_{kernel}")(ctypes.byref(problem)):  # 0: it was launched
                 raise RuntimeError(f"the {kernel} kernel of flash_cuda: {library.flash_error(error).decode()}")
 
 
@@ -307,6 +316,7 @@ def main() -> int:
         return 3
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # The arguments of `build`: dtype, head_dim, capability, tiles (None: the usual ones), windowed.
         variants = itertools.product(ELEMENTS, HEAD_DIMS, capabilities, [None], [False, True])
         possible = [variant for variant in variants if variant[2] >= OLDEST[variant[0]]]
         for path in pool.map(lambda variant: build(*variant), possible):

@@ -9,7 +9,7 @@ A CTA has three warp groups: a producer, which loads tiles into a ring of STAGES
 consumers, which compute. The constants in capitals from PREFETCH to PEELED are fields of a `BackwardPlan` (plans.py).
 
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension; n a tile of keys, m a
-tile of queries, bh a head among all B H.
+tile of queries, bh a head among all B H. A CTA is a program of the kernel. WG is the number of a consumer, 0 or 1.
 """
 
 from collections import namedtuple
@@ -57,7 +57,7 @@ Work = namedtuple("Work", "batch first_bh walk")  # of a CTA: its batch entry, i
 
 @gluon.jit
 def _await_free(step, FIRST: gl.constexpr):
-    """Waits until both consumers have released the place of this step in the ring."""
+    """Waits until both consumers have released the place of this step in the ring. FIRST: Q_FREE or DO_FREE."""
     if step >= STAGES:
         named_barrier("sync", FIRST + step % STAGES, 384)  # the threads of the CTA's three warp groups
 
@@ -122,7 +122,7 @@ def _producer(
         BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC,
     )  # fmt: skip
     FIRST: gl.constexpr = 1 if DETERMINISTIC else STAGES
-    # Consumers release each step's place; the CTA may not end before the producer has waited for all of it.
+    # Consumers release the place of every step; the CTA may not end before the producer has waited for all releases.
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
@@ -204,7 +204,7 @@ def _consumer(
 def _visited(extent, batch, n, K, BLOCK_Q: gl.constexpr):
     """(low, end, masked_until, masked_from) of key tile n, in tiles of queries, under a pattern.
 
-    It visits the tiles [low, end), and masks those below masked_until and those from masked_from on.
+    A CTA visits the tiles [low, end), and masks those below masked_until and those from masked_from on.
     """
     first, stop, full_from, full_to = edges(extent, batch, n * BLOCK_K, K, BLOCK_K)
     low = first // BLOCK_Q

@@ -2,7 +2,10 @@
 
 `backward.py` calls `walk_over`, once for each consumer warp group of a CTA, which owns 64 keys. P and dS go from the
 registers of one matmul straight into the next. dq is added up in float32, in global memory. The constants in capitals
-come from the fields of a `BackwardPlan` in `plans.py`. The legend is that of `backward.py`.
+come from the fields of a `BackwardPlan` in `plans.py`; DETERMINISTIC, CAUSAL and RAGGED are those of `backward_kernel`.
+
+Legend: n a tile of keys, m a tile of queries, bh a query head among all of the batch; K keys, D head dimension. WG is
+the number of the consumer, 0 or 1.
 """
 
 from collections import namedtuple
@@ -30,7 +33,7 @@ from lmsys.attention.flash_gluon.hopper import (
 from lmsys.attention.flash_gluon.intervals import hide_outside
 
 # Numbers of named barriers. At EXCHANGE a consumer waits until both have written dS. At Q_FREE + stage and DO_FREE +
-# stage they tell the producer that they have read a tile of q or of do. The numbers after these belong to `dq.py`.
+# stage consumers tell the producer that they have read a tile of q or of do. The numbers after these belong to `dq.py`.
 EXCHANGE = FIRST_BARRIER
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
@@ -76,7 +79,8 @@ def _step(
 
     With PREFETCH `lse` is the log-sum-exp of the next tile, loaded a step ahead. `n` is the CTA's key tile. `k` and `v`
     are this consumer's keys and values, `all_k` the keys of both consumers. `dss` holds the dS of both, in two places
-    of shared memory that are used in turn: (keys, queries), or with BY_QUERY (queries, keys).
+    of shared memory that are used in turn: (keys, queries), or with BY_QUERY (queries, keys). `_steps` explains
+    STORES.
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -136,7 +140,7 @@ def _step(
         following = step + 1
         mbarrier.wait(ring.q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
         lse = ring.lses.index(following % STAGES).load(ROW_LAYOUT)
-    place = (bh * num_tiles + m) * 2 + WG
+    place = (bh * num_tiles + m) * 2 + WG  # a tile of queries has two tiles (64, 64) of dq, one for each consumer
     if DETERMINISTIC:
         await_acquired(DQ_ACQUIRED + WG)
     dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
@@ -195,6 +199,7 @@ def _causal_head(
     The steps before `free_from` need a mask and have a loop of their own. In the deterministic mode the steps of that
     loop are also the ones that store dq.
     """
+    # The two booleans after BLOCK_Q are MASK and CAUSAL.
     state = _steps(
         dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, first, free_from, state,
         WG, D, BLOCK_Q, True, True, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC,
@@ -219,6 +224,7 @@ def walk_over(
     steps then have no branch around a mask, across which the compiler could not overlap instructions. The two loops
     follow one another: as the two branches of an `if` they spill registers.
     """
+    # In the calls of `_steps` the two arguments after BLOCK_Q are MASK and CAUSAL.
     steps = walk.steps
     if PEELED:
         if ORDER == "straight":

@@ -24,7 +24,8 @@ Scores are computed in `_weights` and `_step`, masks in `hide` of `intervals.py`
 `python -m pytest tests/attention/test_gluon_kernels.py` checks all of this in a simulation without a GPU, and
 `tests/attention/test_flash_gluon.py` on one.
 
-Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension.
+Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension. A CTA is a program
+of the kernel. WG is the number of a consumer among the WGS of a CTA.
 """
 
 from collections import namedtuple
@@ -286,7 +287,7 @@ def _step(
     _release(ring.k_empty, stage, NAMED, K_FREE, WGS)
     if hides.extent.first is not None:  # noqa: SIM102 - known when compiling, unlike the next
         if (col < hides.full_from) | (col + BLOCK_K > hides.full_to):
-            s = hide(s, row, col, K, hides, True, BLOCK_K, S_LAYOUT)
+            s = hide(s, row, col, K, hides, True, BLOCK_K, S_LAYOUT)  # True: CAUSAL, which a pattern replaces
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
@@ -332,7 +333,7 @@ def _consumer(
         q = queries.tiles.index(slot * WGS + WG)
         mbarrier.wait(queries.full.index(slot), (turn >> 1) & 1)
         own_low, own_high = low, high
-        hides = Hides(extent, 0, 0, 0, 0, 0)
+        hides = Hides(extent, 0, 0, 0, 0, 0)  # what a dense kernel has
         if BOUNDED:
             batch = bh // sizes.H
             own_low, own_high, stop, full_from, full_to = own_key_tiles(extent, batch, row, low, high, sizes.Q, BLOCK_K)

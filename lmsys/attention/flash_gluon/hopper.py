@@ -17,12 +17,13 @@ reinterpret = _memory._reinterpret if hasattr(_memory, "_reinterpret") else _mem
 _renamed = hasattr(tma, "async_load")  # asked first, since the old names may still exist and raise when called
 async_load = tma.async_load if _renamed else tma.async_copy_global_to_shared
 async_store = tma.async_store if _renamed else tma.async_copy_shared_to_global
-FIRST_BARRIER = triton.language.constexpr(8)
+FIRST_BARRIER = triton.language.constexpr(8)  # the first number of a named barrier of the kernels
 WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # (128,) numbers, one for each thread
 
 
 @gluon.constexpr_function
 def _barrier_asm(kind, num_threads):
+    """The PTX of `named_barrier`."""
     return f"bar.{kind} $1, {num_threads}; mov.b32 $0, $1;"
 
 
@@ -101,7 +102,10 @@ def semaphore_wait(semaphore, expected, FIRST: gl.constexpr):
 
 @gluon.jit
 def semaphore_acquire(semaphore, expected, FIRST: gl.constexpr):
-    """`semaphore_wait` by the CTA that releases this semaphore next, which tests check in a simulation."""
+    """`semaphore_wait` for the deterministic mode, in which this CTA releases the semaphore next.
+
+    It is a function of its own because the tests' simulation checks that a CTA adds only to tiles that it has acquired.
+    """
     semaphore_wait(semaphore, expected, FIRST)
 
 
@@ -142,6 +146,8 @@ def store_registers(ptr, x):
 @gluon.jit
 def _put_registers(INSTRUCTION: gl.constexpr, ptr, x):
     """Executes INSTRUCTION for the numbers of x (64, 64), four at a time, in the order that `add_registers` names."""
+    # Rows are (4 warps, 2 halves, 8 rows), columns (8 groups, 4 threads, 2 numbers). A thread of a warp holds the four
+    # numbers of both halves in a group, which become adjacent.
     x = x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([1024, 2, 2])
     left, right = gl.split(x)
     a, c = gl.split(left)

@@ -1,8 +1,8 @@
 """Patterns, as kernels read them: where the interval that each query, or each key, sees begins and ends.
 
-Owners are the queries in the forward, the keys in the backward. The others are the keys that these queries see, or the
-queries that see these keys. The others of an owner are an interval [first, end), which may be empty. From one owner to
-the next neither `first` nor `end` falls.
+*Owners* are the queries in the forward, the keys in the backward. The *others* are the keys that these queries see, or
+the queries that see these keys. The others of an owner are an interval [first, end), which may be empty. From one owner
+to the next neither `first` nor `end` falls.
 
 `Extent` is what a kernel is given of `lmsys.attention.bounds.Bounds`: pointers to `first` and `end`, each (B or 1,
 owners) int32, and `per_entry`, 1 if each batch entry has a row of its own, 0 if all share one. A dense kernel is given

@@ -128,7 +128,7 @@ def _samples(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _kept(key: tuple[Any, ...], *arguments: Any, **options: Any) -> Kernel:
-    """The kernel of this key. It is compiled, with `arguments` and `options` of `Kernel`, the first time."""
+    """The kernel of this key. The first time it is compiled, by `Kernel(*arguments, **options)`."""
     if key not in _kernels:
         _kernels[key] = Kernel(*arguments, **options)
     return _kernels[key]
@@ -171,7 +171,7 @@ class _Forward:
         self.kernel = _kept(
             key,
             forward.forward_kernel,
-            [half] * 4,
+            [half] * 4,  # q, k, v, o
             [q_block, k_block, k_block, q_block],
             [floats, ints, EXAMPLE_SCALE, *self.sizes, *extent],
             **forward_options(head_dim, causal, ragged, plan, bounded),
@@ -183,6 +183,7 @@ class _Forward:
         """Fills o (B, H, Q, D) and lse (B, H, Q), natural log."""
         stream = raw_stream(self.device)
         counter = _counter(q.device, stream).data_ptr() if self.dynamic else 0
+        # `DirectKernel.__call__` takes the grid, the stream, tensors to describe, and the other arguments.
         self.kernel(
             self.grid, stream, (q, k, v, o),
             (lse.data_ptr(), counter, scale * LOG2_E, *self.sizes, *extent),
@@ -193,7 +194,10 @@ def backward_options(
     head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan, bounded: bool,
     down: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The constants of `backward_kernel`. `down`: heads walk down; `bounded`: under a pattern."""
+    """The constants of `backward_kernel`. `down`: heads walk down; `bounded`: under a pattern.
+
+    SPREAD (see `backward_kernel`) gains speed only where the last key tile is not full.
+    """
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
@@ -247,6 +251,8 @@ class _Backward:
         # tile holds fewer than TILE_K keys, all CTAs add, and so need zeros (STORES in `walk_over`).
         if deterministic and not bounded and (causal or keys >= TILE_K):
             num_cleared = 0
+        # For each tile of queries one that gives additions their order; or for each key head one that counts the CTAs
+        # that have zeroed their share.
         self.num_semaphores = num_heads * num_tiles if deterministic else kv_num_heads
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, ahead
         self.preprocess_sizes = (
@@ -269,6 +275,7 @@ class _Backward:
         plan: BackwardPlan, down: bool,
     ) -> tuple[Kernel, Kernel, Kernel]:  # fmt: skip
         """The kernels (preprocess, main, postprocess), compiled for arguments like these."""
+        # The lists below have examples of arguments, in the order of the kernels' signatures.
         half, floats, ints, longs = _samples(q)
         ragged = not causal and keys % TILE_K != 0
         same = self.device, q.dtype, head_dim
@@ -286,10 +293,11 @@ class _Backward:
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
         extent = [ints, ints, EXAMPLE_INTEGER, ints] if bounded else []
+        # `l2_mib` decides only `at_once`, an argument: plans that differ in it alone share a binary.
         main = _kept(
             ("backward", *same, causal, bounded, ragged, deterministic, group > 1, down, replace(plan, l2_mib=0)),
             backward.backward_kernel,
-            [half, half, half, half, floats, floats, half, half],
+            [half, half, half, half, floats, floats, half, half],  # q, k, v, do, lse2, delta, dk, dv
             [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],
             [floats, longs, ints, EXAMPLE_SCALE, *self.sizes, *extent],
             **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan, bounded, down),
@@ -304,6 +312,7 @@ class _Backward:
     ) -> None:  # fmt: skip
         """Fills dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
         stream = raw_stream(self.device)
+        # dq32: dq in float32, without sm_scale; lse2: the log-sum-exp in base 2; delta: row sums of o * do.
         space = torch.empty(self.floats, dtype=torch.float32, device=q.device)
         dq32, lse2, delta, rest = space.split_with_sizes(
             (self.num_dq, self.num_rows, self.num_rows, self.floats - self.num_dq - 2 * self.num_rows)

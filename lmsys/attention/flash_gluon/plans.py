@@ -1,26 +1,30 @@
 """The settings (plans) of the kernels, by head dimension, mask and length, and why each won.
 
-`launch.py` asks `forward_plan` and `backward_plan` for the plan of a shape. To change one, edit FORWARD or BACKWARD.
+`launch.py` asks `forward_plan` and `backward_plan` for the plan of a shape. To change one, edit FORWARD or BACKWARD, or
+for a pattern SHORT_SPAN and SHORT_SPAN_PLAN.
 `python -m pytest dev/bench_plans.py --benchmark-only --axis plan=candidates` times every candidate again, beside SDPA
 cuDNN.
 
 How to read the lists: "64 causal" is head dimension 64 under a causal mask, "full" is without a mask, "16k" is 16,384
 keys. A percentage is the change of speed that a setting makes in an otherwise equal plan. Figures are of one H200,
-bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes are commits with the alternative.
+bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes are commits with the alternative. A CTA
+is a program of a kernel, an SM a multiprocessor. The *preprocess* and the *postprocess* are the kernels that run before
+and after the backward: preprocess.py has both.
 
 - `consumers`: two at head_dim 128, where no registers are left for a third. At 64 a third gains 1 to 4 % from 2k keys
   on and 8 to 9 % at 16k: tiles of queries have 192 rows then, and each key tile is read less often. At 1k a third
   costs 5 to 9 %.
-- `named`, release by named barriers, gains 1 to 5 % with two consumers, since an mbarrier's arrive costs 128 threads a
-  BAR.SYNC; at 128 causal and 1k it costs 3 %. Three consumers wait for one another there, and lose up to 5 %.
+- `named`, release by named barriers, gains 1 to 5 % with two consumers: before it arrives at an mbarrier, Triton has
+  the 128 threads of a consumer wait for each other (BAR.SYNC). At 128 causal and 1k it costs 3 %. Three consumers wait
+  for one another at named barriers, and lose up to 5 %.
 - `ping_pong` gains up to 4 % with three consumers. With two it costs up to 4 %, except in some shapes at 1k. In full
   attention at head_dim 128, and at 16k, the difference is noise.
 - `dynamic`, a counter that deals out tiles: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 %
   at 64 full and 1k. In full attention at 128 the counter costs 1 %. At 64 full and 512 keys a static order costs 2 %,
   but with one sequence alone, in a graph, it is 1.26 times as fast as cuDNN, and the counter 0.97 times.
-- `l2_mib`, heads grouped for the L2 cache: in a causal backward 10 % at 64 and 1k in the prototype; groups of 5 to 22
-  MiB are within 3 % from 1k on. At 64, 5 MiB gains 5 % over 11 at 256 keys and 2 % at 512. Full attention goes head by
-  head.
+- `l2_mib`, heads grouped for the L2 cache: in a causal backward it gained 10 % at 64 and 1k in a prototype of the
+  kernels, before these figures were taken; groups of 5 to 22 MiB are within 3 % from 1k on. At 64, 5 MiB gains 5 % over
+  11 at 256 keys and 2 % at 512. Full attention goes head by head.
 - `ctas` 2 with `tile_k` 64, two CTAs on an SM: at head_dim 64 from 256 to 512 keys, and to 1,024 if causal. One CTA
   computes while the other waits for its first keys or stores its last rows. The best such plan gains over the best with
   tiles of 128, by ratio to cuDNN: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % at 256,
@@ -29,30 +33,31 @@ bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes a
   patterns two CTAs with such tiles win at head_dim 64: 26 to 31 % with documents and short windows, 5 % with a window
   of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 % where a
   query sees 512 keys at most. Longer spans have not been timed.
-- `chained`, a start under the kernel before (programmatic dependent launch), at head_dim 64: 5 % at 128 keys, noise
-  from 256 on.
+- `chained`, a start while the kernel before it in the stream ends (programmatic dependent launch), at head_dim 64: 5 %
+  at 128 keys, noise from 256 on.
 - `prefetch`, the log-sum-exp loaded a step ahead, gains 2 to 8 % at 128; at 64 it costs 1 to 3 %.
 - `wide`, `late_dv` and `by_query` together gain 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each
   of the three alone, and what else was tried.
 - `fma_exp` gains 2 to 4 % at 64 full; at 128 it is noise.
-- `peeled`: 64 causal gains by the last four fields only where tiles that need a mask have a loop of their own: 4 % at
-  1k, 7 % at 4k, 10 % at 16k, 7 to 11 % with grouped heads, in a fixed order and with a length that is not whole tiles.
-  At 128 such a loop spills registers.
-- Grouped heads, lengths that are not whole tiles, float16 and the fixed order of additions take the plan of plain
-  attention. A pattern takes that of causal attention, in one loop. Compared with plans without `wide`, `late_dv` and
-  `by_query`, at 4k and 16k, this gains 2 to 3 % under patterns at 128 and 4 to 6 % at 64; at 128 6 to 8 % with grouped
-  heads and 1 % at most in a fixed order; at 64 full 10 % in a fixed order, 9 % with a length that is not whole tiles.
-  The others have not been timed.
+- `peeled`: 64 causal gains by `wide`, `late_dv`, `by_query` and `fma_exp` only where tiles that need a mask have a loop
+  of their own: 4 % at 1k, 7 % at 4k, 10 % at 16k, 7 to 11 % with grouped heads, in a fixed order and with a length that
+  is not whole tiles. At 128 such a loop spills registers.
+- In the backward, grouped heads, lengths that are not whole tiles, float16 and the fixed order of additions take the
+  plan of plain attention. A pattern takes that of causal attention, without the loop of `peeled`. Compared with plans
+  without `wide`, `late_dv` and `by_query`, at 4k and 16k, this gains 2 to 3 % under patterns at 128 and 4 to 6 % at 64;
+  at 128 6 to 8 % with grouped heads and 1 % at most in a fixed order; at 64 full 10 % in a fixed order, 9 % with a
+  length that is not whole tiles. The others have not been timed.
 
 Choices that hold in every plan, and alternatives that lost:
 
-- Zeros of dq are written a round earlier (a round: the CTAs that the GPU runs at once), so that additions find them in
-  the L2 cache, if a CTA's share is small and heads go in groups. Compared with 44415a2, where the kernel before writes
-  them all, this gains 4 to 5 % at 128, but for full attention from 4k on, 2 to 3 % at 64 and 1k, and changes less than
-  2 % elsewhere. Two rounds earlier it gains 1 % less. After a CTA's last loads rather than its first it gains no more.
-  With such zeros it gains nothing that the key tiles of a head begin at evenly spread tiles of queries, but for 4 to
-  5 % at 64 where the last key tile is not full.
-- Lost: dq rounded by CTAs a round later, through shared memory and TMA, in place of the kernel after. The main kernel
+- The backward's own CTAs write the zeros of dq, if a CTA's share is small and heads go in groups: each writes those for
+  CTAs that run a round later (a round: the CTAs that the GPU runs at once), so that additions find them in the L2
+  cache. Compared with 44415a2, where the preprocess writes all zeros, this gains 4 to 5 % at 128, except in full
+  attention from 4k on, 2 to 3 % at 64 and 1k, and changes less than 2 % elsewhere. Zeros for two rounds later gain 1 %
+  less. Zeros after a CTA's last loads rather than its first gain no more.
+- Evenly spread starts: the key tiles of a head begin at different tiles of queries. With the zeros above this gains
+  nothing, except 4 to 5 % at 64 where the last key tile is not full.
+- Lost: dq rounded by CTAs a round later, through shared memory and TMA, in place of the postprocess. The main kernel
   became slower by as much as this saves (1.003 times as fast as 44415a2 in geometric mean, the zeros alone 1.015).
 - dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in
   every step, it is 3 to 11 % slower, in all 12 shapes (e0dee24).
@@ -65,12 +70,12 @@ Choices that hold in every plan, and alternatives that lost:
   Heads alternate, up to 8 MiB of them, in full attention 16. This has 0.86 to 1.07 of the default's speed on one H100;
   a ring of key tiles that began evenly spread had 0.84 to 1.00. Consumers that count and wait themselves, the longest
   key tile first, had 0.60 to 0.74 (f899023).
-- Grouped causal heads of up to 32 key tiles walk down, so that the key tiles of a head come to a tile of queries
-  together: 1.00 to 1.39 times as fast on one H100. With 64 key tiles that costs 2 %, with 128 of them 8 %. In fewer
-  than four waves of CTAs all heads are worked on together, as in other causal backwards; that has not been timed at
-  4,096 keys.
+- Grouped causal heads of up to 32 key tiles walk down: each key tile begins at the last tile of queries, and takes it
+  for all query heads of the group before the one below it. So the key tiles of a head come to a tile together: 1.00 to
+  1.39 times as fast on one H100. With 64 key tiles that costs 2 %, with 128 of them 8 %. In fewer than four waves of
+  CTAs all heads are worked on together, as in other causal backwards; that has not been timed at 4,096 keys.
 - Lost: float32 dq in memory that is used again and again, in the L2 cache, and is rounded by the main kernel in place
-  of one kernel before and one after (122 us in every shape). 20 to 70 % slower at 1k, as its waits add 7 to 18 us to
+  of the preprocess and the postprocess (122 us in every shape). 20 to 70 % slower at 1k, as its waits add 7 to 18 us to
   the 16 of a CTA; 1 to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile it is slower still,
   as that spills registers (f56e3f0 and d363d9b; by the last CTA aab98e2).
 - Lost: the first Q Kᵀ of a tile begun while the one before it is stored. 2 to 5 % slower (f56e3f0, beside aab98e2).
@@ -93,10 +98,12 @@ class ForwardPlan:
     consumers: int  # warp groups that compute, 64 queries each
     stages: int  # places in the ring, each for a tile of keys and one of values
     ping_pong: bool  # consumers take turns at the tensor cores, so that one's softmax runs under another's matmul
-    named: bool  # stages are released through a named barrier: an mbarrier costs 128 threads a BAR.SYNC
+    named: bool  # consumers release stages at named barriers, not at mbarriers
     dynamic: bool  # the next tile comes from a counter, not from the CTA's number
     l2_mib: int  # MiB that the keys and values of heads worked on together may take; 0: one head after another
-    tile_k: int = 128  # keys of a tile, a multiple of 64: a causal consumer masks only the first tile that it visits
+    # Keys of a tile. It must be a multiple of 64, a consumer's queries: only then does a causal consumer mask just the
+    # first tile that it visits.
+    tile_k: int = 128
     ctas: int = 1  # on an SM at a time. With 2, of half the registers, a step's scores begin after P V
     chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
 
@@ -116,10 +123,13 @@ class BackwardPlan:
 
 ANY = 2**31  # keys: more than any case has
 
+# Positional arguments below are, in this order:
+#   ForwardPlan   consumers, stages, ping_pong, named, dynamic, l2_mib
+#   BackwardPlan  prefetch, l2_mib
 # The plan of most short sequences at head_dim 64: two CTAs with tiles of 64 keys.
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
-# By head_dim: a pattern whose queries see at most SHORT_SPAN keys each has the plan SHORT_SPAN_PLAN.
+# By head_dim: in the forward, a pattern whose queries see at most SHORT_SPAN keys each has the plan SHORT_SPAN_PLAN.
 SHORT_SPAN = {64: 2560, 128: 512}
 SHORT_SPAN_PLAN = {
     64: replace(SHORT_64, ping_pong=True, named=True, l2_mib=32, chained=False),
@@ -167,20 +177,23 @@ BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
 
 
 def forward_plan(head_dim: int, causal: bool, keys: int, span: int | None = None) -> ForwardPlan:
-    """The plan for `keys`. `span`: the most keys that a query sees under a pattern, None without a pattern."""
+    """The plan for so many keys. `span`: the most keys that a query sees under a pattern, None without a pattern.
+
+    Under a pattern `causal` is True.
+    """
     if span is not None and span <= SHORT_SPAN[head_dim]:
         return SHORT_SPAN_PLAN[head_dim]
     return next(plan for longest, plan in FORWARD[head_dim, causal] if keys <= longest)
 
 
 def bounded_plans(head_dim: int) -> list[ForwardPlan]:
-    """The forward plans that a pattern may have."""
+    """The forward plans that a pattern may have, which the self-test and the tests run under one."""
     others = [plan for longest, plan in FORWARD[head_dim, True] if longest > SHORT_SPAN[head_dim]]
     return [SHORT_SPAN_PLAN[head_dim], *others]
 
 
 def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
-    """The plan for `keys`."""
+    """The plan for so many keys. Under a pattern `causal` is True."""
     return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
 
 

@@ -40,7 +40,7 @@ def preprocess_kernel(
     the bits of sm_scale. The strides of o and do are in units of 8 numbers. Programs take the last tiles first, so that
     at the end the L2 cache holds the heads that `backward_kernel` begins with.
     """
-    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_launch_dependents()  # `backward_kernel` may begin; it waits by gdc_wait before it reads
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
     cols = tl.arange(0, D)
     inside = rows < Q
@@ -51,7 +51,7 @@ def preprocess_kernel(
     do = tl.load(do_ptr + do_rows[:, None] + cols[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     # Rows past the end get a log-sum-exp of inf, which makes their P zero.
     lse = tl.load(lse_ptr + bh.to(tl.int64) * Q + rows, mask=inside, other=float("inf"))
-    if BOUNDED:  # so do queries that see nothing
+    if BOUNDED:  # a pattern is given: queries that see nothing get that, too
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
     padded = bh * Q_PADDED + rows
     tl.store(lse2_ptr + padded, lse * 1.4426950408889634)
@@ -85,6 +85,8 @@ def postprocess_kernel(
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
     flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))
+    # Undoes the order of `hopper._put_registers`: (tiles of 64 columns, 8 groups, 4 warps, 8 rows, 4 threads, 2 halves,
+    # 2 numbers) become rows (warps, halves, rows) and columns (tiles, groups, threads, numbers).
     dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)
