@@ -24,8 +24,8 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
-    name = parser.parse_args(sys.argv[1:2]).command
-    del sys.argv[1:2]
+    name = parser.parse_args(sys.argv[1:2]).command  # None: `lmsys` alone
+    del sys.argv[1:2]  # the command parses the remaining words itself
     try:
         runpy.run_module(COMMANDS[name].module if name else "lmsys.here", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:

@@ -115,7 +115,7 @@ def _attend_rows(
         if pattern.softcap is not None:
             scores.div_(pattern.softcap).tanh_().mul_(pattern.softcap)
         if (added := pattern.added(rows, columns, scores.dtype)) is not None:
-            _by_head(scores, added).add_(added)
+            _by_head(scores, added).add_(added)  # changes `scores`, of which this is a view
         if masked:
             scores = _hide(scores, bounds.visible(rows, columns))
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
@@ -225,13 +225,14 @@ def flash_backward(
             dq[:, :, rows] += _dot(ds, k_tile).unflatten(1, (q.shape[1], -1))
             if dbias is not None:
                 part = tile_of(dbias, rows, columns)
-                part += _by_head(dbias_of_tile[0], added).sum_to_size(part.shape)
+                part += _by_head(dbias_of_tile[0], added).sum_to_size(part.shape)  # `part` is a view of dbias
         dk[:, columns] = dk_tile
         dv[:, columns] = dv_tile
     grads = [x.reshape(shape) for x, shape in zip((dq.to(q.dtype), dk, dv), shapes, strict=True)]
     return *grads, *([] if dbias is None or pattern.bias is None else [dbias.to(pattern.bias.dtype)])
 
 
+# `backward_here` reads it when it is called: a test may put another in its place.
 compiled_flash_backward = partial(flash_backward, tile_weights=_tile_weights_compiled)
 
 
@@ -244,6 +245,7 @@ FlashTorch, flash_torch = custom_ops.flash("flash_torch", "FlashTorch", flash_fo
 
 
 def flash_torch_supports(case: contract.AttentionCase) -> str | None:
+    """None, or why the row cannot run `case`: `table.py` names this function."""
     compiles = case.device == "cuda" and case.grad
     return contract.why_not_plain(case, *INTERVALS, "bias", "alibi", "sinks", "return_lse") or (
         compiled.why_no_compiler(case.device) if compiles else None

@@ -67,7 +67,10 @@ def _padded(queries: int) -> int:
 
 
 class _Launch:
-    """A kernel with a tile, and what all calls of one case share. The arguments are those of `_run`."""
+    """A kernel with a tile, and what all calls of one case share: its grid, its sizes and its binary.
+
+    The arguments are those of `_run`; `precision` is that of `dot_precision`.
+    """
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class _Launch:
                 [described(x, blocks[by], by_tma(q.device)) for x, by in zip(tensors, tiled_by, strict=True)],
                 [*others, *self.sizes, *extent],
                 **({} if extent else {name: None for name in EXTENT if name in function.arg_names}),
+                # The kernels of AGAIN set these two themselves.
                 **({} if name == "fwd" or clean else {"CLEAN": False, "ahead": None}),
                 BLOCK_Q=tile.block_q,
                 BLOCK_K=tile.block_k,
@@ -114,6 +118,7 @@ class _Launch:
         self.kernel = _kernels[key]
 
     def __call__(self, tensors: tuple[Tensor, ...], others: tuple[Any, ...], extent: Extent) -> None:
+        """Launches the kernel on the current stream."""
         self.kernel(self.grid, stream_of(tensors[0]), tensors, (*others, *self.sizes, *extent))
 
 
@@ -124,11 +129,16 @@ def _length_class(length: int) -> int:
 
 def _form(extent: Extent, names: tuple[str, ...] = EXTENT) -> tuple[str, ...]:
     """The names of the arguments in `extent` that are not None: kernels are compiled for each such set of them."""
+    # () where `extent` is empty. `strict=False`: only `_dq_kernel` has the last name.
     return extent and tuple(name for name, x in zip(names, extent, strict=False) if x is not None)
 
 
 def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | None) -> Extent:
-    """The values for EXTENT. `bounds`: intervals of keys or of queries; None where `causal` says it all."""
+    """The values for EXTENT.
+
+    `bounds`: intervals of keys or of queries; None where `causal` says it all. `dlse`: for `_dq_kernel` alone the
+    gradient of the log-sum-exp, or None.
+    """
     interval: Extent = (
         (None, None, None)
         if bounds is None
@@ -152,8 +162,9 @@ def _run(
     extent: Extent = (),
     clean: bool = False,
 ) -> None:
-    """Launches a kernel on `tensors` to describe, the first of them q and k, and `others`: pointers, then the scale.
+    """Launches the kernel `name` of KERNELS.
 
+    `tensors`: those that the kernel gets as descriptors, q and k first. `others`: pointers, then the scale.
     `extent`: see EXTENT; () where there is no pattern. With intervals in it `causal` is False, as they say it all.
     `clean`: the launch computes again those tiles of an earlier launch whose flag in `spoilt` is set.
     """
@@ -196,6 +207,7 @@ def _tuned(
     """
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     tile_d = block_d(head_dim)
+    # Tile(block_q, block_k, num_warps, num_stages).
     tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, q.dtype, tile_d, precision, by_tma(q.device))
     owners_class = min(256, triton.next_power_of_2(batch * (kv_heads if name == "dkdv" else heads)))
     shape = tile_d, causal, _length_class(queries), _length_class(keys), owners_class
@@ -248,6 +260,7 @@ def _backward(
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
+        # The values of `clean`, the flags of `spoilt_ptr`, the intervals, and two values for EXTENT.
         launches, spoilt, bounds, of_queries, of_keys = (False,), None, None, (), ()
         if pattern is not None:
             bounds = pattern.bounds(q.shape[2], k.shape[2], q.device) if pattern.bounded else None
@@ -255,7 +268,7 @@ def _backward(
             of_queries = _extent(pattern, bounds, q, None if dlse is None else dlse.contiguous())
             of_keys = _extent(pattern, bounds and bounds.of_keys, q)
         if bounds is not None:
-            launches = False, True
+            launches = False, True  # the second launch computes again what NaN has spoilt
             # An upper bound: there are never more flags than rows. They are not cleared between the two kernels, so
             # dkdv also computes tiles again whose flags only dq has set, which costs a little time.
             spoilt = q.new_zeros(max(x.shape[:-1].numel() for x in (q, k)), dtype=torch.bool)
@@ -277,6 +290,7 @@ FlashTritonTorchBackward, flash_triton_torch_bwd = custom_ops.flash(
 
 
 def flash_triton_supports(case: contract.AttentionCase) -> str | None:
+    """None, or why the row cannot run `case`: `table.py` names this function."""
     if reason := contract.why_not_plain(case, *INTERVALS, "alibi", "sinks", "return_lse"):
         return reason
     if case.head_dim > 256:

@@ -52,6 +52,7 @@ MOST_ROWS = 64  # the most rows of a tile of queries: its heads times its querie
 MOST_WAVES = 8  # the most waves of programs that `parts_of` considers
 FULL = 0.9  # where this share of the GPU's places for programs is used, over all waves, it counts as full
 BEYOND = {"documents", "prefix", "alibi"}  # options that `decode` does not know
+# Arguments on whose values Triton must not specialise: one binary serves all lengths and addresses.
 UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr", "offset_ptr"]
 UNSPECIALISED += ["q_desc", "k_desc", "v_desc", "o_desc"]
 
@@ -198,7 +199,7 @@ def plan_of(
     """The plan for `owners` = B · Hkv groups of `group` heads, whose queries see `keys` keys of `tile_d` columns.
 
     `gpu`: its multiprocessors, and the bytes of shared memory that a program may have. Tiles of float32 are smaller,
-    since it is multiplied in registers.
+    since float32 is multiplied in registers.
     """
     wide = dtype == torch.float32
     tile_queries = triton.next_power_of_2(queries)
@@ -215,7 +216,7 @@ def plan_of(
     parts = parts_of(owners * num_tiles, keys // block_k, processors * programs)
     many = not roomy and heads * tile_queries * tile_d > MOST_ROWS * 64  # without TMA four warps would spill
     warps, stages = 8 if wide or many else 4, 2 if wide and not roomy else 3
-    return Plan(heads, tile_queries, num_tiles, block_k, parts, warps, stages)
+    return Plan(heads, tile_queries, num_tiles, block_k, parts, num_warps=warps, num_stages=stages)
 
 
 def parts_of(owners: int, most: int, places: int) -> int:
@@ -292,6 +293,7 @@ def decode(
     else:
         part_o = torch.empty(lse.numel(), parts, tile_d, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(lse.numel(), parts, dtype=torch.float32, device=q.device)
+    # The arguments of `_split_keys_kernel`, in the order of its signature: H_KV and all after it, and those before.
     sizes = kv_heads, group, queries, keys, parts, plan.num_tiles, first, end
     softcap = None if pattern.softcap is None else float(pattern.softcap)
     offset = pattern.offset if isinstance(pattern.offset, Tensor) else None

@@ -21,6 +21,9 @@ The forward does so at once, in its loop over `again`. In the backward this woul
 need. There the first launch sets flags in `spoilt_ptr`, one for TOGETHER tiles. A second launch, of `_dq_again_kernel`
 or `_dkdv_again_kernel`, has a program for each flag, and computes the flag's tiles again if it is set, as is rare.
 
+Arguments with `_desc` are descriptors (TMA). Where tiles move without TMA they are a `Strided` of
+`lmsys/kernels/launch.py`, an address with strides, or for a vector the address alone.
+
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
 
@@ -33,8 +36,8 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)  # heads whose tiles are computed side by side: see `_owned_tile`
 TOGETHER = tl.constexpr(32)  # tiles that share a flag in `spoilt_ptr`
-TENSORS = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse2", "delta"]
-# One binary for all lengths and addresses.
+TENSORS = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse2", "delta"]  # arguments named `q_desc` and so on
+# Arguments on whose values Triton must not specialise: one binary serves all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
 UNSPECIALISED += ["spoilt_ptr", "first_ptr", "end_ptr", "bounds_stride", *(f"{x}_desc" for x in TENSORS)]
 UNSPECIALISED += ["slopes_ptr", "position_ptr", "dlse_ptr"]

@@ -90,7 +90,7 @@ class _FiniteInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        dq, dk, dv, dbias, dsinks, spoilt = grads
+        dq, dk, dv, dbias, dsinks, spoilt = grads  # the gradient of `spoilt` comes from `_SpoiltResult`
         bad_q = spoilt > 0
         key_first, key_end, mask = ctx.saved_tensors
         seen = _any_seen(bad_q, key_first, key_end, None if mask is None else mask.mT)  # of keys: (B, H, K)
@@ -141,7 +141,10 @@ def _filled(x: Tensor, bad: Tensor, value: float) -> Tensor:
 
 
 def _any_for(bad: Tensor, x: Tensor) -> Tensor:
-    """True for an element of x that broadcasts to one of `bad`, which has as many dimensions."""
+    """True for each element of x that broadcasts to a True one of `bad`, which has as many dimensions.
+
+    The result has x's shape, but 1 where `bad` has 1.
+    """
     return bad.int().sum_to_size([min(pair) for pair in zip(bad.shape, x.shape, strict=True)]) > 0
 
 

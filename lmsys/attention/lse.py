@@ -15,7 +15,7 @@ from torch import Tensor
 from lmsys.attention.pattern import Pattern
 from lmsys.autograd import no_forward_mode, once_differentiable
 
-NEEDS = {"return_lse", "sinks", "bias"}  # options for which a flash row is called by `attend_with_lse`
+NEEDS = {"return_lse", "sinks", "bias"}  # options under which a flash row is called by `attend_with_lse`
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,6 +66,7 @@ class WithLse(torch.autograd.Function):
             no_value = o.new_zeros(1).expand_as(o)
             logit = sinks.unsqueeze(-1).to(lse.dtype).expand_as(lse)
             o, lse = merge(o, lse, no_value, logit)
+        # The pattern is kept without its bias, which `save_for_backward` keeps.
         ctx.scale, ctx.pattern = scale, replace(pattern, bias=None)
         ctx.save_for_backward(q, k, v, o, lse, bias, sinks)
         return o, lse
@@ -84,6 +85,7 @@ class WithLse(torch.autograd.Function):
             p = torch.exp(sinks.unsqueeze(-1) - lse)
             delta = (o.to(lse.dtype) * do).sum(dim=-1)
             dsinks = (p * (dlse - delta)).sum(dim=-1).sum_to_size(sinks.shape).to(sinks.dtype)
+        # In the order of the arguments of `forward`.
         return None, dq, dk, dv, dbias[0] if dbias else None, dsinks, None, None
 
 

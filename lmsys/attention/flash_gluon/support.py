@@ -1,5 +1,4 @@
-"""The cases that the row `flash_gluon` runs. This file is apart from the kernels, which other Triton versions
-cannot import.
+"""The cases that the row `flash_gluon` runs, apart from the kernels: not every Triton version can import those.
 
 `table.py` names `flash_gluon_supports`. On a Triton version that the GPU tests have not passed on, the row is tried
 once, by `selftest.py`, before it is used.
