@@ -91,10 +91,11 @@ def ratio_by_group(
     x          the result to judge
     reference  the same tensor in float64
     plain      the same tensor by plain PyTorch: its error, when it is rounded to `dtype`, makes the budget
-    groups  a number for each row; 0 for ordinary rows
-    rows    numbers of the rows of `reference`, `plain` and `groups` that x holds; None: all. The budget of an extreme
-            group is that of all its rows: in a single one, plain PyTorch may round well or badly by chance
-    times   how many times plain PyTorch's error, in root mean square, is allowed; `lmsys.testing.SPOT_TIMES` for parts
+    groups     a number for each row; 0 for ordinary rows
+    rows       numbers of the rows of `reference`, `plain` and `groups` that x holds; None: all. The budget of an
+               extreme group is that of all its rows: in a single row, plain PyTorch may round well or badly by chance
+    times      how many times plain PyTorch's error, in root mean square, is allowed; SPOT_TIMES of `lmsys.testing` for
+               parts
     """
     groups = groups.to(x.device)
     judged = torch.arange(len(groups), device=x.device) if rows is None else torch.tensor(rows, device=x.device)
@@ -266,7 +267,10 @@ class ModelCase(Case):
 
     @property
     def keeps(self) -> str:
-        """The part of an id that names checkpointing and the residual stream; empty for the defaults."""
+        """The part of an id that names checkpointing and the residual stream; empty for the defaults.
+
+        It has the first letters of levels, such as "-Ca12m22" for "attention*12,matmuls*22".
+        """
         runs = [run.partition("*") for run in self.checkpoint.split(",")]
         levels = (
             self.checkpoint

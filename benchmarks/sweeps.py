@@ -414,10 +414,12 @@ ANATOMY_FULL = ANATOMY.but(size=("small", "medium", "xl"), context=(512, 1024))
 SWEEPS = {
     "smoke": {
         "cpu": Sweep(
-            seconds_per_row=0.02, grids={"attention": smoke(64, 137, 32, 1, compiled_dtype="float32"), **SMOKE}
+            seconds_per_row=0.02,
+            grids={"attention": smoke(length=64, odd=137, head_dim=32, batch=1, compiled_dtype="float32"), **SMOKE},
         ),
         "cuda": Sweep(
-            seconds_per_row=0.05, grids={"attention": smoke(512, 545, 64, 2, compiled_dtype="bfloat16"), **SMOKE}
+            seconds_per_row=0.05,
+            grids={"attention": smoke(length=512, odd=545, head_dim=64, batch=2, compiled_dtype="bfloat16"), **SMOKE},
         ),
     },
     "default": {

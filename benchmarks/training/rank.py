@@ -56,7 +56,7 @@ class TrainingCase(TrainedCase):
     @property
     def axes(self) -> Record:
         return {
-            # Checkpoint and residual are always the defaults.
+            # Checkpoint and residual are always the defaults, and `row` and `impl` tell the bucket size.
             **{
                 name: value
                 for name, value in super().axes.items()
@@ -101,7 +101,7 @@ class TrainingCase(TrainedCase):
     def steps(self) -> int:
         """Steps of an epoch. ValueError where its tokens do not fill one."""
         tokens = self.global_batch * self.context
-        values.hold(  # of (condition, message) pairs: the first false condition raises its message
+        values.hold(  # takes (condition, message) pairs: ValueError with the message of the first false condition
             (
                 self.train_tokens >= tokens,
                 f"--train-tokens {self.train_tokens}: must be at least {tokens}, which one step takes"
@@ -268,7 +268,7 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
     with torch.random.fork_rng():  # a trainer seeds torch, and this rank runs other cases next
         return loop.Trainer(
             config,
-            data.TokenFiles(tokens[:1]),
+            data.TokenFiles(tokens[:1]),  # to train on; the other is held out
             data.fixed_windows(data.TokenFiles(tokens[1:]), case.context, case.windows),
             group.device(),
             group=ranks.subgroup(case.world_size),

@@ -116,7 +116,7 @@ def attention(
     row, isolates = row_of(impl, contract.case_of(q4, k4, v4, pattern, scale=scale))
     if q4.numel() == 0 or k4.numel() == 0:
         row, options = table.ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
-    elif pattern.bounded and not isolates:
+    elif pattern.bounded and not isolates:  # options hide keys, and the row lets NaN in them through
         row, options = partial(hidden.kept_apart, row), {"pattern": pattern}
     else:
         options = contract.keywords_of(row, pattern)

@@ -279,7 +279,7 @@ class _Backward:
         half, floats, ints, longs = _samples(q)
         ragged = not causal and keys % TILE_K != 0
         same = self.device, q.dtype, head_dim
-        preprocess = _kept(
+        preprocess = _kept(  # [], []: this kernel and the postprocess get no descriptors
             ("preprocess", *same, bounded), preprocess_kernel, [], [],
             [half, half, floats, floats, floats, floats, ints, longs, EXAMPLE_SCALE, *self.preprocess_sizes,
              *[EXAMPLE_INTEGER] * 6],

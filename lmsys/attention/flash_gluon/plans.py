@@ -72,8 +72,8 @@ Choices that hold in every plan, and alternatives that lost:
   key tile first, had 0.60 to 0.74 (f899023).
 - Grouped causal heads of up to 32 key tiles walk down: each key tile begins at the last tile of queries, and takes it
   for all query heads of the group before the one below it. So the key tiles of a head come to a tile together: 1.00 to
-  1.39 times as fast on one H100. With 64 key tiles that costs 2 %, with 128 of them 8 %. In fewer than four waves of
-  CTAs all heads are worked on together, as in other causal backwards; that has not been timed at 4,096 keys.
+  1.39 times as fast on one H100. With 64 key tiles walking down costs 2 %, with 128 of them 8 %. In fewer than four
+  waves of CTAs all heads are worked on together, as in other causal backwards; this has not been timed at 4,096 keys.
 - Lost: float32 dq in memory that is used again and again, in the L2 cache, and is rounded by the main kernel in place
   of the preprocess and the postprocess (122 us in every shape). 20 to 70 % slower at 1k, as its waits add 7 to 18 us to
   the 16 of a CTA; 1 to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile it is slower still,
