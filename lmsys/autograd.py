@@ -13,6 +13,8 @@ import torch
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd Function without second derivatives: RuntimeError with create_graph=True.
 
+    Under create_graph=True torch runs a backward with gradients enabled, by which the decorated function notices it.
+
     torch's decorator of this name raises only when a second backward reaches its own node. `torch.autograd.grad` of
     other inputs never visits that node, and silently counts its derivatives as zero.
     """
@@ -20,6 +22,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # torch names the class of ctx after the Function, with "Backward" behind the name.
             raise RuntimeError(
                 f"{type(ctx).__name__.removesuffix('Backward').lstrip('_')} is differentiable once: its backward cannot"
                 " be run with create_graph=True"

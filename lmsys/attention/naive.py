@@ -1,7 +1,8 @@
 """Attention as it is written on paper: the row `naive`, and the reference for all others.
 
 `lmsys/testing.py` compares results with `naive` in float64, and allows about the error of `naive` in low precision.
-`naive_compiled` is a row of its own. `log_sum_exp` and `with_sinks` also serve other rows.
+`naive_compiled` is a row of its own. `log_sum_exp` and `with_sinks` also serve other rows. `contract.for_scores` makes
+float16 operands of scores float32, and `contract.repeat_heads` repeats key/value heads for each query head.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
@@ -80,7 +81,7 @@ def naive(
     computed on its own.
     """
     pattern = pattern or PLAIN[causal]
-    with part("scores"):
+    with part("scores"):  # names a part of the call for profilers
         scores, blind = masked_scores(q, k, pattern, scale, first_query)
     with part("softmax"):
         weights = torch.softmax(with_sinks(scores, pattern), dim=-1).to(v.dtype)
@@ -99,4 +100,5 @@ def naive_compiled(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sca
 
 
 def naive_compiled_supports(case: contract.AttentionCase) -> str | None:
+    """None, or why `naive_compiled` cannot run the case."""
     return contract.why_not_plain(case) or compiled.why_no_compiler(case.device)

@@ -19,8 +19,9 @@ from lmsys.attention.bounds import Bounds, intervals_of
 from lmsys.attention.documents import FARTHEST, Documents, check_integers, kept_on_documents
 
 NO_CAP = 2.0**40  # a softcap of this size or more changes scores below 2**28 by less than float32 can represent
-TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"  # forms of two options that few rows know
-# Options under which a query still sees one interval of keys. (A softcap hides nothing.)
+# Names in `AttentionCase.options` of two forms that few rows know: a pair as `window`, and a tensor as `offset`.
+TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"
+# Options under which a query still sees one interval of keys: flash rows know them all. (A softcap hides nothing.)
 INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
 OPTIONS = (  # fields of `Pattern` beside `causal`, parameters of `attention`
     "window",
@@ -77,7 +78,7 @@ class Pattern:
             if isinstance(x := getattr(self, name), Tensor):
                 setattr(self, name, x.contiguous())  # kernels read them by address
         given = {name: x for name in OPTIONS if (x := getattr(self, name)) is not None}
-        self.options = {name: x for name, x in given.items() if not isinstance(x, int) or x}
+        self.options = {name: x for name, x in given.items() if not isinstance(x, int) or x}  # 0 and False: not given
 
     @property
     def hides(self) -> bool:
@@ -184,16 +185,22 @@ class Pattern:
         return replace(self, documents=documents, **tensors)
 
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
-        """This pattern without options that hide nothing, such as a window as long as the sequence."""
+        """This pattern without options that hide nothing, such as a window as long as the sequence.
+
+        It is returned as it is if its offset is a tensor, if its documents have keys of their own, or with ALiBi.
+        """
         # Documents with keys of their own have other positions than the numbers compared below.
         others = self.documents is not None and self.documents.keys is not self.documents
         if isinstance(self.offset, Tensor) or others or self.alibi is not None:
             return self
         simple = self
+        # A number as `window` that reaches from the last query, at Q - 1 + offset, back to key 0.
         if isinstance(simple.window, int) and simple.window >= num_queries + self.offset:
             simple = replace(simple, window=None)
+        # Query 0, at the position `offset`, sees the last key by causal order or by the prefix, and so do all queries.
         if simple.causal and simple.window is None and max(self.offset, (simple.prefix or 0) - 1) >= num_keys - 1:
             simple = replace(simple, causal=False, prefix=None)
+        # Without causal order and without a window, positions do not matter.
         return simple if simple.right is not None or not self.offset else replace(simple, offset=0)
 
 
@@ -205,17 +212,22 @@ def tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
 
 
 def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
-    """The pattern's `bounds`, computed anew, with their `of_keys`, which a backward reads."""
+    """The pattern's `bounds`, computed anew, with their `of_keys`, which a backward reads.
+
+    This is the trait `mask` of flash rows (`lmsys.traits`): benchmarks time it.
+    """
     bounds = pattern._intervals(num_queries, num_keys, device)
     _ = bounds.of_keys
     return bounds
 
 
-@kept_on_documents(most=64)
+@kept_on_documents(most=64)  # keeps 64 results, on the documents that they are of
 def _bounds_of(
     documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
 ) -> Bounds:
     """The bounds of a pattern of these options; with their `of_keys` if this result is kept for later calls.
+
+    shape: (queries, keys, device).
 
     `of_keys` is computed here and not at its first use: a later call may run in inference mode or be traced.
     """
@@ -278,7 +290,7 @@ def checked_pattern(
         if not causal or window is not None:
             raise ValueError(f"{prefix=} needs causal=True and no window: it adds keys to those up to a query's own")
     offset = _checked_offset(offset, q, k, batch, documents, key_lengths)
-    pattern = Pattern(
+    pattern = Pattern(  # in the order of its fields
         causal, window, offset, documents, key_lengths, mask, softcap, prefix, bias, alibi, sinks, return_lse
     )
     # `simplest` compares lengths: torch.compile would make code for either side of each comparison.

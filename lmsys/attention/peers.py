@@ -24,8 +24,9 @@ from lmsys.attention import compiled, contract
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 
-# A mask of these options can be made once and kept. Others may have values that change with each call.
-MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"  # names of options in a case
+# The options, by their names in `AttentionCase.options`, that flex and all rows of SDPA take. None of their values is a
+# tensor that a caller may change, so a mask of these options alone can be kept between calls.
+MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
 
 
 def sdpa(
@@ -46,6 +47,7 @@ def sdpa(
     if pattern is None:
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **grouped)
         return contract.with_aligned_gradient(o)
+    # seen: True where a query sees a key. blind: True for queries that see no key, whose o is 0; None: there are none.
     seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
     mask = seen if pattern.bias is None else torch.where(seen, pattern.bias, -torch.inf).to(q.dtype)
     mask = mask.expand(*q.shape[:-1], k.shape[2])
@@ -76,7 +78,7 @@ def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torc
     return pattern.seen_and_blind(num_queries, num_keys, device)
 
 
-@kept_on_documents(most=2)  # a mask has Q x K bytes
+@kept_on_documents(most=2)  # keeps few results, on their documents: a mask has Q x K bytes
 def _masks_of(
     documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
 ) -> Any:
@@ -105,6 +107,7 @@ sdpa_efficient = partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)
 sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
+# Each `<name>_supports` below returns None, or why its row cannot run the case.
 def sdpa_supports(case: contract.AttentionCase) -> str | None:
     return _why_not_known(case, "bias") or why_not_scale(case)
 
@@ -163,7 +166,8 @@ def _torch_says(
     if reason := _why_not_known(case, *added) or why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
-    # `attention` gives a row no keys that causal queries do not see.
+    # Under `causal` alone, `attention` cuts off the keys after the last query, which no query sees, before it calls a
+    # row. So torch runs the case if it takes all keys, or if it takes those that are left (`seen`).
     seen = replace(case, keys=min(case.keys, case.queries)) if case.causal and not case.options else case
     if (reasons := ask(case)) is None and (reasons := ask(seen)) is None:
         return None
@@ -203,6 +207,7 @@ def _asked(
     dtype = contract.DTYPES[case.dtype] if case.bias else torch.bool
     mask = shaped(case.heads, case.queries, case.keys, dtype) if case.options else None
     is_causal = case.causal and mask is None  # a mask includes the causal order
+    # q, k, v, attn_mask, dropout, is_causal, enable_gqa
     params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, is_causal, case.heads != case.kv_heads)
     with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -228,7 +233,7 @@ def flex(
     # FlexAttention sends short queries to a decoding kernel. There the queries of a group must fit one block of the
     # mask, 128; if they do not, the other kernel is forced.
     options = {"BACKEND": "TRITON"} if q.is_cuda and queries < 128 < queries * group else None
-    packed = None if documents is None else documents.starts.shape  # other documents of that shape need no new code
+    packed = None if documents is None else documents.starts.shape  # documents whose `starts` have one shape share code
     key = compiled.layout_key(q, k, v), numbers, packed, pattern.softcap, scale, torch.is_grad_enabled()
     return compiled.compile_for(flex_attention, key)(
         *(q, k, v),
@@ -253,12 +258,12 @@ def flex_supports(case: contract.AttentionCase) -> str | None:
 
 
 def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of a pattern, computed anew."""
+    """FlexAttention's mask of a pattern, computed anew: the trait `mask` of `flex`, so that it can be timed."""
     return _make_block_mask(pattern.documents, *_numbers(pattern), num_queries, num_keys, device)
 
 
 def _numbers(pattern: Pattern) -> tuple[int | None, int | None, int | None, Any]:
-    """The options of a pattern that FlexAttention's mask has as constants."""
+    """(left, right, prefix, offset) of a pattern, which FlexAttention's mask has as constants."""
     return pattern.left, pattern.right, pattern.prefix, pattern.offset
 
 
@@ -288,6 +293,7 @@ def _mask_mod(
 ) -> Callable[..., Tensor]:
     """FlexAttention's `mask_mod`: (batch entry, head, query, key), as indices, -> True where the query sees the key."""
     several = documents is not None and documents.batch > 1
+    # By query, each (B or 1, Q): its position among the keys, its document's first key, and the key after the last.
     packed = documents and (documents.places, documents.key_starts, documents.key_ends)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern
 
 BEYOND = (99, 0)  # a compute capability above those of all GPUs, which stands for no upper limit
-KNOWN = "window", TWO_SIDED, "offset", "documents"  # the options of a `Pattern` that all rows here know
+KNOWN = "window", TWO_SIDED, "offset", "documents"  # the options of an `AttentionCase` that all rows here know
 
 
 def _flash_attn(
@@ -62,6 +62,7 @@ def _flash_attn(
     else:
         o = package.flash_attn_func(*tensors, **options, **in_order)
     o = o[0] if isinstance(o, tuple) else o  # version 4 also returns the log-sum-exp
+    # The gradient of o is copied if it is not 16-byte aligned, as inputs are.
     return contract.with_aligned_gradient(o).view(tensors[0].shape).transpose(1, 2)
 
 
@@ -94,7 +95,10 @@ def _flash_attn_supports(
 def _why_not(
     case: contract.AttentionCase, who: str, least: tuple[int, int], below: tuple[int, int], *known: str
 ) -> str | None:
-    """None, or why the package `who` cannot run `case`; `known` are the options that it knows. See `BEYOND`."""
+    """None, or why the package `who` cannot run `case`; `known` are the options that it knows.
+
+    It runs on compute capabilities from `least` to below `below`.
+    """
     if case.device != "cuda":
         return f"{who} runs on CUDA only"
     if reason := contract.why_not_plain(case, *known):
@@ -134,7 +138,7 @@ def varlen_attn(
     from torch.nn.attention.varlen import varlen_attn as of_torch
 
     pattern = pattern or PLAIN[causal]
-    of_q, of_k = (_whole(None, x.shape[2], x.device) for x in (q, k))
+    of_q, of_k = (_whole(None, x.shape[2], x.device) for x in (q, k))  # where sequences begin and end, in q and in k
     if pattern.documents is not None:
         of_q, of_k = pattern.documents, pattern.documents.keys
     tensors = [contract.aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
@@ -142,7 +146,7 @@ def varlen_attn(
         *tensors,
         *(of_q.cu_seqlens(1), of_k.cu_seqlens(1), of_q.longest, of_k.longest),
         scale=scale,
-        window_size=tuple(-1 if side is None else side for side in (pattern.left, pattern.right)),
+        window_size=tuple(-1 if side is None else side for side in (pattern.left, pattern.right)),  # -1: no limit
         **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}),
     )
     return contract.with_aligned_gradient(o).transpose(0, 1).unsqueeze(0)
@@ -150,7 +154,7 @@ def varlen_attn(
 
 @kept_on_documents(most=64)
 def _whole(documents: None, length: int, device: torch.device) -> Documents:
-    """One document of the whole sequence, kept for later calls."""
+    """One document of the whole sequence, kept for later calls. `kept_on_documents` needs `documents`, here None."""
     return Documents([length], device)
 
 
@@ -159,7 +163,7 @@ def varlen_attn_supports(case: contract.AttentionCase) -> str | None:
 
     Its module is imported only for a GPU: it imports torch's compiler, which takes longer than torch itself.
     """
-    if reason := _why_not(case, "varlen_attn", (8, 0), BEYOND, *KNOWN):
+    if reason := _why_not(case, "varlen_attn", (8, 0), BEYOND, *KNOWN):  # least, below, known
         return reason
     if case.batch > 1:
         return f"varlen_attn takes sequences packed one after another, so it needs a batch of 1; got {case.batch}"

@@ -1,8 +1,9 @@
 """The table of attention rows: `attention` picks one of them, benchmarks measure them, reports list them in this order.
 
 A new kernel is a file beside this one and a row below. Our own rows come first, then peers. `_ours` and `_peer` name
-the function of a row and its `supports`; other keywords are its traits, which `lmsys/traits.py` and `lmsys.registry`
-explain.
+the function of a row and its `supports`, which returns None or why the row cannot run a case; other keywords are its
+traits, which `lmsys/traits.py` and `Traits` in `lmsys/registry.py` explain. `kernels`, for example, is a pattern of the
+names of a row's device kernels, and speedups are relative to the timed row with the largest `baseline`.
 """
 
 from dataclasses import replace
@@ -13,8 +14,9 @@ from lmsys.attention.auto import fastest_first
 from lmsys.registry import Entry, Table
 from lmsys.traits import AttentionTraits
 
-INTERVALS = "lmsys.attention.pattern:intervals"  # what a row makes of a pattern before it runs: the trait `mask`
-BOOLEAN = "lmsys.attention.peers:boolean_mask"  # the same for rows of SDPA
+# Values of the trait `mask`: "module:function" that makes what a row reads in place of a pattern.
+INTERVALS = "lmsys.attention.pattern:intervals"
+BOOLEAN = "lmsys.attention.peers:boolean_mask"  # of rows of SDPA
 
 
 def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str | None = "", **traits: Any) -> Entry:
@@ -37,7 +39,11 @@ def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str 
 def _peer(
     name: str, label: str, extra: str = "peers", install: str = "", module: str = "peers", **traits: Any
 ) -> Entry:
-    """A row that calls other people's code. `install`: what pip installs for it, in the message where it is missing."""
+    """A row that calls other people's code.
+
+    extra    the extra of lmsys that installs its package; "": none does
+    install  what pip installs for it, where no extra does; it stands in the message where the package is missing
+    """
     return replace(_ours(name, module, label, extra=extra, **traits), peer=True, install=install)
 
 
@@ -93,18 +99,20 @@ ATTENTION = Table(
         _peer("sdpa_flash", "SDPA flash", color="#9977ff", baseline=2, mask=BOOLEAN),
         _peer("sdpa_cudnn", "SDPA cuDNN", color="#aabb55", mask=BOOLEAN),
         _peer("flex", "FlexAttention", color="#4455aa", compiles=True, mask="lmsys.attention.peers:block_mask"),
-        _flash_attn("varlen_attn", "torch varlen_attn", "", color="#77bb77"),
-        _flash_attn("flash_attn_2", "flash-attn 2", "", "flash-attn --no-build-isolation", color="#bb77bb"),
+        _flash_attn("varlen_attn", "torch varlen_attn", extra="", color="#77bb77"),
+        _flash_attn(
+            "flash_attn_2", "flash-attn 2", extra="", install="flash-attn --no-build-isolation", color="#bb77bb"
+        ),
         _flash_attn(
             "flash_attn_3",
             "flash-attn 3, Hopper",
-            "",
-            "flash-attn-3 from PyTorch's own package index, as docs/install.md says,",
+            extra="",
+            install="flash-attn-3 from PyTorch's own package index, as docs/install.md says,",
             color="#dd0044",
         ),
         _flash_attn("flash_attn_4", "flash-attn 4 (CuTe)", color="#008855"),
     ],
-    group="lmsys.attention",
+    group="lmsys.attention",  # the entry-point group by which other packages add rows
     auto=fastest_first,
     traits=AttentionTraits,
 )

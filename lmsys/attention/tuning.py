@@ -33,8 +33,8 @@ class Tile:
     num_stages: int
 
 
-# Candidates by (kernel, largest head dimension), for kernels that move tiles by TMA. The first is good for the most
-# cases. Those that do not fit a GPU are left out when they are timed.
+# Candidates by (kernel, largest head dimension), for kernels that move tiles by TMA, as Tile(queries, keys, warps,
+# stages). The first is good for the most cases. Those that do not fit a GPU are left out when they are timed.
 BY_TMA = {
     ("fwd", 64): (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
     ("dq", 64): (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
@@ -47,7 +47,7 @@ BY_TMA = {
         (Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     ),
 }
-# The same for kernels that move tiles by addresses, without TMA. The first of each fits 99 KiB and spills no register
+# Candidates for kernels that move tiles by addresses, without TMA, in the same form. The first of each fits 99 KiB and spills no register
 # in its loop on any such card. Up to head dimension 128 the warps divide the rows that a program owns: with 32 rows for
 # each warp, the warps read half as much from shared memory. Those tiles were timed as code for sm_80 on an H100.
 BY_ADDRESSES = {
@@ -67,7 +67,8 @@ BY_ADDRESSES = {
 def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str, by_tma: bool = True) -> tuple[Tile, ...]:
     """Tiles worth timing for `kernel`, "fwd", "dq" or "dkdv"; the first is good for the most cases.
 
-    `precision` is the `input_precision` of products of float32, `by_tma` as in BY_TMA and BY_ADDRESSES.
+    `block_d` is what the function `block_d` returns, `precision` the `input_precision` of products of float32, and
+    `by_tma` chooses BY_TMA or BY_ADDRESSES.
     """
     if precision == "tf32":
         return Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)
@@ -78,12 +79,12 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str, by
 
 
 def block_d(head_dim: int) -> int:
-    """Columns of a tile: head_dim rounded up to a power of two, and at least 16, which tensor cores need."""
+    """Elements of a row of q, k or v in a tile: head_dim rounded up to a power of two, at least 16 for tensor cores."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def _tile(sizes: Any) -> Tile:
-    """The tile of an object in the file; ValueError where it is none."""
+    """The tile that an object in the file describes; ValueError where the object is no tile."""
     names = [field.name for field in fields(Tile)]
     values.hold(
         (
@@ -96,7 +97,7 @@ def _tile(sizes: Any) -> Tile:
     return Tile(**sizes)
 
 
-# The file; how messages call its content, and how that is made anew; a parser of its values.
+# The file of kept choices: its name; its content and how that is made anew, in the words of messages; a parser.
 KEPT = strict_json.Kept("tuning.json", "tuned choices", "tune", _tile)
 _chosen: dict[tuple[object, ...], Tile] = {}  # by (index of the device, *case)
 

@@ -3,7 +3,7 @@
 It has batched matmuls and one masked softmax, and works in place where autograd allows it.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension, Dv that of
-the values.
+the values. `contract.for_scores` makes float16 operands float32.
 """
 
 from typing import Any
@@ -36,6 +36,7 @@ def vectorized(
     scores = rows @ contract.for_scores(k).mT  # (B, Hkv, G * Q, K)
     if pattern.softcap is not None:
         scores = torch.tanh(scores / pattern.softcap) * pattern.softcap
+    # (B, H, Q, K), a view of `scores`: what is written into it in place changes them, too.
     by_head = scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
     added = pattern.added(slice(0, num_queries), slice(0, num_keys), torch.promote_types(scores.dtype, torch.float32))
     if added is not None:  # under ALiBi scores become float32, as in `naive.masked_scores`
@@ -45,7 +46,7 @@ def vectorized(
         by_head.masked_fill_(~seen, float("-inf"))
     if pattern.sinks is None and pattern.alibi is None:
         weights = torch.softmax(scores, dim=-1)
-    else:
+    else:  # `by_head` is a tensor of its own under ALiBi, and has one more column with sinks
         weights = torch.softmax(naive.with_sinks(by_head, pattern), dim=-1)[..., :num_keys].reshape(scores.shape)
     o = (weights.to(v.dtype) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
     o = o if blind is None else o.masked_fill(blind, 0)
