@@ -107,7 +107,6 @@ sdpa_efficient = partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)
 sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
-# Each `<name>_supports` below returns None, or why its row cannot run the case.
 def sdpa_supports(case: contract.AttentionCase) -> str | None:
     return _why_not_known(case, "bias") or why_not_scale(case)
 

@@ -47,9 +47,10 @@ BY_TMA = {
         (Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     ),
 }
-# Candidates for kernels that move tiles by addresses, without TMA, in the same form. The first of each fits 99 KiB and spills no register
-# in its loop on any such card. Up to head dimension 128 the warps divide the rows that a program owns: with 32 rows for
-# each warp, the warps read half as much from shared memory. Those tiles were timed as code for sm_80 on an H100.
+# Candidates for kernels that move tiles by addresses, without TMA, in the same form. The first of each fits 99 KiB and
+# spills no register in its loop on any such card. Up to head dimension 128 the warps divide the rows that a program
+# owns: with 32 rows for each warp, the warps read half as much from shared memory. Those tiles were timed as code for
+# sm_80 on an H100.
 BY_ADDRESSES = {
     ("fwd", 64): (Tile(128, 64, 4, 3), Tile(64, 64, 2, 3), Tile(64, 64, 2, 2)),
     ("dq", 64): (Tile(128, 32, 4, 3), Tile(64, 32, 2, 3), Tile(128, 64, 4, 2)),

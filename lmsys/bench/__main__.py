@@ -48,7 +48,7 @@ def line_of(arguments: list[str]) -> list[str]:
         rows = [option_of_rows(file, given.row)] if given.row else []
     except ValueError as error:
         parser.error(str(error))
-    # A resumed run goes on in its own file, unless another is named.
+    # A resumed run goes on in the file that --resume names, unless -o names another.
     goes_on = any(word.partition("=")[0] in ("--resume", "--lmsys-resume") for word in rest)
     output = given.output or ("" if goes_on else f"{file.stem.removeprefix('bench_')}.json")
     options = rows + (["--benchmark-json", output] if output else []) + rest
@@ -56,9 +56,9 @@ def line_of(arguments: list[str]) -> list[str]:
 
 
 def file_of(benchmark: str) -> Path:
-    """The file of a benchmark: one of the user's, or of benchmarks/ here or in the checkout that lmsys is of.
+    """The file of a benchmark: one of the user's, or of benchmarks/ here, above here, or beside the package lmsys.
 
-    ValueError where there is none.
+    ValueError where there is no such file.
     """
     if (file := Path(benchmark)).is_file():
         return file
@@ -73,15 +73,19 @@ def file_of(benchmark: str) -> Path:
         )
     )
     files = {path.stem.removeprefix("bench_"): path for path in sorted(roots[0].glob("benchmarks/bench_*.py"))}
-    return files[choice(benchmark, files)]
+    return files[choice(benchmark, files)]  # `choice` raises ValueError, with the nearest names, for an unknown one
 
 
 def option_of_rows(file: Path, rows: list[str]) -> str:
-    """The option that names these rows, and those that others are compared with. ValueError where a file has none."""
+    """The option that names these rows, and those that others are compared with, as in "--attention=sdpa,mine.py:f".
+
+    ValueError where the file has no axis of rows.
+    """
     from lmsys.registry import Traits
     from lmsys.verify import benchmarks_of
 
     for benchmark in benchmarks_of(file).values():
+        # An axis "row" names rows of the first table; other axes of rows have the names of their tables.
         tables = {"row": next(iter(benchmark.tables.values())), **benchmark.tables}
         for axis in [axis for axis in benchmark.axes if axis.name in tables]:
             beside = [name for name, entry in tables[axis.name].items() if Traits.of(entry).baseline]

@@ -6,12 +6,12 @@ To write a benchmark, subclass `Benchmark`, override hooks, and end the file wit
 class Matmul(Benchmark):
     name = "matmul"
     axes = (Axis("size", positive, (256, 1024)),)
-    fields = (*axes_("size"), TIME, ...)
+    fields = columns("size", TIME, ...)
     def cases(self, grid, settings): ...            # what is run, and what it is compared with
     def setup(self, cases, settings): ...           # inputs, which all candidates of a group share
     def redraw(self, setup, draw): ...              # new inputs, before every timed call; `draw` is their seed
     def step(self, case, candidate, setup): ...     # what is timed
-    def errors(self, setup, result): ...            # of a call, timed or not, over their budgets, by tensor
+    def errors(self, setup, result): ...            # errors of a call's result over their budgets, by tensor
 
 test_matmul = bench(Matmul)
 """
@@ -36,11 +36,16 @@ DEFAULT_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure, in plain values.
+    """How to measure, in plain values. `lmsys.bench.plugin` makes them of the options of pytest.
 
+    device           "cpu" or "cuda"
+    sweep            the name of the sweep, for the result file
     seconds_per_row  for how long each row of a comparison is sampled
     min_rounds       samples of each row at least
     timed            False: rows are checked and not timed
+    memory_limit_bytes  the most that the GPU's allocator may give; None: no limit
+    command          the command line, for the result file
+    seed             the seed of inputs outside of timed calls, whose draws are random
     deadline_s       seconds after which a call that may compile, or a run on ranks, is ended
     nvtx             each case is called in NVTX ranges, for a profiler, instead of being timed
     energy           the energy of each case's calls is measured, in a pass of its own
@@ -66,7 +71,8 @@ class Settings:
 
 
 Cases = Sequence[Any]
-Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]  # cases by id; rows of theirs by kind and name
+# What `Runner.collect` returns: cases by id, and their rows as JSON by (kind of the table, name of the row).
+Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]
 
 
 class Benchmark:
@@ -82,9 +88,10 @@ class Benchmark:
     clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
                     than a device queues; "host": wall time
     trials          calls before sampling, from which the runner learns what one costs
-    opens           whether a row is opened and called in this process; not where ranks do everything
-    streams         whether each case is a turn of its own, whose result is given as it ends, not as its group ends
-    num_proofs      checked calls that the record of a case holds for `repeat`, or as many as it has samples
+    opens           True: rows are opened and called in this process; False: ranks do everything
+    streams         True: each case is a turn of its own, and its result is given as it ends, not as its group ends
+    num_proofs      how many timed calls of a case must have been checked, or all if it has fewer samples: else the case
+                    is wrong. The record holds the evidence of each for `repeat`
     """
 
     name = ""
@@ -181,7 +188,7 @@ class Benchmark:
 
         A field with a default may be missing, because records may be older than the field.
         """
-        axes = fields(self.case_type)[len(fields(Case)) :]
+        axes = fields(self.case_type)[len(fields(Case)) :]  # the fields that the subclass of `Case` adds
         if self.case_type is Case or any(axis.name not in record and axis.default is MISSING for axis in axes):
             return None
         asked_for = {axis.name: record[axis.name] for axis in axes if axis.name in record}
@@ -241,13 +248,14 @@ class Benchmark:
         return {}
 
 
-CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # how records call the clock of `ranks.times`
+# By backend, how records call the clock of `lmsys.bench.ranks.times`.
+CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}
 
 
 class OnRanks(Benchmark):
     """A benchmark whose rows run on ranks alone; its cases have a `backend`, "gloo" or "nccl"."""
 
-    opens = False
+    opens = False  # the ranks open rows
 
     def clock_name(self, case: Any, runner: Any) -> str:
         return CLOCKS[case.backend]
@@ -269,7 +277,11 @@ def judges_calls(benchmark: Benchmark) -> bool:
 
 
 def bench(cls: type[Benchmark]) -> Callable[..., None]:
-    """The test of a benchmark, for pytest: `test_matmul = bench(Matmul)`; one test for each of its cases."""
+    """The test of a benchmark, for pytest: `test_matmul = bench(Matmul)`; one test for each of its cases.
+
+    `lmsys.bench.plugin` recognises the test by its attribute `benchmark`, gives it the ids of the cases as `cell`, and
+    has the fixture `lmsys_measured`.
+    """
 
     def test(cell: str, lmsys_measured: Callable[[str], None]) -> None:
         lmsys_measured(cell)

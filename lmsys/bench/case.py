@@ -87,7 +87,8 @@ class Candidate:
     compile_s    seconds of the first call
     interpreted  True if the first call ran kernels in Triton's interpreter
     notes        fields that all its records get
-    watch        runs one of its calls under the heartbeat: (result, None) or (None, how it failed)
+    watch        runs one of its calls, as `lmsys.bench.watch.Watch.attempt`: (result, None) or (None, how it failed).
+                 None: calls run without a heartbeat and a deadline
     """
 
     case: Any
@@ -106,6 +107,7 @@ class Candidate:
         return self.case.entry
 
     def failed(self, outcome: str, reason: str) -> None:
+        """Notes how the row has failed: with an outcome of `record.OUTCOMES`, and why."""
         self.outcome, self.reason = outcome, reason
 
     def judge(self, ratios: Mapping[str, float], judged_as: str = "") -> None:
@@ -149,7 +151,8 @@ class Measurement:
 def verdict(ratios: Mapping[str, float], judged_as: str = "") -> tuple[float | None, Failure | None]:
     """(the worst error ratio, None if it is NaN or inf; a failure if it is above 1 or NaN, else None).
 
-    ratios  {tensor: its error over its budget}; `judged_as` stands in brackets behind the failure's reason
+    ratios     {tensor: its error over its budget}, of one tensor or more
+    judged_as  stands in brackets behind the failure's reason; empty: nothing does
     """
     name, ratio = max(ratios.items(), key=lambda item: item[1] if not math.isnan(item[1]) else math.inf)
     worst = ratio if math.isfinite(ratio) else None

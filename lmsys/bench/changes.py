@@ -42,15 +42,15 @@ FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED, ONLY_NOW = (
 )
 VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, ONLY_NOW, UNCLEAR, SAME)  # in the order of how much they matter
 BAD = (BROKEN, SLOWER)
-MARGIN = 0.05  # for two runs: clocks that move from run to run change times by less
+MARGIN = 0.05  # a smaller change between two runs is none: clocks that move from run to run change times by less
 FALSE_DISCOVERIES = 0.05  # the expected share of false ones among the verdicts "faster" and "slower"
 MOST_LINES = 20  # of changes in a terminal
 LARGEST = 700.0  # math.exp of a larger logarithm overflows
 Z = NormalDist().inv_cdf(0.975)  # half a two-sided interval of 95 %, in standard errors
 FEWEST = 5  # with fewer rounds there is no estimate
 MOST = 1000  # only the first MOST rounds count, since every pair of rounds is compared
-MOST_ALIKE = 0.9  # the most that the correlation of neighbouring rounds counts as
-Key = tuple[Any, ...]
+MOST_ALIKE = 0.9  # a correlation of neighbouring rounds above this counts as this
+Key = tuple[Any, ...]  # values of fields by which a case is found again
 Pair = tuple[fields.Record, fields.Record]  # the records of one case: of the earlier run, of the later run
 
 
@@ -224,7 +224,10 @@ def in_turns(records: Iterable[fields.Record]) -> list[Pair]:
 
 
 def look_changed(records: Iterable[fields.Record]) -> bool:
-    """True where a case would count as changed if it were the only one."""
+    """True where a case of a run with --against would count as changed if it were the only one.
+
+    `lmsys.bench.results` then measures the group once more.
+    """
     return any(
         change.shift and change.shift.p_beyond(math.log1p(change.old["against"]["margin"])) <= FALSE_DISCOVERIES
         for change in starmap(_change, in_turns(records))
@@ -232,7 +235,7 @@ def look_changed(records: Iterable[fields.Record]) -> bool:
 
 
 def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
-    """A table for a terminal: how many of each verdict there are, and what changed."""
+    """Yields the lines of a table for a terminal: how many of each verdict there are, and what changed."""
     summary = ", ".join(
         f"{cases} {verdict}{of_them_disturbed(disturbed)}" for verdict, (cases, disturbed) in counts_of(changes).items()
     )
@@ -269,7 +272,7 @@ def of_them_disturbed(count: int) -> str:
 
 def _judged(changes: Sequence[Change], margin: float) -> list[Change]:
     """The changes with their verdicts, the most important first; cases that were not timed in both runs are left out,
-    unless they are broken or mended.
+    unless they were right in only one of the two.
 
     Among many cases some differ by chance: verdicts of "faster" and "slower" allow for that (`discoveries`).
     """
@@ -337,6 +340,7 @@ def _verdict(shift: Shift, edge: float, is_change: bool) -> str:
 
 
 def _weight(change: Change) -> tuple[int, float, str]:
+    """The key by which changes are sorted: by verdict, then the largest shift first, then by id."""
     return VERDICTS.index(change.verdict), -abs(change.shift.estimate if change.shift else 0.0), str(change.new["id"])
 
 
@@ -346,6 +350,7 @@ def _by_key(records: Iterable[fields.Record]) -> dict[Key, fields.Record]:
 
 
 def _key(case: fields.Record) -> Key:
+    """The identity of a case, which its records in two runs share."""
     return tuple(case.get(name) for name in fields.IDENTITY)
 
 
@@ -378,6 +383,7 @@ def _together(pair: Pair) -> Key:
 
 
 def _is_timed(pair: Pair) -> bool:
+    """True if both records have samples enough for an estimate."""
     return all(case["outcome"] == "ok" and len(case.get("samples_s") or ()) >= FEWEST for case in pair)
 
 
@@ -412,6 +418,7 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
 
 
 def _spreads(*records: fields.Record) -> list[float]:
+    """By record its field `between_runs`, which --repeat measures; 0 where it has none."""
     return [case.get("between_runs") or 0.0 for case in records]
 
 
@@ -425,4 +432,5 @@ def _ratios(ours: fields.Record, theirs: fields.Record) -> list[float]:
 
 
 def _exponential(value: float) -> float:
+    """exp(value), of a value that is cut to what `math.exp` can take."""
     return math.exp(max(-LARGEST, min(LARGEST, value)))

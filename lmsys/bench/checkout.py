@@ -24,6 +24,8 @@ JUDGES = "attention/contract.py", "attention/naive.py", "parallel/group.py", "tr
 class Checkout:
     """The folder that a worker of the earlier state imports from.
 
+    text            the earlier state as --against names it
+    root            the root of today's repository
     folder          its path
     name            a short name, as in the row `flash_triton@1a2b3c4d5e`
     commit          the whole hash; "" for a folder
@@ -60,7 +62,8 @@ class Checkout:
         bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
         for path in (*bench, *(PACKAGE / name for name in JUDGES)):
             self.use_today(path)
-        # Today's registry, with the names added that rows of earlier states import from it.
+        # Today's registry, with the names added that rows of earlier states import from it. Where lmsys lies outside
+        # of the repository, as an installed package does, this path is no link but the package's own file: it stays.
         registry = self._mapped(PACKAGE / "registry.py")
         if registry.is_symlink():
             text = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()

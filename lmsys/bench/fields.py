@@ -27,6 +27,7 @@ class Axis:
     default  the values where neither a grid nor the command line names others
     option   an option of its own on the command line, such as --length. Several options give values to one name if each
              has an axis of that name
+    help, metavar  of its option, as argparse takes them
     single   the option takes one value, not a list, and the grid holds it as it is
     split    a list's text -> the texts of its values; only for values that have commas in them
     """
@@ -120,6 +121,7 @@ def filled(grid: Grid, axes: Iterable[Axis], given: Mapping[str, Any]) -> Grid:
     return Grid(grid.name, frozenset(given), **{**{axis.name: axis.default for axis in axes}, **grid, **given})
 
 
+# Functions for `Axis.parse`: each turns a text into a value, and raises ValueError for other texts than it knows.
 def one_of(*known: str) -> Parse:
     return lambda text: choice(text, known)
 
@@ -205,6 +207,7 @@ class Field:
             return None
 
     def to_json(self) -> Record:
+        """The declaration for the result file: all attributes but `of` and empty ones."""
         return {key: value for key, value in asdict(self).items() if key != "of" and value}
 
 
@@ -229,6 +232,7 @@ def details(*names: str) -> tuple[Field, ...]:
     return tuple(Field(name, role="detail") for name in names)
 
 
+# Fields that several benchmarks share, as Field(name, unit, label, role, about, shown, of).
 TIME = Field("time_s", "s", "Time", about="Median time", shown="ms")
 PEAK = Field("peak_bytes", "B", "Peak memory", about="Peak memory above what was live before", shown="MiB")
 ERROR = Field("error_ratio", label="Error ratio", about="Worst error as a share of its budget (right: at most 1)")
@@ -260,7 +264,7 @@ SUSTAINED_FRACTION = Field(
     about="Work over median time, as a share of the large matmul that this machine keeps up for seconds",
     shown="%",
 )
-ENERGY = (  # in a pass of its own, on request
+ENERGY = (  # measured in a pass of its own, with --energy
     Field("energy_j", "J", "Energy", "detail", "Energy of a call, by the device's counter"),
     Field("energy_integral_j", "J", "Power over time", "detail", "The same by the integral of power"),
     Field("energy_per_token_j", "J", "Energy of a token", "detail", "Energy of a call over its tokens", "mJ"),
@@ -351,5 +355,5 @@ COMMON = columns(  # the fields of every record, whatever was measured
 
 
 def declared(*groups: Iterable[Field]) -> dict[str, Field]:
-    """The fields by name; of two declarations of one name the later stands, in the place of the earlier."""
+    """The fields by name, in order. If a name is declared twice, the later field stands in the place of the earlier."""
     return {field.name: field for group in groups for field in group}

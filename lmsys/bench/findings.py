@@ -43,9 +43,13 @@ def source_of(entry: Entry) -> fields.Record:
 
 @contextmanager
 def loaded_kernels() -> Iterator[dict[str, str]]:
-    """A context whose dict {name: Triton's hash} gets each kernel that the process first loads within it."""
+    """A context whose dict {name: Triton's hash} gets each kernel that the process first loads within it.
+
+    It stays empty where triton is not installed.
+    """
     hashes: dict[str, str] = {}
 
+    # Triton calls it with these arguments after it has loaded a kernel.
     def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
         hashes[name] = hash
 
@@ -92,7 +96,7 @@ def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: f
     call = partial(benchmark.outputs, candidate, setup)
     again, failure = candidate.watched(repeats.repeated, call, seconds)
     if failure:
-        return record | {"failure": failure[1]}
+        return record | {"failure": failure[1]}  # (outcome, reason): the reason
     first, record["calls"], record["differ"] = again
     whole = {name: x for name, x in first.items() if name not in record["differ"]}
 
@@ -118,7 +122,9 @@ def energy_fields(
 ) -> fields.Record:
     """The record's fields on the energy of a step's calls, or {"energy_note": the reason why there is none}.
 
+    candidate   the row whose call it is
     step        makes the step
+    runner      its sensors read the energy
     impossible  seconds of a call -> the failure if a right row cannot be so fast, or None
     tokens      how many tokens a call works on, for the energy of a token; None: no such field
     """
@@ -127,7 +133,8 @@ def energy_fields(
 
     def wait() -> None:
         clock.synchronize(runner.settings.device)
-        runner.heartbeat.renew(runner.settings.deadline_s)  # the deadline is that of a few calls
+        # --deadline bounds a few calls, and this pass has many: so the deadline starts anew at each wait.
+        runner.heartbeat.renew(runner.settings.deadline_s)
 
     measured, failure = candidate.watched(lambda: energy.of_step(step(), runner.sensors, wait))
     failure = failure or impossible(measured.call_s)

@@ -2,8 +2,10 @@
 
 A row runs in the process that judges it, so Python lets it replace any function. `Guard` remembers the functions that
 judge and measure before the first row's file is imported; it compares them after each row has run, and puts them back.
-`State` does the same for the process's own state, such as torch's default dtype, after each call of a row. To protect
-one more piece of state, add a `Part` to PARTS. What neither can see is in docs/threats.md.
+`State` does the same for the process's own state, such as torch's default dtype, after each call of a row. The runner
+and `Trial` mend by the guard of `lmsys.bench.instruments`, `lmsys.bench.watch` by a `State`, and ranks by both
+(`lmsys.bench.ranks.on_part`). To protect one more piece of state, add a `Part` to PARTS. What neither can see is in
+docs/threats.md.
 """
 
 import builtins
@@ -183,22 +185,25 @@ class Part:
 
 
 def _set_default_device(device: torch.device) -> None:
+    """Makes `device` the one that torch's factory functions use."""
     torch.set_default_device(None)  # one that is set costs every factory function
     if torch.empty(0).device != device:
         torch.set_default_device(device)
 
 
 def _set_cpus(cpus: set[int]) -> None:
+    """Lets all threads of this process run on these CPUs."""
     for thread in os.listdir("/proc/self/task"):  # a thread has the CPUs of the thread that started it
         os.sched_setaffinity(int(thread), cpus)
 
 
 def _shorten(length: Callable[[], int], pop: Callable[[], Any], right: int) -> None:
+    """Pops items of a stack of torch until it has the `right` length."""
     while length() > right:
         pop()
 
 
-# They are put back in this order. The default device stands before "a torch_function mode", because torch holds it as
+# PARTS are put back in this order. The default device stands before "a torch_function mode", because torch holds it as
 # such a mode: in the other order it would be reported as one.
 PARTS = (
     Part("the CPUs that it may use", partial(os.sched_getaffinity, 0), _set_cpus),
@@ -233,12 +238,13 @@ PARTS = (
         lambda: list(gc.callbacks),
         partial(operator.setitem, gc.callbacks, slice(None)),
     ),
+    # In a list, since None would mean that the value is not known.
     Part("a hook of sys.setprofile", lambda: [sys.getprofile()], lambda hooks: sys.setprofile(*hooks)),
     Part("a hook of sys.settrace", lambda: [sys.gettrace()], lambda hooks: sys.settrace(*hooks)),
     *(
         Part(
             f"a timer of signal.{name}",
-            partial(lambda which: signal.getitimer(which)[0] > 0, which),  # it runs
+            partial(lambda which: signal.getitimer(which)[0] > 0, which),  # True: the timer runs
             partial(lambda which, _: signal.setitimer(which, 0.0), which),
         )
         for name, which in (("ITIMER_REAL", 0), ("ITIMER_VIRTUAL", 1), ("ITIMER_PROF", 2))
@@ -298,6 +304,7 @@ class State:
         return f"it leaves changed: {'; '.join(changes)}" if changes else None
 
     def _mend_parts(self) -> Iterator[str]:
+        """Puts back the changed PARTS, and yields the name of each, with both values where these are plain."""
         for part, was in self._parts.items():
             now = _read(part)
             if now == was or was is None:

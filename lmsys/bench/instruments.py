@@ -25,6 +25,7 @@ from lmsys.values import hold
 class Instruments:
     """All instruments of one process. ValueError for a memory limit that is more than the GPU has.
 
+    settings   how to measure
     say        called with each line for the user
     heartbeat  of a worker process: where it writes which row is at work, for its parent; None: this is no worker
     parent     id of the process that started this one as a worker, else of this process. All processes of the run
@@ -56,7 +57,10 @@ class Instruments:
 
     @cached_property
     def memory_cap(self) -> None:
-        """Limits the memory of this process, on a CPU; the allocator of a GPU has its own limit."""
+        """Limits the memory of this process, on a CPU; the allocator of a GPU has its own limit.
+
+        It is a cached property so that it is done once.
+        """
         if self.settings.device == "cpu":
             memory.cap_host_memory()
 
@@ -81,7 +85,7 @@ class Instruments:
     def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:
         """The record with its rates, their shares of the machine's ceilings, and all derived fields; sealed.
 
-        ValueError as of `all_declared`.
+        ValueError for a field that is declared nowhere, as `all_declared` raises it.
         """
         record = all_declared(benchmark, record | benchmark.metrics(case, record, self.machine))
         for field in fields.declared(fields.COMMON, benchmark.fields).values():
@@ -92,12 +96,14 @@ class Instruments:
 
     @cached_property
     def limits(self) -> Limits | None:
+        """The rates that this device cannot exceed, by which impossible times are found; None if they are unknown."""
         return limits_of(self.settings.device, self.sensors.settings().get("max_sm_mhz"))
 
     @cached_property
     def clocks(self) -> dict[str, Clock]:
         """{kind: clock}; a benchmark's `clock` names the kind."""
         device = self.settings.device
+        # ahead=False: each call begins on an idle device.
         return {"device": clock_of(device), "loop": clock_of(device, ahead=False), "host": CpuClock()}
 
     @cached_property
@@ -125,12 +131,13 @@ class Instruments:
         seconds = self.settings.deadline_s
         return Ranks(
             self.settings.memory_limit_bytes,
-            0.7 * seconds,  # ranks that hang end before this process is ended, and say which they are
-            lambda: self.heartbeat.renew(seconds),
-            self.parent,
+            timeout_s=0.7 * seconds,  # ranks that hang end before this process is ended, and say which they are
+            alive=lambda: self.heartbeat.renew(seconds),
+            parent=self.parent,
         )
 
     def close(self) -> None:
+        """Ends the ranks, if any were started."""
         if "ranks" in self.__dict__:
             self.ranks.close()
 

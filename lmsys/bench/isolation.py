@@ -59,9 +59,9 @@ def begin(shared: int, trace: int, settings: Settings, machine: fields.Record | 
 
     _runner = Runner(settings, tell, watch.Heartbeat(shared))
     if line is not None:
-        _turns = turns.Turns(Connection(line[0]), line[1], _runner.heartbeat.rest)
+        _turns = turns.Turns(Connection(line[0]), is_first=line[1], rest=_runner.heartbeat.rest)
     if machine is not None:
-        _runner.__dict__["machine"] = machine
+        _runner.__dict__["machine"] = machine  # where the cached property would keep it
 
 
 def answer(path: list[str], pickled: bytes) -> None:
@@ -104,6 +104,8 @@ class Ended(RuntimeError):
 class Isolated:
     """A `Runner` in a worker process, which lives until a row ends it.
 
+    settings  how to measure
+    say       called with each line for the user
     checkout  an earlier state of the code, whose rows the worker runs instead of today's
     """
 
@@ -142,6 +144,7 @@ class Isolated:
                 group.blame(fault)
 
     def ready(self) -> fields.Record:
+        """The facts of the machine. The first call has a worker measure them; later workers are given them."""
         if self._machine is None:
             if self._has_files:  # the machine is measured by a worker that has imported none
                 self.close()
@@ -166,12 +169,13 @@ class Isolated:
         return answer
 
     def _start(self) -> Worker:
+        """Starts a worker and has it run `begin`. Raises Ended if it ends meanwhile."""
         self._shared, self._trace = doing.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
         self._memory = doing.map_file(self._shared)
         watch.Heartbeat(self._shared)  # writes a first beat
         files = [self._shared, self._trace.fileno()] + ([self.line[0]] if self.line else [])
         worker = self._worker = Worker(
-            None, files, path=self._path(), folder=self.checkout.working_folder if self.checkout else None
+            open_files=files, path=self._path(), folder=self.checkout.working_folder if self.checkout else None
         )
         self._most_bytes, self._oom_kills = MOST_HELD * host.available_bytes(), host.oom_kills()
         for _ in self._answers(
@@ -195,6 +199,11 @@ class Isolated:
         return self._reading
 
     def _answers(self, worker: Worker, function: Callable[..., None], *args: Any) -> Generator[Any, None, None]:
+        """Has the worker call function(*args), and yields what it sends meanwhile, as `stream` does.
+
+        Lines for the user go to `say`, and `Begun` fills `rows`: neither is yielded. What the worker raises is raised
+        here; as Ended if a row has ended the worker.
+        """
         self._said_s = time.monotonic()
         try:
             worker.send(function, *args)
@@ -243,6 +252,8 @@ class Isolated:
 
     def _ended(self, failure: Any) -> Ended | None:
         """The Ended that says how a row has ended the worker; None for an exception of the bench's own code."""
+        # `failure.kind` is DIED or the name of the exception's class: "MemoryEaten" of runner.py, "Lost" of
+        # lmsys/measure/compare.py.
         if failure.kind == "Lost":
             time.sleep(2 * watch.COPY_S)  # until the row that the GPU has reached is copied
         beat = watch.Beat.from_buffer_copy(self._memory)
@@ -250,7 +261,7 @@ class Isolated:
             return Ended(f"memory ran out, and the system killed its process {beat.doing}", outcome="oom")
         if failure.kind == DIED:
             return Ended(f"its process {failure.text} {beat.doing}{self._place()}", beat.row)
-        text = failure.text.strip().splitlines()[-1].partition(": ")[2]
+        text = failure.text.strip().splitlines()[-1].partition(": ")[2]  # the message, at the end of the traceback
         if failure.kind == "MemoryEaten":
             return Ended(text, outcome="oom")
         if failure.kind in ("Lost", "KeyboardInterrupt"):
@@ -302,12 +313,13 @@ class Group:
             self.isolated.say(f"  a row ended its process; what is left of the group runs again: {fault.reason}")
 
     def _alone(self) -> dict[str, Any]:
-        """The endings of the rows that fail even alone, each in a fresh worker."""
+        """The endings of the rows that fail even alone, each in a fresh worker, in the form of `ended`."""
         endings: dict[str, Any] = {}
         for ids in self.isolated.rows:
             cases = [self.left[name] for name in ids if name in self.left and name not in self.ended]
             self.isolated.close(0.0)
             try:
+                # benchmark, cases, ended, in_turns: see `answer`
                 for result in self.isolated.stream("run", self.benchmark, cases, {}, False) if cases else ():
                     if result and result.record["outcome"] != "ok":
                         endings[result.record["id"]] = result.record["outcome"], result.record["reason"], False

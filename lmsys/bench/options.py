@@ -1,7 +1,7 @@
 """The options of a run: their declarations, and functions that read and check them for `lmsys.bench.plugin`.
 
 A new option is an entry of OPTIONS and a use in `plugin._session`. Every refusal is a ValueError with the option and
-its value. Imports no torch.
+its value: `values.hold` raises it where its condition is false. Imports no torch.
 """
 
 import os
@@ -21,7 +21,7 @@ from lmsys.files import claim
 from lmsys.values import choice, finite, hold, shortly, whole
 
 LONG = "--lmsys-"  # prefix of the options' long names
-OPTIONS: dict[str, dict[str, Any]] = {  # by name; the rest is what argparse's add_argument takes
+OPTIONS: dict[str, dict[str, Any]] = {  # {name without a prefix: keywords of argparse's add_argument}
     "sweep": {"default": "default", "help": "a named set of sizes to run"},
     "axis": {
         "action": "append",
@@ -61,6 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # by name; the rest is what argparse's a
 }
 
 MOST_ROUNDS = 100_000
+# Two reasons in REFUSED. "Replayed": pytest-benchmark gets samples that our runner has measured (`lmsys.bench.plugin`).
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
 REFUSED = {  # options of pytest-benchmark that mean nothing here, and why
@@ -77,7 +78,7 @@ REFUSED = {  # options of pytest-benchmark that mean nothing here, and why
     "--benchmark-cprofile-top": f"{REPLAYED}; profile the row itself",
     "--benchmark-cprofile-dump": f"{REPLAYED}; profile the row itself",
 }
-ABOUT_TABLES = tuple(
+ABOUT_TABLES = tuple(  # options for which pytest-benchmark must make its own tables
     f"--benchmark-{option}"
     for option in "columns sort group-by name time-unit compare compare-fail histogram verbose".split()
 )
@@ -99,9 +100,14 @@ def add_options(parser: pytest.Parser, prefix: str = "--") -> None:
 
 
 def as_typed(config: pytest.Config, text: str) -> str:
-    """The text with options such as --sweep written as this folder knows them: some folders have long names alone."""
-    if config.getoption("--axis", None) is config.getoption("lmsys_axis"):  # else it is another plugin's, or None
+    """The text for the user with options such as --sweep written as the tests' folder knows them.
+
+    A folder whose conftest does not call `add_options` has only the long names, such as --lmsys-sweep.
+    """
+    # One list under both names where a conftest has added --axis; else --axis is another plugin's, or None.
+    if config.getoption("--axis", None) is config.getoption("lmsys_axis"):
         return text
+    # Whole words alone: neither --lmsys-sweep nor --benchmark-axis nor --axis-of are changed.
     return re.sub(rf"(?<![\w-])--(?=({'|'.join(OPTIONS)})\b(?!-))", LONG, text)
 
 
@@ -134,6 +140,10 @@ def wants_tables(config: pytest.Config) -> bool:
 
 
 def texts(config: pytest.Config) -> dict[str, str]:
+    """The values of axes on the command line, {option such as "--length", or name of an axis: text}.
+
+    `fields.given_axes` parses them. ValueError for an --axis that does not read NAME=A,B.
+    """
     texts = {
         name.removeprefix(fields.OPTION): text
         for name, text in vars(config.option).items()
@@ -147,6 +157,7 @@ def texts(config: pytest.Config) -> dict[str, str]:
 
 
 def seconds_per_row(config: pytest.Config, sweep: fields.Sweep) -> float:
+    """The seconds for which each row is sampled: --benchmark-max-time if given, else those of the sweep."""
     option, text = "--benchmark-max-time", str(config.getoption("benchmark_max_time"))
     if not _given(config, option):
         return sweep.seconds_per_row
@@ -154,6 +165,7 @@ def seconds_per_row(config: pytest.Config, sweep: fields.Sweep) -> float:
 
 
 def min_rounds(config: pytest.Config) -> int:
+    """The least number of samples of each row: --benchmark-min-rounds if given, else the default of benchmarks."""
     option = "--benchmark-min-rounds"
     rounds = int(config.getoption("benchmark_min_rounds")) if _given(config, option) else benchmark.DEFAULT_ROUNDS
     hold(
@@ -167,6 +179,7 @@ def min_rounds(config: pytest.Config) -> int:
 
 
 def outcomes(text: str | None) -> tuple[str, ...]:
+    """The outcomes that --fail-on names: any but "ok", the first of `record.OUTCOMES`."""
     return tuple(
         choice(name.strip(), record.OUTCOMES[1:], f"--fail-on {text!r}: ") for name in (text.split(",") if text else ())
     )
@@ -181,6 +194,7 @@ def number(option: str, text: str, right: str, **bounds: float) -> float:
 
 
 def repeats(config: pytest.Config, on_ranks: bool) -> int:
+    """How often each group is measured, by --repeat. on_ranks: torchrun has started this process."""
     count = whole("--repeat", config.getoption("lmsys_repeat"), least=1)
     if config.getoption("lmsys_nvtx") or config.getoption("benchmark_disable"):
         return 1  # nothing is timed
@@ -194,7 +208,10 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
 
 
 def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
-    """The earlier state of the code that --against names, unpacked until pytest ends; None without --against."""
+    """The earlier state of the code that --against names, unpacked until pytest ends; None without --against.
+
+    on_ranks  torchrun has started this process
+    """
     text, share = config.getoption("lmsys_against"), config.getoption("lmsys_margin")
     if text is None:
         hold((share is None, f"--margin {share} is of verdicts: name what to compare by --against"))
@@ -212,6 +229,7 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
 
 
 def margin(text: str | None) -> float:
+    """The margin of verdicts of --against: a smaller change of time, as a share, counts as none."""
     if text is None:
         return results.MARGIN_IN_TURNS
     return number("--margin", text, "a share above 0 and of at most 1, such as 0.02", above=0, most=1)
@@ -263,7 +281,11 @@ def check_free(output: Path, command: str) -> None:
 
 
 def claim_writable(output: Path) -> Callable[[], None]:
-    """`lmsys.files.claim` of an output that can be written: before anything is measured, not after."""
+    """Makes this process the only one that writes the output, by `lmsys.files.claim`. Returns the function that ends the
+    claim.
+
+    ValueError where the output cannot be written, or another process writes it: known before the run begins.
+    """
     hold(
         (
             output.is_file() or not output.exists(),

@@ -22,10 +22,12 @@ from lmsys.bench.checkout import Checkout
 class Paired(isolation.Isolated):
     """Today's worker, and beside it the worker of an earlier state of the code.
 
-    The results of a group are today's, then the earlier ones under names of their own.
+    `Session` calls it as any `Isolated`: this object itself runs today's worker. Both workers run today's bench and
+    today's benchmark; only the rows of the other worker are those of the earlier state. The results of a group are
+    today's, then the earlier ones under names of their own.
 
-    state    the earlier state of the code
-    earlier  the worker that runs it
+    state    the earlier state of the code, as a folder that the other worker imports from
+    earlier  the worker that runs its rows
     against  {"name", "commit", "margin"} of the earlier state, for its records
     """
 
@@ -46,7 +48,7 @@ class Paired(isolation.Isolated):
         home = package.__path__[0] if hasattr(package, "__path__") else package.__file__ or ""
         self.state.use_today(Path(home).resolve())  # the file that the benchmark stands in, or its whole package
         try:
-            self.earlier.collect(benchmark, (), {})  # imports it
+            self.earlier.collect(benchmark, (), {})  # no grids: only imports the benchmark, and by it the earlier rows
         except Exception as error:  # whatever an earlier state raises when it is imported
             raise ValueError(
                 f"--against {self.state.text}: today's benchmark {benchmark.name!r} cannot run its rows: {error}"
@@ -54,17 +56,20 @@ class Paired(isolation.Isolated):
         return collected
 
     def ready(self) -> fields.Record:
+        """The facts of the machine. The first call has a fresh worker of today measure them; both workers get them."""
         if self._machine is None:
             self.close()  # workers that have collected were started without the facts of the machine
-            self.earlier._machine = super().ready()
-        return super().ready()
+            self.earlier._machine = super().ready()  # measures
+        return super().ready()  # only returns what has been measured
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
-        # {row: where the earlier state's tables have it}, as changes of an `Entry`
+        """Yields today's results of a group, then the earlier ones."""
+        # {row: {"target", "supports"}} as the earlier state's tables have them, to replace those of today's `Entry`.
+        # Rows of the earlier tables alone are left out: a row from a user's file may have the name of such a row.
         places = {
             name: place
             for name, place in self.earlier.ask("places", benchmark).items()
-            if any(name in table for table in benchmark.tables.values())  # a row from a user's file may have its name
+            if any(name in table for table in benchmark.tables.values())
         }
         earlier = [
             replace(case, entry=replace(row, **places.get(row.name, {"target": self.state.target(row.target)})))
@@ -78,7 +83,10 @@ class Paired(isolation.Isolated):
         yield from (replace(result, record=record.earlier(result.record, self.against)) for result in results[1])
 
     def _together(self, groups: Sequence[isolation.Group]) -> tuple[list[Any], list[Any]] | None:
-        """(today's results, the earlier ones); None if a row has ended one of the workers and was blamed for it."""
+        """(today's results, the earlier ones); None if a row has ended one of the workers and was blamed for it.
+
+        The workers take turns by themselves (`lmsys.measure.turns`). Here both are only listened to.
+        """
         results: tuple[list[Any], list[Any]] = [], []
         streams = [group.results(in_turns=True) for group in groups]
         going = {0, 1}  # sides (0 today, 1 earlier) that still have results
@@ -90,10 +98,10 @@ class Paired(isolation.Isolated):
                     except StopIteration:
                         going.discard(side)
                     else:
-                        results[side].extend([message] if message else [])
+                        results[side].extend([message] if message else [])  # None: nothing has come within a while
             return results
         except isolation.Ended as fault:
-            streams[1 - side].close()  # and its worker
+            streams[1 - side].close()  # this also ends the worker that it reads from
             groups[side].blame(fault)
             for group in groups:
                 group.left = dict(group.cases)
@@ -115,6 +123,7 @@ class Paired(isolation.Isolated):
     def _joined(self) -> tuple[socket.socket, socket.socket]:
         """A pair of connected sockets for the next two workers, by which they take turns."""
         ours, theirs = socket.socketpair()
+        # (socket, True if the worker with this end goes first)
         self.line, self.earlier.line = (ours.fileno(), True), (theirs.fileno(), False)
         return ours, theirs
 

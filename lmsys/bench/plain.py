@@ -11,17 +11,23 @@ from torch import Tensor
 
 
 class NotAsPromised(ValueError):
-    """Raised for a result that is not as promised; the message says what it is."""
+    """Raised for a result that is not as promised; the message says what it is.
+
+    `lmsys.measure.compare.outcome_of` reads `failure`: the row's outcome is then "wrong", not "error".
+    """
 
     failure = property(lambda self: ("wrong", str(self)))
 
 
 def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> None:
-    """NotAsPromised unless `x` is a plain tensor of the shape, dtype and device of `like`, with memory of its own.
+    """Raises NotAsPromised unless `x` is a plain tensor with memory of its own, of `like`'s shape, dtype and device.
 
     A subclass could compute when it is read; a tensor whose elements share memory is smaller than it says; one that
     overlaps the inputs changes with them. Two results of a row may overlap each other here: the values of each are
     judged later.
+
+    name    what messages call `x`
+    inputs  tensors whose memory `x` may not overlap
     """
     if type(x) is not Tensor:
         raise NotAsPromised(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 class RecordedTimer:
     """pytest-benchmark's timer while it replays: it reads 0 and a sample in turn, so each difference is the sample."""
 
-    __name__ = "recorded"
+    __name__ = "recorded"  # by which pytest-benchmark's JSON calls its timer
 
     def replay(self, benchmark: Any, samples: Sequence[float]) -> None:
         """Hands pytest-benchmark these samples as its own."""
@@ -87,7 +87,7 @@ def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, b
         if result.samples is None and not (record["outcome"] == "ok" and benchmark.disabled):
             pytest.skip(f"{record['outcome']}: {record['reason']}")
         benchmark.extra_info |= {name: value for name, value in record.items() if not isinstance(value, list | dict)}
-        benchmark.group, _, _ = record["comparison"].partition(" ")
+        benchmark.group, _, _ = record["comparison"].partition(" ")  # behind the space is the date of the run
         lmsys_timer.replay(benchmark, result.samples or [0.0])
 
     return measure
@@ -127,6 +127,7 @@ def lmsys_device_benchmark(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes a test for each case of a benchmark, whose id is the parameter `cell`. Tests of others are left alone."""
     cls = _benchmark_of(metafunc)
     if cls is None:
         return
@@ -199,6 +200,7 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
 
 
 def _resume(session: results.Session, path: Path) -> None:
+    """Gives the session what the result file, or its journal, holds. ValueError names --resume and the file."""
     try:
         for content, entries in results.read_results(path):
             session.resume(content, entries)
@@ -248,10 +250,10 @@ def _session(config: pytest.Config) -> results.Session:
             sustained=config.getoption("lmsys_energy") or sweep.sustained,
             command="python -m pytest " + shlex.join(str(word) for word in config.invocation_params.args),
         ),
-        sweep,
-        options.output(config),
-        options.texts(config),
-        lambda text: _say(config, text),
+        sweep=sweep,
+        output=options.output(config),
+        texts=options.texts(config),
+        say=lambda text: _say(config, text),
         fail_on=options.outcomes(config.getoption("lmsys_fail_on")),
         isolated=not (config.getoption("lmsys_no_isolation") or config.getoption("collectonly") or group is not None),
         retries=config.getoption("lmsys_retry_crashed"),
@@ -263,7 +265,7 @@ def _session(config: pytest.Config) -> results.Session:
     if session.isolated and device == "cpu":
         _ease_waiting(session.say, host.others_now())
     if group is not None and group.rank > 0:
-        session.output, session.say = None, lambda _: None  # one rank tells and writes
+        session.output, session.say = None, lambda _: None  # rank 0 alone prints lines and writes the result
     config._benchmarksession.json = None  # the file is ours to write: whole, or not at all
     config.stash[SESSION] = session
     return session
@@ -343,6 +345,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Makes a run without failed tests fail where its results say so (`Session.failing`)."""
     ours = session.config.stash.get(SESSION, None)
     if ours and ours.failing and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -366,13 +369,14 @@ def _content(config: pytest.Config) -> dict[str, Any]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
+    """Prints the tables of the cases, and how the run ended."""
     session = terminalreporter.config.stash.get(SESSION, None)
     if session and session.records and exitstatus != pytest.ExitCode.USAGE_ERROR:
         from lmsys.reports import terminal
 
         terminalreporter.section("cases")
         for line in (
-            *terminal.lines(session.content, terminalreporter.verbosity > 0, session.contends),
+            *terminal.lines(session.content, every=terminalreporter.verbosity > 0, contends=session.contends),
             *session.summary(),
         ):
             terminalreporter.write_line(options.as_typed(terminalreporter.config, line))

@@ -31,14 +31,17 @@ _ENTROPY = random.SystemRandom()
 
 
 class Unsupported(ValueError):
-    """A request that cannot be met here, such as for more ranks than GPUs; the text says why, for a reader."""
+    """A request that cannot be met here, such as for more ranks than GPUs; the text says why, for a reader.
+
+    `lmsys.measure.compare.outcome_of` reads `failure`: the outcome is then "unsupported".
+    """
 
     failure = property(lambda self: ("unsupported", str(self)))
 
 
 @cache
 def joined() -> TorchrunGroup | None:
-    """The group that torchrun has started, if this process is one of its ranks."""
+    """The group that torchrun has started, if this process is one of its ranks, else None."""
     return TorchrunGroup(timeout_s=TIMEOUT_S) if under_torchrun() else None
 
 
@@ -53,8 +56,9 @@ def num_nodes() -> int:
 
 
 def world_sizes(grid: Grid, backend: str) -> list[int]:
-    """The grid's numbers of ranks; 0 stands for as many as there are. Larger numbers of a sweep are left out.
+    """The grid's numbers of ranks; 0 stands for as many as there are.
 
+    Numbers larger than this are left out if the sweep names them, and kept if the command line does (`grid.given`).
     There is one rank for each GPU; on a CPU there are two, and under torchrun as many as it has started.
     """
     group, asked = joined(), "world_size" in grid.given
@@ -65,9 +69,10 @@ def world_sizes(grid: Grid, backend: str) -> list[int]:
 class Ranks:
     """Holds one group of ranks at a time, each under the memory limit.
 
+    memory_limit_bytes  the most that the GPU's allocator of each rank may give; None: no limit
     timeout_s  seconds after which ranks that do not answer are ended
     alive      called before each run, to extend the deadline of this process
-    parent     number of the process that all processes of this run come from; default: this one
+    parent     id of the process that all processes of this run come from; default: this one
     """
 
     def __init__(
@@ -101,11 +106,13 @@ class Ranks:
         return self.run(case.world_size, case.backend, function, case, *args)
 
     def close(self) -> None:
+        """Ends the ranks; the next call starts others."""
         if self._group is not None:
             self._group.close()
         self._group = None
 
     def _ready(self, world_size: int, backend: str) -> WorkerGroup | TorchrunGroup:
+        """A group of at least so many ranks: the present one if it will do, else a new one. Unsupported for neither."""
         if self._group is not None and self._group.world_size >= world_size and self._group.backend == backend:
             return self._group
         if isinstance(self._group, TorchrunGroup):
@@ -182,9 +189,9 @@ def times(
     clock.others = partial(_others, kind)
     begin = partial(dist.barrier, group) if kind == "cpu" else _together(group) if lead_s else nothing
     begin()
-    done = clock.watch()
+    done = clock.watch()  # done() raises ClockError if the device's clock and the host's differ too much
     if kind == "cuda" and lead_s:
-        torch.cuda._sleep(int(lead_s * CYCLES_PER_S))
+        torch.cuda._sleep(int(lead_s * CYCLES_PER_S))  # a kernel that does nothing for so many cycles
     for number, draw in enumerate(draws):
         step.redraw(draw)
         begin()

@@ -8,8 +8,9 @@ pytest-benchmark's JSON with one more key, and a seal in it:
     layouts  for each benchmark that says it, how a report shows them (`lmsys.reports.layout`); older files have none
     rows     for each table of rows their names, labels and traits, in the table's order
 
-The seal of a record is the SHA-256 of all else in it. The seal of a file is that of all else in this key, where
-"others" is the SHA-256 of pytest-benchmark's part: so a file may be kept without that part's entries. Seals show
+Each record has a "seal", the SHA-256 of all else in the record. Under "lmsys" there are two more keys: "others" is the
+SHA-256 of pytest-benchmark's part of the file (`others_seal`), and "seal" is the SHA-256 of all else under "lmsys",
+"others" included. So the seal also holds for a copy of the file without pytest-benchmark's entries. Seals show
 changes made by accident or without care. If a changed file was sealed again, `lmsys verify` finds the change only where
 the file contradicts itself, or the oracle.
 
@@ -35,7 +36,7 @@ OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 
 
 def check_record(record: fields.Record) -> fields.Record:
-    """Returns the record. ValueError unless it has a known outcome, a time only if that is ok, and values of JSON."""
+    """Returns the record. ValueError unless its outcome is known, it has a time only if it is "ok", and it is JSON."""
     begin, outcome = f"record {shortly(record.get('id'))}: ", record.get("outcome")
     hold(
         (outcome in OUTCOMES, f"{begin}outcome={shortly(outcome)} must be one of {OUTCOMES}"),
@@ -88,7 +89,7 @@ def _digest(content: Any) -> str:
 def summarize(samples_s: Sequence[float]) -> fields.Record:
     """The record's statistics of samples in seconds: median (`time_s`), mean, deviation, percentiles, least, number."""
     ordered = sorted(samples_s)
-    several = ordered if len(ordered) > 1 else 2 * ordered
+    several = ordered if len(ordered) > 1 else 2 * ordered  # quantiles and deviations need two samples
     fifths = statistics.quantiles(several, n=5, method="inclusive")
     return {
         "time_s": statistics.median(ordered),
@@ -102,7 +103,7 @@ def summarize(samples_s: Sequence[float]) -> fields.Record:
 
 
 def rounded(samples_s: Sequence[float]) -> list[float]:
-    """Samples of six digits. Statistics are computed from these, so that anyone can recompute them from a file."""
+    """Samples rounded to six digits. Statistics are computed from these, so that readers of a file can do it again."""
     return [float(f"{sample:.6g}") for sample in samples_s]
 
 
@@ -123,6 +124,7 @@ class Journal:
             file.writelines(map(_line, [{"schema": SCHEMA, **head}] + list(map(check_record, carried))))
 
     def add(self, record: fields.Record) -> None:
+        """Appends a record. JournalError if it cannot be written, ValueError as `check_record` raises it."""
         line = _line(check_record(record))
         with self._telling(), self.path.open("ab") as file:
             file.write(line)
@@ -131,6 +133,7 @@ class Journal:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
+        """A context that raises JournalError in place of an OSError."""
         try:
             yield
         except OSError as error:
@@ -142,7 +145,7 @@ def _line(content: fields.Record) -> bytes:
 
 
 def payload(head: fields.Record, records: Iterable[fields.Record]) -> fields.Record:
-    """The value of the result file's "lmsys" key; `head` has the machine, fields and rows."""
+    """The value of the result file's "lmsys" key, without seals; `head` has the machine, fields, layouts and rows."""
     return {"schema": SCHEMA, **head, "records": [check_record(record) for record in records]}
 
 

@@ -2,7 +2,8 @@
 
 `lmsys.bench.plugin` makes one `Session` per pytest run, adds each benchmark to it, selects cases, asks for each result,
 and has the result file written at the end. A *group* is the cases that share inputs: they are set up and measured
-together, by the runner. A result file that an earlier run wrote is read here for --resume.
+together, by the runner. A result file that an earlier run wrote is read here for --resume. Records are called *answers*
+here, since `record` is a module.
 """
 
 import json
@@ -48,6 +49,7 @@ def _changes() -> Any:
 class Session:
     """The selected cases, their results, the journal and the final file.
 
+    settings  how to measure
     sweep     the grids of each benchmark, and how long each row is sampled
     output    the path of the result file, None when it is not kept
     texts     values of axes on the command line, as text, by option or axis name
@@ -63,6 +65,7 @@ class Session:
     moved     sentences on ceilings of the machine that moved between the beginning and the end of the run
     fail_on   outcomes that make a run fail
     faults    sentences on why the result could not be written
+    benchmarks  by name, those that have been added
     """
 
     settings: Settings
@@ -83,11 +86,11 @@ class Session:
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
-    _took: dict[str, float] = field(default_factory=dict)  # seconds by group
-    _cases: dict[Key, Any] = field(default_factory=dict)
+    _took: dict[str, float] = field(default_factory=dict)  # seconds of each group, by "benchmark group"
+    _cases: dict[Key, Any] = field(default_factory=dict)  # all cases, selected or not
     _rows: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kind and name
-    _groups: dict[Key, list[Any]] = field(default_factory=dict)
-    _failed: dict[Key, str] = field(default_factory=dict)
+    _groups: dict[Key, list[Any]] = field(default_factory=dict)  # selected cases, by (benchmark, group)
+    _failed: dict[Key, str] = field(default_factory=dict)  # by (benchmark, group), why the bench could not run it
 
     def add(self, cls: type[Benchmark]) -> list[str]:
         """Adds a benchmark, with the command line's values of its axes. Returns the ids of its cases; with --against
@@ -179,13 +182,14 @@ class Session:
         return self.results[key]
 
     def _run(self, group: Key) -> None:
+        """Says what comes and how long it should take, and has the runner measure the group."""
         self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         count = {" ".join(key): len(members) for key, members in self._groups.items()}
         # Until one of the sweep's groups has run on this machine, their seconds on another machine tell nothing.
         usual = self._usual if self._took or self._earlier.keys() & self.sweep.took_s.keys() else self._earlier
-        left = time_left(self._took, count, usual, " if the rest costs as much a case")
+        left = time_left(self._took, count, usual, doubt=" if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
         begin = time.monotonic()
         try:
@@ -198,6 +202,7 @@ class Session:
             self._took[" ".join(group)] = time.monotonic() - begin
 
     def _keep(self, group: Key, result: "trial.Result") -> None:
+        """Adds a result to `results` and to the journal."""
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
         if self.output:
             self.journal.add(result.record)
@@ -229,6 +234,7 @@ class Session:
 
     @property
     def _durations(self) -> Path:
+        """The file that keeps the seconds of groups between runs."""
         return cache_folder() / f"durations_{self.settings.device}.json"
 
     @cached_property
@@ -247,6 +253,7 @@ class Session:
 
     @cached_property
     def runner(self) -> "Runner | isolation.Isolated | paired.Paired":
+        """What runs the rows: this process, a worker, or with --against two workers. All have a Runner's methods."""
         from lmsys.bench import isolation, paired
 
         if self.isolated and self.checkout:
@@ -260,6 +267,7 @@ class Session:
 
     @cached_property
     def journal(self) -> record.Journal:
+        """The journal, which is begun when the first record comes."""
         assert self.output is not None
         return record.Journal(self.output, self._head(self.runner.machine), self.carried.values())
 
@@ -346,7 +354,8 @@ class Session:
     def _rate_again(self, entries: Iterable[Record]) -> None:
         """Measures the machine's ceilings again, and recomputes all rates with the higher of the two measurements.
 
-        Carried records are rated anew, too: a file has the ceilings of the run that wrote it.
+        Carried records are rated anew, too: a file has the ceilings of the run that wrote it. The values that
+        pytest-benchmark's `entries` have of records, in `extra_info`, are replaced in place.
         """
         held = self.carried | {key: result.record for key, result in self.results.items()}
         asked = {
@@ -397,12 +406,14 @@ class Session:
         return [entry for entry in self.carried_entries if entry["extra_info"].get("id") in ids]
 
     def _stands(self, answer: Record) -> bool:
+        """True if --resume takes the record over; False if its case is to be run again."""
         same_question = answer.get("memory_limit_bytes") == self.settings.memory_limit_bytes
         answered = answer["outcome"] != "ok" or answer.get("time_s") is not None or not self.settings.timed
         done = answer["outcome"] in DONE or (answer.get("crashed") and not self.retries)
         return bool(done and answered and same_question)
 
     def summary(self) -> Iterator[str]:
+        """Yields the lines that a run ends with."""
         yield from verdict.lines(self.records)
         if self._took:
             took = grouped((name.partition("-")[0].replace("_", " "), seconds) for name, seconds in self._took.items())

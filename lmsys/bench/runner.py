@@ -22,14 +22,24 @@ from lmsys.registry import Traits, message_of, place_of
 
 
 class MemoryEaten(compare.Lost):
-    """There is too little memory for the rest, and nobody knows whose fault it is."""
+    """Raised when there is too little memory for the rest of a group, and the row at fault is not known.
+
+    It ends the worker. `lmsys.bench.isolation` knows it by its name, and then runs each row of the group alone.
+    """
 
 
 class Runner(instruments.Instruments):
-    """Runs groups of cases in this process."""
+    """Runs groups of cases in this process.
+
+    `lmsys.bench.isolation.Isolated` calls its methods in a worker by their names. An attribute that is a cached
+    property of `Instruments` is in `vars(self)` once it has been made.
+    """
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
-        """The benchmark's cases and rows, with what the command line says of its axes. ValueError for bad values."""
+        """The benchmark's cases and their rows, in the form of `Collected`. ValueError for bad values of axes.
+
+        texts  values of axes on the command line, as `fields.given_axes` reads them
+        """
         if any(".py" in text for text in texts.values()):
             _ = self.guard if self.is_watched else self.ready()  # before a user's file is imported
         self.heartbeat.beat(watch.NOBODY, "while it was imported", self.settings.deadline_s)
@@ -110,11 +120,14 @@ class Runner(instruments.Instruments):
         return torch.cuda.memory_allocated() if self.settings.device == "cuda" else host.resident_bytes()
 
     def facts(self) -> fields.Record:
-        """The machine and the code, without what has to be measured."""
+        """The facts of the machine and the code, without what has to be measured; --resume compares them."""
         return machine.describe(self.settings.device, command="", seed=0, sweep="")
 
     def places(self, benchmark: Benchmark) -> dict[str, dict[str, str]]:
-        """The `target` and `supports` of each row of the benchmark's tables, by the row's name."""
+        """The `target` and `supports` of each row of the benchmark's tables, by the row's name.
+
+        `lmsys.bench.paired` asks the worker of an earlier state of the code for them.
+        """
         return {
             row.name: {"target": row.target, "supports": row.supports}
             for table in benchmark.tables.values()

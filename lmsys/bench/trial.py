@@ -38,7 +38,7 @@ class Result:
     samples: list[float] | None
 
 
-Endings = Mapping[str, tuple[str, str, bool]]  # by a case's id: outcome, reason, whether its process ended
+Endings = Mapping[str, tuple[str, str, bool]]  # {case id: (outcome, reason, True if the case's process ended)}
 
 
 class Trial:
@@ -68,6 +68,7 @@ class Trial:
         return self.candidates[self.benchmark.key(case)]
 
     def good(self) -> list[Candidate]:
+        """The candidates that have not failed."""
         return [candidate for candidate in self.candidates.values() if candidate.outcome == "ok"]
 
     def attempt(self, call: Callable[..., Any], *args: Any) -> None:
@@ -83,6 +84,7 @@ class Trial:
                 candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
 
     def prepare(self) -> None:
+        """Makes the inputs, calls each row for the first time, and checks it. Rows that cannot run here have failed."""
         benchmark = self.benchmark
         for case in self.cases:
             if case.id in self.ended:
@@ -111,6 +113,8 @@ class Trial:
         release_memory()
 
     def _first_call(self, candidate: Candidate) -> None:
+        """Opens the candidate, and notes how long that took and which kernels ran."""
+
         def first_call() -> None:
             start = time.perf_counter()
             with findings.interpreted_kernels() as launched, findings.loaded_kernels() as kernels:
@@ -134,6 +138,7 @@ class Trial:
         return candidate.outcome == "ok" and not candidate.interpreted and not self.measurements[case.id].failure
 
     def take(self, turn: Cases) -> None:
+        """Samples the cases of a turn, checks timed calls, and measures memory and energy, into `measurements`."""
         turn = [case for case in turn if self.is_able(case)]  # what fails in one turn is not in the next
         if not turn:
             return
@@ -221,7 +226,7 @@ class Trial:
             min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,
             look=self.runner.sensors.read,
-            expect=partial(setattr, self.watch, "expected_s"),
+            expect=partial(setattr, self.watch, "expected_s"),  # called with seconds, which `Watch` makes deadlines of
             turns=self.runner.turns,
         )
         self.watch.settle()
@@ -239,7 +244,7 @@ class Trial:
             }
 
     def call_in_ranges(self) -> None:
-        """Calls each case in ranges of its id, for a profiler."""
+        """Calls each case in NVTX ranges of its id, for a profiler (--nvtx), instead of timing it."""
         self.watch.doing = "while it was called for a profiler"
         for case in self.cases:
             if self.is_able(case):
@@ -299,7 +304,7 @@ class Trial:
             if self.is_able(case) and measurement.samples and not measurement.proof:
                 again[self.benchmark.key(case)] = self.candidate(case)
         if again:
-            self.benchmark.redraw(self.setup, self.settings.seed + 2)
+            self.benchmark.redraw(self.setup, self.settings.seed + 2)  # another draw than that of `prepare`
             self.benchmark.check_all(list(again.values()), self.setup, self.runner)
         for candidate in again.values():
             if candidate.outcome != "ok":
@@ -335,6 +340,7 @@ class Trial:
         return failure if failure and candidate.outcome == "ok" else (candidate.outcome, candidate.reason)
 
     def result(self, case: Case) -> Result:
+        """The case's record, sealed, and its samples if it is right and was timed."""
         benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
         outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None

@@ -18,7 +18,10 @@ from lmsys.values import flag, hold, measured, shortly, whole
 MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
 
 
+# The functions `check_...` and those of `lmsys.values` that SHAPES uses take (the place as text, the value), and raise
+# ValueError for a value that is not as it should be.
 def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
+    """The value, which must be text of at most `most` characters."""
     if not isinstance(value, str) or len(value) > most:
         what = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
         raise ValueError(f"{where}: must be text of at most {most:,} characters; got {what}")
@@ -26,7 +29,7 @@ def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
 
 
 def check_object(where: str, value: Any) -> Record:
-    """The value, an object whose names are text that is not too long."""
+    """The value, which must be an object (a dict) whose names are text that is not too long."""
     hold((isinstance(value, dict), f"{where}: must be an object; got a {type(value).__name__}"))
     for name in value:
         check_text(f"{where}: a name in it", name)
@@ -97,6 +100,7 @@ def check_shape(where: str, value: Any, shape: Shape) -> None:
 
 
 def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
+    """ValueError unless the value is an object whose keys have their shapes. It may have keys that the shape lacks."""
     for key, item in check_object(where, value).items():
         if known := [shape[name] for name in (key, f"{key}?", "*") if name in shape]:
             check_shape(f"{where}.{key}", item, known[0])
@@ -125,7 +129,7 @@ def check_matching(pattern: str, right: str, where: str, value: Any) -> None:
 
 ENTRIES: Shape = [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}]  # pytest-benchmark's
 NAME = partial(check_matching, r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
-CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
+CONTENT: Shape = {  # what a file has under "lmsys"; a layout is checked further when it is drawn
     "fields": {
         "*": [
             {"name": NAME, "role?": partial(check_matching, "|".join(ROLES), f"one of {', '.join(ROLES)}"), "*": TEXT}

@@ -13,8 +13,8 @@ from statistics import geometric_mean, median
 from lmsys.bench import fields, record
 
 NEAR = 1.02  # a row that takes at most this times the fastest row's time counts as equally fast
-FAILED = "wrong", "error"
-NEAR_TEXT = f"{100 * (NEAR - 1):.0f} %"
+FAILED = "wrong", "error"  # outcomes that `failed` lists
+NEAR_TEXT = f"{100 * (NEAR - 1):.0f} %"  # for sentences of reports
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,15 @@ def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> Fastest:
     rows = [{case["impl"]: case for case in sorted(cases, key=time_of, reverse=True)} for cases in comparisons]
 
     def slowness(ours: str, theirs: str) -> float:
+        """Our time over theirs, as a geometric mean over the comparisons that have both rows."""
         return geometric_mean([_slowness(both[ours], both[theirs]) for both in rows if {ours, theirs} <= both.keys()])
 
     def most(name: str, cases: dict[str, fields.Record]) -> float:
+        """The row's time over that of the fastest row of one comparison."""
         return max(_slowness(cases[name], other) for other in cases.values())
 
     def rank(name: str) -> tuple[int, int, float]:
+        """The key by which the fastest row is the least: rows that beat it, comparisons (negative), mean slowness."""
         shared = [cases for cases in rows if name in cases]
         slower = sum(slowness(name, other) > NEAR for other in set().union(*shared))
         return slower, -len(shared), geometric_mean([most(name, cases) for cases in shared])
@@ -110,7 +113,7 @@ MOST_REASONS = 8  # of rows that could not run; a report lists them all
 
 
 def lines(records: Sequence[fields.Record]) -> Iterator[str]:
-    """How a run's cases ended: counts, what could not run, what was disturbed, and what was wrong."""
+    """Yields lines on how a run's cases ended: counts, what could not run, what was disturbed, and what was wrong."""
     counts = Counter(case["outcome"] for case in records)
     yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in record.OUTCOMES if counts[outcome])
     reasons = not_run(records)

@@ -32,7 +32,7 @@ from lmsys.measure.compare import attempt
 from lmsys.measure.step import Failure, Step, nothing
 
 NOBODY = -1  # the bench itself is at work
-TIMED = "in a timed call"  # a GPU may be far behind the host
+TIMED = "in a timed call"  # the phrase of a beat while calls are timed, by which `row_on_device` knows that
 COPY_S = 0.05  # seconds between two copies of the row that the GPU has reached
 
 
@@ -77,7 +77,10 @@ class Beat(ctypes.Structure):
 
 
 class Heartbeat:
-    """Writes the beats of this process into a shared file, by its number, or without one into private memory."""
+    """Writes the beats of this process into a shared file.
+
+    file  its number; -1: there is none, and beats go into memory that no other process reads
+    """
 
     def __init__(self, file: int = -1):
         self._now = Beat.from_buffer(map_file(file))
@@ -129,6 +132,8 @@ WARM_S, TIMES_EXPECTED = 30.0, 20.0  # deadline of a warm call: 30 s, or 20 time
 class Watch:
     """The watch over the candidates of one group.
 
+    candidates  the rows, in the order of their numbers
+    on_gpu      True: timed calls are also announced in the CUDA stream
     doing       what rows are doing, as a phrase that completes "it crashed ...": "in its first call"
     expected_s  how long a timed call should take; infinity while that is not known
     state       the process as it was before the group's first call; `state.mend()` puts that back, and returns what a

@@ -28,10 +28,11 @@ MOST_COMPILED = 4  # how many cases --all asks of a row that compiles for each c
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs the command. Returns its exit code. arguments: those behind `lmsys check`; None: of the command line."""
     parser = commands.parser("check")
     parser.add_argument("target", nargs="?", metavar="TARGET", help="a name of a table, or path.py:attribute")
     parser.add_argument("--all", action="store_true", help="every row of the tables that this machine can run")
-    parser.add_argument("--kind", choices=KINDS, metavar="KIND", help=f"{', '.join(KINDS)}; default: as it looks")
+    parser.add_argument("--kind", choices=KINDS, metavar="KIND", help=f"{', '.join(KINDS)}; default: told from TARGET")
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="of attention; default: 64")
     parser.add_argument(
         "--dtype", default=",".join(cases.DTYPES), metavar="DTYPES", help="those to ask; all by default"
@@ -44,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         values.hold((given.all == (given.target is None), "name one TARGET, or --all of them"))
         dtypes = tuple(values.choice(name, cases.DTYPES) for name in given.dtype.split(","))
-        options = question.Options(given.head_dim, not given.forward, dtypes, given.seed, given.layout)
+        options = question.Options(
+            head_dim=given.head_dim, grad=not given.forward, dtypes=dtypes, seed=given.seed, layout=given.layout
+        )
         if given.all:
             return _check_all(options, [given.kind] if given.kind else list(KINDS), given.json)
         return int(
@@ -61,16 +64,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -> int:
-    """Prints for each row of the tables whether it is right, wrong or refused, and why. WRONG if at least one is."""
+    """Prints for each row of the tables if it is right, wrong or refused, and why. Returns RIGHT, WRONG if one is."""
     rows = [(kind, entry) for kind in kinds for entry in KINDS[kind].table.values()]
     verdicts = Counter[str]()
     # Warnings and logs of torch would be printed in the middle of a row's line.
     with processes.Worker({"PYTHONWARNINGS": "ignore", "TORCH_LOGS": "-all"}) as worker:
-        worker.call(question.poison, setattr)
+        worker.call(question.poison, setattr)  # new tensors hold NaN, so that results left unwritten show
         for number, (kind, entry) in enumerate(rows, start=1):
             print("" if as_json else f"{number:3} of {len(rows)}, {kind} {entry.name}: ", end="", flush=True)
             try:
-                answer = worker.call(
+                answer = worker.call(  # verdict_on(entry, options, kind, may_raise, most)
                     verdict_on,
                     entry,
                     options,
@@ -80,7 +83,10 @@ def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -
                     timeout_s=LIMIT_S,
                 )
             except Exception as error:
-                answer = Answer(0, (str(error),), "" if isinstance(error, ImportError) else _reason(error))
+                # A row whose package is missing is refused; with any other error it is wrong.
+                answer = Answer(
+                    right=0, refused=(str(error),), fault="" if isinstance(error, ImportError) else _reason(error)
+                )
             verdicts[answer.verdict] += 1
             row = {"schema": SCHEMA, "name": entry.name, "kind": kind, "verdict": answer.verdict}
             print(json.dumps({**row, "reason": str(answer)}) if as_json else f"{answer.verdict}, {answer}", flush=True)
@@ -90,7 +96,7 @@ def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -
 
 
 def _reason(error: Exception) -> str:
-    """The error in a line. Where an implementation has ended its process, it is the last line of the traceback."""
+    """The error in a line; where an implementation has ended its process, how the process ended."""
     if isinstance(error, processes.ProcessError):
         return error.failure[1]
     return f"it raises {type(error).__name__}: {registry.message_of(error)}"

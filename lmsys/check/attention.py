@@ -1,7 +1,7 @@
 """Attention: the questions that a kernel is asked, each judged by a float64 oracle.
 
-`kinds.py` calls `questions`. The tasks come from `cases.py`, extreme inputs from `extremes.py`; `failure` runs one task
-and asks `patterns.py` to explain a wrong result.
+`kinds.py` calls `questions` and `remark`; the course's grading calls `of_a_handout`. The tasks come from `cases.py`,
+extreme inputs from `extremes.py`; `failure` runs one task and asks `patterns.py` to explain a wrong result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
         def passes(task: cases.Task) -> bool:
             """True if the row is right in a task, in the first dtype that it can run."""
             task = replace(task, case=replace(task.case, dtype=first_dtype))
-            return failure(row, task, False, options.seed, named=False) is None
+            return failure(row, task, grad=False, seed=options.seed, named=False) is None
 
         simple = next(_cases(options)).case
         first_dtype = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
@@ -40,14 +40,15 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
             yield question.Question(
                 f"{task.about}, {task.case.dtype}",
                 partial(failure, row, task, options.grad, options.seed),
-                f"{task.about} ({task})",
-                laptop.NO_THREADS if launched and task.use is cases.two_threads else why_not(task.case),
+                shape=f"{task.about} ({task})",
+                reason=laptop.NO_THREADS if launched and task.use is cases.two_threads else why_not(task.case),
                 aspect=task.aspect,
             )
         for dtype in options.dtypes:
             yield from _of_extremes(why_not, row, replace(simple, dtype=dtype), options)
         if launched or laptop.running:
             reason = laptop.INTERPRETED * bool(launched) + laptop.PRETENDED * bool(laptop.running)
+            # With a reason a question is not asked: this one tells the reader what the answers do not say.
             yield question.Question("on a GPU", lambda: None, reason=reason.strip())
 
 
@@ -104,6 +105,8 @@ def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simpl
         outputs, fault = cases.answer(row, simple, make_inputs(simple.case, options.seed), options.grad)
         return bool(outputs) + (fault is None) + (len(launched) > before)
 
+    # Rows of tables that say by `supports` what they can run stay as they are, as do rows that a benchmark has checked
+    # before it times them (`uses` is False).
     return row if entry.supports or not options.uses else laptop.fitting(row, score)
 
 
@@ -146,10 +149,10 @@ def _of_extremes(
         yield question.Question(
             f"{about}, {case.dtype}",
             partial(extremes.failure, row, case, options.grad, options.seed, rms),
-            f"{about} ({task})",
-            why_not(case),
-            True,
-            task.aspect,
+            shape=f"{about} ({task})",
+            reason=why_not(case),
+            extreme=True,
+            aspect=task.aspect,
         )
 
 
@@ -165,7 +168,7 @@ def remark(entry: Entry, options: question.Options) -> str:
 
     Both are tried on the last case that the row can run. Neither is required of a kernel.
     """
-    case = replace([x.case for x in _cases(options) if _why_not(entry, (), x.case) is None][-1], batch=2)
+    case = replace([x.case for x in _cases(options) if _why_not(entry, launched=(), case=x.case) is None][-1], batch=2)
     if reason := entry.why_not(case):
         return f"not asked for the same bits: {reason}"
     pair = make_inputs(case, options.seed)
@@ -201,7 +204,8 @@ def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = Tru
     for name in filter(outputs.__contains__, list(cases.LIKE) + ["lse"]):
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
-            mistake = None if case.options else ""  # "": it was not searched for
+            # None: no known mistake gives this result, as for all cases with options. "": none was searched for.
+            mistake = None if case.options else ""
             if named and (task.use in cases.USES.values() or task.memory not in ("", "transposed")):
                 mistake = _of_circumstances(row, task, grad, seed, name)
             elif named and not case.options:
@@ -243,5 +247,5 @@ def _fault(
         f" the largest error is {question.times_allowed(ratio)}",
         f"  wrong in {question.where(wrong)}",
     ]
-    right = list(cases.LIKE)[: list(cases.LIKE).index(name)] if name in cases.LIKE else []
+    right = list(cases.LIKE)[: list(cases.LIKE).index(name)] if name in cases.LIKE else []  # those judged before it
     return question.Fault.explained("\n".join(lines), mistake, ratio, right)

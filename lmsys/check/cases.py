@@ -1,7 +1,7 @@
 """The tasks that an attention kernel is given, from the simplest to the rarest, so that the first failure says most.
 
 `check/attention.py` asks them. New ones go to `tasks`, `larger` or USES; the aspect of a task is a line of the table
-that `lmsys check` prints.
+that `lmsys check` prints. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from lmsys.attention.pattern import OPTIONS
 from lmsys.check.question import Fault
 from lmsys.testing import MEMORY, Inputs, run
 
-LONG, ODD, WHOLE = 384, 237, 256  # queries and keys: several tiles; no multiple of a tile; a power of two
+LONG, ODD, WHOLE = 384, 237, 256  # lengths: of several tiles; no multiple of a tile; a power of two
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS, LONGER = "batches and heads", "lengths of models"  # aspects
 # By result, the input that has its shape. They are judged in this order: a wrong result makes the later ones wrong.
@@ -33,9 +33,9 @@ class Task:
 
     about   the task in words
     memory  the layout of the inputs in memory, a name in MEMORY; "": contiguous
-    aspect  the line of the table that the answer counts in
+    aspect  the line of the table that the answer counts in; by default that of tasks with inputs of `extremes.py`
     room    what is added to the usual budget of an error
-    use     what is done in place of a single call, as models do it; None: a single call
+    use     what is done in place of a single call, as models do it: a function of USES; None: a single call
     """
 
     about: str
@@ -70,7 +70,17 @@ def tasks(
     passes              runs a task: True if the row's results are right
     """
     case = AttentionCase(
-        1, 2, 2, 64, 64, head_dim, DTYPES[0], causal=False, grad=True, device=device, capability=capability
+        batch=1,
+        heads=2,
+        kv_heads=2,
+        queries=64,
+        keys=64,
+        head_dim=head_dim,
+        dtype=DTYPES[0],
+        causal=False,
+        grad=True,
+        device=device,
+        capability=capability,
     )
     long = replace(case, queries=LONG, keys=LONG)
     odd = replace(case, queries=ODD, keys=ODD)
@@ -84,6 +94,7 @@ def tasks(
         Task("an odd length, causal", replace(odd, causal=True), aspect="odd lengths"),
     ]
     yield from simple  # before `passes` runs: if the process dies, the reader knows in which task
+    # simple[5] has the odd length, simple[1] the causal mask.
     length, masked = ODD if passes(simple[5]) else WHOLE, passes(simple[1])
     shorter = ODD - 100 if length == ODD else WHOLE // 2
     usual = replace(case, queries=length, keys=length)
@@ -101,13 +112,15 @@ def tasks(
         Task("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
         Task("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
     ]
-    memory = [Task(about, replace(causal, batch=2), name, "strides") for name, (_, _, about) in MEMORY.items()]
+    memory = [
+        Task(about, replace(causal, batch=2), memory=name, aspect="strides") for name, (_, _, about) in MEMORY.items()
+    ]
     # Asked twice: in the second call a row may use what it kept from the first.
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
     yield from rare + memory
     for dtype in DTYPES[1:]:
-        # One tile; several tiles, causal if the row can; the odd length, causal. Then grouped heads, rare[-2], and the
-        # layouts in memory.
+        # One tile; several tiles, causal if the row can; if it can odd lengths, the odd length, causal. Then grouped
+        # heads, rare[-2], and the layouts in memory after the first, which is there twice.
         plain = [simple[0], simple[3 if masked else 2]] + simple[6:] * (length == ODD)
         for task in plain + [rare[-2]] + memory[2:]:
             # A kernel that refuses grouped heads says nothing about dtypes, so the task with them keeps its aspect.
@@ -131,7 +144,10 @@ def larger(case: AttentionCase) -> list[Task]:
 
 
 def tasks_of_options(case: AttentionCase) -> Iterator[Task]:
-    """A task with a small causal case for each option of attention beside `causal`."""
+    """A task with a small causal case for each option of attention beside `causal`.
+
+    An option that is no number is True in a case: `pattern_of` draws its tensor.
+    """
     small = replace(case.plain, batch=2, heads=2, kv_heads=1, queries=40, keys=40, causal=True)
     values: dict[str, Any] = {"window": 10, "offset": 9, "softcap": 2.0, "prefix": 30}
     yield from (
@@ -173,14 +189,14 @@ def answer(
             outputs = task.use(partial(row, **given), inputs, grad)
         torch.cuda.synchronize() if task.case.device == "cuda" else None
     except Exception as error:
-        outputs, fault = answer(row, task, inputs, False, pattern) if grad else ({}, Fault.raised(error))
+        outputs, fault = answer(row, task, inputs, grad=False, pattern=pattern) if grad else ({}, Fault.raised(error))
         return outputs, fault or Fault.raised(error, backward=True)
     if not task.use and (changed := [x for x, kept in before.items() if not torch.equal(kept, inputs.tensors[x])]):
         return {}, Fault(f"  the function changes its input {changed[0]}")
     for name, x in outputs.items():
-        like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()
+        like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()  # lse: (B, H, Q), float32
         if x.shape != like.shape or x.dtype != like.dtype:
-            right = {before: outputs[before] for before in list(outputs)[: list(outputs).index(name)]}
+            right = {earlier: outputs[earlier] for earlier in list(outputs)[: list(outputs).index(name)]}
             return right, Fault(
                 f"  {name} is {x.dtype} of shape {tuple(x.shape)}; expected {like.dtype} of shape {tuple(like.shape)}",
                 backward=name not in ("o", "lse"),
@@ -195,7 +211,10 @@ def _forward(call: Row, inputs: Inputs, grad: bool) -> torch.Tensor:
 
 
 def _results(o: torch.Tensor, inputs: Inputs, grad: bool, retain: bool = False) -> dict[str, torch.Tensor]:
-    """o, and with `grad` its gradients, by name. retain: the graph is kept for another backward."""
+    """A copy of o, and with `grad` dq, dk and dv for the upstream gradient `inputs.do`, by name.
+
+    retain: the graph is kept for another backward.
+    """
     gradients = torch.autograd.grad(o, inputs.leaves(grad), inputs.do, retain_graph=retain) if grad else ()
     return {"o": o.detach().clone(), **dict(zip(("dq", "dk", "dv"), gradients, strict=False))}
 
@@ -213,20 +232,26 @@ def two_forwards(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tenso
 
 
 def second_backward(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
-    """Runs a backward twice on a retained graph; the results of the second."""
+    """Runs a backward twice on a retained graph. Returns the results of the second."""
     o = _forward(call, inputs, grad)
     _results(o, inputs, grad, retain=True)
     return _results(o, inputs, grad)
 
 
 def changed_inputs(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
-    """Calls twice, with inputs that are overwritten in place between the calls, as a cache is; the second results."""
+    """Calls twice, with inputs that are overwritten in place between the calls, as a cache is.
+
+    Returns the results of the second call.
+    """
     _once(call, inputs, grad)
     return _once(call, inputs.redraw_(inputs.seed + 1), grad)
 
 
 def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor]:
-    """Calls from two threads at once, four times with these inputs; a result that differs from a single call."""
+    """Calls from two threads at once, four times with these inputs and four times with others, in turns.
+
+    Returns the first result on these inputs whose o differs from that of a single call; if none does, the first result.
+    """
     alone, both = _once(call, inputs, grad), [inputs, inputs.others()]
     with ThreadPoolExecutor(2) as threads:
         results = list(threads.map(lambda of: _once(call, of, grad), both * 4))[::2]

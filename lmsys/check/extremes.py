@@ -25,7 +25,7 @@ FEW_QUERIES, MANY_KEYS = 32, 4133  # many keys, since a sum of ones stops growin
 # exp(x) overflows float32 above LARGEST, is denormal below SMALLEST, and 0 below DENORMAL.
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)
-RESOLUTION = 2.0  # the step between the scores that `score_range` asks
+RESOLUTION = 2.0  # the step between the scores near 0 that `score_range` asks
 Wrong = tuple[Unit, str, float, Oracle]  # the unit, its first wrong tensor, its error over its budget, and the oracle
 
 
@@ -49,7 +49,7 @@ def failure(
 
     A case with a single unit has the kind "equal" alone: many keys, all equal.
 
-    rms    as in `Oracle.judge`
+    rms    errors are also judged in root mean square: see `Oracle.judge`
     named  the mistake is searched for
     """
     kinds = ["equal"] if case.batch * case.kv_heads == 1 else list(KINDS)
@@ -57,7 +57,7 @@ def failure(
     inputs = make_inputs(case, seed)
     for kind, unit in units.items():
         plant(kind, *unit_tensors(inputs.tensors, unit), case.causal)
-    outputs, fault = cases.answer(row, cases.Task("", case), inputs, grad)
+    outputs, fault = cases.answer(row, cases.Task(about="", case=case), inputs, grad)
     if not outputs:
         return fault
     wrong: dict[str, Wrong] = {}
@@ -83,6 +83,7 @@ def _fault(
     unit, name, ratio, oracle = wrong[kind]
     given = pick(outputs[name], Spot((unit,)), case.kv_heads)
     expected = oracle.reference[name]
+    # at: (0, query head within the unit, row, column). place: (batch entry, head, row, column) in the whole tensor.
     at = question.worst(given, expected)
     place = ", ".join(map(str, (unit[0], unit[1] * given.shape[1] + at[1], *at[2:])))
     right = (given.double() - expected).abs() <= oracle.budget[name]
@@ -99,7 +100,10 @@ def _fault(
 
 
 def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> str | None:
-    """The mistake that follows from the range of scores in which the row is right, in words; None if it has no end."""
+    """The mistake that follows from the range of scores in which the row is right, in words.
+
+    None if that range has no end, or if the row fails in another way meanwhile.
+    """
     try:
         least, most, _ = score_range(row, replace(case, causal=False), WHOLE, grad)
         least_of_tail, _, _ = score_range(row, replace(case, causal=False), LENGTH[case.device], grad)
@@ -143,6 +147,7 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
     They are -inf and inf where the range has no end. `leaks`: below `least` results have values of keys that a query
     must not see. ValueError if the row is wrong at ordinary scores.
     """
+    # Near 0 in steps of RESOLUTION, from 256 on by powers of two, on both sides of 0.
     far = 2.0 ** torch.arange(8, 13 if case.dtype == "float16" else 20)
     near = torch.arange(0.0, 256.0, RESOLUTION)
     scores = torch.cat([-far.flip(0), -near.flip(0)[:-1], near, far])
@@ -179,7 +184,7 @@ def _lost_and_leaks(
     with torch.set_grad_enabled(grad):
         o = row(q, k, v, causal=case.causal, scale=case.scale)
     off = o.detach().double().cpu()[0, 0] - expected[:, None]
-    lost = ~(off.abs() < 0.2).all(dim=-1)
+    lost = ~(off.abs() < 0.2).all(dim=-1)  # values lie between 0 and 1; NaN counts as lost
     if grad:
         lost = lost | ~torch.autograd.grad(o, q, torch.ones_like(o))[0].cpu()[0, 0].isfinite().all(dim=-1)
     return lost, (off > 0.2).all(dim=-1)
