@@ -21,7 +21,7 @@ from lmsys.attention.documents import FARTHEST, Documents, check_integers, kept_
 NO_CAP = 2.0**40  # a softcap of this size or more changes scores below 2**28 by less than float32 can represent
 # Names in `AttentionCase.options` of two forms that few rows know: a pair as `window`, and a tensor as `offset`.
 TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"
-# Options under which a query still sees one interval of keys: flash rows know them all. (A softcap hides nothing.)
+# Options under which a query still sees one interval of keys. (A softcap hides nothing.)
 INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
 OPTIONS = (  # fields of `Pattern` beside `causal`, parameters of `attention`
     "window",
@@ -214,7 +214,7 @@ def tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
 def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
     """The pattern's `bounds`, computed anew, with their `of_keys`, which a backward reads.
 
-    This is the trait `mask` of flash rows (`lmsys.traits`): benchmarks time it.
+    This is the trait `mask` of rows that read intervals (`lmsys.traits`): benchmarks time it.
     """
     bounds = pattern._intervals(num_queries, num_keys, device)
     _ = bounds.of_keys

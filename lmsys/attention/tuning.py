@@ -80,7 +80,7 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str, by
 
 
 def block_d(head_dim: int) -> int:
-    """Elements of a row of q, k or v in a tile: head_dim rounded up to a power of two, at least 16 for tensor cores."""
+    """Columns of a tile of q, k or v: head_dim rounded up to a power of two; at least 16, which tensor cores need."""
     return max(16, triton.next_power_of_2(head_dim))
 
 

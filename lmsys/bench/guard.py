@@ -97,7 +97,7 @@ class Guard:
             (place, values, partial(operator.setitem, values), {**values}) for place, values in dicts.items()
         ]
         self._whole = [(cls, IGNORED | vars(cls).keys()) for cls in WHOLE]
-        self._kernels = set(filter(OF_PYTHON, torch.library._impls))
+        self._kernels = set(filter(OF_PYTHON, torch.library._impls))  # all names that torch.library has registered
 
     def mend(self) -> list[str]:
         """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced.

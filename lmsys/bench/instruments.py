@@ -1,7 +1,8 @@
 """The instruments of a run, made on first use: clocks, sensors, the machine and its limits, the guard, ranks.
 
 `lmsys.bench.runner.Runner` is a subclass, and each `lmsys.bench.trial.Trial` reads its instruments from there. A new
-instrument is a `cached_property` here; if making it could change what a row measures, `ready` makes it as well.
+instrument is a `cached_property` here, which is in `vars(self)` once it has been made; if making it could change what a
+row measures, `ready` makes it as well.
 """
 
 import json
@@ -52,7 +53,7 @@ class Instruments:
             self.say("measuring what this machine reaches")
             if self.settings.energy and (why := self.sensors.why_no_joules):
                 self.say(f"--energy: no energy is measured: {why}")
-        _ = self.guard, self.machine, self.clocks, self.sensors, self.memory_cap
+        _ = self.guard, self.machine, self.clocks, self.sensors, self.memory_cap  # reading makes them
         return self.machine
 
     @cached_property

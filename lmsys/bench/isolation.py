@@ -1,6 +1,6 @@
 """Runs rows in a worker process, so that a row that crashes or hangs costs only its own cases.
 
-    Isolated(settings)          # has the methods of a Runner; this process runs no row and makes no CUDA context
+    Isolated(settings)    # a Session calls it as it calls a Runner; this process runs no row, makes no CUDA context
 
 `lmsys.bench.results.Session` uses it unless --no-isolation is given. A worker process runs group after group. When it
 dies, or misses the deadline in its heartbeat (`lmsys.bench.watch`), the row that was at work has failed, and the rest

@@ -281,10 +281,10 @@ def check_free(output: Path, command: str) -> None:
 
 
 def claim_writable(output: Path) -> Callable[[], None]:
-    """Makes this process the only one that writes the output, by `lmsys.files.claim`. Returns the function that ends the
-    claim.
+    """Makes this process the only one that writes the output. Returns the function that ends this claim.
 
-    ValueError where the output cannot be written, or another process writes it: known before the run begins.
+    It calls `lmsys.files.claim` before anything is measured. ValueError where the output cannot be written, or where
+    another process writes it.
     """
     hold(
         (

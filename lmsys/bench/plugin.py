@@ -57,7 +57,10 @@ class RecordedTimer:
 
 @pytest.fixture
 def lmsys_timer(request: pytest.FixtureRequest) -> RecordedTimer:
-    """The timer that pytest-benchmark's fixture, which is made after this one, reads samples from."""
+    """The timer that pytest-benchmark's fixture, which is made after this one, reads samples from.
+
+    The test gets it by a marker `benchmark`, which keeps all other arguments of the test's own marker.
+    """
     marker = request.node.get_closest_marker("benchmark")
     timer = RecordedTimer()
     request.node.add_marker(pytest.mark.benchmark(**(marker.kwargs if marker else {}) | {"timer": timer}), append=False)

@@ -116,6 +116,10 @@ class Journal:
 
     It starts with all records carried over from the resumed run; the previous journal is replaced only once these are
     on disk.
+
+    result   path of the result file
+    head     what the file has under "lmsys" beside the schema, the records and the seals
+    carried  the records that are carried over
     """
 
     def __init__(self, result: Path, head: fields.Record, carried: Iterable[fields.Record] = ()):

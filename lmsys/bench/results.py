@@ -145,6 +145,7 @@ class Session:
             for (name, _), cases in self._groups.items()
             for case in cases
         )
+        # The first case, and the last one if there are several.
         ends = [case for cases in alike.values() for case in cases[:1] + cases[1:][-1:]]
         return self._head({}) | json.loads(json.dumps(self.runner.ask("made_up", ends), default=str))
 
@@ -253,7 +254,7 @@ class Session:
 
     @cached_property
     def runner(self) -> "Runner | isolation.Isolated | paired.Paired":
-        """What runs the rows: this process, a worker, or with --against two workers. All have a Runner's methods."""
+        """What runs the rows: this process, a worker, or with --against two workers."""
         from lmsys.bench import isolation, paired
 
         if self.isolated and self.checkout:
@@ -308,7 +309,7 @@ class Session:
 
     @property
     def content(self) -> Record:
-        """Our part of the result file, but for its seal."""
+        """Our part of the result file, as a reader gets it, but for its seal."""
         machine = self.runner.machine if self.results else self.carried_head["machine"]
         return dict(json.loads(json.dumps(record.payload(self._head(machine), self.records))))
 

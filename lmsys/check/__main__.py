@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"lmsys check: error: {error}", file=sys.stderr)
         return commands.USAGE
-    except Exception as error:
+    except Exception as error:  # such as of an implementation that has ended its process
         reason = _reason(error)
         row = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
         print(json.dumps(row) if given.json else f"wrong\n\n{given.target}: {reason}")
@@ -96,7 +96,7 @@ def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -
 
 
 def _reason(error: Exception) -> str:
-    """The error in a line; where an implementation has ended its process, how the process ended."""
+    """The error in a line; of a `ProcessError` the first line of its message."""
     if isinstance(error, processes.ProcessError):
         return error.failure[1]
     return f"it raises {type(error).__name__}: {registry.message_of(error)}"

@@ -92,7 +92,8 @@ def of_a_handout(
 
 
 def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simple: cases.Task | None = None) -> Any:
-    """The row's function. Without a GPU, a row from a file is run in `laptop.Laptop` if it gets further there.
+    """The row's function. Without a GPU, a row from a file is run in `laptop.Laptop`, which pretends that its tensors
+    are on one, if the row gets further there.
 
     `simple` is the task by which this is tried, `launched` the list of kernels that Triton has interpreted.
     """
@@ -105,8 +106,8 @@ def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simpl
         outputs, fault = cases.answer(row, simple, make_inputs(simple.case, options.seed), options.grad)
         return bool(outputs) + (fault is None) + (len(launched) > before)
 
-    # Rows of tables that say by `supports` what they can run stay as they are, as do rows that a benchmark has checked
-    # before it times them (`uses` is False).
+    # Rows of tables that say by `supports` what they can run stay as they are, and so do all rows in the quick check
+    # before a benchmark (`uses` is False).
     return row if entry.supports or not options.uses else laptop.fitting(row, score)
 
 

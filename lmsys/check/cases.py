@@ -146,7 +146,7 @@ def larger(case: AttentionCase) -> list[Task]:
 def tasks_of_options(case: AttentionCase) -> Iterator[Task]:
     """A task with a small causal case for each option of attention beside `causal`.
 
-    An option that is no number is True in a case: `pattern_of` draws its tensor.
+    Options without a value here are True in the case: `pattern_of` draws tensors and documents for them.
     """
     small = replace(case.plain, batch=2, heads=2, kv_heads=1, queries=40, keys=40, causal=True)
     values: dict[str, Any] = {"window": 10, "offset": 9, "softcap": 2.0, "prefix": 30}

@@ -105,9 +105,9 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
     None if that range has no end, or if the row fails in another way meanwhile.
     """
     try:
-        least, most, _ = score_range(row, replace(case, causal=False), WHOLE, grad)
-        least_of_tail, _, _ = score_range(row, replace(case, causal=False), LENGTH[case.device], grad)
-        least_masked, _, leaks = score_range(row, replace(case, causal=True), WHOLE, grad)
+        least, most, _ = score_range(row, replace(case, causal=False), keys=WHOLE, grad=grad)
+        least_of_tail, _, _ = score_range(row, replace(case, causal=False), keys=LENGTH[case.device], grad=grad)
+        least_masked, _, leaks = score_range(row, replace(case, causal=True), keys=WHOLE, grad=grad)
     except Exception:
         return None  # the row is wrong in another way, which has no name here
     # The number that is subtracted, if a fixed number takes the maximum's place: a sum of WHOLE exponentials overflows
