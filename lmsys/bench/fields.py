@@ -121,7 +121,7 @@ def filled(grid: Grid, axes: Iterable[Axis], given: Mapping[str, Any]) -> Grid:
     return Grid(grid.name, frozenset(given), **{**{axis.name: axis.default for axis in axes}, **grid, **given})
 
 
-# Functions for `Axis.parse`: each turns a text into a value, and raises ValueError for other texts than it knows.
+# Functions for `Axis.parse`: each turns a text into a value, and raises ValueError for a text that it does not take.
 def one_of(*known: str) -> Parse:
     return lambda text: choice(text, known)
 

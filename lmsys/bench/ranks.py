@@ -58,7 +58,8 @@ def num_nodes() -> int:
 def world_sizes(grid: Grid, backend: str) -> list[int]:
     """The grid's numbers of ranks; 0 stands for as many as there are.
 
-    Numbers larger than this are left out if the sweep names them, and kept if the command line does (`grid.given`).
+    Larger numbers are left out if the sweep names them, and kept if the command line does (`grid.given`).
+
     There is one rank for each GPU; on a CPU there are two, and under torchrun as many as it has started.
     """
     group, asked = joined(), "world_size" in grid.given
@@ -112,7 +113,10 @@ class Ranks:
         self._group = None
 
     def _ready(self, world_size: int, backend: str) -> WorkerGroup | TorchrunGroup:
-        """A group of at least so many ranks: the present one if it will do, else a new one. Unsupported for neither."""
+        """A group of `world_size` ranks or more: the present one if it will do, else a new one.
+
+        Unsupported where there are too few ranks, or another backend.
+        """
         if self._group is not None and self._group.world_size >= world_size and self._group.backend == backend:
             return self._group
         if isinstance(self._group, TorchrunGroup):

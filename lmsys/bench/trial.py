@@ -65,6 +65,7 @@ class Trial:
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
     def candidate(self, case: Case) -> Candidate:
+        """The candidate of a case, which cases with one key share."""
         return self.candidates[self.benchmark.key(case)]
 
     def good(self) -> list[Candidate]:

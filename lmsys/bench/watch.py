@@ -32,7 +32,7 @@ from lmsys.measure.compare import attempt
 from lmsys.measure.step import Failure, Step, nothing
 
 NOBODY = -1  # the bench itself is at work
-TIMED = "in a timed call"  # the phrase of a beat while calls are timed, by which `row_on_device` knows that
+TIMED = "in a timed call"  # the phrase of a beat during timed calls; `row_on_device` compares with it
 COPY_S = 0.05  # seconds between two copies of the row that the GPU has reached
 
 
