@@ -26,7 +26,7 @@ Formula = Callable[[Inputs, Settings], torch.Tensor]
 RESULT = "result"
 BLOCKS = (32, 64, 128, 256, 512, 1024)  # columns that a kernel may take at a time
 NARROW = torch.bfloat16, torch.float16
-DTYPES = (torch.float32,) + NARROW  # those that cases have
+DTYPES = (torch.float32,) + NARROW  # the dtypes of cases; the kinds take the first of them by slices
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Case:
     """A case of a function.
 
     about    the case in words
-    shape    of the first input; each kind says which that is
-    extreme  the name of the inputs in `lmsys.extremes`; "": ordinary inputs
+    shape    the sizes of the case; the docstring of each kind's module says of which tensor
+    extreme  the kind of extreme inputs, a key of a table in `lmsys.extremes`; "": ordinary inputs
     more     other settings of the case, by name, which the kind reads
     """
 
@@ -47,7 +47,7 @@ class Case:
 
     def __str__(self) -> str:
         more = "".join(f", {name} {value}" for name, value in self.more.items())
-        return f"{self.about} ({str(self.dtype)[6:]}, shape {self.shape}{more})"
+        return f"{self.about} ({str(self.dtype)[6:]}, shape {self.shape}{more})"  # [6:] drops "torch."
 
 
 def in_narrow_dtypes(about: str, shape: tuple[int, ...], more: Settings | None = None) -> tuple[Case, ...]:
@@ -62,7 +62,9 @@ def on_extreme_inputs(
     more: Settings | None = None,
 ) -> tuple[Case, ...]:
     """A case for each kind of extreme inputs, by its name, in each of these dtypes."""
-    return tuple(Case(kind, shape, dtype, kind, more or {}) for dtype in dtypes for kind in kinds)
+    return tuple(
+        Case(about=kind, shape=shape, dtype=dtype, extreme=kind, more=more or {}) for dtype in dtypes for kind in kinds
+    )
 
 
 def questions_of(
@@ -78,11 +80,11 @@ def questions_of(
     """
     for case in (x for x in cases if str(x.dtype)[6:] in options.dtypes):
         yield question.Question(
-            f"{case.about}, {str(case.dtype)[6:]}",
-            partial(judged, case),
-            str(case),
-            reason(case),
-            bool(case.extreme),
+            about=f"{case.about}, {str(case.dtype)[6:]}",
+            judge=partial(judged, case),
+            shape=str(case),
+            reason=reason(case),
+            extreme=bool(case.extreme),
         )
 
 
@@ -117,22 +119,23 @@ class Problem:
             {name: x.to(device, case.dtype) for name, x in inputs.items()},
             {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()},
             grad_output.to(device, case.dtype),
-            options.grad,
-            bool(case.extreme),
+            grad=options.grad,
+            extreme=bool(case.extreme),
         )
 
 
 def drawn(options: question.Options, name: str, *shape: int) -> torch.Tensor:
     """Standard normal values of this shape. They depend on the seed and on `name` alone."""
-    return draws.values(draws.key(options.seed, name), 0, math.prod(shape)).view(shape)
+    return draws.values(draws.key(options.seed, name), first=0, count=math.prod(shape)).view(shape)
 
 
-Mistakes = dict[str, Callable[[Problem], Outputs]]  # by the mistake in words: the outputs that it leads to
+# By the mistake in words: the outputs that it leads to. A mistake of the backward alone gives gradients alone.
+Mistakes = dict[str, Callable[[Problem], Outputs]]
 Gradients = Callable[[Problem, Outputs], Outputs]  # (problem in float64, its right outputs) -> mistaken gradients
 
 
 def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.float64) -> Outputs:
-    """The result of a formula computed in `dtype`, and its gradients by the names of the inputs."""
+    """The result of a formula computed in `dtype`, and, if the problem asks for them, its gradients by input."""
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in problem.inputs.items()}
     result = formula(leaves, problem.settings)
     if not problem.grad:
@@ -153,7 +156,11 @@ def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64
 
 
 def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
-    """Mistakes made in the backward alone: each gives some of the gradients. The first of them ignores grad_output."""
+    """Mistakes made in the backward alone, each of which gives some of the gradients.
+
+    formula    the right formula
+    gradients  by the mistake in words; a mistake that all formulas can have, grad_output ignored, is put before them
+    """
     mistaken: dict[str, Gradients] = {
         "grad_output is ignored: the backward uses ones in its place": partial(_with_ones, formula),
         **gradients,
@@ -168,7 +175,7 @@ def _with_ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
 
 
 def _backward(formula: Formula, gradients_of: Gradients, problem: Problem) -> Outputs:
-    """The mistaken gradients for a problem, which is given to `gradients_of` in float64."""
+    """The mistaken gradients for a problem, which is given to `gradients_of` in float64; {} if none are checked."""
     if not problem.grad:
         return {}
     exact = replace(
@@ -180,19 +187,19 @@ def _backward(formula: Formula, gradients_of: Gradients, problem: Problem) -> Ou
 
 
 def padding(width: int) -> list[int]:
-    """How many columns each size of BLOCKS would pad `width` by, in increasing order, without 0."""
+    """The numbers of columns by which blocks of the sizes in BLOCKS pad `width`, in increasing order, without 0."""
     return sorted({-width % block for block in BLOCKS} - {0})
 
 
 def cut(width: int) -> list[int]:
-    """How many columns are left where only whole blocks of BLOCKS, or all but the last column, count."""
+    """The numbers of columns that count where only whole blocks do, or all but the last column, in increasing order."""
     return sorted({*(width // block * block for block in BLOCKS), width - 1} - {0, width})
 
 
 def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice]:
     """By mistake in words, the rows over which a weight's gradient is summed, instead of over all `count` rows.
 
-    rows   what a row is called in words, such as "tokens"
+    rows   the word for rows in messages, such as "tokens"
     sizes  the possible sizes of a block of rows
     """
     parts = {}
@@ -214,7 +221,7 @@ def judge(
     widened: bool = False,
     plain_formula: Formula | None = None,
 ) -> question.Fault | None:
-    """The fault of a function's result and gradients; None if they are right.
+    """The fault of a function's result and gradients; None if they are right. Each kind calls this for each case.
 
     call           the function, called by roles
     mistakes       the known mistakes, for a problem
@@ -231,6 +238,7 @@ def judge(
             f"  {changed[0]} differs after the call", f"the function changes its input {changed[0]}", None
         )
     reference = outputs_of(formula, problem)
+    # plain: what PyTorch computes in the dtype of the inputs; its error is the budget.
     plain, other = (outputs_of(x, problem, problem.dtype) for x in (formula, plain_formula or formula))
     plain = {name: testing.larger_error(reference[name], x, other[name]) for name, x in plain.items()}
     for name, right in reference.items():
@@ -258,7 +266,7 @@ def judge(
 
 
 def run(call: signature.Called, problem: Problem) -> Outputs:
-    """The result of a function, the first of a tuple, and those gradients that reach its inputs."""
+    """The result of a function (of a tuple its first item), and the gradients of those inputs that have one."""
     leaves = {name: x.detach().requires_grad_(problem.grad) for name, x in problem.inputs.items()}
     with torch.set_grad_enabled(problem.grad):
         result = call({**leaves, **problem.settings})
@@ -269,20 +277,21 @@ def run(call: signature.Called, problem: Problem) -> Outputs:
             result, list(leaves.values()), problem.grad_output.to(result.dtype).expand(result.shape), allow_unused=True
         )
         outputs |= {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
-    torch.cuda.synchronize() if result.is_cuda else None
+    torch.cuda.synchronize() if result.is_cuda else None  # errors of its kernels are raised here
     return outputs
 
 
 def _ratio(output: torch.Tensor, reference: torch.Tensor, plain: torch.Tensor, mean: bool = False) -> float:
     """The error over its budget in the dtype of `plain`; with `mean`, in a narrow dtype also in root mean square."""
-    return testing.ratio_of(output, reference, plain, plain.dtype, mean and plain.dtype != torch.float32)
+    return testing.ratio_of(output, reference, plain, plain.dtype, mean=mean and plain.dtype != torch.float32)
 
 
 def explain(
     outputs: Outputs, name: str, reference: Outputs, plain: Outputs, problem: Problem, mistakes: Mistakes
 ) -> str | None:
-    """The known mistake that gives `outputs[name]`, and not what is right, in words; None if there is none.
+    """The known mistake that gives the wrong `outputs[name]`, in words; else a factor by which it is wrong; else None.
 
+    outputs    what the function gave; reference, plain: what is right, and what plain PyTorch gives in the dtype
     The mistake must also give the outputs before `name`: a right result excludes a mistake of the forward.
     """
     output, right, plain_output = outputs[name], reference[name], plain[name]
@@ -318,6 +327,7 @@ def _alike(
     if not bool((finite == output.isfinite()).all()):
         return False
     mistaken, output = mistaken.where(finite, 0), output.double().where(finite, 0)
+    # Here `mistaken` takes the place of the reference. Plain PyTorch's error is added to it, so the budget stays.
     error = (plain.double() - right).where(finite, 0)
     return not bool(finite.any()) or _ratio(output, mistaken, (mistaken + error).to(plain.dtype), mean) <= 1
 
@@ -330,7 +340,7 @@ def _name_of(name: str) -> str:
 def _fault(
     name: str, names: Sequence[str], output: torch.Tensor, right: torch.Tensor, ratio: float, mistake: str | None
 ) -> question.Fault:
-    """The fault of the output `name`; those of `names` that stand before it are right. ratio: its error over budget."""
+    """The fault of the output `name`. The outputs before it in `names` are right. ratio: its error over the budget."""
     at = question.worst(output, right)
     place = f"[{', '.join(map(str, at))}]" * bool(at)
     lines = [
@@ -340,6 +350,7 @@ def _fault(
     if at:
         axes = ("batch", "row", "column")[-right.dim() :] if right.dim() <= 3 else ("batch", "head", "row", "column")
         error = (output.double() - right).abs()
+        # The largest error over `ratio` is what an element may have.
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
         lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} in {question.where(wrong, axes)}")
     return question.Fault.explained("\n".join(lines), mistake, ratio, list(map(_name_of, names[: names.index(name)])))

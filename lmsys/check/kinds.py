@@ -1,7 +1,8 @@
 """The kinds of implementation that can be checked, which kind a function or class is, and the verdict on one.
 
-`check_target` does the work of `lmsys check`; benchmarks and the course's grading call `check` and `verdict_on`. A new
-kind is a module with a function `questions`, an entry in KINDS, and a way to recognise it in `kind_of`.
+`lmsys check TARGET` calls `check_target`. `lmsys check --all` calls `verdict_on` for each row of KINDS, and so does the
+benchmark of attention. The course's grading asks the questions of KINDS itself. A new kind is a module with a function
+`questions`, an entry in KINDS, and a way to recognise it in `kind_of`.
 """
 
 import importlib
@@ -20,14 +21,14 @@ import torch
 from lmsys import attention, outputs, parallel, registry, signature, values
 from lmsys.check import laptop, question
 
-LIMIT_S = 600.0  # for the check of one implementation
+LIMIT_S = 600.0  # the most seconds of the check of one implementation, which check/__main__.py enforces
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of implementation.
 
-    table  the rows that can be named instead of a file
+    table  the rows whose names can be given to `lmsys check` in place of a file
     asks   `module:function` of its questions. The module may also have `remark(entry, options)`, which returns a last
            line for the report of a right implementation, or None
     """
@@ -43,7 +44,7 @@ class Kind:
         return remark(entry, options) if remark else None
 
 
-OURS = {  # our own implementations of kinds that have no table
+OURS = {  # by kind: our own implementation, the only row of a kind that has no table elsewhere
     "sharded_optimizer": registry.Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
     "optimizer": registry.Entry("AdamW", "lmsys.training.optimizer:AdamW"),
     "loss": registry.Entry("linear_cross_entropy", "lmsys.model.loss:linear_cross_entropy"),
@@ -97,7 +98,7 @@ def kind_of(implementation: Any) -> str:
     is_class = inspect.isclass(implementation)
     is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
     kind = next(
-        values.sentences_of(
+        values.sentences_of(  # the texts whose conditions are true, in order; here texts are kinds
             (not OF_SHARDED_OPTIMIZERS.isdisjoint(own), "sharded_optimizer"),
             (is_class and issubclass(implementation, torch.optim.Optimizer), "optimizer"),
             *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
@@ -125,6 +126,7 @@ def check_target(target: str, kind: str | None, options: question.Options, as_js
     """
     laptop.install()
     with closing(outputs.Outputs()) as mended:
+        # A file may ask for a GPU, or allocate on one, as it loads.
         with laptop.Laptop() if ".py:" in target else nullcontext():
             kind, entry = find(target, kind)
         return check(entry, options, kind, as_json, mended.mend)
@@ -137,7 +139,7 @@ def check(
     as_json: bool = False,
     mend_outputs: Callable[[], Any] = lambda: None,
 ) -> int:
-    """Prints for each question whether the answer is right. Returns RIGHT or WRONG.
+    """Prints for each question if the answer is right. Returns RIGHT or WRONG.
 
     Attention is asked all questions, and a table of the answers is printed. Other kinds are asked up to the first wrong
     answer.
@@ -153,9 +155,12 @@ def check(
         elif fields:
             print(json.dumps({"schema": SCHEMA, "name": entry.name, "kind": kind, **fields}), flush=True)
 
-    question.poison(setattr)
-    held = question.Holds(options.grad) if kind == "attention" else None
-    start, answer = time.perf_counter(), verdict_on(entry, options, kind, held is not None, say=say, held=held)
+    question.poison(setattr)  # in this process, for good: memory that is left unwritten is NaN
+    held = question.Holds(options.grad) if kind == "attention" else None  # the table of the answers
+    start, answer = (
+        time.perf_counter(),
+        verdict_on(entry, options, kind, may_raise=held is not None, say=say, held=held),
+    )
     right = held.right if held else answer.right > 0 and not answer.fault
     if answer.fault and held is None:
         say(
@@ -164,6 +169,7 @@ def check(
             verdict="wrong",
         )
         return WRONG
+    # "refused" is a verdict in the table of `Holds`.
     remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(held) else None
     seconds = time.perf_counter() - start
     other_layout = "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd"
@@ -171,6 +177,7 @@ def check(
         (answer.fault, f"the first wrong case: {answer.fault}"),
         (remark, str(remark)),
         (held is not None and not answer.right and options.layout == "bhsd", other_layout),
+        # Texts of cases that an exception refused begin with "refused": see the end of `verdict_on`.
         *((True, x if x.startswith("refused") else f"not asked: {x}") for x in answer.refused),
     )
     say(
@@ -190,9 +197,12 @@ def check(
 
 @dataclass(frozen=True)
 class Answer:
-    """The findings on a row: how many cases are right, why others were not asked, and the fault of a wrong one.
+    """The findings on a row.
 
-    asked  how many cases were asked: those that are right or wrong, and those that an exception refused
+    right    how many cases are right
+    refused  why cases were refused by an exception ("refused in ..."), or not asked, each reason once
+    fault    the case and the fault of the first wrong answer; "" if none is wrong
+    asked    how many cases were asked: those that are right or wrong, and those that an exception refused
     """
 
     right: int
@@ -217,24 +227,25 @@ def verdict_on(
     say: Callable[..., None] = lambda text, /, **fields: None,
     held: question.Holds | None = None,
 ) -> Answer:
-    """Asks a row the questions of its kind, up to the first wrong answer.
+    """Asks a row the questions of its kind, and returns the findings. It ends at the first wrong answer.
 
     may_raise  an exception counts as a refusal of the case, not as a fault
     most       how many right cases are enough; None: all are asked
     say        called for each case, as `say` in `check`
-    held       counts the answers; if it is given, every question is asked
+    held       counts the answers; if it is given, every question is asked, also after a wrong answer
     """
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
     right, asked, refused, wrong = 0, 0, dict[str, list[str]](), ""
     for case in KINDS[kind].questions(entry, options):
         if case.reason is not None:
-            refused.setdefault(case.reason, [])
+            refused.setdefault(case.reason, [])  # no cases: this reason is listed as one for not asking
             say("", case=case.about, verdict="not asked", reason=case.reason)
             continue
         if right == most:
             break
         asked += 1
         say(f"  {case.about}: ")  # before it is judged: if the process dies, the reader knows in which case
+        # Only attention is asked after a wrong answer. A mistake is searched for behind its first wrong answer alone.
         fault = case.judge(named=False) if wrong else case.judge()
         if held is not None:
             held.add(case.aspect, fault)

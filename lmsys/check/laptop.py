@@ -1,12 +1,11 @@
 """Runs code that was written for a GPU on a machine without one: torch and Triton pretend that there is a GPU.
 
-`install` patches both in this process; `kinds.py` and the course's grading call it. Inside the context `Laptop` tensors
-say that they are on a GPU, and Triton's interpreter runs the kernels. `attention.py` calls `fitting`, which finds out
-if a row needs this. The Python code around kernels may assert that its tensors are on a GPU, ask for the current
-device or the active driver, and allocate with device="cuda"; such memory is the host's. What else it may ask for is
-added to `install`. The interpreter computes bfloat16 wrongly, runs no two threads, and takes the first configuration
-of an autotuner.
-"""
+`install` patches both in this process; `kinds.py`, `trained.py` on each rank, and the course's grading call it. Inside
+the context `Laptop` tensors say that they are on a GPU, and Triton's interpreter runs the kernels. `attention.py` calls
+`fitting`, which finds out if a row needs this. The Python code around kernels may assert that its tensors are on a GPU,
+ask for the current device or the active driver, and allocate with device="cuda"; such memory is the host's. What else
+it may ask for is added to `install`. The interpreter computes bfloat16 wrongly, runs no two threads, and takes the
+first configuration of an autotuner. """
 
 import importlib.metadata
 import importlib.util
@@ -23,19 +22,21 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 GPU = torch.device("cuda", 0)  # the device that tensors say they are on; it does not exist
 NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloat16 wrongly", "runs no two threads"))
+# Notes by which `attention.questions` ends: the first if kernels were interpreted, the second if a row ran in `Laptop`.
 INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
 PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
-running: list[Any] = []  # the row that runs in `Laptop`, if any: then backwards run in it as well
+running: list[Any] = []  # the row that `fitting` runs in `Laptop`, if any: then backwards run in `Laptop` as well
 _apply = BackwardCFunction.apply  # the original of the function that `install` replaces
 
 
 class Laptop(TorchFunctionMode, ContextDecorator):
     """A context in which tensors say that they are on a GPU, and memory for a GPU is allocated on the host.
 
-    As a decorator it makes a function run in it.
+    As a decorator, `Laptop()(function)`, it returns a function that runs in the context.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns the result of a function of torch. torch calls this in place of the function, inside the context."""
         answer = {torch.Tensor.is_cuda.__get__: True, torch.Tensor.device.__get__: GPU, torch.Tensor.get_device: 0}.get(
             function
         )
@@ -55,7 +56,7 @@ def _on_host(x: Any) -> Any:
 
 
 class Done:
-    """Stands for a CUDA event or stream: everything in it is done at once, and takes no time."""
+    """Stands for a CUDA event or stream: each of its methods does nothing and returns 0.0, also as elapsed time."""
 
     def __init__(self, *_: Any, **__: Any):
         """Takes the arguments of an event or a stream, and ignores them."""
@@ -67,13 +68,14 @@ class Done:
 def install() -> None:
     """Patches this process, if it has no GPU, so that torch and Triton do not refuse to run. NVTX does nothing.
 
+    A second call changes nothing.
     On any machine, packages of the course CS336 that are not installed, but lie on the path, get a version.
     """
     importlib.metadata.version = version
     if torch.cuda.is_available() or BackwardCFunction.apply is _backward:
         return
     vars(torch.cuda).update(
-        is_available=lambda: isinstance(_get_current_function_mode(), Laptop),
+        is_available=lambda: isinstance(_get_current_function_mode(), Laptop),  # True inside of the context
         current_device=lambda: 0,
         synchronize=lambda *_: None,
         set_device=lambda *_: None,
@@ -114,11 +116,11 @@ def _install_in_triton() -> None:
         SimpleNamespace(
             get_current_device=lambda: 0,
             get_current_stream=lambda *_: 0,
-            get_current_target=lambda: GPUTarget("cuda", 80, 32),
+            get_current_target=lambda: GPUTarget("cuda", 80, 32),  # compute capability 8.0, 32 threads in a warp
             get_active_torch_device=lambda: GPU,
             get_device_interface=lambda: torch.cuda,
             utils=SimpleNamespace(
-                get_device_properties=lambda *_: {"multiprocessor_count": 1, "max_shared_mem": 101376}
+                get_device_properties=lambda *_: {"multiprocessor_count": 1, "max_shared_mem": 101376}  # in bytes
             ),
         )
     )
@@ -159,7 +161,7 @@ def _mend_interpreter() -> None:
 
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *args: dot(self, wide(a), wide(b), *args)
     interpreter._implicit_cvt = converted
-    patch = interpreter._patch_lang
+    patch = interpreter._patch_lang  # the interpreter calls it for each kernel that it runs
 
     def by_name(function: Any) -> Any:
         """Makes names that a file imported from Triton look up the function that the interpreter has put there."""
@@ -178,7 +180,10 @@ def _of_language(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backward(self: Any, *gradients: Any) -> Any:
-    """Runs the backward of an autograd Function, in `Laptop` if forwards run in it."""
+    """Runs the backward of an autograd Function, in `Laptop` if its forward ran there. autograd calls this.
+
+    A backward is called after the forward has left its context.
+    """
     with Laptop() if running else nullcontext():
         return _apply(self, *gradients)
 
@@ -186,8 +191,8 @@ def _backward(self: Any, *gradients: Any) -> Any:
 def fitting(row: Callable[..., torch.Tensor], score: Callable[[Any], int]) -> Callable[..., torch.Tensor]:
     """The row as it is, or, if it then gets a higher score, a function that calls the row in `Laptop`.
 
-    `score(row)` calls the row, and is higher the further it gets: it has results, it is right, it launches kernels.
-    Without `install` the row is returned as it is.
+    `score(row)` calls the row, and is higher the further the row gets: it has results, they are right, it launches
+    kernels. Where `install` has patched nothing, as on a machine with a GPU, the row is returned as it is.
     """
 
     if BackwardCFunction.apply is not _backward:

@@ -3,8 +3,9 @@
 `kinds.py` calls `questions`. A loss is `f(logits, targets)`, or with the language model's head in it
 `f(hidden, weight, targets)` (the weight may come first). It may take an `ignore_index`, and the options in
 `loss_mistakes.OPTIONS`; it is asked for those that it has a parameter for. A module's class is built without arguments.
-The loss is the mean over all tokens that are not ignored. A case's shape is that of the logits, (N, V); its first
-tokens may be ignored. ROLES lists the names that parameters may have.
+The loss is the mean over all tokens that are not ignored. A case's shape is that of the logits, (N, V). Its setting
+"ignored" is how many tokens, from the first on, are ignored; its other settings are arguments of the loss. ROLES lists
+the names that parameters may have. The benchmark of losses calls `faults_of_options`.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -31,13 +32,14 @@ ROLES: signature.Roles = {
     "z_loss": ("z_loss", "lse_square_scale", "z_loss_weight", "z_loss_multiplier"),
     "softcap": ("softcap", "logit_softcap", "logits_soft_cap", "final_logit_softcapping"),
 }
+# The roles of a loss without a weight: whatever the usual names of logits or hidden states name is then the logits.
 OF_LOGITS = {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
     role: names for role, names in ROLES.items() if role not in ("logits", "hidden", "weight")
 }
-UPSTREAM = 0.625  # the gradient of the loss: exact, and not 1, so that ignoring it shows
-TOKENS, ODD = 24, (101, 517)  # ODD: tokens and vocabulary, neither a multiple of a tile
+UPSTREAM = 0.625  # grad_output of a loss that is one number: exact, and not 1, so that ignoring it shows
+TOKENS, ODD = 24, (101, 517)  # a few tokens; tokens and vocabulary, neither of them a multiple of a tile
 LONG = 330, 517  # more tokens than a chunk of most kernels
-OPTION_CASES = (
+OPTION_CASES = (  # a case for each option, whose value is in `more`
     formulas.Case("the sum of losses", LONG, more={"reduction": "sum"}),
     formulas.Case("the losses of tokens", LONG, more={"reduction": "none"}),
     formulas.Case("weights of tokens", ODD, more={"token_weights": "drawn"}),
@@ -55,7 +57,7 @@ CASES = (
     )
     + OPTION_CASES
     + formulas.in_narrow_dtypes("an odd vocabulary size", ODD)
-    + formulas.on_extreme_inputs(KINDS, ODD, formulas.DTYPES[:2])
+    + formulas.on_extreme_inputs(KINDS, ODD, formulas.DTYPES[:2])  # float32 and bfloat16
     + (formulas.Case("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),)
 )
 
@@ -63,7 +65,7 @@ CASES = (
 def questions(
     entry: registry.Entry, options: question.Options, cases: Iterable[formulas.Case] = CASES
 ) -> Iterator[question.Question]:
-    """A question for each case; it is not asked, with that reason, if the loss lacks a parameter for an option."""
+    """A question for each case. If the loss lacks a parameter for an option, this is the reason not to ask it."""
     implementation = entry.load()
     call = signature.called(
         signature.built(implementation, {}, {}) if signature.is_module(implementation) else implementation,
@@ -77,9 +79,9 @@ def questions(
 
 
 def faults_of_options(entry: registry.Entry) -> dict[str, float]:
-    """For benchmarks: by case, the error over its budget, inf if there is no answer. Only wrong cases are in it.
+    """The wrong cases, for the benchmark of losses: by case, the error over its budget, or inf if no number is wrong.
 
-    A function from a file is asked all cases in float32, a row of a table only about options that it has.
+    A function from a file is asked all cases in float32, a row of a table only the cases of options that it has.
     """
     cases = CASES if ".py:" in entry.target else OPTION_CASES
     taken = signature.names_of(signature.parameters_of(entry.load())) & {
@@ -90,7 +92,7 @@ def faults_of_options(entry: registry.Entry) -> dict[str, float]:
 
 
 def roles_of(implementation: object) -> signature.Roles:
-    """ROLES as they apply to this implementation. Without a weight, its input is the logits whatever its name.
+    """ROLES as they apply to this implementation: OF_LOGITS if it needs no weight.
 
     An autograd Function is not asked for options, since it takes no keywords.
     """
@@ -123,10 +125,10 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
     }
     if "token_weights" in settings:
         settings["token_weights"] = formulas.drawn(options, "token_weights", tokens).abs()
-    upstream = (
+    grad_output = (
         formulas.drawn(options, "upstream", tokens) if settings.get("reduction") == "none" else torch.tensor(UPSTREAM)
     )
-    return formulas.Problem.of(case, options, inputs, settings, upstream)
+    return formulas.Problem.of(case, options, inputs, settings, grad_output)
 
 
 def _fault_of(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:

@@ -1,18 +1,20 @@
 """The formula of the cross-entropy loss, `right`, and the mistakes that people make in it, for `loss.py`.
 
-`formulas.explain` tries the `mistakes` in their order and reports the first that gives the wrong result: put plainer
-ones first. To add a mistake, add its words and a function to the table for the place of the mistake:
+`loss.py` gives `right`, `plain` and `mistakes` to `formulas.judge`. It tries the mistakes in their order and reports
+the first that gives the wrong result: put plainer ones first. To add a mistake, add its words and a function to the
+table for the place of the mistake:
 
     MAXIMUM          what is subtracted before the exponential
     IGNORED          ignored tokens
     _of_vocabulary   classes that are padded, left out or counted several times
     _of_chunks       means over chunks of tokens
     _of_gradients    the backward alone; for the gradient of the head's weight alone `_of_weights`
-    BY_COUNT         options (FIRST_FOR_ALL: the backward with options)
+    BY_COUNT         weights of tokens
+    FIRST_FOR_ALL    the backward of a loss with options
     `others` in `mistakes`: all else
 
-The function is a `Formula` or a `Gradients`. A Formula gives the loss from (inputs, settings), and `forwards` derives
-its gradients by autograd. A Gradients gives mistaken gradients directly, for `backwards`.
+The function is a `Formula` or a `Gradients`. A Formula gives the loss from (inputs, settings), x and s in lambdas, and
+`forwards` derives its gradients by autograd. A Gradients gives mistaken gradients directly, for `backwards`.
 
 Legend: N tokens, V vocabulary.
 """
@@ -65,8 +67,8 @@ def logits_of(inputs: Inputs) -> Tensor:
 def plain(inputs: Inputs, settings: Settings) -> Tensor:
     """`right`, except in float32 without options: there a log-sum-exp, as it is often written.
 
-    Where logits are large its two terms round, which a right implementation may do too: `judge` allows the larger error
-    of `right` and this.
+    Where logits are large, both terms of log-sum-exp - logit round, as they may in a right implementation: `judge`
+    allows the larger of the errors of `right` and `plain`.
     """
     if options_of(settings) or next(iter(inputs.values())).dtype != torch.float32:
         return right(inputs, settings)
@@ -157,12 +159,12 @@ def mistakes(problem: Problem) -> Mistakes:
     }
 
 
-BY_COUNT: dict[str, Formula] = {
+BY_COUNT: dict[str, Formula] = {  # mistakes where tokens have weights
     "the weighted sum is divided by the number of tokens, not by the sum of weights": (
         lambda x, s: right(x, {**s, "reduction": "sum"}) / counts(s).sum()
     )
 }
-FIRST_FOR_ALL: dict[str, Gradients] = {
+FIRST_FOR_ALL: dict[str, Gradients] = {  # mistakes in the backward of a loss with options
     "every token's gradient is multiplied by the first token's grad_output, not by its own": (
         lambda problem, _: outputs_of(
             right, replace(problem, grad_output=problem.grad_output.flatten()[0].expand(problem.grad_output.shape))
@@ -181,7 +183,7 @@ def _shifted_by(top: Callable[[Tensor], Tensor]) -> Formula:
     return of_sum(lse)
 
 
-MAXIMUM = {
+MAXIMUM = {  # mistakes in what is subtracted before the exponential
     "no maximum is subtracted before the exponential, which overflows": _shifted_by(
         lambda x: torch.zeros_like(x[:, :1])
     ),
@@ -200,7 +202,7 @@ def _as_they_are(inputs: Inputs, settings: Settings) -> Tensor:
     return F.cross_entropy(logits_of(inputs), settings["targets"].clamp(min=0))
 
 
-IGNORED: dict[str, Formula] = {
+IGNORED: dict[str, Formula] = {  # mistakes in ignored tokens
     "ignored tokens count in the mean: the sum is divided by all tokens": lambda x, s: losses(x, s).mean(),
     "ignored tokens are not left out: they count as tokens of class ignore_index, or of class 0 where it is negative": (
         _as_they_are
@@ -282,18 +284,19 @@ def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
         "in the backward ignored tokens have a gradient, which must be 0": (
             _through_the_head(lambda p, one_hot: p - one_hot, torch.ones_like(counted))
         ),
-        # dx = dy - dot(dy, y) in the place of dy - exp(y) sum(dy), y the log-softmax.
+        # y is the log-softmax, exp(y) = p, and dy = -onehot(target) is the loss's gradient with respect to y.
         "the backward of y = log_softmax is dy - sum(dy * y), not dy - exp(y) * sum(dy)": (
             _through_the_head(lambda p, one_hot: -one_hot + (one_hot * p.log()).sum(dim=-1, keepdim=True), counted)
         ),
     }
+    # The word "ignored" marks the mistakes that need ignored tokens.
     return {text: mistaken for text, mistaken in gradients.items() if not (all_counted and "ignored" in text)}
 
 
 def _through_the_head(
     of_logits: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, names: tuple[str, ...] = ("hidden", "weight")
 ) -> Gradients:
-    """Gradients of the inputs `names`, from gradients of the logits.
+    """Gradients of the inputs, from gradients of the logits: of the logits themselves, or with a head of `names`.
 
     of_logits  (p, targets as one-hot rows), (N, V) each -> gradients of the logits (N, V)
     tokens     (N,), boolean: the tokens that add to the gradients

@@ -4,8 +4,6 @@
 `f(x, weight, bias, eps)`, for LayerNorm. Or it is a module's class, built with the width and eps, whose first parameter
 is the weight. Results have the dtype of x. A case's shape is that of x. ROLES and BUILT list the names that parameters
 may have; new mistakes go to `rms_norm_mistakes`, `layer_norm_mistakes` and the tables that they use.
-
-Legend: N rows, M width.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +24,7 @@ ROLES: signature.Roles = {
     "eps": ("eps", "epsilon", "variance_epsilon", "norm_eps"),
     "shape": ("normalized_shape",),
 }
-BUILT: signature.Roles = {  # as ROLES, of a class's constructor
+BUILT: signature.Roles = {  # as ROLES, for the parameters of a class's constructor
     "width": ("dim", "d_model", "hidden_size", "width", "n_embd", "features", "d", "normalized_shape", "ndim"),
     "eps": ROLES["eps"],
 }
@@ -55,6 +53,7 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
         else signature.called(implementation, ROLES).has("bias")
     )
     return formulas.questions_of(
+        # LayerNorm is asked about one more kind of extreme rows, those with a large mean, in float32.
         CASES + formulas.on_extreme_inputs(EXTREME.keys() - ROWS, ODD, formulas.DTYPES[:1]) if with_bias else CASES,
         partial(_fault_of, implementation, with_bias, options),
         options,
@@ -81,23 +80,25 @@ def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Call
     module = signature.built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
 
     def call(x: Tensor, **parameters: Tensor) -> Any:
+        # In the order of the module, whatever the names are: its weight, and its bias if it has one.
         given = zip(dict(module.named_parameters()), parameters.values(), strict=False)
         return torch.func.functional_call(module, dict(given), (x,))
 
-    return signature.Called(call, {name: name for name in problem.inputs})
+    return signature.Called(call, {name: name for name in problem.inputs})  # eps and shape are not passed on
 
 
 def _problem(case: formulas.Case, options: question.Options, with_bias: bool) -> formulas.Problem:
     """The inputs of a case. Weights are around 1, but not 1, so that a missing weight shows.
 
-    Rows 1 to 4 are small. Their mean squares lie between the values of USUAL_EPS, so that each gives other results.
-    Their gradients are as small, since 1 / sqrt(EPS) times a usual one would raise the error allowed for all rows.
+    Rows 1 to 4 are multiplied by 2**-5, 2**-10, 2**-15 and 2**-20. Their mean squares, about 1e-3 to 1e-12, are of the
+    sizes of USUAL_EPS, so that each eps gives other results. The rows' grad_output is multiplied by the same factors:
+    otherwise their dx, up to 1 / sqrt(EPS) times as large as it, would raise the error allowed for all rows.
     """
     size, width = case.more.get("size", 1.0), case.shape[-1]
     rows = torch.ones(*case.shape[:-1], 1)
     rows.view(-1)[1:5] = 2.0 ** (-5 * torch.arange(1, 5))
     inputs = {  # the mean of x is not 0 where there is a bias, so that a mistake in it shows
-        "x": (formulas.drawn(options, "x", *case.shape) + 0.5 * with_bias) * size * rows,
+        "x": (formulas.drawn(options, "x", *case.shape) + 0.5 * with_bias) * size * rows,  # + 0 without a bias
         "weight": 1 + formulas.drawn(options, "weight", width) / 4,
     }
     if with_bias:
@@ -105,13 +106,17 @@ def _problem(case: formulas.Case, options: question.Options, with_bias: bool) ->
     if case.extreme:
         EXTREME[case.extreme](inputs["x"])
     return formulas.Problem.of(
-        case, options, inputs, {"eps": EPS, "shape": (width,)}, formulas.drawn(options, "upstream", *case.shape) * rows
+        case,
+        options,
+        inputs,
+        settings={"eps": EPS, "shape": (width,)},
+        grad_output=formulas.drawn(options, "upstream", *case.shape) * rows,
     )
 
 
 BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)  # rows that a kernel may take at a time
 USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)  # values that an implementation may have built in
-Divisor = Callable[[Tensor, float], Tensor]  # (x, eps) -> what x is divided by
+Divisor = Callable[[Tensor, float], Tensor]  # (x, eps) -> what x is divided by; LayerNorm's x is less its mean already
 
 
 def rms_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
@@ -169,12 +174,15 @@ def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """Mistakes in RMSNorm, the plainest first."""
     x = problem.inputs["x"]
     return {
-        **formulas.forwards({"the mean is subtracted, as in LayerNorm; RMSNorm subtracts none": of_parts(rms, True)}),
         **formulas.forwards(
-            {"squares overflow in the dtype of x: x must be squared in float32": of_parts(rms, False)}, x.dtype
+            {"the mean is subtracted, as in LayerNorm; RMSNorm subtracts none": of_parts(rms, centred=True)}
         ),
-        **formulas.forwards(_forward_mistakes(x.shape[-1], False)),
-        **formulas.backwards(rms_norm, _dx_mistakes(False) | _weight_gradient_mistakes(x, False)),
+        # The formula is right. Computed in the dtype of x, not in float64, it is the mistake.
+        **formulas.forwards(
+            {"squares overflow in the dtype of x: x must be squared in float32": of_parts(rms, centred=False)}, x.dtype
+        ),
+        **formulas.forwards(_forward_mistakes(x.shape[-1], centred=False)),
+        **formulas.backwards(rms_norm, _dx_mistakes(centred=False) | _weight_gradient_mistakes(x, centred=False)),
     }
 
 
@@ -182,10 +190,10 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """Mistakes in LayerNorm, the plainest first."""
     x, width = problem.inputs["x"], problem.inputs["x"].shape[-1]
     plainest: dict[str, formulas.Formula] = {
-        "the mean is not subtracted: the result is that of RMSNorm": of_parts(rms, False),
+        "the mean is not subtracted: the result is that of RMSNorm": of_parts(rms, centred=False),
         "the mean is subtracted, but the variance is mean(x^2), not mean((x - mean)^2)": _with_squares_of_mean(1.0),
         "the variance is the sum of squares over width - 1, not over the width": of_parts(
-            _over(width, width - 1), True
+            _over(width, width - 1), centred=True
         ),
     }
     padded = {
@@ -195,15 +203,16 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
         for more in formulas.padding(width)
     }
     return {
-        **formulas.forwards(plainest | _forward_mistakes(width, True) | padded),
+        **formulas.forwards(plainest | _forward_mistakes(width, centred=True) | padded),
+        # In the dtype of x: `_one_pass` computes in float32, where the subtraction cancels.
         **formulas.forwards(
             {"the variance is mean(x^2) - mean(x)^2, which cancels; use mean((x - mean)^2)": _one_pass}, x.dtype
         ),
-        **formulas.forwards({"the bias is not added": of_parts(rms, True, bias=0.0)}),
+        **formulas.forwards({"the bias is not added": of_parts(rms, centred=True, bias=0.0)}),
         **formulas.backwards(
             layer_norm,
-            _dx_mistakes(True)
-            | _weight_gradient_mistakes(x, True)
+            _dx_mistakes(centred=True)
+            | _weight_gradient_mistakes(x, centred=True)
             | {
                 "the gradients of weight and bias are exchanged": (
                     lambda exact, right: {"weight": right["bias"], "bias": right["weight"]}
@@ -218,7 +227,7 @@ def _with_squares_of_mean(times: float) -> formulas.Formula:
 
     def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
         more = times * mean_of(inputs["x"]).square()
-        return of_parts(lambda x, eps: (mean_of(x * x) + more + eps).sqrt(), True)(inputs, settings)
+        return of_parts(lambda x, eps: (mean_of(x * x) + more + eps).sqrt(), centred=True)(inputs, settings)
 
     return formula
 
@@ -244,7 +253,7 @@ def _root(columns: int | None = None, eps: float | None = None) -> Divisor:
 
 
 def _forward_mistakes(width: int, centred: bool) -> dict[str, formulas.Formula]:
-    """Mistakes in the divisor, and in how the weight is applied. centred: in LayerNorm, else in RMSNorm."""
+    """Mistakes in the divisor, and in how the weight is applied. centred: of LayerNorm; False: of RMSNorm."""
     squares = "var" if centred else "mean(x^2)"
     divisors: dict[str, Divisor] = {
         f"eps is added to the root, not under it: sqrt({squares}) + eps": lambda x, eps: rms(x, 0.0) + eps,
@@ -289,38 +298,44 @@ def _forward_mistakes(width: int, centred: bool) -> dict[str, formulas.Formula]:
 
 
 def _dx_mistakes(centred: bool) -> dict[str, formulas.Gradients]:
-    """Mistakes in dx = rstd (g - mean(g) - n mean(g n)), where g = upstream · weight. Only LayerNorm has mean(g)."""
+    """Mistakes in dx = r (g - mean(g) - n mean(g n)), where g = dy w. RMSNorm lacks the term mean(g).
+
+    dy is grad_output, w the weight, n the normalised x, and r = 1 / sqrt(var + eps), in RMSNorm 1 / rms.
+    """
     less, squares = partial(less_mean, centred=centred), "var" if centred else "mean(x^2)"
-    n, root = ("n = (x - mean) / sqrt(var + eps)", "root") if centred else ("n = x / rms", "rms")
+    n_is, root = ("n = (x - mean) / sqrt(var + eps)", "root") if centred else ("n = x / rms", "rms")
 
     def with_dx(dx_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:
         """The gradient of x by a function as in `dx`, below."""
 
         def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
-            do, x = exact.grad_output, less(exact.inputs["x"])
-            rstd = 1 / rms(x, exact.settings["eps"])
-            return {"x": dx_of(do * exact.inputs["weight"], x * rstd, rstd, do)}
+            dy, x = exact.grad_output, less(exact.inputs["x"])
+            r = 1 / rms(x, exact.settings["eps"])
+            return {"x": dx_of(dy * exact.inputs["weight"], x * r, r, dy)}
 
         return gradients
 
-    dx: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {  # (g, y, r, do) -> dx; y is n, r is rstd
-        f"dx lacks the term n mean(dy w n), {n}: the {root} is treated as a constant": lambda g, y, r, _: r * less(g),
-        f"dx adds the term n mean(dy w n), {n}; it must be subtracted": (
-            lambda g, y, r, _: r * (less(g) + y * mean_of(g * y))
+    dx: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {  # (g, n, r, dy) -> dx
+        f"dx lacks the term n mean(dy w n), {n_is}: the {root} is treated as a constant": (
+            lambda g, n, r, _: r * less(g)
         ),
-        f"dx has the term n sum(dy w n), not n mean(dy w n), {n}": (
-            lambda g, y, r, _: r * (less(g) - y * (g * y).sum(-1, keepdim=True))
+        f"dx adds the term n mean(dy w n), {n_is}; it must be subtracted": (
+            lambda g, n, r, _: r * (less(g) + n * mean_of(g * n))
         ),
-        "dx is not multiplied by the weight": lambda g, y, r, do: r * (less(do) - y * mean_of(do * y)),
-        f"dx lacks the factor 1 / sqrt({squares} + eps)": lambda g, y, r, _: less(g) - y * mean_of(g * y),
+        f"dx has the term n sum(dy w n), not n mean(dy w n), {n_is}": (
+            lambda g, n, r, _: r * (less(g) - n * (g * n).sum(-1, keepdim=True))
+        ),
+        "dx is not multiplied by the weight": lambda g, n, r, dy: r * (less(dy) - n * mean_of(dy * n)),
+        f"dx lacks the factor 1 / sqrt({squares} + eps)": lambda g, n, r, _: less(g) - n * mean_of(g * n),
         f"dx is multiplied by {squares} + eps, not by 1 / sqrt({squares} + eps)": (
-            lambda g, y, r, _: r**-2 * (less(g) - y * mean_of(g * y))
+            lambda g, n, r, _: r**-2 * (less(g) - n * mean_of(g * n))
         ),
-        "dx lacks the term of the mean, mean(dy w)": lambda g, y, r, _: r * (g - y * mean_of(g * y)),
+        "dx lacks the term of the mean, mean(dy w)": lambda g, n, r, _: r * (g - n * mean_of(g * n)),
         "dx has the term of the mean, mean(dy w), subtracted twice": (
-            lambda g, y, r, _: r * (g - 2 * mean_of(g) - y * mean_of(g * y))
+            lambda g, n, r, _: r * (g - 2 * mean_of(g) - n * mean_of(g * n))
         ),
     }
+    # The words "term of the mean" mark the mistakes that only LayerNorm can have.
     return {text: with_dx(dx_of) for text, dx_of in dx.items() if centred or "term of the mean" not in text}
 
 
@@ -332,8 +347,8 @@ def _weight_gradient_mistakes(x: Tensor, centred: bool) -> dict[str, formulas.Gr
 
         def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
             x = less_mean(exact.inputs["x"], centred)
-            y = x / rms(x, exact.settings["eps"]) if normalised else x
-            each = {"weight": exact.grad_output * y, "bias": exact.grad_output}
+            n = x / rms(x, exact.settings["eps"]) if normalised else x
+            each = {"weight": exact.grad_output * n, "bias": exact.grad_output}
             return {name: times * each[name].flatten(0, -2)[rows].sum(0) for name in each.keys() & exact.inputs.keys()}
 
         return gradients

@@ -1,10 +1,11 @@
 """Optimizers: each step is compared with the formula in float64, from the weights that the step began with.
 
-`kinds.py` calls `questions`. The formula is one of the published *forms* of the algorithm (`optimizer_formula.py`): the
-one that the optimizer's first steps follow. The budget (`lmsys.testing.error_ratio`) is the error of torch's optimizer
-in the dtype; for forms that torch lacks, that of the formula in plain PyTorch. Each row of a parameter is judged alone,
-so that a row of huge steps hides no error in others. An optimizer that claims to keep float32 master weights for
-bfloat16 weights is compared over the whole run in float64 instead.
+`kinds.py` calls `questions`, and `remark` at the end of the report. The formula is one of the published *forms* of the
+algorithm (`optimizer_formula.py`): the one that the optimizer's first steps follow. The budget
+(`lmsys.testing.error_ratio`) is the error of torch's optimizer in the dtype; for forms that torch lacks, that of the
+formula in plain PyTorch. Each row of a parameter is judged alone, so that a row of huge steps hides no error in others.
+An optimizer that claims to keep float32 master weights for bfloat16 weights is compared over the whole run in float64
+instead.
 
 The tables from MOMENTS to KEEPINGS hold the known mistakes, as changes of a `Formula`; add new ones there.
 """
@@ -52,9 +53,12 @@ NEAR_EPS = 2.0**-27  # scales gradients to about 7.5e-9, so that an eps of 1e-8 
 
 
 def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int) -> optimizer_formula.Form | None:
-    """The form that an optimizer follows for the most of its first four steps; None if none gives its first step."""
+    """The form that an optimizer follows for the most of its first four steps.
+
+    None if no form gives its first step, and if a step raises an exception or makes a weight that is not finite.
+    """
     decay = claim.taken({"weight_decay": 0.5}) if claim.algorithm == "AdamW" else {}
-    run = optimizer_runs.run_of(optimizer_runs.Case("the first steps", 4, (decay,)), seed)
+    run = optimizer_runs.run_of(optimizer_runs.Case("the first steps", steps=4, given=(decay,)), seed)
     run = replace(run, gradients=[[g * NEAR_EPS for g in of_step if g is not None] for of_step in run.gradients])
     try:
         made = optimizer_runs.trace_of(optimizer, claim, run)
@@ -82,7 +86,7 @@ def _followed(
     )
     pairs = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
     right = [all(testing.error_ratio(*of) <= 1 for of in of_step) for of_step in pairs]
-    return (right + [False]).index(False)
+    return (right + [False]).index(False)  # the place of the first step that disagrees
 
 
 def failure(
@@ -92,7 +96,7 @@ def failure(
     case: optimizer_runs.Case,
     seed: int,
 ) -> question.Fault | None:
-    """The fault of an optimizer's steps in the run of a case; None if all are right.
+    """The fault of an optimizer's steps in the run of a case; None if all are right. The questions call this.
 
     form  the steps are compared with this form; None: with torch's
     """
@@ -109,6 +113,7 @@ def failure(
             "step() changes the gradient in place; gradients must stay as they are",
             None,
         )
+    # Each step begins from the weights that the optimizer itself made, except with master weights, which are not seen.
     begins = None if case.masters else [list(run.parameters)] + made[:-1]
     exact = optimizer_formula.Formula((form or optimizer_formula.FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)
@@ -181,7 +186,8 @@ def explain(
 ) -> str | None:
     """The known mistake that leads to the steps that were made, in words; None if there is none.
 
-    traces  what the optimizer made, what is right, and what plain PyTorch makes
+    traces  what the optimizer made, what is right, and what plain PyTorch makes, in this order
+    begins  as in `Formula.trace`
     form    mistakes are tried in this form; None: in all forms, since a mistake may hide which form it is
     """
     forms = optimizer_formula.FORMS[claim.algorithm]
@@ -213,6 +219,7 @@ def _gives(
 ) -> bool:
     """True if a mistake leads to what was made in all steps, and not to what is right.
 
+    traces  as in `explain`
     The steps of the mistake and those made may differ by the usual error, that of plain PyTorch.
     """
     differs = False
@@ -222,14 +229,18 @@ def _gives(
         if not torch.equal(finite, wrong.isfinite()):
             return False
         wrong = torch.where(finite, wrong, exact)
+        # `wrong` takes the place of the exact steps. Plain PyTorch's error is added to it, so the budget stays.
         if max(_ratios(torch.where(finite, made, exact), wrong, (wrong + (plain - exact)).to(plain.dtype))) > 1:
             return False
         differs |= not bool(finite.all()) or max(_ratios(wrong, exact, plain)) > 1
     return differs
 
 
-Changes = dict[str, dict[str, Any]]  # by mistake in words: the fields of a rule or of a `Formula` that make it
+# By mistake in words: the fields of a rule (`Adam`, `Sgd`) or of a `Formula` that make the mistake, by name. The
+# docstrings of these classes say what each field is, and which arguments it gets if it is a function.
+Changes = dict[str, dict[str, Any]]
 # Rules differ in how weights decay: `in_gradient` times the decay is added to the gradient, `taken` from the weights.
+# `Adam.taken` takes lr weight_decay p, `Sgd.taken` takes nothing.
 DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": optimizer_formula.Adam.taken}
 IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": optimizer_formula.Sgd.taken}}
 

@@ -49,7 +49,7 @@ class Run:
     parameters  their values before the first step
     groups      for each param group: the indices of its parameters
     settings    by step, by group: lr and the other settings
-    gradients   by step, by parameter: None if it has none
+    gradients   by step, by parameter: its gradient, or None
     reloads     the steps before which the optimizer is constructed again, and gets its saved state dict
     """
 
@@ -70,7 +70,7 @@ class Adam:
     betas        (β1, β2) -> β1 and β2 as they are used
     square       g -> what the second moment is the mean of
     corrections  (1 - β1ᵗ, 1 - β2ᵗ) -> what the moments are divided by
-    update       (m, v, corrections, eps) -> p changes by -lr times this
+    update       (m, v, c1, c2, eps) -> p changes by -lr times this; c1, c2 are what `corrections` returns
     keep         a moment -> as it is kept between steps
     """
 
@@ -86,7 +86,7 @@ class Adam:
     keep: Callable[[Tensor], Tensor] = lambda moment: moment
 
     def step(self, p: Tensor, g: Tensor, state: State, settings: Settings, t: float) -> Tensor:
-        """The new values of p; changes `state`."""
+        """The new values of p after step t by the gradient g. `Formula.trace` calls it. Changes `state`."""
         beta1, beta2 = self.betas(*settings["betas"])
         g = g + self.in_gradient * settings["weight_decay"] * p
         m = beta1 * state.get("m", torch.zeros_like(p)) + (1 - beta1) * g
@@ -125,7 +125,7 @@ class Sgd:
     nesterov: Callable[[Tensor, Tensor, float], Tensor] = lambda g, b, momentum: g + momentum * b
 
     def step(self, p: Tensor, g: Tensor, state: State, settings: Settings, t: float) -> Tensor:
-        """The new values of p; changes `state`."""
+        """The new values of p, as `Adam.step`. SGD has no bias correction, so t is not used."""
         momentum, lr = settings["momentum"], settings["lr"]
         decay = 0.0 if self.only_with_momentum and momentum == 0 else settings["weight_decay"]
         g, p = g + self.in_gradient * decay * p, p - self.taken(lr, decay, p)
@@ -148,7 +148,7 @@ class Formula:
     forgets           the moments begin as zeros in each step
     loads             state of a parameter -> state after it was saved and loaded
     restores          (settings in a state dict, settings of the constructor) -> settings after loading
-    setting           (settings by step and group, step, group) -> settings that are used
+    setting           (all settings by step and group, step, group) -> the settings that are used
     weights           the dtype that weights are rounded to after each step; None: they are not rounded
     """
 
@@ -165,7 +165,8 @@ class Formula:
     def trace(self, run: Run, begins: Trace | None = None, dtype: torch.dtype = torch.float64) -> Trace:
         """The parameters after each step, computed in `dtype`: float64 gives the right ones, others plain PyTorch's.
 
-        begins  by step, by parameter: the values that the step starts from; None: its own from the step before
+        begins  by step, by parameter: the values that the step starts from; None: those that the formula itself made
+                in the step before
         """
         loaded, of_all, values = False, 0, [p.to(dtype) for p in run.parameters]
         states: dict[Any, State] = defaultdict(dict)
@@ -177,6 +178,7 @@ class Formula:
             values = list(values) if begins is None else [p.to(dtype) for p in begins[step]]
             for group, i in [(group, i) for group, members in enumerate(run.groups) for i in members]:
                 settings, g = self.setting(run.settings, step, group), gradients[i]
+                # After loading, the optimizer is one that was constructed with DEFAULTS: see `optimizer_runs.trace_of`.
                 settings = self.restores(settings, DEFAULTS) if loaded else settings
                 if g is None and self.without_gradient == "decay" and isinstance(self.rule, Adam):
                     values[i] = self.rule.decay(values[i], settings)

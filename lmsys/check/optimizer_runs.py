@@ -49,7 +49,7 @@ class Claim:
 
 
 def claim_of(optimizer: Any) -> Claim:
-    """The claim of an optimizer's class.
+    """The claim of an optimizer's class, by its constructor and its name.
 
     AdamW takes betas, and has "AdamW" in its name. Adam takes betas. SGD takes momentum, or has "SGD" in its name.
     ValueError for any other, with the settings that it takes.
@@ -68,7 +68,11 @@ def claim_of(optimizer: Any) -> Claim:
         (not other, f"{name} looks like {other}: AdamW, Adam and SGD can be checked"),
         (fitting, f"{name} takes {takes}: neither betas (AdamW, Adam) nor momentum (SGD)"),
     )
-    return Claim(*fitting[0], frozenset(parameters) & frozenset(DEFAULTS), _masters(name, parameters))
+    return Claim(
+        *fitting[0],  # the algorithm, and why
+        settings=frozenset(parameters) & frozenset(DEFAULTS),
+        masters=_masters(name, parameters),
+    )
 
 
 def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
@@ -79,6 +83,7 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
     settings: dict[str, inspect.Parameter] = {}
     for cls in [cls for cls in optimizer.__mro__ if "__init__" in vars(cls)]:
         parameters = list(inspect.signature(cls.__init__).parameters.values())
+        # The first two are `self` and the parameters to optimize.
         settings = {x.name: x for x in parameters[2:] if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)} | settings
         if all(x.kind != x.VAR_KEYWORD for x in parameters):
             break
@@ -86,7 +91,11 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
 
 
 def _masters(name: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any] | None:
-    """`Claim.masters`. It is {} if the class, by its name, keeps master weights without an argument for it."""
+    """`Claim.masters`: {argument: True} if the constructor has an argument with "master" in its name that is a flag.
+
+    {} if this argument's default is no bool, and if only the class's name says that it keeps master weights: then no
+    argument is passed. None if neither name has "master".
+    """
     if setting := next((setting for setting in parameters if "master" in setting.lower()), None):
         return {setting: True} if isinstance(parameters[setting].default, bool) else {}
     return {} if "master" in name.lower() else None
@@ -103,6 +112,7 @@ class Case:
     """A case: what an optimizer is asked to do. `run_of` draws its inputs. Steps and parameters are numbered from 0.
 
     about     the case in words
+    steps     how many
     given     for each param group: settings that replace DEFAULTS
     groups    for each param group: its parameters
     changes   by step: settings that all groups have from then on
@@ -142,9 +152,11 @@ def cases_of(claim: Claim) -> list[Case]:
     sgd = claim.algorithm == "SGD"
     # `half` is given whether or not the constructor takes it: if not, the case is not asked.
     momentum, half, decay = {"momentum": 0.9}, {"weight_decay": 0.5}, claim.taken({"weight_decay": 0.5})
-    kept = decay | claim.taken(momentum if sgd else {"betas": (0.8, 0.95)})  # settings with which earlier steps count
+    # Settings under which a step depends on earlier ones, so that lost state shows.
+    stateful = decay | claim.taken(momentum if sgd else {"betas": (0.8, 0.95)})
+    # Each case: what it is about, its steps, the settings of each param group, and the parameters of each group.
     of_sgd = [
-        Case("weight decay, without and with momentum", 4, (half, kept | half), ((0,), (1, 2))),
+        Case("weight decay, without and with momentum", 4, (half, stateful | half), ((0,), (1, 2))),
         Case("momentum", 6, (momentum,)),
         Case("momentum and dampening", 6, (momentum | {"dampening": 0.5},)),
         # torch's own foreach SGD adds the momentum to the gradients themselves here (torch 2.13).
@@ -155,16 +167,21 @@ def cases_of(claim: Claim) -> list[Case]:
         Case("a large eps", 4, ({"eps": 0.5},)),
         Case("other betas", 4, ({"betas": (0.5, 0.8)},)),
     ]
-    apart = kept | {"lr": 0.1}, claim.taken({"lr": 0.025, "weight_decay": 0.0})
+    apart = stateful | {"lr": 0.1}, claim.taken({"lr": 0.025, "weight_decay": 0.0})
     missing = {0: frozenset({1, 2}), 1: frozenset({2}), 3: frozenset({0})}
     of_all = [
         Case("two param groups, of different settings", 4, apart, ((0,), (1, 2))),
-        Case("parameters without a gradient in some steps", 6, (kept,), missing=missing),
-        Case("lr changed between steps", 6, (kept,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}}),
-        Case("lr and weight decay changed between steps", 4, (kept,), changes={2: {"lr": 0.05, "weight_decay": 0.125}}),
-        Case("saved and loaded between steps", 6, (kept,), changes={1: {"lr": 0.05}}, reloads=frozenset({3, 4})),
-        Case("several steps", 6, (kept,), dtype=torch.bfloat16),
-        Case("saved and loaded between steps", 6, (kept,), reloads=frozenset({3}), dtype=torch.bfloat16),
+        Case("parameters without a gradient in some steps", 6, (stateful,), missing=missing),
+        Case("lr changed between steps", 6, (stateful,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}}),
+        Case(
+            "lr and weight decay changed between steps",
+            4,
+            (stateful,),
+            changes={2: {"lr": 0.05, "weight_decay": 0.125}},
+        ),
+        Case("saved and loaded between steps", 6, (stateful,), changes={1: {"lr": 0.05}}, reloads=frozenset({3, 4})),
+        Case("several steps", 6, (stateful,), dtype=torch.bfloat16),
+        Case("saved and loaded between steps", 6, (stateful,), reloads=frozenset({3}), dtype=torch.bfloat16),
     ]
     words = "gradients of zero", "tiny gradients", "huge gradients", "rows of zero, tiny, huge and ordinary gradients"
     of_extremes = [
@@ -209,9 +226,16 @@ def run_of(case: Case, seed: int) -> Run:
         # With master weights the gradients are equal in all steps, so that tiny steps add up.
         of_step = [g.to(case.dtype) for g in drawn("gradient" if case.masters else f"gradient of step {step}")]
         if step in case.sizes:
+            # held_by_torch: the squares of huge gradients fit into float32, which torch's kernels on a GPU need.
             of_step = [extreme(g, case.sizes[step], held_by_torch=True) for g in of_step]
         gradients.append([None if i in case.missing.get(step, ()) else g for i, g in enumerate(of_step)])
-    return Run([p.to(case.dtype) for p in parameters], case.groups, settings, gradients, case.reloads)
+    return Run(
+        parameters=[p.to(case.dtype) for p in parameters],
+        groups=case.groups,
+        settings=settings,
+        gradients=gradients,
+        reloads=case.reloads,
+    )
 
 
 def trace_of(
@@ -233,6 +257,7 @@ def trace_of(
         if step in run.reloads:
             state = copy.deepcopy(optimizer.state_dict())
             parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+            # It is constructed with DEFAULTS, so that settings which load_state_dict does not restore show.
             optimizer = _optimizer_of(make, claim, run, parameters, [DEFAULTS] * len(run.groups))
             optimizer.load_state_dict(state)
         if step > 0 and run.settings[step] != run.settings[step - 1]:
