@@ -5,7 +5,8 @@ the context `Laptop` tensors say that they are on a GPU, and Triton's interprete
 `fitting`, which finds out if a row needs this. The Python code around kernels may assert that its tensors are on a GPU,
 ask for the current device or the active driver, and allocate with device="cuda"; such memory is the host's. What else
 it may ask for is added to `install`. The interpreter computes bfloat16 wrongly, runs no two threads, and takes the
-first configuration of an autotuner. """
+first configuration of an autotuner.
+"""
 
 import importlib.metadata
 import importlib.util

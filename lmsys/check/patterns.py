@@ -81,7 +81,7 @@ def online(
     detached  the one value that a backward treats as constant: "factor", by which sums are rescaled, or "maximum", in P
     divided   False: o is not divided by the sum at the end
     rounded   names what is rounded: "scores" (q kᵀ), "P" (as it is multiplied by v), "sum" (P as it is summed)
-    near      the function that rounds it
+    near      the function by which this is rounded
     """
     scores, v = right.scores(q, k), repeat_heads(v, q.shape[1])
     scores = near(scores / right.scale) * right.scale if "scores" in rounded else scores
@@ -114,8 +114,8 @@ OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in an online softmax, as op
 def right(case: AttentionCase) -> Formula:
     """The formula without a mistake."""
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    causal = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)
-    return Formula(scale, causal, lambda head: head // (case.heads // case.kv_heads))
+    visible = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)  # j >= 0: all keys
+    return Formula(scale=scale, visible=visible, heads=lambda head: head // (case.heads // case.kv_heads))
 
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
@@ -218,7 +218,7 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         return {"dq": lambda: ds @ keys * scale, "dk": lambda: ds.mT @ q * scale, "dv": lambda: p.mT @ do}[name]()
 
     def summed(*args: Any) -> Tensor:
-        """The gradient `name`: of `by_head`, those of a group's query heads are added for dk and dv."""
+        """The gradient `name` by key head for dk and dv, the sum over a group's query heads. args: of `by_head`."""
         gradient = by_head(*args)
         return gradient if name == "dq" else gradient.unflatten(1, (case.kv_heads, -1)).sum(dim=2)
 
@@ -264,9 +264,12 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
 
 
 def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, budget: float) -> str | None:
-    """The known mistake that gives `outputs[name]`, in words; None if there is none.
+    """The known mistake that gives the wrong `outputs[name]`, in words; else the factor or the places of the error.
 
-    `budget` is the error that a right result may have.
+    None if none of these describes it.
+
+    name    "o", "dq", "dk" or "dv"
+    budget  the error that a right result may have
     """
     output, good = outputs[name].double(), outputs_of(right(case).forward, inputs)[name]
     unusable, output = ~output.isfinite(), output.nan_to_num(0.0)
@@ -327,6 +330,7 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
 
     good  the right output
     """
+    # The memory of each input, read by the strides of a contiguous tensor. A tensor on "meta" has strides, no memory.
     q, k, v, do = (
         torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in inputs.tensors.values()
     )
@@ -341,6 +345,7 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
 
 def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
     """The output `name` of an online softmax with each of its mistakes, by the mistake in words."""
+    # One tile of all keys: a mistake that needs no second tile.
     whole = {"o is not divided by the sum of the exponentials": partial(online, right(case), case.keys, divided=False)}
     tiled = {
         f"{words} (tiles of {tile} keys)": partial(online, right(case), tile, **options)
@@ -360,7 +365,7 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
     for kind, dtype in (("TF32 or float16", None), ("bfloat16", torch.bfloat16)):
         near = partial(_nearest, dtype=dtype)
         near_q, near_k, near_v = near(q), near(k), near(v)
-        places = {
+        places = {  # by words, where {} stands for the rounding: (q, k and v as they are given, `rounded` of `online`)
             "q and k are {}": ((near_q, near_k, v), ""),
             "q, k, v and P = exp(scores - maximum) are {}": ((near_q, near_k, near_v), "P"),
             "P = exp(scores - maximum) and v are {}": ((q, k, near_v), "P"),
@@ -380,13 +385,13 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x rounded to `dtype`, as float64. None: to ten bits of mantissa, which TF32 and float16 have."""
+    """x rounded to `dtype`, as float64. dtype None: rounded to ten bits of mantissa, which TF32 and float16 have."""
     bits = (x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF  # drops 13 of the mantissa's 23 bits
     return (bits.view(torch.float32) if dtype is None else x.to(dtype)).double()
 
 
 def _rows_of(kind: str, at: Tensor) -> str | None:
-    """The rows in a mask (B, H, S, D), in words with their `kind`; None unless it holds whole rows only."""
+    """The rows where a mask (B, H, S, D) is True, in words with their `kind`; None unless these are whole rows."""
     rows = at.all(dim=-1)  # (B, H, S)
     if not rows.any() or not torch.equal(at.any(dim=-1), rows):
         return None

@@ -1,6 +1,7 @@
 """The types of `lmsys check`: a question to an implementation, the fault of its answer, and a table of the answers.
 
-The modules of the kinds make questions, `kinds.py` asks them. `where` and `worst` describe where a tensor is wrong.
+The modules of the kinds make questions; `kinds.py` and the course's grading ask them. `where` and `worst` describe
+where a tensor is wrong.
 """
 
 import math
@@ -66,9 +67,9 @@ class Fault:
     def explained(
         cls, place: str, mistake: str | None, error_ratio: float | None, before: Sequence[str] = ()
     ) -> "Fault":
-        """A fault at `place`.
+        """A fault whose text is `place`, and below it the mistake.
 
-        mistake  as in the class; "" if none was searched for
+        mistake  as in the class; "" if none was searched for: then the text does not say that none is known
         before   what is right in the same answer, in words; the result of the forward is first
         """
         likely = f"\n  likely mistake: {mistake}" if mistake else "\n  no known mistake gives this result"
@@ -111,7 +112,8 @@ def device() -> str:
 def poison(replace: Callable[[Any, str, Any], Any]) -> None:
     """Makes torch.empty and its like fill floating-point memory with NaN, so that results left unwritten show.
 
-    `replace(owner, name, function)` patches them, as setattr does. A second call changes nothing.
+    `replace(owner, name, function)` patches them: setattr for the rest of the process, as checks do, or pytest's
+    monkeypatch.setattr until the end of a test. A second call changes nothing.
     """
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -133,8 +135,9 @@ AXES = ("batch", "head", "row", "column")
 
 
 def where(wrong: torch.Tensor, axes: Sequence[str] = AXES) -> str:
-    """Says after "wrong in" where a mask, by default (B, H, S, D), is True: on each axis where only some indices are.
+    """The words that follow "wrong in": where a mask, by default (B, H, S, D), is True.
 
+    axes  the names of the mask's axes; an axis is named if the mask is True at some of its indices, and not at all
     For example "rows 214 to 236 of 237, the last 23 (9.7 % of the elements)".
     """
     parts = []
@@ -209,7 +212,7 @@ class Holds:
         """True if nothing is wrong, and something is right in each direction."""
         totals = (
             sum((counts[name] for counts in self.counts.values()), Counter[str]())
-            for name in DIRECTIONS[: 1 + self.grad]
+            for name in DIRECTIONS[: 1 + self.grad]  # without `grad` the forward alone
         )
         return all(total["right"] and not total["wrong"] for total in totals)
 

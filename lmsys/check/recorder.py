@@ -24,7 +24,9 @@ import torch.distributed as dist
 from lmsys import doing
 
 PEER_S = 5.0  # how long a rank waits for the others' notes; then the collective begins in any case
-KINDS = {  # by torch's method: (the collective, the index of the argument that it writes to; None: it is not delayed)
+# By the name of a method of torch's ProcessGroup: (the collective in words, the index of the argument that the method
+# writes its result to, where self is not counted; None: its result is not delayed).
+KINDS = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", None),
     "broadcast": ("broadcast", 0),
@@ -80,6 +82,7 @@ class Recorder:
 
     def fail(self, error: BaseException) -> None:
         """Notes for the other ranks that this rank has failed, so that they do not wait for it."""
+        # A note that begins with "!" is that of a failure: `mark` reads it.
         self._note(f"!{type(error).__name__}", self.group, self._counts[self.group.group_name])
 
     def others_end(self, timeout_s: float) -> bool:
@@ -102,6 +105,7 @@ class Recorder:
                 or not all(x.is_contiguous() for x in _tensors(args))
             ):
                 return method(group, *args, **kwargs)
+            # The collective runs on copies. `before` are other copies, by which writes to the tensors are noticed.
             copies, before = (
                 torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), args) for _ in range(2)
             )
@@ -149,18 +153,23 @@ class Recorder:
         keys = self._note(what, group, number)
         if (noted := _read(keys, PEER_S)) is None:
             missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
+            # If the collective then hangs, the error of the ranks' group quotes this line.
             doing.now(f"{doing.last()}, where it waits for rank {', '.join(missing)} in {what}")
             return
         if failed := [rank for rank, other in enumerate(noted) if other.startswith("!")]:
             raise PeerFailed(f"rank {failed[0]} has raised {noted[failed[0]][1:]}")
         if len(set(noted)) > 1:
+            # A rank that read no notes within PEER_S, and went on, finds this failure at its next collective.
             self.fail(Mismatch())
             calls = ", ".join(f"rank {rank} comes to {other}" for rank, other in enumerate(noted))
             raise Mismatch(f"after {number} equal calls {calls}")
 
 
 class Delayed:
-    """The handle of a running collective. It delivers the result when it is waited for, in any of torch's ways."""
+    """The handle of a running collective, which a strategy gets in place of torch's `Work`.
+
+    It delivers the result when the strategy waits, in any of the ways that `Work` has. All else is the work's own.
+    """
 
     def __init__(self, work: Any, deliver: Callable[[], None]):
         self._work, self._deliver = work, deliver
@@ -211,7 +220,7 @@ def _caller_is_a_users() -> bool:
 
     The functions of torch.distributed in between are passed over.
     """
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(2)  # the caller of `call` in `Recorder._recorded`
     while frame.f_globals.get("__name__") in ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"):
         frame = frame.f_back
     return not frame.f_globals.get("__name__", "").startswith("torch.")

@@ -27,12 +27,12 @@ ROLES: signature.Roles = {
     "sin": ("sin",),
     "theta": ("theta", "base", "rope_theta"),
 }
-BUILT: signature.Roles = {  # as ROLES, of a class's constructor
+BUILT: signature.Roles = {  # as ROLES, for the parameters of a class's constructor
     "theta": ROLES["theta"],
     "head_dim": ("head_dim", "d_k", "dim", "d_head", "rotary_dim"),
     "length": ("max_seq_len", "context_length", "max_position_embeddings", "max_len", "seq_len"),
 }
-THETA, LONGEST = 10_000.0, 2**11  # the theta of most cases; more than any position
+THETA, LONGEST = 10_000.0, 2**11  # the theta of most cases; the longest sequence: every position is less
 SMALL, ODD = (1, 2, 16, 64), (1, 2, 33, 64)  # shapes of x (B, H, S, D)
 LATE = {"first position": LONGEST - 33}  # the last token of ODD is then at LONGEST - 1
 CASES = (
@@ -46,7 +46,7 @@ CASES = (
     )
     + formulas.in_narrow_dtypes("a few tokens", SMALL)
     + formulas.in_narrow_dtypes("late positions", ODD, LATE)
-    + formulas.on_extreme_inputs(ROWS, ODD, formulas.DTYPES[:2], {"first position": 3})
+    + formulas.on_extreme_inputs(ROWS, ODD, formulas.DTYPES[:2], {"first position": 3})  # float32 and bfloat16
 )
 
 
@@ -63,7 +63,7 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
 
 
 def remark(entry: registry.Entry, options: question.Options) -> str:
-    """Which pairs are rotated, in words, to end the report with."""
+    """A sentence that says which pairs are rotated. `kinds.py` ends the report with it."""
     return f"it turns {pairs_of(entry.load(), options)}"
 
 
@@ -135,6 +135,7 @@ def angles_of(x: torch.Tensor, settings: formulas.Settings) -> torch.Tensor:
 
 
 def frequencies(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """theta^(-2i / D) for each pair i, (D / 2,), in x's dtype, at least float32."""
     columns = torch.arange(0, x.shape[-1], 2, device=x.device).to(torch.promote_types(x.dtype, torch.float32))
     return theta ** (-columns / x.shape[-1])
 
@@ -178,7 +179,7 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
     plainest: dict[str, formulas.Formula] = {
         "x is turned the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
         "sine and cosine are exchanged": by(lambda x, s: math.pi / 2 - angles_of(x, s)),
-        "x is returned unchanged": lambda x, s: x["x"] * 1,
+        "x is returned unchanged": lambda inputs, _: inputs["x"] * 1,
         "pairs are mixed up: cos and sin are ordered for pairs (2i, 2i + 1), but x is turned in pairs (i, i + D / 2)": (
             _mixed(HALVES, NEIGHBOURS)
         ),
@@ -192,6 +193,7 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
         **(
             {}
             if call.has("cos")
+            # Roundings are computed in float32, not in float64, since implementations compute angles in float32.
             else formulas.forwards(ANGLES) | formulas.forwards(_rounded(problem.dtype), torch.float32)
         ),
         **formulas.forwards({"axis 1, the heads, is taken for the sequence, which is axis 2": _over_heads}),

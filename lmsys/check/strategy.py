@@ -27,7 +27,7 @@ from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
 WORLD_SIZE = 2  # ranks of a trial
-ORDER = "ranks do not call the same collectives in the same order"  # a mistake, in words
+ORDER = "ranks do not call the same collectives in the same order"  # the mistake that `recorder.Mismatch` means
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # environment of ranks: otherwise a wait that times out prints four lines
 START_S, TRIAL_S = 120.0, 12.0  # timeouts: for ranks to start and import; for a trial, which takes milliseconds
 
@@ -41,7 +41,7 @@ def questions(
 ) -> Iterator[question.Question]:
     """A question for each trial, from the simplest to the rarest. Ranks are started again only if a trial ended them.
 
-    ranks   ranks that run already, and go on afterwards; None: they start here, and end after the last question
+    ranks   ranks that run already, and are not ended here; None: they start here, and end after the last question
     trials  (world size, seed) -> the trials
     rules   the known mistakes
     """
@@ -76,6 +76,7 @@ class Ranks(AbstractContextManager["Ranks"]):
             if self._group is None or self._group.ended:
                 self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S, environment=QUIET)
                 self._group.run(trained.prepare, entry)
+            # The arguments of `train`: entry, trial, number of the training, options of the strategy (none).
             return self._group.run(trained.train, entry, trial, next(self._numbers), {}, timeout_s=TRIAL_S)
         except WorkerError as error:
             first, *trace = str(error).strip().splitlines()
@@ -88,10 +89,14 @@ class Ranks(AbstractContextManager["Ranks"]):
                     if line.startswith((f"{error.kind}: ", f"torch.distributed.{error.kind}: "))
                 ),
             ]
+            # The first line is "rank N failed DOING:" where a rank raised, with what it was doing.
             return [
                 trained.Result(
                     failure=trained.Failure(
-                        error.rank, error.kind, texts[-1], first.partition(" failed ")[2].rstrip(":")
+                        rank=error.rank,
+                        kind=error.kind,
+                        text=texts[-1],
+                        doing=first.partition(" failed ")[2].rstrip(":"),
                     )
                 )
             ]
@@ -102,7 +107,10 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 
 def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
-    """The failure that caused the others; None if no rank failed. A report of another rank's failure comes last."""
+    """The failure that caused the others; None if no rank failed.
+
+    It is the first one that is not `recorder.PeerFailed`, by which a rank reports the failure of another.
+    """
     failures = (result.failure for result in results if result.failure is not None)
     return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 
@@ -119,6 +127,7 @@ def fault(
         return question.Fault.explained(f"  {failure.text}, {failure.doing}", ORDER, None)
     if failure is not None:
         return question.Fault(f"  {failure}")
+    # What is right after the last step, exact and with ordinary errors.
     last, ordinary = (trained.plain(trial, dtype)[-1] for dtype in (torch.float64, torch.float32))
     for rank, result in enumerate(results):
         if other := sorted(result.state.keys() ^ last.weights.keys()):
@@ -142,9 +151,10 @@ CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule 
 
 
 def optimizer_rules(steps: Sequence[trained.Before]) -> list[strategy_mistakes.Rule]:
-    """A rule for each known mistake of a sharded optimizer: (the mistake in words, the weights that it leads to).
+    """A `strategy_mistakes.Rule` for each known mistake of a sharded optimizer: (its words, the weights after a step).
 
-    steps  what ranks had before each step of a trial; the weights are those after the last step
+    steps  the right training before each step, up to the first wrong one; the weights are those after that step
+    {names} in the words stands for parameters.
     """
     last, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
     means, world_size, options_given = last.means, trial.world_size, OPTIMIZERS[trial.optimizer]

@@ -29,7 +29,7 @@ class StepGradients:
 
     grads    (world_size, micro_batches, ...)
     early    (world_size, ...): for a weight that is used twice, the part that a backward makes first; else 0
-    used     (world_size, 1, ..., 1): 1 for ranks that use the parameter, else 0
+    used     (world_size, 1, ..., 1): 1 for ranks that use the parameter, else 0; its length is world_size
     sizes    (world_size, 1, ..., 1): the examples in each rank's batch
     weights  the parameter before the step
     """
@@ -61,10 +61,10 @@ class StepGradients:
         """True if a mistake with this condition, the first item in MISTAKES, can be made here."""
         return {
             "": True,
-            "unused": bool(0 < self.used.sum() < len(self.used)),
-            "uneven": self.sizes.unique().numel() > 1,
-            "micro": self.grads.shape[1] > 1,
-            "twice": bool(self.early.any()),
+            "unused": bool(0 < self.used.sum() < len(self.used)),  # some ranks, but not all, use the parameter
+            "uneven": self.sizes.unique().numel() > 1,  # ranks have batches of different sizes
+            "micro": self.grads.shape[1] > 1,  # there are several micro-batches
+            "twice": bool(self.early.any()),  # the forward uses the weight twice
         }[condition]
 
 
@@ -77,7 +77,8 @@ NOT_SHARED = "no broadcast or all-gather brings the updated weights to all ranks
 EARLY = "are synchronized too early, before both uses of the weight have added their parts"
 TWICE = "are synchronized twice, once after each use of the weight"
 # Each mistake is (the condition under which it can be made, what happens to gradients, the gradient that ranks step
-# by). If two mistakes give equal results, the first is named.
+# by: (1, ...) for all ranks, or (world_size, ...)). "are ..." follows {gradients}. If two mistakes give equal results,
+# the first is named.
 MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] = (
     ("", "are never synchronized: each rank steps by its own gradients", lambda s: s.local),
     (
@@ -180,7 +181,7 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] =
 
 
 def rules(steps: Sequence[Before]) -> Iterator[Rule]:
-    """A rule for each known mistake of a strategy."""
+    """A rule for each known mistake of a strategy, in the last of `steps`, the first that is wrong."""
     before = steps[-1]
     known = {name: _gradients_of(before, name) for name in before.grads}
     for condition, words, gradient in MISTAKES:
@@ -233,8 +234,8 @@ def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
         if raced := [call for result in results for call in result.raced]:
             return f"a tensor is written while its {raced[0]} is still running: wait() comes too late"
         if wrong:
-            name = _step(results, wrong, exact[:steps], ordinary[:steps], rules)
-            return name and (name if steps == 1 else f"{name} (from step {steps} on)")
+            mistake = _step(results, wrong, exact[:steps], ordinary[:steps], rules)
+            return mistake and (mistake if steps == 1 else f"{mistake} (from step {steps} on)")
     return None
 
 
@@ -242,7 +243,7 @@ def _beginning(trial: Trial, wrong: Sequence[str], exact: Before) -> str:
     """The mistake where the tensors `wrong` are wrong before the first step, in words."""
     if trial.sharded:
         return f"the optimizer's constructor changes weights: {listed(wrong)}"
-    names = {
+    names = {  # "scale" is the buffer of a `Probe`
         "initial weights": [name for name in wrong if name in exact.grads],
         "initial weights of frozen parameters": [
             name for name in wrong if name not in exact.grads and name not in trial.twins and name != "scale"
@@ -270,10 +271,12 @@ def _step(
             break
         sentences.append(_sentence(rule, names, trained, trial, results))
         unexplained = [name for name in unexplained if name not in names]
+    # "alone on every rank" is in the words of the rules for each rank, at the end of `rules`.
     if len(sentences) == trial.world_size and not unexplained and all("alone on every rank" in x for x in sentences):
         return "each parameter is stepped by the gradient of its owner rank alone: gradients are not averaged"
     if sentences:
         return "; ".join(sentences)
+    # No mistake is known.
     first, *others = [result.state for result in results]
     apart = [name for name in wrong if not all(torch.equal(first[name], other[name]) for other in others)]
     return f"ranks end with different weights: {listed(apart)}" if apart else None
@@ -304,8 +307,8 @@ def _fitting(
             name for name in names if name in wide and len(ranks(name, wide, narrow)) == len(results)
         )
     before, last = exact[-1], ordinary[-1]
-    after = before.after(before.means), last.after(last.means)
-    keepers: dict[str, list[str]] = {}
+    after = before.after(before.means), last.after(last.means)  # the right weights after the step
+    keepers: dict[str, list[str]] = {}  # by the ranks that keep the old weights, in words: the parameters
     for name in names:
         keep, step = ranks(name, before.weights, last.weights), ranks(name, *after)
         if keep and step and len(keep) + len(step) == len(results):
@@ -316,7 +319,10 @@ def _fitting(
 
 
 def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Trial, results: Sequence[Result]) -> str:
-    """The mistake `rule` as a sentence about the parameters `names`; `trained` are all parameters that are trained."""
+    """The mistake `rule` as a sentence about the parameters `names`; `trained` are all parameters that are trained.
+
+    Words of the rules decide: "summed", "twice", "never synchronized" and NOT_SHARED are parts of mistakes above.
+    """
     are_all, subject = set(names) == set(trained), listed(names)
     if "tied" in trial.parts and names == ["embed.weight"] and ("summed" in rule or "twice" in rule):
         rule, subject = (
@@ -331,7 +337,7 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
         sentences_of(
             (waits and (never or late), f"{sentence}; the {''.join(waits[:1])} is not waited for"),
             (never and is_end, f"{sentence}; these come last in a backward, as if the last bucket were not sent"),
-            (are_all or "{" in rule or late, sentence),
+            (are_all or "{" in rule or late, sentence),  # a sentence with {gradients} or {names} has the subject in it
             (True, f"{sentence} ({subject})"),
         )
     )

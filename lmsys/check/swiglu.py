@@ -109,7 +109,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "up is left out: silu(gate)": lambda a, b: F.silu(a) + 0 * b,
     "gate and up are read from alternate columns of [gate, up]; gate is the first half, up the second": _interleaved,
 }
-OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # {} stands for the dtype that is computed in
+# As ACTIVATIONS. On paper these products are right: in {}, the dtype that they are computed in, they overflow.
+OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sigmoid is exp(x) / (1 + exp(x)), which overflows {}": lambda a, b: a * (a.exp() / (1 + a.exp())) * b,
     "sigmoid is written 1 / (1 + exp(-x)), whose backward gives inf · 0 = NaN in {}; use torch.sigmoid": (
         lambda a, b: a / (1 + (-a).exp()) * b
@@ -122,7 +123,7 @@ def mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     return {
         **formulas.forwards(_of_activations(ACTIVATIONS)),
         **{
-            text.format(str(dtype)[6:]): outputs_with
+            text.format(str(dtype)[6:]): outputs_with  # [6:] drops "torch."
             for dtype in (torch.float32, problem.dtype)
             for text, outputs_with in formulas.forwards(_of_activations(OVERFLOWS), dtype).items()
         },
@@ -131,6 +132,7 @@ def mistakes(problem: formulas.Problem) -> formulas.Mistakes:
 
 
 def _of_activations(activations: dict[str, Callable[[Tensor, Tensor], Tensor]]) -> dict[str, formulas.Formula]:
+    """The formula with each of these in place of silu(gate) · up, by the mistake in words."""
     return {text: of_halves(activate) for text, activate in activations.items()}
 
 
@@ -152,7 +154,7 @@ BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Te
 
 
 def _gradients(backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> formulas.Gradients:
-    """All gradients of a problem, with those of gate and up by `backward`, as in BACKWARDS."""
+    """The gradients that follow from `backward`, as in BACKWARDS: those of gate and up, or of x, w1 and w3."""
 
     def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
         x, g = exact.inputs, exact.grad_output

@@ -1,7 +1,8 @@
 """Runs the training of a `Trial`: on ranks by a strategy or sharded optimizer, and by torch on one process.
 
-`strategy.py` runs `train` on each rank, and compares the `Result` with `plain`, the right training in float64. The
-`Before` of each step of `plain` is what `strategy_mistakes.py` computes mistakes from.
+`strategy.py` and the benchmark of data parallelism run `train` on each rank. `strategy.py` compares the `Result` with
+`plain`, the right training in float64. The `Before` of each step of `plain` is what `strategy_mistakes.py` computes
+mistakes from.
 """
 
 import copy
@@ -24,7 +25,7 @@ from lmsys.parallel import adapter, baselines
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
 
 OTHERS_S = 2.0  # how long a rank that raised waits for the other ranks to end
-SMALL_MB = 2.0**-13  # 32 float32: each layer has more, so it needs several buckets
+SMALL_MB = 2.0**-13  # the size of small buckets, 32 float32: each layer has more, so that a module fills several
 # Exceptions by which a strategy refuses what it is given.
 REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError")
 State = dict[str, torch.Tensor]
@@ -69,12 +70,12 @@ class Result:
 
 
 def prepare(entry: registry.Entry) -> None:
-    """Prepares a rank: uninitialised memory is NaN from now on, and all that a training imports is imported.
+    """Prepares a rank, once: uninitialised memory is NaN from now on, and all that a training imports is imported.
 
     The step of an optimizer imports torch's compiler, which takes seconds.
     """
     question.poison(setattr)
-    laptop.install()
+    laptop.install()  # without a GPU, torch and Triton pretend that there is one
     entry.load()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
@@ -82,8 +83,9 @@ def prepare(entry: registry.Entry) -> None:
 def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str, Any], group: Any = None) -> Result:
     """Runs the trial on this rank, by the row's strategy or sharded optimizer, built with `options`.
 
-    `number` identifies this training among all; it is the same on all ranks. An exception becomes a `Failure` in the
-    result if all ranks have ended, and is raised if another rank still waits.
+    `number` identifies this training among all; it is the same on all ranks. `group` has the ranks that train; None:
+    all. An exception becomes a `Failure` in the result if all ranks have ended, and is raised if another rank still
+    waits.
     """
     group = torch.distributed.group.WORLD if group is None else group
     module = probe(trial, torch.distributed.get_rank(group)).to(device())
@@ -115,7 +117,7 @@ def _trained(
 ) -> Result:
     """The training itself. For a sharded optimizer the strategy is `Naive`, which only averages gradients."""
     loaded, rank, unwaited = entry.load(), torch.distributed.get_rank(recorder.group), list[str]()
-    doing.now("as it wraps the module")
+    doing.now("as it wraps the module")  # this line and those below become `Failure.doing`
     options = {**options, "bucket_mb": SMALL_MB} if trial.small_buckets else options
     strategy = adapter.Adapter(baselines.Naive if trial.sharded else loaded, module, recorder.group, **options)
     doing.now("as it makes the optimizer")
@@ -145,9 +147,11 @@ def _trained(
             change_options(optimizer)
     doing.now("in full_state_dict()")
     return Result(
-        {name.removeprefix("module."): x.detach().cpu().clone() for name, x in strategy.full_state_dict().items()},
-        tuple(unwaited),
-        tuple(recorder.raced),
+        state={
+            name.removeprefix("module."): x.detach().cpu().clone() for name, x in strategy.full_state_dict().items()
+        },
+        unwaited=tuple(unwaited),
+        raced=tuple(recorder.raced),
     )
 
 
@@ -215,7 +219,7 @@ class Before:
         return {name: x.detach() for name, x in module.state_dict().items()}
 
 
-@lru_cache(maxsize=64)  # it is needed again to name a mistake, and for other rows
+@lru_cache(maxsize=64)  # the same training is needed again to name a mistake, and for other rows
 def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
     """The right training, by torch's optimizer on one process: its state before each step, and after the last one.
 
@@ -223,7 +227,7 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
     the batch of all ranks.
     """
     # In `apart` both uses of a weight have parameters of their own, and `trial.twins` says which belong together.
-    module, apart = probe(trial, 0).to(dtype), probe(trial, 0, apart=True).to(dtype)
+    module, apart = probe(trial, rank=0).to(dtype), probe(trial, rank=0, apart=True).to(dtype)
     optimizer = made_optimizer(trial, module, lambda params, optimizer_cls, **options: optimizer_cls(params, **options))
     steps = list[Before]()
     for step in range(trial.steps + 1):
@@ -232,6 +236,7 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
         by_use, used = _gradients(apart, trial, step)
         early = {first: by_use[twin] for twin, first in trial.twins.items()}
         grads = {n: g + early[n] if n in early else g for n, g in by_use.items() if n not in trial.twins}
+        # Copied together, so that the copy of the optimizer has the parameters of the copy of the module.
         steps.append(Before(trial, *copy.deepcopy((module, optimizer)), grads, early, used))
         for name, p in module.named_parameters():
             p.grad = steps[-1].means.get(name)
@@ -266,7 +271,7 @@ def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -
     ordinary  those of the right training in float32
     """
     worst = {name: max(ratio(result.state[name], exact[name], ordinary[name]) for result in results) for name in exact}
-    return {name: value for name, value in worst.items() if not value <= 1}
+    return {name: value for name, value in worst.items() if not value <= 1}  # NaN is wrong, too
 
 
 def ratio(x: torch.Tensor, exact: torch.Tensor, ordinary: torch.Tensor) -> float:
