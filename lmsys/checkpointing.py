@@ -31,7 +31,7 @@ class Group(NamedTuple):
 
 
 def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
-    """The groups of a model's blocks, in order, by the setting `checkpoint_blocks`.
+    """The groups of a model's blocks, in order, by the setting `checkpoint_blocks` (see `ModelConfig`).
 
     ValueError for a wrong setting, and for "fit", which `lmsys.cost.memory.fit` must replace first.
     """
@@ -42,7 +42,12 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
                 f"{checkpoint_blocks=} must lie in 0 to {num_layers} layers",
             )
         )
-        return _in_steps(0, num_layers, checkpoint_blocks or num_layers, "whole" if checkpoint_blocks else "none")
+        return _in_steps(
+            first=0,
+            stop=num_layers,
+            step=checkpoint_blocks or num_layers,  # 0: one group of all blocks, of the level "none"
+            level="whole" if checkpoint_blocks else "none",
+        )
     values.hold(
         (
             checkpoint_blocks != FIT,
@@ -53,10 +58,11 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
         checkpoint_blocks = f"{checkpoint_blocks}*{num_layers}"
     runs = [RUN.fullmatch(run) for run in checkpoint_blocks.split(",")]
     groups, first = list[Group](), 0
+    # A run that does not match makes the sum too large.
     if sum(int(run[2]) if run else num_layers + 1 for run in runs) == num_layers:
         for run in filter(None, runs):
             level, count = run[1], int(run[2])
-            groups += _in_steps(first, first + count, 1 if level == "whole" else count, level)
+            groups += _in_steps(first, stop=first + count, step=1 if level == "whole" else count, level=level)
             first += count
         return groups
     raise ValueError(
@@ -66,12 +72,12 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
 
 
 def for_fewer(checkpoint_blocks: int | str, num_layers: int, fewer: int) -> int | str:
-    """The setting for a model of only `fewer` blocks, whose first and last block have the same levels as before.
+    """The setting for a model of only `fewer` of `num_layers` blocks, in which levels lie at the same shares of depth.
 
-    ValueError as from `groups_of`.
+    Benchmarks check their models with fewer blocks. ValueError as from `groups_of`.
     """
     if isinstance(checkpoint_blocks, int):
-        groups_of(checkpoint_blocks, num_layers)
+        groups_of(checkpoint_blocks, num_layers)  # ValueError for a wrong number
         return min(checkpoint_blocks, fewer)
     levels = [group.level for group in groups_of(checkpoint_blocks, num_layers) for _ in range(group.first, group.stop)]
     return setting_of(levels[round(place * (num_layers - 1) / max(1, fewer - 1))] for place in range(fewer))

@@ -1,6 +1,8 @@
 """The commands of `lmsys`, their help by example, and how to install what is missing. Imports no torch.
 
-A new command is a module with a `main`, and an entry of COMMANDS.
+`lmsys/__main__.py` runs the modules of COMMANDS, and the `main` of each makes its `parser` here. `missing` and
+`with_extra` word the advice of commands and of rows whose packages are not installed. A new command is a module that
+`python -m` can run, and an entry of COMMANDS.
 """
 
 import argparse
@@ -22,7 +24,7 @@ class Command:
 
     module    what `python -m` runs
     about     what it does, in a sentence
-    examples  command lines, each with what it does
+    examples  by command line: what it does
     """
 
     module: str
@@ -123,13 +125,13 @@ def bringing(module: str) -> str:
 
 
 def with_extra(extra: str) -> str:
-    """The shell command that installs lmsys with an extra, from its own source: a checkout, a URL, or an index."""
+    """The shell command that installs lmsys with an extra, from where lmsys came: a checkout, a URL, or an index."""
     if (FOLDER / "pyproject.toml").is_file():
         return f"{PIP} -e {shlex.quote(f'{FOLDER}[{extra}]')}"
     source = next(
         (installed.read_text("direct_url.json") for installed in importlib.metadata.distributions(name="lmsys")), None
     )
-    if source is None:  # so it came from an index
+    if source is None:  # pip writes direct_url.json unless a package comes from an index
         return f"{PIP} 'lmsys[{extra}]'"
     origin = json.loads(source)
     scheme = f"{origin['vcs_info']['vcs']}+" if "vcs_info" in origin else ""

@@ -13,7 +13,7 @@ from lmsys import checkpointing, strict_json
 from lmsys.values import Count, Positive, choice, hold, one_of
 
 IGNORED = -100  # a target of this value has no loss, as in torch
-RESIDUALS = "wide", "narrow"  # of `ModelConfig.residual`
+RESIDUALS = "wide", "narrow"  # the values of `ModelConfig.residual`
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class ModelConfig(strict_json.Checked):
 
     num_kv_heads       key/value heads, a divisor of num_heads; None: as many as query heads
     attention          a row of `lmsys.attention.ATTENTION`
-    checkpoint_blocks  activation checkpointing: what blocks keep for their backward. 0 or "none": all that it reads;
-                       "matmuls", "attention": less, see `lmsys.checkpointing`; 1 or "whole": only their input; n:
-                       groups of n blocks keep only the group's input; "attention*12,matmuls*22": the first 12 blocks
-                       and the next 22; "fit": training chooses what recomputes least and fits into the memory
+    checkpoint_blocks  activation checkpointing: what blocks keep for their backward. 0 or "none": all that a backward
+                       reads; "matmuls", "attention": less, see `lmsys.checkpointing`; 1 or "whole": only their input;
+                       n: groups of n blocks keep only the group's input; "attention*12,matmuls*22": these levels of
+                       the first 12 blocks and the next 22; "fit": training chooses what recomputes least and fits
+                       into the memory
     residual           the dtype of the residual stream between blocks: "wide" is at least float32; "narrow" is that of
                        matmuls, under autocast half the bytes, and every block rounds the stream
     """
@@ -41,10 +42,10 @@ class ModelConfig(strict_json.Checked):
     norm_eps: Positive = 1e-5
     attention: str = "auto"
     checkpoint_blocks: int | str = 0
-    residual: Annotated[str, partial(one_of, known=RESIDUALS)] = "wide"
+    residual: Annotated[str, partial(one_of, known=RESIDUALS)] = "wide"  # `Checked` calls one_of(name, value, known)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # ValueError for a field of another type, or against its annotated rule
         length = self.d_model / self.num_heads
         hold(
             (

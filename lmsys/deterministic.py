@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 import torch
 
-# A fixed workspace, without which cuBLAS is not deterministic. torch reads it only at the first matmul on a GPU.
+# The environment variable that gives cuBLAS a fixed workspace, and its value: without it cuBLAS is not deterministic.
+# torch reads it only at the first matmul on a GPU, so conftest.py sets it before.
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def mode() -> list[bool]:
-    """The current mode: [it is on, it warns where it would raise, it fills memory that is allocated]."""
+    """The current mode: [it is on, it warns instead of raising errors, it fills memory that is allocated]."""
     return [
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -31,7 +32,7 @@ def set_mode(parts: list[bool]) -> None:
 
 @contextmanager
 def deterministic_mode() -> Iterator[None]:
-    """Inside, the mode is on, raises errors and fills no memory. `CUBLAS_WORKSPACE` is set, if it was not."""
+    """A context in which the mode is on, raises errors and fills no memory. Sets CUBLAS_WORKSPACE if it is not set."""
     before = mode()
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     set_mode([True, False, False])

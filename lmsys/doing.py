@@ -2,9 +2,10 @@
 
     doing.now("in step 12")
 
-The training loop and benchmarks write it; `lmsys.parallel.group`, `lmsys.watchdog` and the bench read it for errors.
-The line lies in memory that is shared through a file without a name: writing it takes about a microsecond, and no file
-is left. Imports no torch.
+The training loop, the trainings of `lmsys check` and the ranks of `lmsys.parallel.group` write it. `lmsys.watchdog` and
+`lmsys.parallel.group` read it for errors. The line lies in memory that is shared through a file without a name: writing
+it takes about a microsecond, and no file is left. The bench shares its heartbeat (`lmsys.bench.watch`) through such a
+file, too. Imports no torch.
 """
 
 import mmap
@@ -12,20 +13,20 @@ import os
 import tempfile
 from typing import Any
 
-SIZE = mmap.PAGESIZE
+SIZE = mmap.PAGESIZE  # bytes of a shared file
 LENGTH = 128  # bytes of a line
 AT_FIRST = "as it began"  # what is read before the first line was written
 
 
 def shared_file() -> int:
-    """Opens a file without a name that several processes can map; returns its file descriptor."""
+    """Opens a file without a name that several processes can map. Returns its descriptor, which the caller closes."""
     with tempfile.TemporaryFile() as file:
         file.truncate(SIZE)
         return os.dup(file.fileno())
 
 
 def map_file(file: int) -> mmap.mmap:
-    """The shared memory of a file of `shared_file`."""
+    """The memory of a file that `shared_file` opened, by its descriptor; -1: memory of this process alone."""
     return mmap.mmap(file, SIZE)
 
 
@@ -33,7 +34,7 @@ _memory: Any = bytearray(SIZE)  # of this process alone until it is shared
 
 
 def share(file: int) -> None:
-    """From now on this process writes its line into the shared file, which is closed: its memory stays mapped."""
+    """From now on this process writes its line into the shared file. Closes the descriptor: the memory stays mapped."""
     global _memory
     _memory = map_file(file)
     os.close(file)
@@ -55,5 +56,5 @@ def write(memory: Any, text: str) -> None:
 
 
 def read(memory: Any) -> str:
-    """The line in shared memory."""
+    """The line in shared memory; AT_FIRST if none was written."""
     return bytes(memory[:LENGTH]).rstrip(b"\0").decode(errors="replace") or AT_FIRST

@@ -19,7 +19,7 @@ from torch import Tensor
 VERSION = "philox4x32-10/2"  # change it with any change of the values that are drawn: result files name it
 STD = (4 * (256**2 - 1) / 12) ** 0.5  # standard deviation of the sum of four bytes
 STARTS = 2**16  # how many places of a stream a draw can begin at
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57  # these and the next are constants of Philox
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57  # constants of Philox, and so are the next two
 _WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after each of Philox's 10 rounds
 _WORD = 0xFFFFFFFF  # the mask of a word's 32 bits
 _AT_ONCE = 2**22  # counters whose words are computed together, so that temporaries stay below 1 GiB
@@ -49,7 +49,7 @@ def values(seed: int, first: int, count: int, device: str | torch.device = "cpu"
     def nearly_normal(words: Tensor) -> Tensor:
         """Values from words: the sum of four bytes, less its mean, and 13 bits for the rest of the mantissa."""
         total = sum((words >> shift & 255 for shift in (8, 16, 24)), words & 255)
-        fraction = (words * _WEYL[0] & _WORD) >> 19
+        fraction = (words * _WEYL[0] & _WORD) >> 19  # the upper 13 bits of a hash: the word times an odd constant
         return ((total - 510 << 13) + fraction - 2**12).float() * (2.0**-13 / STD)
 
     return _stream(nearly_normal, torch.float32, seed, first, count, device)
@@ -74,6 +74,7 @@ def _stream(
     """The elements (count,) that of(words) makes of the seed's words from `first` on, computed piece by piece."""
     elements = torch.empty(count, dtype=dtype, device=device)
     for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
+        # Four words for each counter; the last piece has only as many counters as are left, rounded up.
         words = philox(seed, begin // 4, min(_AT_ONCE, -((begin - first - count) // 4)), device)
         low, high = max(begin, first), min(begin + 4 * _AT_ONCE, first + count)
         elements[low - first : high - first] = of(words)[low - begin : high - begin]
@@ -81,11 +82,11 @@ def _stream(
 
 
 class Draws:
-    """Fills tensors again and again: draw n of a tensor is a window of its own stream, at a place that n determines.
+    """Fills tensors again and again: draw n of a tensor is a window of the tensor's own stream, at a place given by n.
 
     tensors  by name, of any strides
     std      by name a factor of the stream's values, which are then rounded to the tensor's dtype; default 1
-    below    by name an upper bound: the tensor gets whole numbers less than that instead
+    below    by name an upper bound: the tensor gets whole numbers below this bound instead of such values
     For each tensor a part of its stream is held on its device, STARTS values longer than the tensor, in its dtype.
     """
 
@@ -107,6 +108,8 @@ class Draws:
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
         """Writes draw number `draw` in place. Autograd does not see it: storage, layout and version stay the same.
+
+        Benchmarks call it to give a call new inputs. Classes derived from this one then write extreme parts into them.
 
         names  of the tensors to fill; None: all
         """
@@ -130,12 +133,12 @@ def _elements(
 
 
 def start(draw: int, name: str) -> int:
-    """The place in the tensor's stream where the window of draw number `draw` begins."""
+    """The place, below STARTS, in the stream of the tensor `name` where the window of draw number `draw` begins."""
     return random.Random(f"{draw} {name}").randrange(STARTS)
 
 
 def key(seed: int, name: str) -> int:
-    """The seed of the stream of this name, 64 bits."""
+    """The seed, of 64 bits, of the stream of this name."""
     return random.Random(f"{seed} {name}").getrandbits(64)
 
 
@@ -149,11 +152,11 @@ def part(
     std: float = 1.0,
     below: int | None = None,
 ) -> Tensor:
-    """`count` elements from `first` on of what `Draws.fill` writes, computed by themselves, on a CPU.
+    """`count` elements, from `first` on, of what `Draws.fill` writes into a tensor as draw number `draw`, on a CPU.
 
-    std, below  of the tensor, as in `Draws`
-
-    Draws are overlapping windows of one stream: blocks that were computed for one are kept for the next.
+    seed, name  of the `Draws` and of the tensor; dtype, std, below: of the tensor, as in `Draws`
+    Only these elements are computed. Draws are overlapping windows of one stream: blocks that were computed for one
+    draw are kept for the next.
     """
     begin = start(draw, name) + first
     low, end = begin - begin % _BLOCK, begin + count

@@ -1,6 +1,7 @@
 """Times of collectives, from their bytes and the links. Imports no torch.
 
-Strategies choose buckets by the fit of latency and bandwidth; benchmarks and reports call it too, and `bus_factor`.
+Strategies choose buckets by `fit_latency_bandwidth` and `optimal_bucket_bytes`, and reports show the fit. The benchmark
+of data parallelism calls `ddp_overhead`, that of collectives `bus_factor`.
 """
 
 import math
@@ -23,11 +24,12 @@ def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> t
             f"a fit needs positive times of at least two sizes; got {what}",
         )
     )
+    # (weight a, size s, time t): a weighted fit, whose weights make errors relative. The slope is 1 / w.
     rows = [(1 / time**2, size, time) for size, time in zip(sizes, times_s, strict=True)]
-    total = math.fsum(w for w, _, _ in rows)
-    mean_size, mean_time = math.fsum(w * s for w, s, _ in rows) / total, math.fsum(w * t for w, _, t in rows) / total
-    slope = math.fsum(w * (s - mean_size) * (t - mean_time) for w, s, t in rows) / math.fsum(
-        w * (s - mean_size) ** 2 for w, s, _ in rows
+    total = math.fsum(a for a, _, _ in rows)
+    mean_size, mean_time = math.fsum(a * s for a, s, _ in rows) / total, math.fsum(a * t for a, _, t in rows) / total
+    slope = math.fsum(a * (s - mean_size) * (t - mean_time) for a, s, t in rows) / math.fsum(
+        a * (s - mean_size) ** 2 for a, s, _ in rows
     )
     hold((slope > 0, f"times do not grow with size, so there is no bandwidth: {what}"))
     return max(mean_time - slope * mean_size, 1e-6), 1 / slope
@@ -36,9 +38,9 @@ def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> t
 def ddp_overhead(total_bytes: float, num_buckets: float, latency_s: float, bytes_per_s: float) -> float:
     """Seconds that gradients of s bytes in n equal buckets add to a backward: T = n o + s / (n w).
 
-    o is `latency_s`, the time that each call takes beside its bytes, and w is `bytes_per_s`.
-    If computing a bucket takes as long as sending it, what is left is the calls' latencies and the last bucket. From
-    CS336, assignment 2, "ddp_bucketed_benchmarking" (b).
+    s is `total_bytes`, n `num_buckets`, o `latency_s`, the time that each call takes beside its bytes, w `bytes_per_s`.
+    The formula holds if computing a bucket takes as long as sending it: then only the calls' latencies and the last
+    bucket are not hidden. From CS336, assignment 2, "ddp_bucketed_benchmarking" (b).
     """
     return num_buckets * latency_s + total_bytes / (num_buckets * bytes_per_s)
 

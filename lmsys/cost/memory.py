@@ -23,7 +23,7 @@ WIDE = 4  # bytes of an element of parameters, gradients, optimizer state, and o
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on a device.
+    """Bytes on a device, by what they hold: parameters, gradients, optimizer state, activations.
 
     parameters   in stage 3 the device's own part, and those gathered at once: embeddings, head and two blocks
     activations  what the forward leaves for the backward, and the head's gradient
@@ -85,15 +85,17 @@ def fit(
         """(the config whose blocks have these levels, its peak in bytes)."""
         candidate = replace(config, checkpoint_blocks=checkpointing.setting_of(levels))
         footprint = training_memory(candidate, batch, context, precision, world_size, stage)
+        # Gradients that stay are in memory together with all activations: the peak is the sum of all fields.
         return candidate, footprint.peak if not gradients_stay else sum(vars(footprint).values())
 
     blocks = config.num_layers
+    # Pairs of neighbours, and at last "whole" with itself: all blocks recompute everything.
     for keeps_more, keeps_less in pairwise([*checkpointing.LEVELS, checkpointing.LEVELS[-1]]):
         for count in range(blocks, 0, -1):
             candidate, peak = chosen([keeps_less] * (blocks - count) + [keeps_more] * count)
             if peak <= memory:
                 return candidate
-    least, most = (f"{size / 2**30:.4g} GiB" for size in (peak, memory))
+    least, most = (f"{size / 2**30:.4g} GiB" for size in (peak, memory))  # peak: of the last candidate, "whole"
     raise ValueError(
         f"checkpoint_blocks={checkpointing.FIT!r}: a step needs {least} of {most} even where whole blocks are run again"
     )
@@ -108,6 +110,7 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
     """
     values.one_of("stage", stage, range(4))
     whole = 4.0 * num_parameters
+    # (bytes, the stage from which ranks divide them)
     parts = {"parameters": (whole, 3), "gradients": (whole, 2), "optimizer": (2 * whole, 1)}
     return {name: size / world_size if stage >= since else size for name, (size, since) in parts.items()}
 
@@ -120,12 +123,13 @@ def _activations(config: ModelConfig, tokens: int, precision: str, world_size: i
         blocks = group.stop - group.first
         # A group of the level "whole" keeps the input of its first block, and runs all of its blocks again together.
         run_again, keeping = (blocks, 1) if group.level == "whole" else (1, blocks)
-        kept, whole = (
+        # Bytes of a block: what it keeps, and all that its backward reads.
+        kept, read = (
             kept_bytes(config, level, tokens, precision, world_size, stage) for level in (group.level, "none")
         )
         if group.level != "none":
             gradients = 2 * tokens * narrow * config.d_ff  # of w1 x and w3 x, while all of the block is held
-            recomputed = max(recomputed, run_again * whole - kept + gradients - after)
+            recomputed = max(recomputed, run_again * read - kept + gradients - after)
         after += keeping * kept
     last = (WIDE + narrow) * config.d_model + WIDE + 8  # ln_final: input, scale; gradient of its output; token id
     head = WIDE * config.vocab_size * config.d_model  # the head's gradient, which the forward computes
@@ -155,7 +159,7 @@ def kept_bytes(
         "attention": (residual + attention + projection, config.d_model**2),
         "whole": (residual, 0),
     }[level]
-    return tokens * of_a_token + weights * narrow * casts
+    return tokens * of_a_token + weights * narrow * casts  # casts: True where autocast copies weights
 
 
 def _gathers(world_size: int, stage: int) -> bool:

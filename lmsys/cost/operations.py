@@ -1,6 +1,6 @@
 """Work from shapes: operations and bytes of attention, parameters and operations of a model. No torch.
 
-Benchmarks turn times into rates by these, and the training loop into MFU.
+Benchmarks divide this work by times to get rates, and the training loop to get MFU, the share of a GPU's peak.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension; M d_model, F d_ff, L layers,
 V vocabulary size, S sequence length.
@@ -9,8 +9,10 @@ V vocabulary size, S sequence length.
 from lmsys.config import ModelConfig
 from lmsys.values import one_of
 
-FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # a backward does five matmuls where the forward does two
-FLOPS_OF_STEP = {"forward": 1 / 3, "train_forward": 1 / 3, "backward": 2 / 3, "step": 1.0}  # share of a step, by mode
+# Attention's operations as multiples of its forward's: a backward does five matmuls where the forward does two.
+FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}
+# A model's operations as a share of a training step's, by the mode of a benchmark.
+FLOPS_OF_STEP = {"forward": 1 / 3, "train_forward": 1 / 3, "backward": 2 / 3, "step": 1.0}
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 

@@ -33,7 +33,8 @@ from lmsys.bench.fields import grouped
 from lmsys.course import checkout, parts, systems
 from lmsys.reports import page
 
-USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0  # exit codes; version of the JSON; the most seconds of a part
+# Two exit codes, the version of the JSON, and the most seconds of a part.
+USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
 NO_GPU = not torch.cuda.is_available()
 ON_A_LAPTOP = (
     "Without a GPU Triton's interpreter ran the kernels, and torch.compile compiled nothing: a GPU runs other code."
@@ -88,7 +89,7 @@ def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
         if NO_GPU:  # a C++ compiler may be missing, and interpreted kernels cannot be compiled
             environment["TORCHDYNAMO_DISABLE"] = "1"
         with processes.Worker(environment, path=path, folder=root) as worker:
-            worker.call(systems.prepare)
+            worker.call(systems.prepare)  # before the checkout is imported, which may ask for a GPU
             written = worker.call(checkout.written)
             named = {
                 part: of.adapter
@@ -105,20 +106,25 @@ def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
 
 
 def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
-    """The verdict on a part, even if it ends the worker's process. progress: a file that says what is asked now."""
+    """The verdict on a part, even if it ends the worker's process.
+
+    progress  a file in which the worker notes what is asked now, as JSON: [question, its aspect, the answer so far].
+              The answer is None until all that the handout asks is right
+    """
     progress.write_text(json.dumps(("as it loads", "", None)))
     try:
         return worker.call(parts.ask, part, parts.BEYOND_S, progress, timeout_s=PART_S)
     except processes.ProcessError as error:  # the process has died, or was killed after PART_S
         about, aspect, so_far = json.loads(progress.read_text())
         text = f"{about}: {str(error).splitlines()[0]}"
-        if so_far:
+        if so_far:  # the handout's questions were right, so that only what goes beyond it is refused
             return so_far | {"beyond": so_far["beyond"] | {aspect: "refused"}, "notes": so_far["notes"] + [text]}
         return {"verdict": parts.REFUSED, "text": text, "mistake": None}
 
 
 def _beyond(answer: Answer) -> str:
     """How many aspects beyond the handout are right, and the names of the others; "" where none was asked."""
+    # By verdict: the aspects that have it.
     names = grouped((verdict, aspect) for aspect, verdict in answer.get("beyond", {}).items())
     lacking = [f"{verdict}: {', '.join(of)}" for verdict, of in names.items() if verdict != parts.RIGHT]
     count = f"{len(names.get(parts.RIGHT, []))} of {sum(map(len, names.values()))} right"
@@ -165,7 +171,8 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
     )
 
 
-# A part that can be measured has a name in ROWS, from which a file of rows is written, and one in WORKLOADS.
+# A file of rows is written from ROWS: it has a name for each part that can be measured, by which ATTENTION and
+# CONTAINERS give the part to a benchmark.
 ROWS = '''"""The parts of {root} as rows of a benchmark."""
 
 import sys
@@ -193,11 +200,11 @@ def __getattr__(name):
         raise AttributeError(name)
     return getattr(systems, PARTS[name])
 '''
-ATTENTION = {
+ATTENTION = {  # by part: the name of its row
     "FlashAttention in PyTorch, backward": "student_pytorch",
     "FlashAttention in Triton, backward": "student_triton",
 }
-CONTAINERS = {
+CONTAINERS = {  # by part: the name of its row
     "DDP": "student_ddp",
     "DDP, each parameter": "student_individual",
     "DDP, bucketed": "student_bucketed",
@@ -222,10 +229,10 @@ def measure(root: Path, right: Collection[str], folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.py").write_text(ROWS.format(root=root, path=checkout.path_of(root)))
-    commands = []
+    runs = []  # of Python: the arguments of each
     for benchmark, (rows, options, small) in WORKLOADS.items():
         names = [f"--row={folder / 'rows.py'}:{name}" for part, name in rows.items() if part in right]
-        commands += [
+        runs += [
             [
                 "-m",
                 "lmsys.bench",
@@ -237,11 +244,11 @@ def measure(root: Path, right: Collection[str], folder: Path) -> None:
                 *([] if torch.cuda.is_available() else shlex.split(small)),
             ]
         ] * bool(names)
-    results = [command[command.index("-o") + 1] for command in commands]
-    commands += [["-m", "lmsys.reports", *results, "-o", str(folder / "site")]] * bool(results)
-    for command in commands:
-        print(shlex.join(["python"] + command), flush=True)
-        subprocess.run([sys.executable] + command, check=False)
+    results = [run[run.index("-o") + 1] for run in runs]  # the files that they write
+    runs += [["-m", "lmsys.reports", *results, "-o", str(folder / "site")]] * bool(results)
+    for run in runs:
+        print(shlex.join(["python"] + run), flush=True)
+        subprocess.run([sys.executable] + run, check=False)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Assignment 1, the model: the questions that its adapters are asked, in the sizes of the course's tests.
 
 Each function without arguments asks one adapter, and is named in parts.py: it yields pairs (question, whether it goes
-beyond the handout). Results are compared with formulas of torch. A known mistake is named by the result that it gives:
-add one to the `mistakes` of its question.
+beyond the handout). Adapters get their arguments by place, in the order of tests/adapters.py. Results are compared with
+formulas of torch. A known mistake is named by the result that it gives: add one to the `mistakes` of its question.
 
 Legend: B batch, S positions, M d_model, H heads, FF d_ff, V ids.
 """
@@ -22,6 +22,7 @@ from lmsys.check.question import Fault, Question, worst
 from lmsys.course.checkout import adapter
 
 Questions = Iterator[tuple[Question, bool]]  # (question, True where it goes beyond the handout)
+# The sizes of the legend, blocks of a model, the longest sequence, and the theta of rotary positions.
 B, S, M, H, FF, V, LAYERS, LONGEST, THETA = 4, 12, 64, 4, 128, 97, 2, 16, 10000.0
 ROOM = 1e-4  # tolerance as a share of the largest value, as in the course's tests
 
@@ -38,10 +39,12 @@ def asked(
     mistakes: Mapping[str, Tensor] | None = None,
     beyond: bool = False,
 ) -> tuple[Question, bool]:
-    """(a question whose answer is a tensor, `beyond`).
+    """(a question whose answer is a tensor, `beyond`), as the functions below yield it.
 
     call      asks the adapter
+    expected  the right answer
     mistakes  by mistake, in words, the result that it gives
+    beyond    the question goes beyond the handout
     """
     return Question(about, partial(_fault, call, expected, mistakes or {})), beyond
 
@@ -160,12 +163,15 @@ CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()  # True where a query sees a 
 
 
 def projections(about: str) -> list[Tensor]:
-    """The weights of q, k, v and the output projection."""
-    return [drawn(f"{about} {name}", M, M) / 8 for name in "qkvo"]
+    """The weights (M, M) of q, k, v and the output projection, in this order."""
+    return [drawn(f"{about} {name}", M, M) / 8 for name in "qkvo"]  # 8 is the root of M
 
 
 def heads(x: Tensor, weights: Sequence[Tensor], rotated: str = "", mask: Tensor | None = CAUSAL) -> Tensor:
-    """Multi-head attention, with RoPE of the projections that `rotated` names, of "q", "k" and "v"."""
+    """Multi-head attention of x (B, S, M), by `weights` as `projections` returns them.
+
+    rotated  the projections that get RoPE, of "qkv"; "": none
+    """
     parts = [(x @ w.mT).unflatten(-1, (H, -1)).transpose(1, 2) for w in weights[:3]]
     turned = [
         rotate(part, torch.arange(S)) if name in rotated else part for name, part in zip("qkv", parts, strict=True)
@@ -224,7 +230,10 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def block_of(x: Tensor, weights: Mapping[str, Tensor], rotated: str = "qk", form: str = "pre") -> Tensor:
-    """A Transformer block. form: "pre" or "post" norm, or "none": without residual connections."""
+    """A Transformer block, with weights by the course's names, and `rotated` as in `heads`.
+
+    form  "pre" or "post" norm, or "none": pre-norm without residual connections
+    """
     attend = partial(heads, weights=[weights[f"attn.{name}.weight"] for name in PROJECTIONS], rotated=rotated)
     w1, w2, w3 = (weights[f"ffn.w{i}.weight"] for i in (1, 2, 3))
 

@@ -31,7 +31,10 @@ def clipping() -> basics.Questions:
     normed = gradients / gradients.norm()
 
     def clipped(most: float, given: Callable[[list[Tensor]], Any] = list) -> Tensor:
-        """The gradients clipped to the norm `most`, over `most`. given: makes the adapter's argument of a list."""
+        """The gradients clipped to the norm `most`, divided by `most`.
+
+        given  makes the adapter's argument from the list of parameters
+        """
         params: list[Any] = [nn.Parameter(torch.zeros(5, 5)) for _ in range(6)]  # the last has no gradient
         for p, g in zip(params, gradients, strict=False):
             p.grad = g.clone()
@@ -56,7 +59,11 @@ def schedule() -> basics.Questions:
     warmup, cycle, least, most = 7, 21, 0.1, 1.0
 
     def rate(it: int, late: int = 0, begin: int = warmup, end: int = cycle) -> float:
-        """The learning rate of an iteration. late: begins the warm-up later; begin, end: of the cosine."""
+        """The learning rate of an iteration.
+
+        late        is added to the iteration in the warm-up
+        begin, end  the first and the last iteration of the cosine
+        """
         if it < warmup:
             return most * (it + late) / warmup
         return least + (1 + math.cos(math.pi * min(1.0, (it - begin) / (end - begin)))) / 2 * (most - least)
@@ -82,7 +89,7 @@ def batches() -> basics.Questions:
         """The fault of the adapter's batches from these tokens; None without one."""
         starts, last = set[int](), len(data) - 7 - 1  # the last start that has a target for each of its inputs
         for _ in range(200):
-            x, y = checkout.adapter("run_get_batch")(data, 32, 7, "cpu")
+            x, y = checkout.adapter("run_get_batch")(data, 32, 7, "cpu")  # 32 windows of 7 tokens
             if x.shape != (32, 7) or not torch.equal(x.long() + 1, y.long()):
                 text = f"  inputs {tuple(x.shape)}, targets {tuple(y.shape)}; expected (32, 7), and the next tokens"
                 return Fault(text, "targets are not the inputs shifted by one" if x.shape == y.shape else None)
@@ -136,7 +143,10 @@ VOCABULARY = 320  # tokens: the 256 bytes, END, and what is merged
 
 
 def smallest(count: int, pair: naive.Pair) -> object:
-    """A `rank` of `naive.learn_merges` by which the smallest of equally frequent pairs is merged: a mistake."""
+    """A `rank` for `naive.learn_merges`, which merges the pair of the largest rank. This one is a mistake.
+
+    Of equally frequent pairs the smallest has the largest rank, since its bytes are negated.
+    """
     return count, [[-x for x in part] for part in pair]
 
 
@@ -145,6 +155,7 @@ def bpe_training() -> basics.Questions:
         """How often each pre-token occurs."""
         return Counter(word if isinstance(word, bytes) else word.encode() for word in words)
 
+    # The pre-tokens of TEXT, and the number of merges: of the tokens, 256 are bytes, and one is END.
     kept, number = [word for word in naive.split(TEXT, [END]) if word != END], VOCABULARY - 256 - 1
     expected = naive.learn_merges(counts_of(kept), number)
     # By mistake in words: (the pre-tokens, the rank of a pair) that it gives `naive.learn_merges`.
@@ -153,7 +164,7 @@ def bpe_training() -> basics.Questions:
         "of equally frequent pairs the first that was seen is merged, not the greatest": (kept, lambda count, _: count),
         "the pattern is applied to bytes, not to text: letters of several bytes end a word": (
             [x for part in TEXT.encode().split(END.encode()) for x in regex.findall(pretokens.PATTERN.encode(), part)],
-            lambda *ranked: ranked,
+            lambda *ranked: ranked,  # (count, pair), the right rank
         ),
         "the special token is taken for text: pairs of it are merged": (naive.split(TEXT), lambda *ranked: ranked),
     }
@@ -190,7 +201,7 @@ def bpe_encoding() -> basics.Questions:
         dict(enumerate(tokens + [END.encode(), twice.encode()])),
         "né lo, quing 12 ster\n\n  Héllò 🙃" + END + " wing?" + END + "\n",
     )
-    cases = {
+    cases = {  # by words: (text, special tokens)
         "an empty text": ("", None),
         "a text with letters of several bytes": (sentence.replace(END, ""), None),
         "a text with special tokens": (sentence, [END]),
@@ -208,6 +219,7 @@ def bpe_encoding() -> basics.Questions:
                 i for i, pair in enumerate(zip([*ids, None], expected + [None], strict=False)) if len(set(pair)) > 1
             )
             pieces = [list(map(vocab.get, of[at : at + 3])) for of in (expected, ids)]
+            # True if END is in the text and a special token, and yet no token of the answer.
             split = special and END not in [vocab.get(i, b"").decode(errors="replace") for i in ids] and END in given
             return Fault(
                 f"  from token {at} on: expected {pieces[0]}, got {pieces[1]}",

@@ -1,4 +1,8 @@
-"""A checkout of an assignment: finds it, and imports its tests/adapters.py; `adapter(name)` gives an adapter."""
+"""A checkout of an assignment: finds it, and imports its tests/adapters.py; `adapter(name)` gives an adapter.
+
+__main__.py calls `root_of` and `path_of`. All else runs in processes that ask adapters: the workers of __main__.py, and
+the benchmarks of its --measure.
+"""
 
 import importlib
 import importlib.metadata
@@ -31,7 +35,11 @@ def root_of(path: Path) -> Path:
 
 
 def path_of(root: Path) -> list[str]:
-    """The folders that the course's tests import from: the root, the packages in it, and those beside it."""
+    """The folders for sys.path, as the course's tests need them.
+
+    The root, of which `tests` is a package; projects in it, such as cs336-basics; and projects beside it, such as the
+    checkout of another assignment. The folder tests itself is left out.
+    """
     beside = sorted({file.parent for file in root.parent.glob("*/pyproject.toml")} - {root})
     folders = [root] + folders_of(root / ADAPTERS) + beside
     return [str(folder) for folder in dict.fromkeys(folders) if folder != (root / ADAPTERS).parent]
@@ -44,10 +52,11 @@ class Missing(types.ModuleType):
     ModuleNotFoundError with the module's name.
     """
 
-    __path__: list[str] = []
-    loading = True
+    __path__: list[str] = []  # as of a package, so that modules in it can be asked for
+    loading = True  # of the class, for all: the adapters load now
 
     def __getattr__(self, name: str) -> Any:
+        """The module itself for any name, as in `from module import name`."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -58,14 +67,15 @@ class Missing(types.ModuleType):
         return self
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        """The base that Python takes in place of this one in `class X(module.name)`; making an X calls this module."""
         return (type("Base", (), {"__new__": lambda *args, **kwargs: self()}),)
 
 
 def load() -> Any:
     """The module tests.adapters. The process must work in the checkout, with sys.path as `path_of` says.
 
-    For a module that is not found, its folder joins sys.path if it lies deeper in the checkout; else a `Missing` is put
-    in its place.
+    An import that fails is tried again: the folder of the module joins sys.path if it lies deeper in the checkout; else
+    a `Missing` stands for the module.
     ValueError, with the line, where tests.adapters does not load.
     """
     importlib.metadata.version = laptop.version  # packages of the course read their version, installed or not

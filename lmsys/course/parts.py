@@ -33,6 +33,7 @@ INSTALLED_AS = {  # by the name of a module, the package that pip installs
     "hydra": "hydra-core",
     "PIL": "pillow",
 }
+# The fault of a part in Triton whose questions launched no kernel. By its text the verdict is NOT_WRITTEN.
 NO_KERNEL = Fault("  NotImplementedError: the results are right, but no Triton kernel makes them", raises=True)
 
 # The verdict that an exception means, by a pattern of its text; the first that fits. All others mean `refused`.
@@ -51,9 +52,9 @@ class Part:
     """A part of an assignment.
 
     adapter    the name of its function in tests/adapters.py
-    questions  yields the questions, see basics.py
+    questions  yields (question, True if it goes beyond the handout): see basics.py
     asks       what the handout asks, in words
-    backward   what goes beyond the handout is reported of the backward; False: of the forward
+    backward   verdicts on what goes beyond the handout are those on the backward; False: those on the forward
     """
 
     adapter: str
@@ -63,7 +64,10 @@ class Part:
 
 
 def _of_kind(kind: str, name: str, asked: str) -> basics.Questions:
-    """The questions of `lmsys check` for a kind; the handout asks those whose names begin with the pattern `asked`."""
+    """The questions of `lmsys check` for a kind. Those whose `about` fits the pattern `asked` are the handout's.
+
+    name  the function or class of systems.py that is asked; it calls the adapter
+    """
     for question in kinds.KINDS[kind].questions(
         Entry(name, f"{systems.__name__}:{name}"), Options(grad=False, dtypes=("float32", "bfloat16"))
     ):
@@ -73,11 +77,12 @@ def _of_kind(kind: str, name: str, asked: str) -> basics.Questions:
 def _of_flash(name: str, backward: bool) -> basics.Questions:
     """The handout's cases of attention, forward or backward, then, beyond it, the questions of `lmsys check`.
 
+    name  "flash_pytorch" or "flash_triton", a class of systems.py
     The handout allows the function in PyTorch to ignore the causal mask.
     """
     entry = Entry(name, f"{systems.__name__}:{name}")
     causal = name == "flash_triton"
-    with interpreted_kernels() as launched:
+    with interpreted_kernels() as launched:  # a list of the kernels that Triton's interpreter runs
         for question in attention.of_a_handout(
             entry, Options(grad=backward), causal, use=None if backward else saved_lse
         ):
@@ -91,9 +96,10 @@ def _of_flash(name: str, backward: bool) -> basics.Questions:
 
 
 def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[str, Tensor]:
-    """The outputs by name: the result o, and lse, the log-sum-exp that it saves for its backward.
+    """The outputs by name: the result o, and lse, the log-sum-exp that the call saves for its backward.
 
-    ValueError unless it saves exactly one tensor of shape (batch, queries).
+    The function is a `lmsys.check.cases.Use`, which is done in place of a single call and its backward. ValueError
+    unless the call saves exactly one tensor of shape (batch, queries).
     """
     o, shape = call(*inputs.leaves(True)), (inputs.q.shape[0] * inputs.q.shape[1], inputs.q.shape[2])
     node: Any = o.grad_fn
@@ -105,10 +111,10 @@ def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[s
     return {"o": o.detach().clone(), "lse": saved[0].detach().float().reshape(inputs.q.shape[:-1])}
 
 
-LENGTHS = "float32, lengths of 128 and 256"  # this and DDP are words for `Part.asks`
+LENGTHS = "float32, lengths of 128 and 256"  # words for `Part.asks`, as DDP is
 DDP = "steps of SGD from rank 0's weights, tied weights, frozen parameters"
 OF_DDP = "one step|several steps|small buckets|tied weights|frozen parameters"  # questions that the handout asks
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout asks)
     "linear layer": Part("run_linear", basics.linear, "x W^T"),
     "embedding": Part("run_embedding", basics.embedding, "rows by id"),
     "SiLU": Part("run_silu", basics.silu, "x sigmoid(x)"),
@@ -155,19 +161,25 @@ PARTS: dict[str, Part] = {
     ),
     "FlashAttention in PyTorch, forward": Part(
         systems.CLASSES["flash_pytorch"],
-        partial(_of_flash, "flash_pytorch", False),
+        partial(_of_flash, "flash_pytorch", backward=False),
         f"{LENGTHS}, no mask, the saved log-sum-exp",
     ),
     "FlashAttention in PyTorch, backward": Part(
-        systems.CLASSES["flash_pytorch"], partial(_of_flash, "flash_pytorch", True), f"{LENGTHS}, no mask", True
+        systems.CLASSES["flash_pytorch"],
+        partial(_of_flash, "flash_pytorch", backward=True),
+        f"{LENGTHS}, no mask",
+        backward=True,
     ),
     "FlashAttention in Triton, forward": Part(
         systems.CLASSES["flash_triton"],
-        partial(_of_flash, "flash_triton", False),
+        partial(_of_flash, "flash_triton", backward=False),
         f"{LENGTHS}, full and causal, the saved log-sum-exp, a Triton kernel",
     ),
     "FlashAttention in Triton, backward": Part(
-        systems.CLASSES["flash_triton"], partial(_of_flash, "flash_triton", True), f"{LENGTHS}, full and causal", True
+        systems.CLASSES["flash_triton"],
+        partial(_of_flash, "flash_triton", backward=True),
+        f"{LENGTHS}, full and causal",
+        backward=True,
     ),
     "DDP": Part("get_ddp", partial(_of_kind, "strategy", "Ddp", OF_DDP), DDP),
     "DDP, each parameter": Part(
@@ -195,8 +207,11 @@ IN_ONE_PROCESS = {part.adapter for part in PARTS.values() if "run_" in part.adap
 
 
 def ask(about: str, beyond_s: float, progress: Path) -> dict[str, Any]:
-    """The result of `judged` for the part `about`; it runs in the checkout. progress: the file that notes go to."""
-    poison(setattr)
+    """The result of `judged` for the part `about`. __main__.py calls it in a worker, whose folder is the checkout.
+
+    progress  the file that gets each note of `judged`, as JSON
+    """
+    poison(setattr)  # in this process, for good: memory that is left unwritten is NaN
     systems.prepare()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
     checkout.load()
@@ -217,6 +232,7 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
         for question, beyond in part.questions():
             is_late, aspect = beyond and time.perf_counter() - start > beyond_s, question.aspect or question.about
             note(question.about, aspect, answer if beyond else None)
+            # A reason completes "Not asked: ...".
             if reason := f"more of a part, as its {beyond_s:g} s were up" if is_late else question.reason:
                 notes[reason] = None
                 continue
@@ -251,4 +267,5 @@ def _failed(text: str, fault: Fault) -> dict[str, Any]:
 def verdict_of(text: str, raises: bool) -> str:
     """The verdict on a part that fails with this text. raises: by an exception, for which VERDICTS are looked up."""
     named = (verdict for pattern, verdict in VERDICTS.items() if re.search(pattern, text))
+    # " raises " is in the texts of `Fault.raised`, and of ranks that fail.
     return next(named, REFUSED) if raises or " raises " in text else WRONG

@@ -17,7 +17,7 @@ from lmsys.check import laptop, question, strategy
 from lmsys.course import basics, checkout
 from lmsys.parallel.group import WorkerError, WorkerGroup
 
-CLASSES = {
+CLASSES = {  # by the name that a class has in this module: the adapter that returns the class
     "adamw": "get_adamw_cls",
     "flash_pytorch": "get_flashattention_autograd_function_pytorch",
     "flash_triton": "get_flashattention_autograd_function_triton",
@@ -26,7 +26,7 @@ MOST_HELD = 0.9  # share of the parameters, or their state: one of two ranks tha
 
 
 def __getattr__(name: str) -> Any:
-    """The classes that adapters return, by the names in CLASSES, which parts.py uses."""
+    """The class that an adapter returns, by its name in CLASSES. Python calls this for `systems.flash_triton`."""
     if name not in CLASSES:
         raise AttributeError(name)
     return checkout.adapter(CLASSES[name])()
@@ -37,6 +37,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    # w1 is (d_ff, d_model); the adapter gets d_model first.
     return _of_sequences(partial(checkout.adapter("run_swiglu"), *w1.shape[::-1], w1, w2, w3), x)
 
 
@@ -50,7 +51,7 @@ def cross_entropy(inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Ddp(nn.Module):
-    """A DDP container of the checkout as a strategy.
+    """A DDP container of the checkout as a strategy, whose methods `lmsys.parallel.adapter` calls.
 
     make    the name of the adapter that makes the container
     after   that of the adapter to call after a backward
@@ -109,6 +110,7 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
         inner = [x for x in (optimizer, *vars(optimizer).values()) if isinstance(x, torch.optim.Optimizer)]
         kept = [item for x in inner for item in getattr(x, "state", {}).items()]  # a wrapper may have none
         states = {id(p): p.numel() for p, state in kept if state and isinstance(p, Tensor)}
+        # Of two parameters one rank may own nearly all.
         if len(params) > 2 and sum(states.values()) > MOST_HELD * whole > 0:
             raise RuntimeError("nothing is sharded: a rank keeps the optimizer's state of all parameters")
         return result
@@ -121,7 +123,7 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
 
 def prepare() -> None:
     """Makes this process answer a checkout that asks for a GPU, and sends what it prints to standard error."""
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # 1 and 2 are the files of stdout and stderr
     laptop.install()
 
 
@@ -145,7 +147,7 @@ def toy() -> nn.Module:
 
 
 def train(model: nn.Module, part: slice, rate: float, after: Callable[[Any], object]) -> None:
-    """STEPS steps of SGD on a part of the examples. after: called with the optimizer after each backward."""
+    """STEPS steps of SGD on the examples in `part`. after: called with the optimizer after each backward."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
@@ -165,8 +167,9 @@ def train_alone(rate: float) -> State:
 
 
 def train_on_rank(dtype: torch.dtype | None) -> State:
-    """The parameters after a training by the checkout's FSDP, by name; runs on each rank.
+    """The parameters after a training by the checkout's FSDP, by name; `_fault_of_fsdp` runs it on each rank.
 
+    dtype  that of the computation; None: float32
     AssertionError where parameters are not divided, or gradients are wrong in shape or dtype.
     """
     prepare()
@@ -191,8 +194,11 @@ def train_on_rank(dtype: torch.dtype | None) -> State:
 
 
 def fsdp() -> basics.Questions:
-    """Questions: three steps of SGD on two ranks from equal weights, in float32 and with float16 for computation."""
-    for dtype, room in ((None, 1e-4), (torch.float16, 2e-3)):
+    """Questions: three steps of SGD on two ranks from equal weights, in float32 and with float16 for computation.
+
+    Each is yielded with False: the handout asks it.
+    """
+    for dtype, room in ((None, 1e-4), (torch.float16, 2e-3)):  # room: the tolerance
         yield (
             question.Question(
                 "several steps" + ", float16" * (dtype is not None), partial(_fault_of_fsdp, dtype, room)
@@ -209,6 +215,7 @@ def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> question.Fault | N
     except WorkerError as error:
         lines = [line for line in str(error).splitlines() if error.kind in line] or str(error).splitlines()
         return question.Fault(f"  rank {error.rank} raises {lines[-1].strip()}", raises=True)
+    # By the factor of the learning rate: what is right (1.0), and what the MISTAKES lead to.
     alone = {rate: train_alone(rate * RATE) for rate in (1.0, strategy.WORLD_SIZE, 1 / strategy.WORLD_SIZE, 0.0)}
     for rank, state in enumerate(states):
         if wrong := _wrong(state, alone[1.0], room):

@@ -42,11 +42,11 @@ STEP_KEYS, STEPS, STEP = 16, 32, 2.0**5  # "climb": q · k rises by STEP after e
 FIRST_KEYS, TAIL = 8, 64  # the most keys that "first" and "last" choose from
 KEY_OUTLIER, VALUE_OUTLIER = 2.0**4, 2.0**5  # factors of the outlier channels
 
-Unit = tuple[int, int]  # batch, key head
+Unit = tuple[int, int]  # (batch entry, key head)
 
 
 def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    """Writes `kind` into a unit that was drawn normal, in place: q (G, Q, D), k and v (K, D)."""
+    """Writes `kind`, a key of KINDS, into a unit that was drawn normal, in place: q (G, Q, D), k and v (K, D)."""
     queries, keys = q.shape[-2], len(k)
     if kind in ("low", "lowest", "high"):
         exponent = FARTHEST.get(q.dtype, 20) if kind == "lowest" else FAR
@@ -62,14 +62,14 @@ def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         q.copy_(SHARP * k[position % min(FIRST_KEYS, keys) if kind == "first" else position.clamp(max=keys - 1)])
     elif kind == "last":
         begin = keys - (keys % TAIL or min(TAIL, keys))
-        start = begin if causal else 0  # queries before it do not see the last keys
+        start = begin if causal else 0  # causal queries before `begin` see none of the last keys
         position = torch.arange(start, max(start, queries), device=q.device)
         q[:, start:] = SHARP * k[position.clamp(max=keys - 1) if causal else begin + position % (keys - begin)]
     elif kind == "climb":
         steps = (torch.arange(keys, device=k.device) // STEP_KEYS).clamp(max=STEPS - 1)
         q.zero_()
         q[..., 0], k[:, 0] = STEP, steps.to(k.dtype)
-    else:
+    else:  # "outlier"
         k[:, 0] *= KEY_OUTLIER
         v[:, -1] *= VALUE_OUTLIER
 
@@ -103,6 +103,7 @@ class AttentionDraws(draws.Draws):
         self.extreme: tuple[Unit, str] | None = None
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
+        """As `Draws.fill`; then the draw's extreme unit, if it has one, is written if q is among the names."""
         names = list(self.tensors) if names is None else list(names)
         super().fill(draw, names)
         if "q" in names:
@@ -117,7 +118,8 @@ def drawn_unit(
 ) -> dict[str, Tensor]:
     """The tensors of one unit of a draw, made on a CPU: q and do (1, G, Q, D), k and v (1, 1, K, D), by name.
 
-    `generator` made the draw; before version 2 no unit was extreme.
+    unit       (batch entry, key head)
+    generator  the `lmsys.draws.VERSION` that made the draw; before version 2 no unit was extreme
     """
     group = case.heads // case.kv_heads
     shapes = {"q": (group, case.queries), "k": (1, case.keys), "v": (1, case.keys), "do": (group, case.queries)}

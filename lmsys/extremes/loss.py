@@ -68,13 +68,15 @@ class ExtremeTokens:
 
 
 def is_extreme(places: range, length: int) -> Tensor:
-    """(length,) int64: 1 at these places, else 0."""
+    """(length,) int64: 1 at these places, else 0. These are the groups of tokens and classes that are judged apart."""
     marks = torch.zeros(length, dtype=torch.int64)
     marks[places.start : places.stop : places.step] = 1
     return marks
 
 
-KINDS = {  # the kinds of extreme logits that `write_kind` makes, by its numbers; all but those of the last are exact
+# The kinds of extreme logits, with the numbers by which `write_kind` knows them. The logits of all kinds but the last
+# are exact in every dtype.
+KINDS = {
     "logits far above 0": 1,
     "logits far below 0": 2,
     "equal logits": 3,
@@ -97,12 +99,15 @@ def write_head(weight: Tensor, lowest: Tensor) -> None:
 
 
 def write_kind(kind: int, hidden: Tensor) -> None:
-    """Writes a kind, a value of KINDS, into hidden (n, WIDTH), drawn as standard normal, in place; 0 is ordinary."""
+    """Writes a kind, a value of KINDS, into hidden (n, WIDTH), drawn as standard normal, in place; 0 is ordinary.
+
+    The logits are those of a head that `write_head` has written.
+    """
     if kind in (0, 5):
-        hidden[:, :17] = 0.0
+        hidden[:, :17] = 0.0  # without the features that give all classes the same logit, or one of eight
         hidden.mul_(2.0**7 if kind == 5 else 1.0)
         return
-    hidden.zero_()
+    hidden.zero_()  # kind 3 stays so: all logits are 0
     if kind in (1, 2):
         hidden[:, :16] = SCALE / 4 if kind == 1 else -SCALE / 4
         hidden[:, 16] = 2.0

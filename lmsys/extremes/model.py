@@ -1,6 +1,6 @@
 """Extreme rows for norms, rotary embedding and gates, and extreme gradients for optimizers, by exact operations.
 
-To add a kind of extreme row, add it to ROWS; `write_model` and `group_of` follow.
+To add a kind of extreme row, add it to ROWS: `write_model` and `group_of` go through this table.
 
 `lmsys check` takes ROWS, GATES and `extreme`. Benchmarks of models write weights by `write_model`, and gradients by
 `plant`. In a model some rows of the embedding are extreme, and reach norms and rotary embedding with their tokens. In
@@ -32,8 +32,8 @@ GATE = 2.0**8  # the size of a saturated gate
 EVERY_ID, EVERY_GATE = 193, 61
 
 
-# A token with an ordinary embedding, which must be the first of a sequence: it sees no other token. A row of zeros
-# there would stay zero through all blocks, and each norm would multiply its gradient by 1 / sqrt(eps).
+# A token with an ordinary embedding. Benchmarks begin each sequence with it, since the first token sees no other: a row
+# of zeros there would stay zero through all blocks, and each norm would multiply its gradient by 1 / sqrt(eps).
 FIRST_ID = 0
 # A name of a parameter, and the ends of the names of two parameters of each block.
 EMBEDDINGS, GATES_OF, VALUES_OF = "token_embeddings.weight", "ffn.w1.weight", "ffn.w3.weight"
@@ -119,7 +119,7 @@ def extreme(gradient: Tensor, size: str, held_by_torch: bool) -> Tensor:
 
     For "mixed" the rows are multiplied by the three values in turn, and every fourth row stays as it is.
     """
-    factors = dict(zip(SIZES, planted(held_by_torch), strict=False))
+    factors = dict(zip(SIZES, planted(held_by_torch), strict=False))  # "mixed" has no factor
     if size != "mixed":
         return gradient * factors[size]
     in_turn = torch.tensor([*factors.values(), 1.0], dtype=gradient.dtype, device=gradient.device)
@@ -128,6 +128,9 @@ def extreme(gradient: Tensor, size: str, held_by_torch: bool) -> Tensor:
 
 
 def plant(gradient: Tensor, rows: Sequence[int], values: Sequence[float], scale: float = 1.0) -> None:
-    """Fills each of `rows` of a gradient, in place, with its value times `scale`, a loss scale."""
+    """Fills each of `rows` of a gradient, in place, with the value of the same place in `values` times `scale`.
+
+    scale  the factor of the loss, as in training in float16, by which all gradients are too large
+    """
     for row, value in zip(rows, values, strict=True):
         gradient[row] = value * scale
