@@ -221,7 +221,7 @@ def judge(
     widened: bool = False,
     plain_formula: Formula | None = None,
 ) -> question.Fault | None:
-    """The fault of a function's result and gradients; None if they are right. Each kind calls this for each case.
+    """The fault of a function's result and gradients; None if they are right. The kinds call this for their cases.
 
     call           the function, called by roles
     mistakes       the known mistakes, for a problem

@@ -111,7 +111,8 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
     )
     hidden = formulas.drawn(options, "hidden", tokens, WIDTH)
     weight = formulas.drawn(options, "weight", vocabulary, WIDTH) * WIDTH**-0.5
-    targets = draws.whole_numbers(draws.key(options.seed, "targets"), 0, tokens, vocabulary - 1)
+    # The last class is no target: `write_head` gives it the highest logit.
+    targets = draws.whole_numbers(draws.key(options.seed, "targets"), first=0, count=tokens, below=vocabulary - 1)
     if case.extreme:
         write_head(weight, targets)
         write_kind(KINDS[case.extreme], hidden)

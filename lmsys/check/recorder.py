@@ -97,6 +97,7 @@ class Recorder:
             tensors = _tensors(args[written or 0]) if args else []
             what = self._words(kind, tensors)
             self.mark(what, group)
+            # Delayed are only collectives that a strategy's own code begins with gloo, on tensors that can be copied.
             if (
                 written is None
                 or group.name() != "gloo"

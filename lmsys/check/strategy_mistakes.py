@@ -271,7 +271,7 @@ def _step(
             break
         sentences.append(_sentence(rule, names, trained, trial, results))
         unexplained = [name for name in unexplained if name not in names]
-    # "alone on every rank" is in the words of the rules for each rank, at the end of `rules`.
+    # "alone on every rank" is in the words of the rules for each rank, in `rules`.
     if len(sentences) == trial.world_size and not unexplained and all("alone on every rank" in x for x in sentences):
         return "each parameter is stepped by the gradient of its owner rank alone: gradients are not averaged"
     if sentences:
