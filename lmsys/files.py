@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, and that one process writes at a time; checksums; git. Imports no torch.
 
-Results, pages, tokens and checkpoints are written by `replacing` or `write_json`.
+Results, pages, tokens and checkpoints are written by `replacing` or `write_json`. Runs of the bench, trainings and
+downloads `claim` what they write. The row `flash_cuda` asks `check_private` before it loads its compiled code.
 """
 
 import fcntl
@@ -91,7 +92,8 @@ def claim(path: Path) -> Callable[[], None]:
 
     That function holds the lock file open, so it must be kept.
     ValueError, with the other process's number, where another one writes it. The lock is `<path>.lock`; `path` itself
-    is not touched. Temporary files that a killed writer of it, or of its journal, has left are removed.
+    is not touched. Temporary files that a killed writer of `path`, or of its journal `<path>.partial`, has left are
+    removed.
     """
     lock = path.with_name(path.name + ".lock")
     while True:

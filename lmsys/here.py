@@ -1,6 +1,7 @@
 """`lmsys` without a command: shows this machine, the rows that it can run, and what the other rows need.
 
 Rows are those of the tables of attention and strategies. All that is said of a row comes from its `why_not`.
+`lmsys.__main__` runs this module.
 """
 
 import os
@@ -34,6 +35,7 @@ FACTS = ("name", "cores", "memory_bytes", "gpu_count", "capability", "driver", "
 
 
 def main() -> None:
+    """Prints the facts, then the rows of both tables, then by what is missing the rows that need it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = machine.describe(device, command="", seed=0, sweep="")
     facts["memory_bytes"] = f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else None
@@ -42,7 +44,7 @@ def main() -> None:
             print(f"{fact.removesuffix('_bytes').replace('_', ' '):12} {facts[fact]}")
     print("\nattention rows (1 batch, 2 heads, 128 queries and keys, head dimension 64, causal, with gradients)")
     width = max(map(len, ATTENTION))
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}  # by what is missing, in words: the names of the rows that need it
     for name, entry in ATTENTION.items():
         reasons = _reasons(entry, device)
         print(f"  {name:{width}}  {_verdict(reasons)}")
@@ -63,6 +65,7 @@ def main() -> None:
         print("\nwhat would bring the others")
     for answer, names in rows.items():
         print(f"  {', '.join(names)}: {answer}")
+    # `remedy` begins with these words where a GPU is missing.
     if device == "cpu" and torch.version.cuda is None and any(answer.startswith("a GPU") for answer in rows):
         print(f"  for a GPU also a CUDA build of torch, which {torch.__version__} is not: {CUDA_TORCH}")
 
@@ -81,7 +84,17 @@ def evidence(device: str, capability: tuple[int, int] | None) -> str:
 def _case(device: str, capability: tuple[int, int] | None = None) -> AttentionCase:
     """The case that rows are asked about, in bfloat16."""
     return AttentionCase(
-        1, 2, 2, 128, 128, 64, "bfloat16", causal=True, grad=True, device=device, capability=capability
+        batch=1,
+        heads=2,
+        kv_heads=2,
+        queries=128,
+        keys=128,
+        head_dim=64,
+        dtype="bfloat16",
+        causal=True,
+        grad=True,
+        device=device,
+        capability=capability,
     )
 
 
@@ -105,6 +118,7 @@ def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> 
     A reason that names what is missing is the answer itself. Else the row is asked about GPUs of other kinds.
     """
     needs_another = ANOTHER_GPU in reason
+    # Reasons that name what is missing have the word "needs", such as that of `Entry` for a missing package.
     if not needs_another and (device == "cuda" or " needs " in reason):
         return reason.removeprefix(f"{entry.name} ")
     reasons = {capability: _why_not_elsewhere(entry, case(device="cuda", capability=capability)) for capability in GPUS}

@@ -31,6 +31,7 @@ Place = tuple[float, float, str, str]  # speed, seconds, row, file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command with `arguments`, by default those of the command line. Returns its exit code."""
     parser = commands.parser("leaderboard")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the result files")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="SITE", help="the folder of the page")
@@ -88,12 +89,14 @@ def ranked(
 def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[Times, Record]:
     """(the times of a file, its machine). ValueError with the first thing that is wrong with it."""
     recomputed, faults = verify(path, benchmarks)
+    # `verify` only says that a file has no seal; here such a file is refused.
     wrong = faults or [sentence for sentence in recomputed.left_out if sentence == NO_SEAL]
     if wrong:
         raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
     values.hold((recomputed.calls, "no timed call could be judged again"))
     content = load(path)
     timed = (record for record in content["records"] if record["outcome"] == "ok" and record.get("time_s"))
+    # The id of a record is the name of its case, "-", and the name of its row.
     rows = grouped((x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), x["time_s"])) for x in timed)
     return {row: dict(cases) for row, cases in rows.items()}, content["machine"]
 

@@ -20,7 +20,10 @@ class Outputs:
         self._files = {number: (os.dup(number), file) for number in OUTPUTS if (file := _file(number))}
 
     def mend(self) -> list[str]:
-        """Puts back what has been closed or replaced, and returns its names. A closed stream is opened anew."""
+        """Puts back what has been closed or replaced, and returns the names of these files and streams, for messages.
+
+        A closed stream is opened anew.
+        """
         changed = []
         for number, (copy, file) in self._files.items():
             if _file(number) != file:

@@ -3,7 +3,8 @@
 `lmsys check` and the benchmark of data parallelism run the TRIALS of strategies and the OPTIMIZER_TRIALS of sharded
 optimizers; new ones go there. By its `parts` the module (`Probe`) of a `Trial` has tied weights, a layer used twice,
 frozen layers, layers that one rank or no rank uses, or gradients from 1e-20 to 1e+10 in one bucket. All values come
-from `lmsys.draws` and are scaled by powers of two, so that any machine makes the same bits.
+from `lmsys.draws` and are scaled by powers of two, so that any machine makes the same bits. `lmsys/check/trained.py`
+runs a trial: it calls `probe`, `batch`, `made_optimizer` and `change_options`.
 """
 
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class Trial:
     groups         the optimizer has two param groups: biases are in the second, with other options
     schedule       learning rate and momentum change after each step
     single         the optimizer has a single parameter, so that some ranks own none
+    seed           the key of all values that the trial draws: weights, buffers and tokens
     """
 
     about: str
@@ -71,6 +73,7 @@ class Trial:
         return {name: value for name, value in switches.items() if name in self.parts}
 
     def examples(self, rank: int) -> int:
+        """The number of sequences in a batch of the rank."""
         return FEW if self.uneven and rank == self.world_size - 1 else EXAMPLES
 
 
@@ -136,6 +139,7 @@ class Probe(nn.Module):
             x = x + torch.tanh(layer(x))
         if "twice" in self.parts:
             x = x + torch.tanh(getattr(self, "again", self.shared)(torch.tanh(self.shared(x))))
+        # No forward uses the layer "idle".
         for name, asked in {"frozen": True, "transposed": True, "once": once, "rare": rare}.items():
             if asked and name in self.parts:
                 x = x + getattr(self, name)(x)
@@ -157,6 +161,7 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     sizes = {name: state[name].numel() for name in sorted(state) if name not in trial.twins}
     drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), 0, sum(sizes.values()))
     values = dict(zip(sizes, drawn.split(list(sizes.values())), strict=True))
+    # By name the factor of the drawn values, whose standard deviation is 1; it is 0.5 for all other tensors.
     units = {"scale": 1.0} | {f"sizes.{number}": 2.0**exponent for number, exponent in enumerate(EXPONENTS)}
     with torch.no_grad():
         for name, x in state.items():
@@ -203,7 +208,7 @@ def made_optimizer(trial: Trial, module: nn.Module, make: Callable[..., Any]) ->
 
 
 def change_options(optimizer: Any) -> None:
-    """Changes learning rate and momentum as the trial's schedule does after a step."""
+    """Multiplies learning rate and momentum by SLOWER, after each step of a trial with `schedule`. For SGD only."""
     for group in optimizer.param_groups:
         group["lr"] *= SLOWER
         group["momentum"] *= SLOWER

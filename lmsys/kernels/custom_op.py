@@ -1,6 +1,7 @@
 """Custom operators of torch, `torch.ops.lmsys.*`: torch.compile, torch.func and dispatch modes see a kernel as a node.
 
-`attention/custom_ops.py` and the kernels of `lmsys/model/` call `define`.
+`lmsys/attention/custom_ops.py` and `lmsys/model/rotary.py` call `define`. `lmsys/attention/contract.py` uses the
+decorator `constant`.
 """
 
 from collections.abc import Callable
@@ -28,13 +29,14 @@ def define(
     schema    arguments and results, in the language of torch.library
     function  the implementation
     fake      makes empty results of the right shapes, for tracers
-    batched   True if all tensors have a batch as their first dimension: `torch.func.vmap` folds its own into it
+    batched   True if all tensors have a batch as their first dimension: `torch.func.vmap` folds its own into it. Such
+              an operator has several results
 
     Calls of an operator that `torch.library.custom_op` makes would cost the host two to three times as much.
     """
     full = f"lmsys::{name}"
     torch.library.define(full, schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(full, "default", function)
+    torch.library.impl(full, "default", function)  # "default": for tensors of all devices
     torch.library.register_fake(full, fake)
     operator = getattr(torch.ops.lmsys, name).default
     if batched:
@@ -45,7 +47,8 @@ def define(
 def _folding(operator: Any) -> Callable[..., Any]:
     """The vmap rule of an operator on tensors (B or 1, ...): one call on (V · B, ...), where V is vmap's batch size.
 
-    The first argument must be a tensor with a batch of B.
+    The first argument must be a tensor with a batch of B. torch calls the rule with `in_dims`, the dimension of each
+    argument that vmap maps over (None: it is not mapped), and takes (results, the dimension of V in each).
     """
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:

@@ -1,8 +1,8 @@
 """Patches for Triton's interpreter (TRITON_INTERPRET=1): a fix for numpy 2.4, and caches that make it twice as fast.
 
-`launch.py` calls `mend` once. The interpreter is patched only if its functions have the parameters in PARAMETERS;
-another version of it stays as it is. To cache another of its functions, add a replacement here, and its name to
-PARAMETERS.
+`lmsys/kernels/launch.py` calls `mend` once, when it is imported. The fix is applied with Triton 3.6 alone. The caches
+are applied, all or none, if the interpreter's functions have the parameters in PARAMETERS. To cache another function of
+the interpreter, add a replacement here, and its name to PARAMETERS.
 """
 
 import inspect
@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 
 from lmsys.kernels.tritons import version
 
+# By the name of a function of the interpreter that a cache replaces: the parameters that the function must have.
 PARAMETERS = {"_get_np_dtype": ["tt_dtype"], "_patch_builtin": ["pkg", "builder", "scope"], "_patch_lang": ["fn"]}
 # The interpreter's own functions, which are called by those that replace them.
 _theirs: dict[str, Any] = {name: getattr(interpreter, name, None) for name in PARAMETERS}

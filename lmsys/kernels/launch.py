@@ -1,6 +1,7 @@
 """Launches compiled Triton kernels with little Python between a call and the driver.
 
-The launchers of attention rows make a `Kernel` once and keep it. `launch` keeps those of all other kernels.
+The launchers of attention rows make a `Kernel` once and keep it. `launch`, which `lmsys/model/fused_triton.py` and
+`lmsys/training/muon_triton.py` call, makes and keeps the `Kernel` of each of their kernels.
 
 Triton's own launch looks a kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
 17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once,
@@ -139,7 +140,7 @@ class DirectKernel:
         # Later versions have one launcher for all kernels, which is told how to read the arguments; 3.6 has one for
         # each kernel.
         self._common = hasattr(utils, "launch")
-        self._head: tuple[Any, ...]
+        self._head: tuple[Any, ...]  # None stands for what is left out: metadata of launches, hooks, scratch memory
         if self._common:
             reads = launcher.arg_annotations, launcher.kernel_signature
             self._launch = utils.launch
@@ -183,6 +184,7 @@ class DirectKernel:
         else:
             shape, strides = geometry(x)
             swizzle, element_size, element_type, *block = meta
+            # 0: what a tile reads outside of the tensor is zero.
             encoded = self._encode(address, swizzle, element_size, element_type, block, shape, strides, 0)
             arguments = encoded, *shape, *strides
         if len(_descriptors) >= MAX_DESCRIPTORS:
@@ -208,6 +210,7 @@ class PublicKernel:
     def __call__(
         self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...], grid_y: int = 1
     ) -> None:
+        """Launches the kernel; the arguments are those of `DirectKernel.__call__`."""
         described = [_describe(x, block) for x, block in zip(tensors, self._blocks, strict=True)]
         if (dtypes := _dtypes(others)) != self._dtypes:  # `DirectKernel` would read the memory as the wrong dtype
             raise TypeError(f"the kernel was compiled for {self._dtypes}, and is called with {dtypes}")

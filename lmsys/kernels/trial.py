@@ -1,8 +1,8 @@
 """Tries a row once on a version of Triton that it was not tested on, and keeps the verdict on disk between runs.
 
-`flash_gluon/support.py` calls `refusal`. The file is `trials.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A
-verdict belongs to one version of Triton, of torch and of the kernels' source, and to one compute capability; verdicts
-on others are kept beside it.
+`lmsys/attention/flash_gluon/support.py` calls `refusal`, and `lmsys/attention/tuning.py` calls `digest_of`. The file is
+`trials.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A verdict belongs to one version of Triton, of torch and of
+the kernels' source, and to one compute capability; verdicts on others are kept beside it.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ _verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
 
 
 def _verdict(value: Any) -> str:
-    """A value of the file, if it is a verdict; ValueError else."""
+    """A value of the file, which must be a verdict: ValueError for any other."""
     values.hold((isinstance(value, str), f"a verdict must be a text; got {values.shortly(value)}"))
     return value
 
 
-KEPT = strict_json.Kept("trials.json", "verdicts", "try", _verdict)  # "try": as in "to try anew", for its messages
+KEPT = strict_json.Kept(name="trials.json", what="verdicts", again="try", parsed=_verdict)
 
 
 def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capability: tuple[int, int]) -> str | None:

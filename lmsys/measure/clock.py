@@ -28,7 +28,8 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
     """Seconds, gaps included, of what runs on the device between each two short kernels named `separator`.
 
     Separators come in pairs. What runs between pairs is left out, and so are the first `skipped` kernels of each span.
-    The list is empty if CUPTI gives nothing, as when another profiler has it, or if a kernel is missing.
+    The list is empty if CUPTI gives nothing, as when another profiler has it, or if a kernel is missing. Only
+    `CudaClock.beside_cupti` calls it.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         call()
@@ -98,8 +99,8 @@ class CudaClock:
            the host launches more slowly than the device works, the time is the host's. This is for calls of more than
            about 1,000 launches, which is how many a device queues: the host cannot be ahead of more.
 
-    others   a function that returns how many processes of other programs are on the device, or None if that is not
-             known; it is called when times are impossible
+    others   a function, set by workers of the bench, that returns how many processes of other programs are on the
+             device, or None if that is not known; it is called when times are impossible
     share_s  the time that a pair of events adds to the kernel between them, in seconds, which is subtracted from every
              reading. CUPTI measures it when the clock is made; 0 in a loop or without CUPTI, as `share_by` says
     """
@@ -113,6 +114,8 @@ class CudaClock:
         l2_bytes = get_device_properties(torch.cuda.current_device()).L2_cache_size
         self._cleared = torch.empty(max(2 * l2_bytes, 2**28) if ahead else 0, dtype=torch.int8, device="cuda")
         self._stream = current_stream()
+        # By mark: the call's events (begin, ready, start, end), and the seconds that the host took for the bench's own
+        # work between `ready` and `start`. `prepare` runs from begin to ready, `run` from start to end.
         self._marks: dict[int, tuple[tuple[Any, ...], float]] = {}
         self._numbers = itertools.count()
         self._is_bracketed = False  # True: two short kernels stand around each call, for `spans_of` to find in a trace
@@ -138,6 +141,7 @@ class CudaClock:
         late  the bench's own work between `prepare` and `run`, such as filling in inputs that `prepare` must not see
         """
         number, marks = next(self._numbers), [_Event(enable_timing=True) for _ in range(4)]
+        # What records each event; the last two, of start and end, leave the list as they are used.
         begin, ready, *record = (partial(mark.record, self._stream) for mark in marks)
         _, prepared, _ = in_turn(begin, prepare, ready)
         del begin, ready
@@ -202,10 +206,11 @@ class CudaClock:
         taken: list[tuple[str, int]] = []
         self._is_bracketed = True
         try:
-            spans = spans_of(lambda: taken.extend(take()), "spin_kernel", 1)
+            # "spin_kernel" is the kernel of `_sleep`; the one that is skipped clears the cache.
+            spans = spans_of(lambda: taken.extend(take()), separator="spin_kernel", skipped=1)
         finally:
             self._is_bracketed = False
-        pairs = [reading.run_s for reading in self.read([number for _, number in taken], 0.0)]
+        pairs = [reading.run_s for reading in self.read([number for _, number in taken], share_s=0.0)]
         return list(zip([name for name, _ in taken], pairs, spans, strict=True)) if len(spans) == len(pairs) else []
 
     def shares(self, take: Callable[[], Sequence[tuple[str, int]]]) -> dict[str, float]:
@@ -268,11 +273,15 @@ class CudaClock:
 
 
 def _seconds(start: Any, end: Any) -> float:
+    """The seconds between two recorded events."""
     return float(start.elapsed_time(end)) / 1e3
 
 
 class CpuClock:
-    """Wall time in seconds by `time.perf_counter`."""
+    """Wall time in seconds by `time.perf_counter`, with the methods of `CudaClock`; a mark is the `Reading` itself.
+
+    A method that on a GPU deals with the device's queue does nothing here.
+    """
 
     name = "perf_counter"
     warm_s = 0.0
@@ -309,6 +318,7 @@ Clock = CudaClock | CpuClock
 
 
 def clock_of(device: str, ahead: bool = True) -> Clock:
+    """A new clock for "cuda" or "cpu". ahead: as in `CudaClock`."""
     return CudaClock(ahead) if device == "cuda" else CpuClock()
 
 

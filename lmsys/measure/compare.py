@@ -120,7 +120,8 @@ def interleave(
 ) -> Sampled:
     """Samples every step, in turns, for about `seconds` of wall time each and at least `min_rounds` rounds.
 
-    If rounds take more than twice as long as the trials before them, there are no more than `min_rounds`.
+    Sampling ends early, but not before `min_rounds` rounds, once it has taken twice as long as the trials let expect.
+    Where another process takes turns, it does not end early.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
     after rounds that only warm the device. With a device clock the host enqueues two rounds ahead of the GPU; where
@@ -140,6 +141,7 @@ def interleave(
         for name, cost in costs.items()
     }
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
+    # Both sides make as many rounds. Without another side there is no answer.
     theirs, their_warming = turns.exchange((rounds, warming)) or (dict[str, int](), 0)
     warming = max(warming, their_warming)
     rounds = {name: max(count, theirs.get(name, 0)) for name, count in rounds.items()}
@@ -153,7 +155,7 @@ def interleave(
     else:
         clock.wait(2 * sum(cost.host_s for cost in (look_cost,) + tuple(costs.values())))
     until = time.monotonic() + MOST_OF_EXPECTED * expected_s
-    for index in range(-warming, max(rounds.values())):
+    for index in range(-warming, max(rounds.values())):  # rounds below 0 only warm the device
         if index >= min_rounds and time.monotonic() > until and not turns.together:
             break
         order = _order(index, [name for name in taken.pending if index < rounds[name]], theirs)
@@ -205,7 +207,7 @@ class _Taken:
             return
         mark, place, kept = sample
         self.pending[name].append(mark)
-        if kept is not None:
+        if kept is not None:  # at a new place it is appended, else it replaces an earlier call
             self.result.kept[name][place : place + 1] = [kept]
 
     def call(self, name: str, draw: int) -> None:
@@ -242,7 +244,7 @@ def _read_marks(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], 
     """
     readings_of = {}
     for name, (_, marks) in pending.items():
-        readings, failure = attempt(clock.read, marks, 0.0)
+        readings, failure = attempt(clock.read, marks, 0.0)  # 0.0: nothing is subtracted yet
         if failure:
             result.failures[name] = failure
         else:
@@ -274,7 +276,8 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
     """A failure if the untimed part before each timed call takes far longer than its reference, `step.like`; else None.
 
     Both are timed right after a timed call, which leaves a CPU's threads busy for a while. The least of each is
-    compared. On a busy machine the comparison is repeated up to three times.
+    compared. On a busy machine the comparison is repeated up to three times. A step whose `like` is None is not judged;
+    one without a `prepare` of its own may take no time there.
     """
     like = nothing if step.prepare is nothing else step.like
     if like is None:

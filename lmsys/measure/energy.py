@@ -2,8 +2,10 @@
 
 `lmsys.bench.findings` calls `of_step` for --energy. A counter moves in steps of milliseconds to a tenth of a second. So
 calls follow one another for a second or more, and the energy between two moves of the counter is divided by the calls
-between them. Calls before that warm the device until power and clocks are steady. The device is never idle meanwhile,
-unless the host launches more slowly than the device works.
+between them. Calls before that warm the device until power and clocks are steady. The device idles only for a moment
+about every CHUNK_S, when the host waits for it, and where the host launches more slowly than the device works.
+
+`lmsys.measure.machine.measure_sustained` uses `repeated`, `sampling` and `calls_between`, too.
 """
 
 import threading
@@ -20,10 +22,12 @@ import numpy as np
 from lmsys.measure.sensors import Sensors
 from lmsys.measure.step import Step, nothing
 
-PASS_S, WARM_S = 1.5, 1.0  # seconds of calls that count, and before them; some sensors give the mean of a second
+# Seconds of a pass of calls that count; seconds of calls before that, which only warm: some sensors of power give the
+# mean of the last second.
+PASS_S, WARM_S = 1.5, 1.0
 LONGER = 3  # a pass takes so many times as long if two are subtracted: their difference has the errors of both
 SAMPLE_S = 0.005  # between two readings of the sensors
-CHUNK_S = 0.05  # between two waits for the device, which idles then for a moment
+CHUNK_S = 0.05  # about the seconds of calls between two waits for the device, which idles then for a moment
 APART = 0.03  # the largest relative difference of counter and integral of power at which both are believed
 
 Mark = tuple[float, int]  # a time by `perf_counter`, and the calls that are done by then
@@ -32,12 +36,13 @@ Mark = tuple[float, int]  # a time by `perf_counter`, and the calls that are don
 class EnergyError(RuntimeError):
     """The energy could not be measured."""
 
+    # (outcome, reason), which `lmsys.measure.compare.outcome_of` reads.
     failure = property(lambda self: ("error", str(self)))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment by `perf_counter`, the counter's joules, and the power in watts if there is a sensor of it."""
+    """A moment by `perf_counter`, the counter's joules, and the power in watts; None without a sensor of power."""
 
     at_s: float
     joules: float
@@ -62,13 +67,18 @@ class Energy:
         """The energy of a call without a part of it, which was measured alone. EnergyError where nothing is left."""
         known = self.integral_j is not None and part.integral_j is not None
         integral_j = self.integral_j - part.integral_j if known else None  # type: ignore[operator]
-        rest = Energy(self.joules - part.joules, integral_j, self.call_s - part.call_s, self.calls)
+        rest = Energy(
+            joules=self.joules - part.joules,
+            integral_j=integral_j,
+            call_s=self.call_s - part.call_s,
+            calls=self.calls,
+        )
         if rest.joules <= 0 or rest.call_s <= 0 or (integral_j is not None and integral_j <= 0):
             raise EnergyError(f"the call takes less than can be told from its untimed part of {part.joules:.3g} J")
         return rest
 
     def record(self, tokens: int | None) -> dict[str, Any]:
-        """The fields of a record."""
+        """The fields of a record. tokens: how many a call works on; None: no energy of a token is given."""
         return {
             "energy_j": self.joules,
             "energy_integral_j": self.integral_j,
@@ -88,7 +98,10 @@ class Energy:
 
 
 def of_step(step: Step, sensors: Sensors, synchronize: Callable[[], Any], seconds: float = PASS_S) -> Energy:
-    """The energy of `run(prepare())` less that of `prepare()`, each in a pass of its own; inputs stay the same."""
+    """The energy of `run(prepare())` less that of `prepare()`, each in a pass of its own of at least `seconds`.
+
+    `redraw` is not called: all calls of both passes read the inputs that the step has now.
+    """
     seconds *= 1 if step.prepare is nothing else LONGER
     whole = of_call(lambda: step.run(step.prepare()), sensors, synchronize, seconds)
     return whole if step.prepare is nothing else whole.less(of_call(step.prepare, sensors, synchronize, seconds))
@@ -136,15 +149,15 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
     calls = calls_between(marks, first_s, last_s)
     integral_j = _integral([sample for sample in samples if first_s <= sample.at_s <= last_s])
     return Energy(
-        (last_j - first_j) / calls,
-        None if integral_j is None else integral_j / calls,
-        (last_s - first_s) / calls,
-        calls,
+        joules=(last_j - first_j) / calls,
+        integral_j=None if integral_j is None else integral_j / calls,
+        call_s=(last_s - first_s) / calls,
+        calls=calls,
     )
 
 
 def _samples(taken: Sequence[tuple[float, Any]]) -> list[Sample]:
-    """The samples that `sampling` has taken so far."""
+    """The samples that `sampling` has taken so far; each value is (joules, watts)."""
     return [Sample(at_s, *values) for at_s, values in list(taken)]
 
 

@@ -1,7 +1,7 @@
 """The host's memory and load, read from Linux's /proc and /sys; on other systems nothing is known. Imports no torch.
 
-`lmsys.bench.isolation` uses it for workers that hold too much memory, `lmsys.measure.sensors` for other programs that
-are at work.
+`lmsys.bench.isolation` uses it for workers that hold too much memory, `lmsys.measure.memory` for the memory that is
+available, `lmsys.measure.sensors` and `lmsys.bench.plugin` for other programs that are at work.
 """
 
 import os
@@ -36,8 +36,8 @@ def _facts(file: Path) -> dict[str, str]:
 
 
 def resident_bytes(pid: int = 0) -> int:
-    """The bytes that a process, by default this one, holds; 0 where that is not told, or it has ended."""
-    try:
+    """The bytes that a process, by default this one, holds; 0 where Linux does not tell, or the process has ended."""
+    try:  # the second number of statm: pages in memory
         return int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
@@ -110,5 +110,6 @@ def processes_in(proc: Path) -> dict[int, tuple[int, int]]:
         if folder.name.isdecimal():
             with suppress(OSError, IndexError):  # it has ended meanwhile
                 words = (folder / "stat").read_text().rpartition(")")[2].split()  # a name may have spaces
+                # 1: the parent. 11 to 14: ticks in user and kernel mode, and those of the children, too.
                 processes[int(folder.name)] = int(words[1]), sum(map(int, words[11:15]))
     return processes

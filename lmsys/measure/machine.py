@@ -26,7 +26,7 @@ from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # seconds and runs of each ceiling: on a busy machine three runs may all be slow
 LONG_S = 1.0  # if runs take this long together, two suffice: bfloat16 on a CPU without instructions for it is slow
-SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # of the large matmul
+SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # by device: the sides of the square matmuls that are tried
 # Dense bfloat16 and float16, from data sheets.
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
@@ -64,8 +64,9 @@ def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
     """The best that this machine reaches now: {"matmul_flops_per_s": {dtype: x}, "copy_bytes_per_s": x, "spread": x}.
 
     It times a square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise), and one copy that
-    no cache holds, whose reads and writes are counted. The fastest run of `seconds`, CEILING_S at most, counts. On a
-    CPU several sizes, and both layouts of the second operand, are tried: which is fastest depends on the dtype.
+    no cache holds, whose reads and writes are counted. Each is repeated for `seconds`, CEILING_S at most, and the
+    fastest run counts. On a CPU several sizes, and both layouts of the second operand, are tried: which is fastest
+    depends on the dtype.
     `spread`: how far the median run of any of these was from its fastest, as a share of it.
     """
     copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)
@@ -90,7 +91,7 @@ def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, flo
         for size in SIZES[device]:
             a = torch.randn(size, size, device=device, dtype=dtype)
             call: Callable[[], Any] = partial(torch.matmul, a, a.T if transposed else a)
-            best, _ = _runs(call, device, 0.0, least=3)
+            best, _ = _runs(call, device, seconds=0.0, least=3)
             tried.append((2 * size**3 / best, size, call))
             if 8 * best > CEILING_S:  # the next size takes longer for one run
                 break
@@ -100,7 +101,7 @@ def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, flo
 
 
 def best_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The higher of two measurements of each ceiling."""
+    """The higher of two measurements of each ceiling, and the larger of their spreads."""
     matmuls = first["matmul_flops_per_s"].items()
     return {
         "matmul_flops_per_s": {dtype: max(rate, second["matmul_flops_per_s"][dtype]) for dtype, rate in matmuls},
@@ -124,7 +125,10 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> float | None:
-    """The data sheet's peak of all ranks together; None for an unknown GPU, and for a precision but bf16 and fp16."""
+    """The data sheet's peak of all ranks together. gpu: its name; precision: of a training, such as "bf16".
+
+    None for an unknown GPU, and for other precisions than "bf16" and "fp16".
+    """
     known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if gpu and name in gpu]
     return known[0] * world_size if known and precision in ("bf16", "fp16") else None
 
@@ -215,9 +219,10 @@ SAMPLE_S = 0.02  # between two readings of the sensors
 
 
 def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
-    """{"matmul_flops_per_s": {dtype: x}, "seconds": until it had settled}, with the state of the device at its end.
+    """{"matmul_flops_per_s": {dtype: x}, "seconds": how long it ran}, with the state of the device at its end.
 
-    It repeats the matmul of the ceilings until its rate has settled. x is the mean rate of the last WINDOW_S.
+    It repeats the largest matmul of SIZES until the rate has settled, for MOST_S at most. x is the mean rate of the
+    last WINDOW_S.
     """
     size, dtype = SIZES[device][-1], DTYPES[device]
     a, marks = torch.randn(size, size, device=device, dtype=dtype), list[energy.Mark]()
@@ -238,7 +243,10 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
 
 
 def has_settled(marks: list[energy.Mark]) -> bool:
-    """True where the rate of the last window is that of the window before it."""
+    """True where the rate of the last window differs from that of the window before it by less than STEADY.
+
+    False until LEAST_S have passed.
+    """
     end_s = marks[-1][0]
     if end_s - marks[0][0] < LEAST_S:
         return False

@@ -1,8 +1,9 @@
 """The memory of one call: its peak, what its forward keeps for the backward, phase by phase and event by event.
 
-Benchmarks call these functions in their `inspect` hooks, alone on the device. On CUDA the caching allocator is asked;
-on a CPU, events that torch's profiler collects from the allocator. The CPU's events do not show when memory is freed
-that was allocated before the recording began.
+Benchmarks call these functions in their `inspect` hooks, alone on the device; workers and ranks of the bench call
+`cap_gpu_memory` and `cap_host_memory` when they begin. On CUDA the caching allocator is asked; on a CPU, events that
+torch's profiler collects from the allocator. The CPU's events do not show when memory is freed that was allocated
+before the recording began.
 """
 
 import bisect
@@ -55,7 +56,7 @@ def cap_gpu_memory(limit_bytes: int) -> None:
 def cap_host_memory() -> None:
     """Makes allocations beyond the memory that is available fail, as on a GPU, rather than bring the machine down."""
     available = int(host.available_bytes())
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)  # the most that the limit may be raised to; negative: no bound
     resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
 
 
@@ -241,7 +242,10 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
 
 
 def _history(call: Callable[[], Any], context: str | None) -> dict[str, Any]:
-    """The allocator's snapshot with the history of `call`; frames of C++ too, where torch can read them."""
+    """The allocator's snapshot with the history of `call`; frames of C++ too, where torch can read them.
+
+    context  which events get the stack that they came from: "all", "alloc" for allocations, None for none
+    """
     record = torch.cuda.memory._record_memory_history
     torch.cuda.synchronize()
     record("all", context=context, stacks="all" if os.uname().machine == "x86_64" else "python", clear_history=True)
@@ -250,7 +254,7 @@ def _history(call: Callable[[], Any], context: str | None) -> dict[str, Any]:
         torch.cuda.synchronize()
         return torch.cuda.memory._snapshot()
     finally:
-        record(None)
+        record(None)  # ends the recording
 
 
 def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
@@ -276,9 +280,12 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
 
 
 class _Lines(torch.utils._python_dispatch.TorchDispatchMode):
-    """Puts each operator into a range that names the line which called it: the profiler's own stacks miss `a @ b`."""
+    """Puts each operator into a range that names the line which called it: the profiler's own stacks miss `a @ b`.
 
-    supports_higher_order_operators = True
+    Within the context torch calls `__torch_dispatch__` in place of each operator.
+    """
+
+    supports_higher_order_operators = True  # without it torch refuses operators that take functions, as FlexAttention's
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:  # compiled code stays compiled

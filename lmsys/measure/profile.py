@@ -1,9 +1,10 @@
 """Where the time of a call goes: kernels, what kind they are, and the parts of a model that they belong to.
 
 Benchmarks of models and of data parallelism call `profile_call`, `communication_of` and `largest_allocations`; models
-mark their parts with `part`. Every figure is read off the trace that torch.profiler writes (Chrome trace format, for a
-browser's trace viewer). On CUDA a kernel is what the device runs; on a CPU it is an operator, without those that it
-calls. A kernel of unknown kind gets one by `register_kernels`, or by a line in PATTERNS.
+mark their parts with `part`; `lmsys.bench.trial` calls `call_in_ranges` for --nvtx. Every figure is read off the trace
+that torch.profiler writes (Chrome trace format, for a browser's trace viewer). On CUDA a kernel is what the device
+runs; on a CPU it is an operator, without those that it calls. A kernel of unknown kind gets one by `register_kernels`,
+or by a line in PATTERNS.
 """
 
 import itertools
@@ -71,7 +72,7 @@ PATTERNS = (  # kernels of torch and its libraries: the first pattern that is fo
     ),
 )
 
-_parts_are_on = _nvtx = False  # whether `part` makes ranges of torch.profiler, and of NVTX too
+_parts_are_on = _nvtx = False  # while True, `part` makes ranges: of torch.profiler, and of NVTX
 _registered: dict[str, str] = {}  # kind by pattern: kernels that this file does not know
 
 
@@ -105,7 +106,8 @@ class part(ContextDecorator):
         self.name = name
         self._ranges: ExitStack | None = None
 
-    def _recreate_cm(self) -> "part":  # as a decorator: each call gets its own, since a function may call itself
+    # contextlib calls it for each call of a decorated function: each has its own, since a function may call itself.
+    def _recreate_cm(self) -> "part":
         return part(self.name)
 
     def __enter__(self) -> None:
@@ -273,7 +275,8 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
     spans = [(None, range_["ts"], range_["end"], range_["name"].removeprefix(PART)) for range_ in ranges]
     launched = [(item, item.launch) for item in work if item.launch]
     inside = _enclosing(spans, [(None, time) for _, (_, time) in launched])
-    # (thread, start, end, when its forward ran) of the nodes of the backward, which a trace links to their forward.
+    # (thread, start, end, when its forward ran) of the nodes of the backward. A trace links them to their forward by
+    # flows "fwdbwd", each of which has an event "s" in the forward and an event "f" in the backward.
     forward_at = {flow["id"]: flow["ts"] for flow in events["fwdbwd"] if flow["ph"] == "s"}
     node = {(op["tid"], op["ts"]): op for op in sorted(events["cpu_op"], key=lambda op: op["dur"])}
     ends = [flow for flow in events["fwdbwd"] if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in node]
@@ -281,6 +284,7 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
         (e["tid"], e["ts"], node[e["tid"], e["ts"]]["end"], forward_at[e["id"]]) for e in ends if e["id"] in forward_at
     ]
     nodes = _enclosing(backward_spans, [launch for _, launch in launched])
+    # Of several nodes the one whose forward ran last counts; -1, where there is none, lies in no part.
     origins = _enclosing(spans, [(None, max(forward, default=-1.0)) for forward in nodes])
     count = Counter(name for *_, name in spans)
     total, backward = dict.fromkeys(count, 0.0), dict.fromkeys(count, 0.0)
@@ -331,8 +335,8 @@ def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) 
     whole("top", top, least=1)
     events = memory.allocator_events(call, device, lines=True)
     levels = [0] + list(itertools.accumulate(event.bytes for event in events))
-    live: dict[int, tuple[int, str, str]] = {}
-    for event in events[: levels.index(max(levels))]:
+    live: dict[int, tuple[int, str, str]] = {}  # by address: (bytes, where, function)
+    for event in events[: levels.index(max(levels))]:  # those up to the peak
         live.pop(event.address, None)
         if event.bytes > 0:
             live[event.address] = (event.bytes, event.where, event.function)
@@ -342,7 +346,8 @@ def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) 
 
 
 PROFILED_STEPS = 3  # of `communication_of`
-WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
+# By device: the categories of a trace whose events are work on the device.
+WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}
 Intervals = list[tuple[float, float]]
 
 
@@ -424,7 +429,7 @@ def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tupl
     rows = []
     for what, intervals in (("communication", sending), ("computation", computing)):
         late = [(max(a, middle) - middle, b - middle) for a, b in merged(intervals, gap) if b > middle]
-        rows += [(what, float(f"{a:.5g}"), float(f"{b:.5g}")) for a, b in late[:400]]
+        rows += [(what, float(f"{a:.5g}"), float(f"{b:.5g}")) for a, b in late[:400]]  # 400 intervals of each at most
     return rows
 
 

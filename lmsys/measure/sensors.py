@@ -35,7 +35,7 @@ class Sensors:
     """The one interface to a device's sensors. This base has none: it stands for a GPU that cannot be asked.
 
     why_no_joules  None where `joules` works, else the reason why it does not
-    limit_w        the average power that the device does not exceed
+    limit_w        the average power that the device does not exceed; None: not known
     """
 
     why_no_joules: str | None = (
@@ -99,6 +99,7 @@ class Gpu(Sensors):
 
     def settings(self) -> dict[str, Any]:
         nvml, on = self._nvml, {None: None, 0: "off", 1: "on"}
+        # NVML answers (the mode now, the mode after the next reset).
         now, _ = self._ask("nvmlDeviceGetEccMode") or (None, None)
         mig, _ = self._ask("nvmlDeviceGetMigMode") or (None, None)
         settings = {
@@ -132,7 +133,7 @@ class Cpu(Sensors):
         self._root = root
         packages = root / "sys/class/powercap"
         counters = [path for path in sorted(packages.glob("intel-rapl:*")) if path.name.count(":") == 1]
-        self._used_uj = 0
+        self._used_uj = 0  # microjoules of all packages since this was made
         self.why_no_joules = (
             None
             if counters
@@ -183,7 +184,7 @@ def sensors_of(device: str) -> Sensors:
 
 
 def nvml(ask: Callable[[Any], Any]) -> Any:
-    """The answer of NVML, by the module `pynvml`; None where it is not installed or there is no such answer."""
+    """ask(pynvml), with NVML initialized; None where the module is not installed or NVML raises an error."""
     with suppress(ImportError):
         import pynvml
 
@@ -265,7 +266,7 @@ def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
         "cpu_clock_mhz": _median(reading.cpu_clock_mhz for reading in readings),
         "temperature_c": max(_without_none(reading.temperature_c for reading in readings), default=None),
         "power_w": _median(reading.power_w for reading in readings),
-        "clock_reasons": told(_reasons(readings) - {0x1}) or None,
+        "clock_reasons": told(_reasons(readings) - {0x1}) or None,  # without "idle"
     }
 
 

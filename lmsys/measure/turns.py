@@ -2,7 +2,7 @@
 
 With --against, today's worker and that of an earlier commit measure the same rows in this way (`lmsys.bench.paired`):
 
-    with turns.session():                   # begins when both processes have come; the first one has the baton
+    with turns.session():                   # begins when both have come; the side with `is_first` has the baton
         theirs = turns.exchange(ours)       # each sends a value to the other, and gets the other's
         turns.begin(0)
         for index in range(rounds):
@@ -32,7 +32,8 @@ class Turns:
 
     line      the connection to the other side; None: there is no other side, and sessions do nothing
     is_first  this side has the baton when a session begins
-    rest      called before this side waits
+    rest      called before this side waits: it tells the process that watches this one that no row is at work, so that
+              no deadline of a row runs meanwhile
     together  True while both sides are in a session
     """
 
@@ -59,6 +60,7 @@ class Turns:
 
     def exchange(self, ours: Any) -> Any:
         """Sends `ours`, a JSON value; returns the other side's value, None if it has left. Called before `begin`."""
+        # The second side has got the value with the baton, before it sends its own; the first side gets it after that.
         before, after = self._heard, self._pass_on(ours)
         return after if self.is_first else before
 

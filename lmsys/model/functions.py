@@ -1,4 +1,8 @@
-"""SiLU, softmax and widening as functions of tensors; checks of ids that users give: tokens, classes, positions."""
+"""SiLU, softmax and widening as functions of tensors; checks of ids that users give: tokens, classes, positions.
+
+The other files of this folder call them, but for `softmax`, which is for users; `lmsys.training.generation` checks the
+ids of prompts.
+"""
 
 import torch
 
@@ -19,11 +23,11 @@ def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, or in float64 if it is that."""
+    """x in float32; x itself if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-Shape = tuple[int | str, ...]  # a text stands for any size
+Shape = tuple[int | str, ...]  # a text stands for any size, and is its name in messages
 
 
 def check_ids(name: str, x: object, kind: str, shapes: list[Shape] | None, below: int, but: int | None = None) -> None:
@@ -32,6 +36,7 @@ def check_ids(name: str, x: object, kind: str, shapes: list[Shape] | None, below
     name    of the argument, for messages
     kind    what the numbers are, in the plural, for messages
     shapes  the shapes that are right; None: any
+    but     another value that is right, such as that of ignored targets; None: there is none
     Values are checked on a CPU only: the host would have to wait for a GPU, and neither a compiler nor torch.func can
     read them.
     """
@@ -57,5 +62,5 @@ def check_range(name: str, kind: str, low: int, high: int, below: int, but: int 
 
 
 def _fits(shape: torch.Size, asked: Shape) -> bool:
-    """True where a tensor's shape is one that was asked for."""
+    """True where a tensor's shape is the one that was asked for."""
     return len(shape) == len(asked) and all(isinstance(n, str) or n == m for n, m in zip(asked, shape, strict=True))

@@ -1,6 +1,8 @@
 """Transformer blocks in which everything between two matmuls is one kernel, forward and backward, without a compiler.
 
 `TransformerLM.fuse_blocks` makes the model call `run` in place of its blocks. The kernels are in fused_triton.py.
+`lmsys.training.possible` asks `why_not` and `check_levels` before a training, and rotary.py uses `kernels` and
+`is_plain`.
 
 A block ends in an addition, and the next one begins with a norm of the sum. Here both are one function: it reads the
 residual stream and the branch (the output of attention or feed-forward) once, and writes the sum and the norm that the
@@ -65,7 +67,10 @@ def why_not(device: torch.device) -> str:
 
 
 def check_levels(config: ModelConfig) -> None:
-    """ValueError for a model with activation checkpointing: fused blocks keep all that their backward reads."""
+    """ValueError for a model with activation checkpointing: fused blocks keep all that their backward reads.
+
+    A group's `level` says what its blocks keep (`lmsys.checkpointing`); "none" is without checkpointing.
+    """
     values.hold(
         (
             all(group.level == "none" for group in config.groups),
@@ -100,7 +105,7 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 class _AddNorm(torch.autograd.Function):
-    """`add_norm` by the kernels. dtype: of the norm."""
+    """`add_norm` by the kernels. dtype: of the normalised result."""
 
     @staticmethod
     def forward(
@@ -117,11 +122,12 @@ class _AddNorm(torch.autograd.Function):
     @autograd.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         total, weight, rstd = ctx.saved_tensors
+        # None: nothing has read this result.
         d_total, d_normalised = (None if g is None else g.contiguous().view(total.shape) for g in grads)
-        d_normalised = torch.zeros_like(total) if d_normalised is None else d_normalised  # nobody has read the norm
+        d_normalised = torch.zeros_like(total) if d_normalised is None else d_normalised
         dx, d_branch, d_weight = kernels().add_norm_backward(d_normalised, d_total, total, weight, rstd, ctx.branch)
         dx, d_branch = (None if t is None else t.view(ctx.shape) for t in (dx, d_branch))
-        return dx, d_branch, d_weight.to(weight.dtype), None, None
+        return dx, d_branch, d_weight.to(weight.dtype), None, None  # None: of eps and dtype
 
 
 class _SwiGLU(torch.autograd.Function):

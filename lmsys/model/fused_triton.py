@@ -1,7 +1,8 @@
 """The kernels of fused.py and rotary.py in Triton: addition and norm, SwiGLU's product, rotation of queries and keys.
 
-Each reads and writes an element once, forward and backward. Functions `..._options` choose the tile of a kernel by the
-width of a row; tests compile the kernels with them.
+fused.py calls `add_norm`, `swiglu` and their backwards, and rotary.py calls `turn`. Each kernel reads and writes an
+element once, forward and backward. Functions `..._options` choose the tile of a kernel by the width of a row; tests
+compile the kernels with them.
 Legend: T tokens, M d_model, F d_ff, B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension.
 """
 
@@ -18,7 +19,9 @@ from lmsys.measure.profile import register_kernels
 
 SWIGLU_BLOCK = 4096  # the most elements of a program of SwiGLU
 NORM_BLOCK = 1024  # elements that a program of a norm's backward holds at once: whole rows, one at least
-WARPS = 32  # warps of a norm's backward that run on a multiprocessor; each program sums a part of d_weight
+# A norm's backward has as many programs as make WARPS warps on each multiprocessor, or fewer. Each program sums up a
+# part of d_weight over its rows.
+WARPS = 32
 SUM_COLUMNS = 16  # columns of these partial sums that a program of _sum_rows_kernel adds up
 ROTATION_BLOCK = 2048  # elements of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
 
@@ -54,6 +57,7 @@ def _add_norm_backward_kernel(
     """A program owns some rows, ROWS at once, and writes its part of the gradient of the weight.
 
     ADDS: the gradient of the sum itself is added. BOTH: the gradient is written in the branch's dtype as well.
+    In the loop x is total / rms(total), and dy its gradient, once it is multiplied by the weight.
     """
     at = tl.arange(0, BLOCK_M)
     weight = tl.load(WEIGHT + at, mask=at < M, other=0.0).to(tl.float32)[None, :]
@@ -138,10 +142,12 @@ def add_norm(
 def add_norm_backward(
     d_normalised: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """-> (dx (T, M) in the dtype of `total`, the gradient of the branch, d_weight (M) in float32).
+    """(dx (T, M) in the dtype of `total`, the gradient of the branch or None, d_weight (M) in float32).
 
-    d_total  the gradient of the sum itself, or None
-    dtype    of the branch, whose gradient is dx in this dtype; None: there is no branch, and no gradient of it
+    d_normalised  (T, M) the gradient of `normalised`
+    d_total       (T, M) the gradient of the sum itself; None: nothing else has read the sum
+    total, rstd   results of `add_norm`
+    dtype         of the branch, whose gradient is dx in this dtype; None: there is no branch, and no gradient of it
     """
     dx = torch.empty_like(total)
     both = dtype not in (None, total.dtype)
@@ -246,11 +252,12 @@ def _blocks(total: int, head_dim: int) -> tuple[int, int, int]:
 def turn(
     heads: Tensor, parts: tuple[Tensor, ...] | None, cos: Tensor, sin: Tensor, num_heads: int, *, backward: bool
 ) -> None:
-    """Rotates pairs of q and k: heads (B, S, H + 2 Hkv, D) -> parts q (B, S, H, D), k and v (B, S, Hkv, D), in place.
+    """Reads `heads`, rotates the pairs of q and k, and writes q, k and v into `parts`, which the caller has made.
 
-    parts     None: q and k are turned within heads, and v stays as it is
+    heads     (B, S, H + 2 Hkv, D): the heads of q, then of k, then of v
+    parts     q (B, S, H, D), k and v (B, S, Hkv, D); None: q and k are rotated within heads, and v stays as it is
     cos, sin  (S, D / 2) or (B, S, D / 2), in float32 or float64
-    backward  parts -> heads, each pair turned back
+    backward  pairs are turned back, and with `parts` it reads these and writes `heads`
     All are contiguous.
     """
     batch, length, total, head_dim = heads.shape

@@ -137,7 +137,7 @@ class RoundedWeights:
         dtype = _cast_to(weights) if weights else None
         have_versions = all(isinstance(weight, nn.Parameter) and not weight.is_inference() for weight in weights)
         if dtype is None or not have_versions:
-            yield  # nothing is cast, or changes of a weight are not counted
+            yield  # weights have their copies already, nothing is cast, or changes of a weight are not counted
             return
         if not self._are_of(weights, dtype):
             self._weights, self._copies, self._made_of = weights, {}, {}

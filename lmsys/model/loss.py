@@ -1,9 +1,10 @@
 """Cross-entropy, and cross-entropy of a language model's head without the logits of the whole batch.
 
-`TransformerLM.loss` calls `linear_cross_entropy`, which is head and loss in one function. For each chunk of tokens it
-computes the logits, their loss and, in the same pass and the same memory, their gradient, and drops them. Nothing of
-size tokens x vocabulary is ever held, and no matmul is done twice. The idea: Wijmans et al. 2024, "Cut Your Losses"
-(arXiv 2411.09009); Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989).
+`TransformerLM.loss` calls `linear_cross_entropy`, which is head and loss in one function; `cross_entropy` is for users,
+and for transforms of torch.func. For each chunk of tokens `linear_cross_entropy` computes the logits, their loss and, in
+the same pass and the same memory, their gradient, and drops them. Nothing of size tokens x vocabulary is ever held, and
+no matmul is done twice. The idea: Wijmans et al. 2024, "Cut Your Losses" (arXiv 2411.09009); Hsu et al. 2024, "Liger
+Kernel" (arXiv 2410.10989).
 
 On CUDA the kernel of `loss_triton.py` turns logits into losses and gradients; on a CPU, in float64 and without Triton
 plain PyTorch does. An option of the loss is a field of `LossOptions`, and is computed in both places.
@@ -165,9 +166,9 @@ def linear_cross_entropy(
         targets.flatten().long(),
         counts.detach().flatten(),
         *(options, chunk, dtype),
-        reduction != "none" and not counts.requires_grad,
-        torch.is_grad_enabled(),  # under no_grad, too, a Function sees that weights need gradients
-        token_weights is not None,
+        reduction != "none" and not counts.requires_grad,  # at_once
+        torch.is_grad_enabled(),  # recorded: under no_grad, too, a Function sees that weights need gradients
+        token_weights is not None,  # weighted
     )
     loss = reduced(loss, counts, reduction)
     return (
@@ -257,7 +258,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             factor, *gradients = ctx.saved_tensors
             factor = factor * grads[0]
-        return *(x if x is None else _times(x, factor) for x in gradients), *[None] * 9
+        return *(x if x is None else _times(x, factor) for x in gradients), *[None] * 9  # None: of all other arguments
 
 
 def _walk(
@@ -286,7 +287,7 @@ def _walk(
             part = slice(start, start + chunk)
             rows, labels = hidden[part].to(dtype), targets[part]
             logits = torch.mm(rows, operand.mT, out=room[: len(rows)])  # (C, V)
-            losses[part], lses = _replace_by_gradient(logits, labels, factors[part], options, any(needs))
+            losses[part], lses = _replace_by_gradient(logits, labels, factors[part], options, gradient=any(needs))
             if options.z_loss:
                 z_losses[part] = lses.square().mul_(options.z_loss)
             if d_hidden is not None:

@@ -69,7 +69,11 @@ def _cross_entropy_kernel(
     IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
     ONE_READ: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK: the logits of a tile. REST: those of the second tile of a row that is read once; 0: there is none."""
+    """A program writes the loss of its row, for a z-loss the log-sum-exp, with GRADIENT the gradient over the logits.
+
+    ONE_READ: a row is read once. BLOCK: the logits of a tile. REST: those of the second tile of a row that is read
+    once; 0: there is none. VECTOR: the logits of a lane's wide load, in a row that is read twice.
+    """
     row = tl.program_id(0).to(tl.int64)  # C x V may pass 2**31
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: takes q, k and v from the projections side by side, and rotates q and k by position.
+"""Rotary position embedding: splits a tensor in which q, k and v lie side by side, and rotates q and k by position.
 
 `TransformerLM` holds a `RotaryEmbedding`, and its attention layers call it. On CUDA one kernel (fused_triton.py) reads
 the projections and writes q, k and v, and another puts their gradients side by side again. Plain PyTorch, even when
@@ -21,11 +21,17 @@ from lmsys.model import functions, fused
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns the pair (2i, 2i + 1) of every query and key by position · theta^(-2i / D)."""
+    """Turns the pair (2i, 2i + 1) of every query and key by position · theta^(-2i / D).
+
+    context_length  how many positions there are. ValueError for an odd head_dim, and theta that is not positive
+    """
 
     def __init__(self, head_dim: int, context_length: int, theta: float, device: Any = None):
         super().__init__()
-        self._sizes = *values.counts(head_dim=head_dim, context_length=context_length), values.finite("theta", theta, 0)
+        self._sizes = (
+            *values.counts(head_dim=head_dim, context_length=context_length),
+            values.finite("theta", theta, above=0),
+        )
         values.hold((head_dim % 2 == 0, f"{head_dim=} must be even: pairs are turned"))
         cos, sin = self._tables(values.instance("device", device, torch.device | str | int | None), torch.float32)
         self.register_buffer("cos", cos, persistent=False)
@@ -56,7 +62,7 @@ class RotaryEmbedding(nn.Module):
         ValueError on a CPU for positions outside the context.
         """
         if positions is not None:
-            functions.check_ids("positions", positions, "positions in the context", None, len(self.cos))
+            functions.check_ids("positions", positions, "positions in the context", shapes=None, below=len(self.cos))
         cos, sin = (t[: projected.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
         heads = projected.unflatten(-1, (-1, 2 * cos.shape[-1]))  # (B, S, N, D)
         if not fused.is_plain(projected):
@@ -79,7 +85,7 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"x must be (..., S, {width}) with S <= {context}; got shape {tuple(x.shape)}")
         if positions is None:
             return _turn(x, self.cos[:length], self.sin[:length])
-        functions.check_ids("positions", positions, "positions in the context", None, context)
+        functions.check_ids("positions", positions, "positions in the context", shapes=None, below=context)
         if not values.broadcasts(positions.shape, x.shape[:-1]):
             raise ValueError(f"positions must broadcast to {tuple(x.shape[:-1])}; got shape {tuple(positions.shape)}")
         return _turn(x, self.cos[positions], self.sin[positions])
@@ -132,6 +138,7 @@ class _RotateInPlace(torch.autograd.Function):
     @staticmethod
     @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        # The tensor (B, S, N, D) whose parts the gradients dq, dk and dv are; None if they are apart in memory.
         together = whole_of(*(g.transpose(1, 2) for g in grads))
         if together is None:
             return _rotate_backward(*grads, *ctx.saved_tensors), None, None, None

@@ -1,8 +1,9 @@
 """Selective activation checkpointing: runs a block in pieces, each of which keeps its inputs and is run again later.
 
-`Block.forward` calls it for the levels "matmuls" and "attention" of `lmsys.checkpointing`. Each piece ends in matmuls,
-and the attention row is in no piece, so that neither is computed again. As the cuts are between modules and not between
-operators, any attention row can be used, whatever kernels it launches.
+`Block.forward` calls `run_selectively` for the levels "matmuls" and "attention" of `lmsys.checkpointing`. Pieces end in
+matmuls, and the attention row is in no piece, so that neither is computed again; at the level "attention" the first two
+matmuls of the feed-forward are an exception. As the cuts are between modules and not between operators, any attention
+row can be used, whatever kernels it launches. `TransformerLM.hidden` calls `run_again` for the level "whole".
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ MATMUL = torch.ops.aten.mm.default
 def run_selectively(block: Any, level: str, x: torch.Tensor, *attend: Any) -> torch.Tensor:
     """The output of a `Block`, which keeps for its backward what `level` says, "matmuls" or "attention".
 
-    attend  the arguments of `Attention.mix` behind the projections
+    attend  the arguments of `Attention.mix` behind the projections: the attention function, rope, positions
     """
     attn, ffn = block.attn, block.ffn
 

@@ -54,7 +54,7 @@ class SideBySide(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A row of W (V, M) for each token id; W standard normal, cut off at three."""
+    """A row of W (V, M) for each token id; W standard normal, cut off at three. Further options: as of nn.Embedding."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *options: Any, device: Any = None, **more: Any):
         super().__init__(
@@ -184,17 +184,17 @@ def attention_case(
     documents  documents are packed
     """
     return contract.AttentionCase(
-        batch,
-        config.num_heads,
-        config.kv_heads,
-        length,
-        length,
-        config.head_dim,
-        dtype,
-        True,
-        grad,
-        device.type,
-        contract.capability_of(device.index) if device.type == "cuda" else None,
+        batch=batch,
+        heads=config.num_heads,
+        kv_heads=config.kv_heads,
+        queries=length,
+        keys=length,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        causal=True,
+        grad=grad,
+        device=device.type,
+        capability=contract.capability_of(device.index) if device.type == "cuda" else None,
         documents=documents,
     )
 
@@ -252,7 +252,11 @@ class Block(nn.Module):
 
 
 def _run(layers: list[Block], x: Tensor, attend: list[Any], *rest: Any) -> Tensor:
-    """Runs several blocks in a row: `compile_blocks(together=2)` and more compile this function."""
+    """Runs several blocks in a row: `compile_blocks(together=2)` and more compile this function.
+
+    attend  for each block the function of its attention
+    rest    rope, positions and level, as in `Block.forward`
+    """
     for layer, attend_here in zip(layers, attend, strict=True):
         x = layer(x, attend_here, *rest)
     return x
@@ -344,6 +348,7 @@ class TransformerLM(nn.Module):
             with self._rounded_shown():
                 return fused.run(list(self.layers), self.ln_final, x, attend, self.rope, positions)
         if not torch.is_grad_enabled():
+            # All blocks as one group: from block 0 to the last, without checkpointing.
             return self.ln_final(self._blocks(x, checkpointing.Group(0, len(self.layers), "none"), attend, positions))
         for group in self.config.groups:
             x = (
@@ -441,7 +446,7 @@ class TransformerLM(nn.Module):
         row, _ = row_of(self.config.attention, case)
         if documents is None:
             return row
-        options = contract.keywords_of(row, Pattern(True, documents=documents))
+        options = contract.keywords_of(row, Pattern(causal=True, documents=documents))
         return lambda q, k, v, causal: row(q, k, v, **options)
 
 

@@ -10,6 +10,7 @@ from lmsys.traits import StrategyTraits
 __all__ = ["STRATEGIES", "StrategyTraits"]
 
 
+# Both make a row: its name, where its class is, its label and its color in plots. `supports`: as in `Entry`.
 def _ours(name: str, target: str, label: str, color: str = "", supports: str = "") -> Entry:
     return Entry(name, f"lmsys.parallel.{target}", label, supports=supports, traits={"color": color})
 
@@ -18,6 +19,7 @@ def _peer(name: str, attribute: str, label: str, color: str) -> Entry:
     return Entry(name, f"lmsys.parallel.peers:{attribute}", label, peer=True, traits={"color": color})
 
 
+# `supports` of rows that need GPUs.
 ON_GPUS = "lmsys.parallel.copy_engine:copy_engine_supports"
 STRATEGIES = Table(
     "strategy",

@@ -1,7 +1,7 @@
 """Any strategy behind one contract: ours, torch's, and a container written for CS336, assignment 2, as it is.
 
 `lmsys.training.prepare` and `lmsys check` build strategies by `Adapter(class, module, group, **options)`, and use what
-it gives. To take another form of container, change `Adapter`.
+it gives; so do the benchmarks of training and data parallelism. To take another form of container, change `Adapter`.
 """
 
 import hashlib
@@ -22,6 +22,10 @@ class Adapter:
     strategy  the class, or a function that makes the container
     module    what it wraps
     options   its keyword arguments
+
+    Attributes: `wrapper` is the container; `finish` its finish_gradient_synchronization; `can_stay_local` tells if it
+    has `no_sync`; `no_sync` and `full_state_dict` are the container's, else a context that does nothing and the
+    module's state dict.
     ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
     """
 
@@ -40,9 +44,12 @@ class Adapter:
         self.full_state_dict: Any = getattr(self.wrapper, "full_state_dict", module.state_dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the container."""
         return self.wrapper(*args, **kwargs)
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The optimizer, by the container's `make_optimizer` if it has one. kwargs: `groups`, as in `Wrapper`, and
+        options of the class."""
         if hasattr(self.wrapper, "make_optimizer"):
             return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
         return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)

@@ -1,7 +1,8 @@
 """Whole tensors on the ranks that own them, from the flat parts of `Fsdp`, and back: an all-to-all each way.
 
 An optimizer that needs whole matrices, such as `lmsys.training.muon.Muon`, keeps its state in flat parts, as any other
-does. To compute, each rank assembles the matrices that it owns.
+does. To compute, each rank assembles the matrices that it owns: `Muon` makes an `Assembly`, and calls `whole` before
+and `parts` after it has computed, in each step.
 """
 
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class Assembly:
         sent = [[views[index] for index in owned] for owned in self._members]
         sizes = [[of_rank[index] for index in self._owned] for of_rank in self._sizes]
         pieces = self._exchange(sent, sizes, flat_parts[0].dtype)  # those of rank 0, those of rank 1, and so on
+        # pieces[k::count]: the k-th piece of each sender.
         return [torch.cat(pieces[k::count]).view(self.shapes[index]) for k, index in enumerate(self._owned)]
 
     def parts(self, wholes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -58,7 +60,10 @@ class Assembly:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Sends each rank its list of tensors, flat; gives the received ones, by sender. sizes: of those, by sender."""
+        """Sends the list sent[rank] of tensors to each rank. Returns the tensors that came, flat, in order of senders.
+
+        sizes  for each sender the elements of each tensor that comes from it
+        """
         nothing = torch.empty(0, dtype=dtype, device=self._device)
         flat = torch.cat([nothing, *(x for of_rank in sent for x in of_rank)])
         counts = [sum(x.numel() for x in of_rank) for of_rank in sent]

@@ -1,6 +1,8 @@
 """Strategies that the others are measured against: `none`, `naive` and `flat` of the table in `__init__.py`.
 
 They send nothing, or begin to communicate when the backward has ended. They are the shortest examples of a strategy.
+`Wrapper.finish_gradient_synchronization` calls `_synchronize`, where there are several ranks. Class attributes such as
+`halves_sums` are traits of the row: `lmsys.traits` and `lmsys.registry.Traits` explain them.
 """
 
 from lmsys.parallel import buckets, collectives, structure, wrapper
@@ -22,6 +24,7 @@ class AfterBackward(wrapper.Wrapper):
 
     def _synchronize(self) -> None:
         missing = [index for index, p in enumerate(self.trainable) if p.grad is None]
+        # `use` says which gradients are here; from its mean `_conclude` learns which ones no rank has, and drops these.
         use = self._use(missing)
         collectives.all_reduce_mean(use, self.group, async_op=False).wait()
         self._average()
@@ -35,7 +38,7 @@ class AfterBackward(wrapper.Wrapper):
 class Naive(AfterBackward):
     """One all-reduce for each gradient, one after another."""
 
-    baseline = 1
+    baseline = 1  # a trait: speedups are relative to this row
 
     def _average(self) -> None:
         for p in self.trainable:

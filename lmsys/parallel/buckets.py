@@ -83,13 +83,14 @@ def offsets(numels: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int
 
 @dataclass(frozen=True)
 class Segmented:
-    """A bucket of world_size segments of `length` elements each: members[rank] are the places that rank owns."""
+    """A bucket of world_size segments of `length` elements each. members: by rank the places that the rank owns."""
 
     members: tuple[tuple[int, ...], ...]
     length: int
 
     @property
     def indices(self) -> tuple[int, ...]:
+        """All places in the bucket, in the order of the ranks that own them."""
         return tuple(chain(*self.members))
 
 
@@ -240,11 +241,13 @@ def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
 
 
 def set_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    """Makes the gradients the attributes .grad, one for each parameter."""
     for p, gradient in zip(params, gradients, strict=True):
         p.grad = gradient
 
 
 def clear_gradients(params: Iterable[Tensor]) -> None:
+    """Sets .grad of each parameter to None."""
     for p in params:
         p.grad = None
 

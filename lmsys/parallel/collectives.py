@@ -81,6 +81,7 @@ def size_and_rank(group: Group) -> tuple[int, int]:
 
 
 def is_nccl(group: Group, x: Tensor) -> bool:
+    """True where NCCL carries collectives of x."""
     return x.is_cuda and "nccl" in str(dist.get_backend(unwrapped(group)))
 
 
@@ -174,9 +175,10 @@ class Agreement:
     """Makes sure that all ranks begin the same collective next, so that none waits for ever. `Fsdp` uses it.
 
     Each collective has a number. Before one begins, ranks compare its number in a small collective of their own. Once
-    two steps in a row had the same order of numbers, ranks follow this order without comparing. A rank that leaves the
-    order first takes part in the rest of its collectives, by blank(number), since other ranks may still begin them.
-    Then it compares again. The others do so too, at the step's end at the latest, and all get the error.
+    two steps in a row had the same order of numbers, ranks follow this order without comparing. When a rank is to begin
+    a collective that does not come next in this order, it first takes part in all collectives that are left in the
+    order, by blank(number), since other ranks may still begin them. Then it compares its own number. The other ranks
+    compare too, at the step's end at the latest, and all ranks get the error.
     """
 
     def __init__(self, group: Group, blank: Callable[[int], None]):
@@ -197,6 +199,8 @@ class Agreement:
         for other in (x for x in rest if x >= 0):
             self._blank(other)
         self._order = []
+        # The maximum of x and that of -x over ranks add up to the spread of x: 0 where all ranks have the same. `rest` is
+        # compared as well, since its length says how far a rank was in the known order.
         extremes = torch.tensor([number, -number, len(rest), -len(rest)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=unwrapped(self._group))
         if extremes.sum():

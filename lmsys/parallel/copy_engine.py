@@ -87,6 +87,7 @@ class Exchange:
         self._begin()
 
     def _begin(self) -> None:
+        """Prepares for the next step, of which no bucket has been sent."""
         self._added: list[Any] = []  # for each bucket sent, the event of its addition
         self._held: list[Sequence[Tensor]] = []  # gradients that are still read
 
@@ -238,6 +239,8 @@ INSTEAD = "take bucketed or zero1, which are the same by collectives"
 class CopyEngines(overlapped.Collectives):
     """The transport by copy engines, through torch's symmetric memory; before `settle` buckets travel by NCCL.
 
+    The strategies call its methods as `overlapped.Collectives` says, whose methods these override.
+
     shared  how often this process has shared memory with peers. torch numbers its messages for this by process, not by
             group: two ranks with different numbers would wait for each other without end.
     ValueError as in `check_gpus`.
@@ -285,6 +288,7 @@ class CopyEngines(overlapped.Collectives):
         return self._all_gather.send(number)
 
     def _exchange_of(self, buckets: Sequence[overlapped.Bucket]) -> Exchange:
+        """The exchange of these buckets: an all-reduce if each rank owns all parameters, else a reduce-scatter."""
         layouts = [bucket.layout for bucket in buckets]
         inbox = self._empty(
             inbox_bytes(layouts, [bucket.dtype.itemsize for bucket in buckets], self.group.size()), torch.uint8
@@ -340,7 +344,7 @@ def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
 
 
 class ByCopyEngines:
-    """The traits of each strategy whose buckets travel by copy engines."""
+    """The transport and the traits of each strategy whose buckets travel by copy engines; `lmsys.traits` explains them."""
 
     over: type[overlapped.Collectives] = CopyEngines
     why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"

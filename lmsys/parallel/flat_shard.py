@@ -43,6 +43,7 @@ class Freed(Absent):
 
     @property
     def rounded(self) -> Tensor | None:
+        """The copy that modules read under autocast, after the parameter is gathered; None: it has none."""
         _read(self)  # which gathers it, so that it is no longer of this class
         return vars(self).get("rounded")
 
@@ -59,6 +60,7 @@ class FlatShard:
 
     Autograd refuses a tensor whose version is not the one that it has saved. A freed parameter has another version, and
     when it is gathered again its former one, unless the shard has changed meanwhile.
+    A `Unit` calls `gather`, `wait`, `hide`, `free`, `reduce` and `finish_reduce`; `Fsdp` calls the other methods.
     """
 
     @torch.no_grad()
@@ -136,7 +138,10 @@ class FlatShard:
         self._stamp(freed=1)
 
     def _stamp(self, freed: int) -> None:
-        """Sets the versions that autograd compares; freed: 1 or 0."""
+        """Sets the versions that autograd compares: even where parameters are whole, odd where they are freed.
+
+        freed  1 or 0
+        """
         torch._C._autograd._unsafe_set_version_counter(self._stamped, [2 * self._version + freed] * len(self._stamped))
 
     def is_due(self) -> bool:
@@ -170,6 +175,7 @@ class FlatShard:
             self._is_hidden = False
 
     def free(self) -> None:
+        """Frees what is gathered, after the wait for a gather that has begun."""
         if self._gathering is not None:
             self.wait()
         if self._is_whole:
@@ -198,6 +204,7 @@ class FlatShard:
         for pending, part in self._reduced:
             pending.wait()
             if self.shard.grad is None:
+                # With one rank the part is the whole.
                 self.shard.grad = part if self.whole.numel() == part.numel() else as_part(part, self.group)
             else:
                 self.shard.grad += part
@@ -328,7 +335,7 @@ class Unit:
 
 
 class Walk:
-    """One pass over units, forward or backward.
+    """One pass over units, forward or backward. `Fsdp` makes it, and calls `enter`, `leave` and `end` from its hooks.
 
     order          in which units are expected, each as often as it will be used
     release        called with a unit whose last expected use is over
@@ -344,6 +351,7 @@ class Walk:
         self.seen, self.visits, self.strayed = list[Unit](), list[Unit](), False
 
     def extend(self, order: Sequence[Unit]) -> None:
+        """Expects these units, too, after those of `order`."""
         self.order += order
         self._left.update(order)
 
@@ -376,7 +384,7 @@ class Walk:
             self.order[self._at].gather()
             if self._release_first:
                 self._pass(before)
-            for unit in self.order[self._at + 1 : self._at + 2]:
+            for unit in self.order[self._at + 1 : self._at + 2]:  # the next one, if there is one
                 unit.gather()
             if not self._release_first:
                 self._pass(before)

@@ -6,7 +6,9 @@ it is called, in whatever order and however often. While it computes, the block 
 gathered. A block is freed when its last use is over. A backward comes back to blocks in the reverse order of their
 calls: it gathers them again, and reduce-scatters their gradients while it goes on.
 
-`Fsdp` is the row `fsdp` of the table, and decides when to gather and to reduce; flat_shard.py does it.
+`Fsdp` is the row `fsdp` of the table, and decides when to gather and to reduce; flat_shard.py does it. wrapper.py says
+when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward`, `_leave_forward` and
+`_return_to`.
 
 Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
 (1910.02054), P_os+g+p.
@@ -54,6 +56,7 @@ class Fsdp(wrapper.Wrapper):
     step is checked as a whole. torch.compile of the wrapper leaves it as it is; compile its blocks.
     """
 
+    # Traits of the row, which `lmsys.traits` explains.
     zero_stage = 3
     halves_sums = True
     sums_each_backward = True
@@ -82,7 +85,8 @@ class Fsdp(wrapper.Wrapper):
         self._other_order: list[flat_shard.Unit] = []  # another order, in which a forward has used them
         self._running: list[flat_shard.Unit] = []  # whose forwards have begun and not ended, the innermost last
         self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
-        self._back = flat_shard.Walk((), bool)  # the backward's
+        # The backward's; here, and in `forward`, `bool` stands for a release that does nothing.
+        self._back = flat_shard.Walk((), bool)
         self._begun = WeakSet[flat_shard.Walk]()  # forwards that this backward has come to
         self._to_reduce, self._reducing = set[flat_shard.Unit](), list[flat_shard.Unit]()
         self._kept: list[tuple[Tensor, Tensor]] = []  # see `FlatShard.kept`
@@ -147,6 +151,7 @@ class Fsdp(wrapper.Wrapper):
         )
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """The flat parts that this rank keeps, by names of their own. `recurse` and `remove_duplicate` change nothing."""
         for unit in self._units:
             for place, flat in enumerate(unit.flats):
                 yield f"{prefix}{'.' if prefix else ''}unit{unit.number}.part{place}", flat.shard
@@ -191,6 +196,7 @@ class Fsdp(wrapper.Wrapper):
         shares = iter(use if all(use) else means.tolist())
         for flat in flats:
             flat.settle(islice(shares, len(flat.params)))
+        # After the three flags comes the share of ranks with another order; None: this is not known yet.
         if (heeded := self._heed(means[len(use) :])) is not None and heeded[-1] > 0:
             self._learn()
 
@@ -346,6 +352,7 @@ class Fsdp(wrapper.Wrapper):
         unit.wait()
 
     def _leave_forward(self, unit: flat_shard.Unit, _: nn.Module, __: Any, output: Any) -> None:
+        # hidden: the output may hold tensors that are not among `tensors`, so nobody can tell when a backward comes.
         tensors, hidden = structure.tensors_in(output) if torch.is_grad_enabled() else ([], False)
         structure.before_backward(tensors, structure.weakly(self._return_to, unit, self._walk))
         if structure.is_in_backward():
@@ -396,7 +403,7 @@ class Fsdp(wrapper.Wrapper):
                 "backward(create_graph=True) makes gradients that are no part of a graph once fsdp has divided them:"
                 " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
             )
-        if self._synchronizing and not self._unfinished:  # as in `Wrapper`; a call of it would cost as much again
+        if self._synchronizing and not self._unfinished:  # as in `Wrapper._on_grad`; to call that would cost host time
             self._unfinished = True
         if not self._in_backward:
             self._enter_backward(None)
