@@ -118,6 +118,7 @@ def claim(path: Path) -> Callable[[], None]:
             beside.unlink(missing_ok=True)
 
     def release() -> None:
+        """Ends the claim."""
         lock.unlink(missing_ok=True)
         file.close()  # which ends the lock
 

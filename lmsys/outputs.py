@@ -41,6 +41,7 @@ class Outputs:
         return changed
 
     def close(self) -> None:
+        """Closes the copies of the files; after that nothing can be put back."""
         for copy, _ in self._files.values():
             os.close(copy)
 

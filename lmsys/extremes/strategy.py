@@ -159,7 +159,7 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     module = Probe(trial, apart)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     sizes = {name: state[name].numel() for name in sorted(state) if name not in trial.twins}
-    drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), 0, sum(sizes.values()))
+    drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), first=0, count=sum(sizes.values()))
     values = dict(zip(sizes, drawn.split(list(sizes.values())), strict=True))
     # By name the factor of the drawn values, whose standard deviation is 1; it is 0.5 for all other tensors.
     units = {"scale": 1.0} | {f"sizes.{number}": 2.0**exponent for number, exponent in enumerate(EXPONENTS)}
@@ -174,6 +174,7 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
 def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:
     """The tokens (B, SEQUENCE) of a rank for one forward and backward."""
     key, count = draws.key(trial.seed, f"step {step}, micro-batch {micro_batch}, rank {rank}"), trial.examples(rank)
+    # Numbers 0 to count · SEQUENCE - 1 of the key's stream, each below VOCABULARY.
     return draws.whole_numbers(key, 0, count * SEQUENCE, VOCABULARY).view(count, SEQUENCE)
 
 

@@ -53,6 +53,7 @@ def _folding(operator: Any) -> Callable[..., Any]:
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         def folded(x: Any, dim: Any) -> Any:
+            """An argument as the operator takes it: a tensor with V folded into its batch, anything else as it is."""
             if not isinstance(x, torch.Tensor):
                 return x
             x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)

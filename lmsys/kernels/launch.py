@@ -173,6 +173,7 @@ class DirectKernel:
             arguments = _descriptors.get(key)
             args += self._described(x, key) if arguments is None else arguments
         args += *others, *self._constants
+        # A grid has three dimensions; the last one is 1.
         self._launch(grid, grid_y, 1, stream, *self._head, *((args,) if self._common else args))
 
     def _described(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:

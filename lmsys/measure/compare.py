@@ -147,8 +147,9 @@ def interleave(
     rounds = {name: max(count, theirs.get(name, 0)) for name, count in rounds.items()}
     expected_s = sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items())
     expect(expected_s)
-    clock.expect(partial(next(iter(steps.values())).redraw_late, 0))  # the bench's own work, equal for all rows
-    look_cost, distance = CpuClock().cost(look, 0), math.ceil(max(rounds.values()) / MOST_LOOKS)
+    # The bench's own work, equal for all rows; 0 is any seed.
+    clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
+    look_cost, distance = CpuClock().cost(look, lead_s=0), math.ceil(max(rounds.values()) / MOST_LOOKS)
     end_watch = clock.watch()
     if turns.together:
         turns.begin(-warming)

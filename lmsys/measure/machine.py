@@ -110,7 +110,7 @@ def best_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The ceilings that moved by more than their spread between two measurements, as sentences."""
+    """The ceilings that moved by more than their spread, and more than 3 %, between two measurements, as sentences."""
     pairs = {
         f"the large {dtype} matmul": (value, after["matmul_flops_per_s"][dtype])
         for dtype, value in before["matmul_flops_per_s"].items()

@@ -34,6 +34,8 @@ class Reading:
 class Sensors:
     """The one interface to a device's sensors. This base has none: it stands for a GPU that cannot be asked.
 
+    `Gpu` and `Cpu` override the methods that they have sensors for.
+
     why_no_joules  None where `joules` works, else the reason why it does not
     limit_w        the average power that the device does not exceed; None: not known
     """

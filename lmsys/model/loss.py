@@ -1,10 +1,10 @@
 """Cross-entropy, and cross-entropy of a language model's head without the logits of the whole batch.
 
 `TransformerLM.loss` calls `linear_cross_entropy`, which is head and loss in one function; `cross_entropy` is for users,
-and for transforms of torch.func. For each chunk of tokens `linear_cross_entropy` computes the logits, their loss and, in
-the same pass and the same memory, their gradient, and drops them. Nothing of size tokens x vocabulary is ever held, and
-no matmul is done twice. The idea: Wijmans et al. 2024, "Cut Your Losses" (arXiv 2411.09009); Hsu et al. 2024, "Liger
-Kernel" (arXiv 2410.10989).
+and stands in for it inside of torch.func. For each chunk of tokens `linear_cross_entropy` computes the logits, their
+loss and, in the same pass and the same memory, their gradient, and drops them. Nothing of size tokens x vocabulary is
+ever held, and no matmul is done twice. The idea: Wijmans et al. 2024, "Cut Your Losses" (arXiv 2411.09009); Hsu et al.
+2024, "Liger Kernel" (arXiv 2410.10989).
 
 On CUDA the kernel of `loss_triton.py` turns logits into losses and gradients; on a CPU, in float64 and without Triton
 plain PyTorch does. An option of the loss is a field of `LossOptions`, and is computed in both places.

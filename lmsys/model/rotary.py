@@ -130,6 +130,7 @@ class _RotateInPlace(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         heads = heads.detach().contiguous()
+        # None, here and in the backward: q and k are rotated within the first argument.
         fused.kernels().turn(heads, None, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
         torch.autograd.graph.increment_version(heads)  # autograd does not see what a kernel writes
         kv_heads = (heads.shape[2] - num_heads) // 2

@@ -36,6 +36,7 @@ class Linear(nn.Linear):
         super().__init__(*values.counts(in_features=in_features, out_features=out_features), bias=False, **factory)
 
     def reset_parameters(self) -> None:
+        """Called by the constructor of nn.Linear."""
         std = (2 / (self.in_features + self.out_features)) ** 0.5
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
 
@@ -62,6 +63,7 @@ class Embedding(nn.Embedding):
         )
 
     def reset_parameters(self) -> None:
+        """Called by the constructor of nn.Embedding."""
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
 
 
@@ -348,8 +350,9 @@ class TransformerLM(nn.Module):
             with self._rounded_shown():
                 return fused.run(list(self.layers), self.ln_final, x, attend, self.rope, positions)
         if not torch.is_grad_enabled():
-            # All blocks as one group: from block 0 to the last, without checkpointing.
-            return self.ln_final(self._blocks(x, checkpointing.Group(0, len(self.layers), "none"), attend, positions))
+            return self.ln_final(
+                self._blocks(x, checkpointing.Group(first=0, stop=len(self.layers), level="none"), attend, positions)
+            )
         for group in self.config.groups:
             x = (
                 selective.run_again(self._blocks, x, group._replace(level="none"), attend, positions)

@@ -48,8 +48,10 @@ class Adapter:
         return self.wrapper(*args, **kwargs)
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer, by the container's `make_optimizer` if it has one. kwargs: `groups`, as in `Wrapper`, and
-        options of the class."""
+        """The optimizer, by the container's `make_optimizer` if it has one.
+
+        kwargs  options of the class, and `groups` as in `Wrapper.make_optimizer`
+        """
         if hasattr(self.wrapper, "make_optimizer"):
             return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
         return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)

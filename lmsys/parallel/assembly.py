@@ -1,8 +1,8 @@
 """Whole tensors on the ranks that own them, from the flat parts of `Fsdp`, and back: an all-to-all each way.
 
 An optimizer that needs whole matrices, such as `lmsys.training.muon.Muon`, keeps its state in flat parts, as any other
-does. To compute, each rank assembles the matrices that it owns: `Muon` makes an `Assembly`, and calls `whole` before
-and `parts` after it has computed, in each step.
+does. To compute, each rank assembles the matrices that it owns: `Muon` makes an `Assembly`, and in each step calls
+`whole` before it computes and `parts` afterwards.
 """
 
 from collections.abc import Sequence

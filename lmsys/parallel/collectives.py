@@ -199,8 +199,8 @@ class Agreement:
         for other in (x for x in rest if x >= 0):
             self._blank(other)
         self._order = []
-        # The maximum of x and that of -x over ranks add up to the spread of x: 0 where all ranks have the same. `rest` is
-        # compared as well, since its length says how far a rank was in the known order.
+        # The maximum of x and that of -x over ranks add up to the spread of x: 0 where all ranks have the same x. The
+        # length of `rest` is compared as well: it says how far a rank was in the known order.
         extremes = torch.tensor([number, -number, len(rest), -len(rest)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=unwrapped(self._group))
         if extremes.sum():

@@ -302,6 +302,7 @@ class CopyEngines(overlapped.Collectives):
         return Exchange(layouts, flats, inbox, inboxes, handles, self._mean, self._timeout_ms())
 
     def _all_gather_of(self, flats: Sequence[Tensor]) -> AllGather:
+        """The all-gather of flat tensors of parameters, which `zeros` has made."""
         return AllGather(flats, list(map(self._handle, flats)), self._timeout_ms())
 
     def _empty(self, length: int, dtype: torch.dtype) -> Tensor:
@@ -344,7 +345,7 @@ def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
 
 
 class ByCopyEngines:
-    """The transport and the traits of each strategy whose buckets travel by copy engines; `lmsys.traits` explains them."""
+    """The transport and the traits (`lmsys.traits`) of each strategy whose buckets travel by copy engines."""
 
     over: type[overlapped.Collectives] = CopyEngines
     why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"

@@ -31,6 +31,7 @@ class Freed(Absent):
 
     @property
     def grad(self) -> Tensor | None:
+        """This rank's part of the gradient, flat; None where the shard has no gradient."""
         flat, place = self.home[0](), self.home[1]
         return None if flat is None or flat.shard.grad is None else flat.shard.grad[place]
 
@@ -60,7 +61,7 @@ class FlatShard:
 
     Autograd refuses a tensor whose version is not the one that it has saved. A freed parameter has another version, and
     when it is gathered again its former one, unless the shard has changed meanwhile.
-    A `Unit` calls `gather`, `wait`, `hide`, `free`, `reduce` and `finish_reduce`; `Fsdp` calls the other methods.
+    A `Unit` calls `is_due`, `gather`, `wait`, `hide`, `free`, `reduce` and `finish_reduce`. `Fsdp` calls the others.
     """
 
     @torch.no_grad()
@@ -118,6 +119,7 @@ class FlatShard:
             p.data = view
 
     def _leave(self) -> None:
+        """Makes the parameters `Freed`."""
         leave(self.params, _read, Freed, self._homes)
 
     def hide(self) -> None:
@@ -277,6 +279,7 @@ class FlatShard:
 
     @torch.no_grad()
     def _write(self, values: Mapping[int, Tensor]) -> None:
+        """Copies this rank's parts of values, by id of the parameter, into the shard, if any of them differs."""
         part = self.shard.detach().clone()
         for p, (_, place), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
             if id(p) in values:
@@ -335,7 +338,7 @@ class Unit:
 
 
 class Walk:
-    """One pass over units, forward or backward. `Fsdp` makes it, and calls `enter`, `leave` and `end` from its hooks.
+    """One pass over units, forward or backward. `Fsdp` makes it, and calls `enter`, `leave`, `extend` and `end`.
 
     order          in which units are expected, each as often as it will be used
     release        called with a unit whose last expected use is over

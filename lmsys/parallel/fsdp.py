@@ -7,8 +7,8 @@ gathered. A block is freed when its last use is over. A backward comes back to b
 calls: it gathers them again, and reduce-scatters their gradients while it goes on.
 
 `Fsdp` is the row `fsdp` of the table, and decides when to gather and to reduce; flat_shard.py does it. wrapper.py says
-when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward`, `_leave_forward` and
-`_return_to`.
+when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward` and `_leave_forward`; a
+backward that comes to the output of a block calls `_return_to`.
 
 Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
 (1910.02054), P_os+g+p.
@@ -151,7 +151,7 @@ class Fsdp(wrapper.Wrapper):
         )
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """The flat parts that this rank keeps, by names of their own. `recurse` and `remove_duplicate` change nothing."""
+        """The flat parts that this rank keeps, by names of their own; `recurse` and `remove_duplicate` are ignored."""
         for unit in self._units:
             for place, flat in enumerate(unit.flats):
                 yield f"{prefix}{'.' if prefix else ''}unit{unit.number}.part{place}", flat.shard
@@ -280,6 +280,7 @@ class Fsdp(wrapper.Wrapper):
         return differences
 
     def _flats(self) -> Iterator[flat_shard.FlatShard]:
+        """All flat shards, in the order of their numbers."""
         for unit in self._units:
             yield from unit.flats
 
@@ -300,6 +301,7 @@ class Fsdp(wrapper.Wrapper):
             flat.gathered(flat.shard.detach().to(flat.whole.dtype))
 
     def _cast(self, x: Any) -> Any:
+        """A floating-point tensor in compute_dtype; anything else as it is."""
         return x.to(self._dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def _free(self) -> None:
@@ -308,6 +310,7 @@ class Fsdp(wrapper.Wrapper):
             unit.free()
 
     def _unpin(self) -> None:
+        """Frees all units, pinned ones too."""
         for unit in self._units:
             unit.pinned = False
         self._free()
@@ -332,6 +335,7 @@ class Fsdp(wrapper.Wrapper):
         return True
 
     def _begin_forward(self, release: Callable[[flat_shard.Unit], Any]) -> None:
+        """Begins a walk over the expected order; the walk calls `release` with a unit whose last use is over."""
         for unit in self._running:  # of a forward that an exception has ended
             unit.calls = 0
         self._running.clear()
@@ -341,6 +345,7 @@ class Fsdp(wrapper.Wrapper):
         self._units[0].wait()
 
     def _enter_forward(self, unit: flat_shard.Unit, *_: Any) -> None:
+        """Called before the forward of a block: gathers its unit and waits for it."""
         if structure.is_in_backward():  # checkpointed
             self._enter_backward(None)
         else:
@@ -352,6 +357,7 @@ class Fsdp(wrapper.Wrapper):
         unit.wait()
 
     def _leave_forward(self, unit: flat_shard.Unit, _: nn.Module, __: Any, output: Any) -> None:
+        """Called after the forward of a block: has `_return_to` called in the backward, and frees the unit."""
         # hidden: the output may hold tensors that are not among `tensors`, so nobody can tell when a backward comes.
         tensors, hidden = structure.tensors_in(output) if torch.is_grad_enabled() else ([], False)
         structure.before_backward(tensors, structure.weakly(self._return_to, unit, self._walk))
