@@ -1,7 +1,8 @@
 """Launches compiled Triton kernels with little Python between a call and the driver.
 
 The launchers of attention rows make a `Kernel` once and keep it. `launch`, which `lmsys/model/fused_triton.py` and
-`lmsys/training/muon_triton.py` call, makes and keeps the `Kernel` of each of their kernels.
+`lmsys/training/muon_triton.py` call, makes and keeps the `Kernel` of each of their kernels. The row `flash_gluon`
+derives a class of its own from `DirectKernel`.
 
 Triton's own launch looks a kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
 17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once,

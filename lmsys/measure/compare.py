@@ -141,7 +141,7 @@ def interleave(
         for name, cost in costs.items()
     }
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
-    # Both sides make as many rounds. Without another side there is no answer.
+    # Both sides make the same number of rounds. Without another side there is no answer.
     theirs, their_warming = turns.exchange((rounds, warming)) or (dict[str, int](), 0)
     warming = max(warming, their_warming)
     rounds = {name: max(count, theirs.get(name, 0)) for name, count in rounds.items()}

@@ -98,9 +98,10 @@ class Energy:
 
 
 def of_step(step: Step, sensors: Sensors, synchronize: Callable[[], Any], seconds: float = PASS_S) -> Energy:
-    """The energy of `run(prepare())` less that of `prepare()`, each in a pass of its own of at least `seconds`.
+    """The energy of `run(prepare())` less that of `prepare()`, each in a pass of its own.
 
-    `redraw` is not called: all calls of both passes read the inputs that the step has now.
+    A pass lasts `seconds` or more, LONGER times that if there is a `prepare`. `redraw` is not called: all calls of both
+    passes read the inputs that the step has now.
     """
     seconds *= 1 if step.prepare is nothing else LONGER
     whole = of_call(lambda: step.run(step.prepare()), sensors, synchronize, seconds)

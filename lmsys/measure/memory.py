@@ -259,6 +259,7 @@ def _history(call: Callable[[], Any], context: str | None) -> dict[str, Any]:
 
 def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
     """(where, function) of a snapshot's frames, innermost first."""
+    # The nodes of autograd's graph that were at work, by the C++ frames that apply them.
     nodes = [match[1] for frame in frames if (match := re.search(r"(\w+Backward\d*)::apply", frame["name"]))]
     for frame in frames:
         if frame["filename"].endswith(".py") and not _is_internal(frame["filename"]):

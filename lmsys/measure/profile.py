@@ -72,7 +72,7 @@ PATTERNS = (  # kernels of torch and its libraries: the first pattern that is fo
     ),
 )
 
-_parts_are_on = _nvtx = False  # while True, `part` makes ranges: of torch.profiler, and of NVTX
+_parts_are_on = _nvtx = False  # True: `part` makes ranges, the first of torch.profiler, the second of NVTX as well
 _registered: dict[str, str] = {}  # kind by pattern: kernels that this file does not know
 
 

@@ -1,6 +1,6 @@
 """SiLU, softmax and widening as functions of tensors; checks of ids that users give: tokens, classes, positions.
 
-The other files of this folder call them, but for `softmax`, which is for users; `lmsys.training.generation` checks the
+Files of this folder call these functions, but for `softmax`, which is for users; `lmsys.training.generation` checks the
 ids of prompts.
 """
 

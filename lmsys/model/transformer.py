@@ -281,8 +281,9 @@ class TransformerLM(nn.Module):
         self.rope = rotary.RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
         if config.attention != "auto":
             _ = ATTENTION[config.attention]  # an unknown name fails here
+        # How many blocks `_run` runs at once, which `compile_blocks` sets; True after `fuse_blocks`.
         self._together, self._run, self._fused = 1, _run, False
-        self.rounded: linear.RoundedWeights | None = None
+        self.rounded: linear.RoundedWeights | None = None  # copies of weights, which `fuse_blocks` makes
 
     def compile_blocks(self, together: int = 1, **options: Any) -> "TransformerLM":
         """Compiles `together` blocks as one graph. Blocks share their code, so it is compiled once.

@@ -38,7 +38,7 @@ class AfterBackward(wrapper.Wrapper):
 class Naive(AfterBackward):
     """One all-reduce for each gradient, one after another."""
 
-    baseline = 1  # a trait: speedups are relative to this row
+    baseline = 1  # a trait: speedups are relative to this row, unless a row with a larger number is timed
 
     def _average(self) -> None:
         for p in self.trainable:

@@ -61,7 +61,8 @@ class FlatShard:
 
     Autograd refuses a tensor whose version is not the one that it has saved. A freed parameter has another version, and
     when it is gathered again its former one, unless the shard has changed meanwhile.
-    A `Unit` calls `is_due`, `gather`, `wait`, `hide`, `free`, `reduce` and `finish_reduce`. `Fsdp` calls the others.
+    A `Unit` calls `is_due`, `gather`, `wait`, `hide`, `free`, `reduce` and `finish_reduce`; `assembly.py`
+    calls `places`, and `Fsdp` the others.
     """
 
     @torch.no_grad()

@@ -70,6 +70,7 @@ class Fsdp(wrapper.Wrapper):
     ):
         wrapper.check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
+        # Under NCCL ranks do not compare before each collective: `Wrapper` checks a step as a whole.
         compares = self.world_size > 1 and self.trainable and not collectives.is_nccl(process_group, self.trainable[0])
         self._agreement = collectives.Agreement(process_group, structure.weakly(self._blank)) if compares else None
         self._dtype = compute_dtype
@@ -80,7 +81,7 @@ class Fsdp(wrapper.Wrapper):
         self._optimizers = WeakSet[Any]()
         self._lay_out()
         unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.params}
-        self._unit_of = [unit_of[p] for p in self.trainable]
+        self._unit_of = [unit_of[p] for p in self.trainable]  # by index of the trained parameter
         self._order = self._units[1:]  # the order in which forwards are expected to use blocks
         self._other_order: list[flat_shard.Unit] = []  # another order, in which a forward has used them
         self._running: list[flat_shard.Unit] = []  # whose forwards have begun and not ended, the innermost last
@@ -189,6 +190,8 @@ class Fsdp(wrapper.Wrapper):
             return
         if self._agreement is not None:
             self._agreement.end()
+        # For each trained parameter 1.0 where this rank has made its gradient. If this rank has made all gradients, no
+        # share is 0, and the host need not wait for the means.
         use = [float(used) for flat in flats for used in flat.used]
         values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
         means = values.to(flats[0].shard.device, non_blocking=True)
