@@ -1,9 +1,9 @@
-"""`lmsys pick RESULT.json -o rows.py`: a module for a model of yours, of the attention rows that were fastest there.
+"""`lmsys pick RESULT.json -o rows.py` writes a module by which a model takes the attention row that was fastest.
 
-For each shape, dtype and mask it names the row of the least median time, for inference (the forward) and for training
-(the forward and the backward). It leaves out rows that were not right, rows of an earlier commit (ROW@COMMIT), and
-cases under a window, documents or another option. Exit codes: 0 the module is written, 2 the file has no such case, or
-bad usage.
+For each shape, dtype and mask of the result the module names the row of the least median time, for inference (the
+forward) and for training (the forward and the backward). It leaves out rows that were not right, rows of an earlier
+commit (ROW@COMMIT), and cases under a window, documents or another option. Exit codes: 0 the module is written, 2 the
+file has no such case, or bad usage.
 """
 
 import sys
@@ -15,11 +15,12 @@ from lmsys import commands, files, values
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.record import load
 
-SHAPE = "batch", "heads", "kv_heads", "queries", "keys", "head_dim"  # fields of a case that make its shape
+# The fields of a case that make its shape, in the order in which `row_for` of MODULE has them.
+SHAPE = "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
-# By training: tuples of directions whose times are added up. The last tuple that was measured counts.
+# By training, True or False: tuples of directions whose times are added up. The last tuple that was measured counts.
 USES = {False: (("fwd",),), True: (("fwdbwd",), ("fwd", "bwd"))}
-# The module that is written.
+# The module that is written, a template of str.format: a brace of the module itself is doubled.
 MODULE = '''"""The attention rows that were fastest in a run of lmsys bench; `lmsys pick` has written this file.
 
     from lmsys.attention import attention
@@ -87,6 +88,7 @@ def _times(records: list[Record], directions: tuple[str, ...]) -> dict[str, floa
         measured = [x for x in records if x["direction"] == direction]
         last = [x for x in measured if x.get("comparison") == measured[-1].get("comparison")]
         right = {x["impl"]: x["time_s"] for x in last if x["outcome"] == "ok"}
+        # The first direction takes every row, each later one the rows that have a time so far.
         times = {row: s + times.get(row, 0.0) for row, s in right.items() if row in times or not number}
     return times
 

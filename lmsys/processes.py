@@ -3,9 +3,9 @@
     with Worker() as worker:
         result = worker.call(function, argument, timeout_s=10.0)
 
-The bench, `lmsys.parallel.group`, the tokenizer and checks call it. A worker is a new interpreter that imports what its
-calls need. It is not forked, since a process with threads, such as torch's, cannot be forked safely; nor does it run
-the caller's main module again, as those of multiprocessing do.
+The bench, `lmsys.parallel.group`, the tokenizer, checks and the course call these functions. A worker is a new
+interpreter that imports what its calls need. It is not forked, since a process with threads, such as torch's, cannot be
+forked safely; nor does it run the caller's main module again, as those of multiprocessing do.
 
 A function is sent by its module and name, as pickle does, or as a text for `lmsys.registry.load_target`, such as
 "path.py:function". Arguments and results are pickled; with `tell` a call sends objects before its result. A worker
@@ -37,7 +37,7 @@ from lmsys.outputs import Outputs
 
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
-NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's message
+NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's message, where the CPU's memory is exhausted
 GRACE_S = 5.0  # how long a process may take to end by itself
 WATCH = "read _; {} kill -9 0"  # a shell command that waits until its input is closed, then kills its process group
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
@@ -177,7 +177,7 @@ class Worker:
         if self._watcher.poll() is None:  # while the watcher lives, the group's number cannot be another group's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._watcher.communicate()
+            self._watcher.communicate()  # it was killed, too: waits for it, and closes its input
         self._process.wait()
 
     def close(self, grace_s: float = GRACE_S) -> None:
@@ -191,6 +191,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
+        """The process id, which is the number of the process group as well."""
         return self._process.pid
 
     def fileno(self) -> int:

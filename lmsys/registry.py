@@ -150,7 +150,7 @@ class Traits:
         """Traits with these values by name, else defaults, for the row of this name. ValueError as `of`."""
         types = get_type_hints(cls)
         for name, value in values.items():
-            kind = types[choice(name, types, f"row {row!r}: trait {name!r} ")]
+            kind = types[choice(name, types, begin=f"row {row!r}: trait {name!r} ")]
             hold(
                 (
                     isinstance(value, tuple if get_origin(kind) is tuple else kind),
@@ -174,7 +174,7 @@ def _traits_of(traits_class: type[Traits], row: "Entry") -> Any:
     """
     attributes: dict[str, Any] = {}
     if not isinstance(row.traits, Traits):
-        with suppress(ImportError):  # a row that cannot run here has defaults
+        with suppress(ImportError):  # a row that cannot run here has defaults for what its table does not state
             attributes = _attributes(row, asdict(traits_class()))
     return traits_class.checked(row.name, {**attributes, **row.stated})
 
@@ -187,7 +187,7 @@ def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
     implementation = row.load()
     attributes = {name: getattr(implementation, name) for name in defaults if hasattr(implementation, name)}
     for name in (name for name in dir(implementation) if not name.startswith("_")):
-        near = difflib.get_close_matches(name, defaults, 1, ALIKE)
+        near = difflib.get_close_matches(name, defaults, 1, ALIKE)  # at most one, of at least this ratio
         if near and type(inspect.getattr_static(implementation, name, None)) is type(defaults[near[0]]):
             attributes[name] = getattr(implementation, name)
     return attributes

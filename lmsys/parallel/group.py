@@ -27,7 +27,8 @@ STOPPED = "stopped"  # the kind of failure of a rank that SIGSTOP has stopped, b
 ERRORS_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
 LOCALHOST = "127.0.0.1"
 CONNECT_S = 20.0  # seconds to connect to the store of torchrun's agent
-LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")  # of a rank whose peer is gone
+# The names of torch's exceptions on a rank whose peer is gone.
+LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GLOO_LOST = "gloo/transport"  # in gloo's message about a connection that another rank has closed
 
 
@@ -40,7 +41,10 @@ class WorkerError(RuntimeError):
 
     @property
     def failure(self) -> tuple[str, str]:
-        """(outcome, "oom" or "error"; the reason in a line: which rank, and the line that names the exception)."""
+        """(outcome, "oom" or "error"; the reason in a line: which rank, and the line that names the exception).
+
+        The bench records both in a case.
+        """
         first, *trace = str(self).strip().splitlines()
         named = [line for line in trace if self.kind in line] or trace  # the last line may be torch's advice
         no_memory = self.kind in ("OutOfMemoryError", "MemoryError") or processes.NO_CPU_MEMORY in str(self)
@@ -99,6 +103,7 @@ class WorkerGroup:
             values.finite("timeout_s", timeout_s, 0, most=1e9),
         )
         # Ranks meet in a store in this process's memory: no file is left when a process is killed.
+        # Port 0 stands for any free one.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._stopped = watchdog.Stopped(watchdog.stopped_s())
         self._doing, self._workers = list[Any](), list[processes.Worker]()  # both by rank; shared memory, processes
@@ -122,6 +127,7 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
+        """The process ids, by rank; empty once the group has ended."""
         return [worker.pid for worker in self._workers]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
@@ -162,7 +168,7 @@ class WorkerGroup:
             stopped = self._stopped.among(worker.pid for worker in waiting)
             for worker in [worker for worker in waiting if worker.pid in stopped]:
                 failures[waiting.pop(worker)] = processes.Failure(STOPPED, watchdog.told_of_stop(self._stopped.limit_s))
-                deadline = 0.0  # the others wait for this rank
+                deadline = 0.0  # no more waiting: the other ranks wait for this one
         if not waiting and not failures:
             return [results[rank] for rank in range(self.world_size)]
         error = _blame(failures, sorted(waiting.values()), timeout_s, list(map(doing.read, self._doing)))
@@ -187,7 +193,7 @@ class TorchrunGroup:
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
         _check_environment()
         watchdog.stopped_s()  # ValueError here for a wrong $LMSYS_STOPPED_S, which the watchdog could not raise
-        watchdog.begin()
+        watchdog.begin()  # a process that reports this rank where it dies or is stopped; a second call does nothing
         backend = ("nccl" if torch.cuda.is_available() else "gloo") if backend is None else backend
         check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
@@ -207,13 +213,14 @@ class TorchrunGroup:
             result = function(*args)
         except Exception as error:
             failure = processes.Failure.of(error)
-        failed, results, notes = zip(*gather_objects((failure, result, doing.last()), None), strict=True)
+        failed, results, notes = zip(*gather_objects((failure, result, doing.last()), group=None), strict=True)
         failures = {rank: failure for rank, failure in enumerate(failed) if failure is not None}
         if failures:
-            raise _blame(failures, [], self.timeout_s, notes)
+            raise _blame(failures, silent=[], timeout_s=self.timeout_s, notes=notes)
         return list(results)
 
     def close(self) -> None:
+        """Ends this rank's watchdog and its process group. All ranks call it, unless one of them has failed."""
         watchdog.end()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -256,14 +263,16 @@ def _blame(
 ) -> WorkerError:
     """The error to report: of a dead or stopped rank first, then of the first that raised anything but a lost peer.
 
-    silent  ranks that have not answered
-    notes   what each rank was doing, by rank
+    failures  by rank
+    silent    ranks that have not answered; they count where no rank has failed
+    notes     what each rank was doing, by rank
     """
     if not failures:
         ranks = ", ".join(f"{rank} did not answer within {timeout_s:g} s, {notes[rank]}" for rank in silent)
         return WorkerError(silent[0], processes.TIMEOUT, f"rank {ranks}; all were ended")
 
     def order(rank: int) -> tuple[bool, bool, float]:
+        """A key that sorts ranks, the one to blame first."""
         failure = failures[rank]
         return failure.kind not in (processes.DIED, STOPPED), is_lost_peer(failure.kind, failure.text), failure.at_s
 
@@ -290,7 +299,8 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
     """
     if num_nodes > 1:
         return {"init_method": "env://"}
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the store is there, or its agent is gone
+    # True: the store is in torchrun's agent, which began it before the ranks, so one that does not answer is gone.
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     connect_s = min(timeout_s, CONNECT_S) if agents else timeout_s
     store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=connect_s)))
     store.set_timeout(datetime.timedelta(seconds=timeout_s))

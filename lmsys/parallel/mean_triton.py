@@ -1,6 +1,7 @@
-"""The mean of the tensors that all ranks have sent, in Triton, for the copy engines' all-reduce (copy_engine.py).
+"""The mean of the tensors that all ranks have sent, in Triton, for the copy engines' all-reduce.
 
-Each tensor is read once. They are summed in the order of ranks, in float32 or wider, so every rank gets the same bits.
+`Exchange` of copy_engine.py calls `mean_`. Each tensor is read once. The tensors are summed in the order of ranks, in
+float32 or wider, so every rank gets the same bits.
 """
 
 import torch
@@ -16,7 +17,10 @@ def _mean_kernel(
     OWN, OTHERS, OUT, num, between,
     RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """OUT (num,) becomes the mean of OWN (num,) and of the others, which begin every `between` elements in OTHERS."""
+    """OUT (num,) becomes the mean of OWN (num,) and of the others, which begin every `between` elements in OTHERS.
+
+    RANK is the place of OWN among the WORLD_SIZE tensors, and WIDE the dtype of the sum.
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num
     total = tl.zeros((BLOCK,), WIDE)

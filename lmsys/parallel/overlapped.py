@@ -51,7 +51,8 @@ class Bucket:
 class Collectives:
     """The transport by collectives: all-reduces, or for buckets that ranks share out reduce-scatters and all-gathers.
 
-    Each step's buckets are in memory of their own.
+    Each step's buckets are in memory of their own. `Overlapped` calls `reduce` and `settle`, and `Zero1` also `zeros`
+    and `gather`. `CopyEngines` of copy_engine.py overrides all four.
     """
 
     outside_bytes = 0  # bytes of GPU memory that torch's allocator does not count
@@ -65,7 +66,7 @@ class Collectives:
         return like.new_zeros(length)
 
     def settle(self, buckets: Sequence[Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()) -> None:
-        """Called once the buckets of gradients, and flat buffers of parameters, are final."""
+        """Called once, when the buckets of gradients, and flat buffers of parameters, are final. Here a no-op."""
 
     def reduce(self, bucket: Bucket) -> collectives.Pending:
         """Begins a bucket's communication. After the wait `owned` have the means as gradients, other params None."""
@@ -83,6 +84,7 @@ class Collectives:
         return collectives.all_reduce_mean(flat, self.group)
 
     def _reduce_scatter(self, bucket: Bucket) -> collectives.Pending:
+        """`reduce` for a bucket whose parameters ranks share out."""
         flat = bucket.params[0].new_empty(bucket.layout.length)
         with torch.no_grad():
             buckets.copy_gradients(bucket.params, bucket.layout.views(flat))
@@ -104,6 +106,10 @@ class Overlapped(wrapper.Wrapper):
     """All-reduces each gradient by itself while the backward goes on; base of the strategies with larger buckets.
 
     A bucket of one gradient is that gradient, without a copy. comm_dtype: as in `Bucketed`.
+
+    `Wrapper` calls the methods that are overridden here: `_watch` when a forward has ended, `_begin_backward` before a
+    backward, `_gradient_is_ready` for each gradient of it, and `_synchronize` in `finish_gradient_synchronization`. The
+    constructor calls `_partition` and `_bucket`, which subclasses override, and the first `_synchronize` does again.
     """
 
     halves_sums = True  # a trait of the row: `lmsys.traits` explains all of them
@@ -134,9 +140,12 @@ class Overlapped(wrapper.Wrapper):
         """The bucket of these parameters. Here every rank owns all of them."""
         params = [self.trainable[index] for index in indices]
         layout = buckets.Layout.of(params)
-        return Bucket(number, indices, params, layout, self.comm_dtype or params[0].dtype, params, layout)
+        return Bucket(
+            number, indices, params, layout, dtype=self.comm_dtype or params[0].dtype, owned=params, own=layout
+        )
 
     def _plan(self, order: list[int]) -> None:
+        """Makes the buckets anew. order: the indices of parameters, in the order in which gradients will come."""
         self.buckets = [self._bucket(*numbered) for numbered in enumerate(self._partition(order))]
         self._bucket_of = {index: bucket.number for bucket in self.buckets for index in bucket.indices}
         self._begin()
@@ -149,6 +158,7 @@ class Overlapped(wrapper.Wrapper):
         self._absent: list[int] = []  # gradients that were missing when their bucket was sent
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
+        """As `Wrapper._watch`. ValueError where the output has no such tensor, and may have some that are hidden."""
         values.hold(
             (
                 tensors or not hidden or not self.trainable,
@@ -164,6 +174,7 @@ class Overlapped(wrapper.Wrapper):
             self._synchronize()
 
     def _gradient_is_ready(self, index: int) -> None:
+        """Sends the buckets that are complete with this gradient and next in the order of sending."""
         if self.world_size == 1:
             return
         if index in self._ready:
@@ -183,6 +194,7 @@ class Overlapped(wrapper.Wrapper):
             self._send_next()
 
     def _synchronize(self) -> None:
+        """Sends the buckets that are left, waits for all, and prepares the next backward."""
         while len(self._sent) < len(self.buckets):  # gradients are missing, or were all made under no_sync()
             self._send_next()
         for pending in self._sent:
@@ -192,13 +204,15 @@ class Overlapped(wrapper.Wrapper):
         self._begin()
         if self._seen is not None:
             self._plan_again(self._seen)
-        self._conclude(use, absent)
+        self._conclude(use, absent)  # drops gradients that no rank had, and raises errors that ranks compare
 
     def _send_next(self) -> None:
+        """Begins the communication of the next bucket; with the last one, also of what `_use` gives."""
         bucket = self.buckets[len(self._sent)]
         self._absent += [index for index in bucket.indices if self.trainable[index].grad is None]
         if bucket is self.buckets[-1]:  # all gradients that will come have come
-            self._used = self._use(self._absent)  # becomes the share of ranks that have each gradient
+            # 1 or 0 for each gradient, and flags; when it has arrived, the means: the share of ranks with the gradient.
+            self._used = self._use(self._absent)
             self._use_pending = collectives.all_reduce_mean(self._used, self.group)
         self._sent.append(self.transport.reduce(bucket))
 
@@ -230,7 +244,7 @@ def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tup
         slowest = least.clone()
         torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX, group=group)
         seconds = slowest.tolist()
-        if seconds == sorted(seconds) or not left:  # all ranks decide alike
+        if seconds == sorted(seconds) or not left:  # all ranks decide alike, by the same `seconds`
             break
     return fit_latency_bandwidth(sizes, seconds)
 
@@ -261,7 +275,7 @@ class Bucketed(Overlapped):
     ValueError for a bucket size that is not positive.
     """
 
-    takes_bucket_mb = True
+    takes_bucket_mb = True  # this and the next two are traits of the row
     comm_dtypes = True
     rivals: tuple[str, ...] = ("torch_ddp_tuned", "torch_ddp", "naive")
 
@@ -295,6 +309,6 @@ class Bucketed(Overlapped):
     def _best(self, total: int) -> float:
         """MiB of a bucket that bucket_mb="auto" takes for `total` bytes of gradients."""
         if self.world_size == 1 or not total:
-            return 25
+            return 25  # as by default: nothing is sent
         latency_s, bytes_per_s = latency_and_bandwidth(self.group, self.trainable[0].device)
         return optimal_bucket_bytes(total, latency_s, bytes_per_s) / buckets.MIB

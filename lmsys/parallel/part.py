@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lmsys.parallel.collectives import Group, size_and_rank, unwrapped
 
+# What Tensor can be asked without its values, by name: attributes, methods, and attributes that can be set.
 _FACTS = (
     "dtype device shape layout ndim names nbytes itemsize grad grad_fn requires_grad is_leaf is_cpu is_cuda is_meta"
     " is_sparse is_quantized is_nested retains_grad output_nr _backward_hooks _post_accumulate_grad_hooks"
@@ -29,7 +30,7 @@ _METHODS = (
     " requires_grad_ register_hook register_post_accumulate_grad_hook"
 )
 _SETTERS = "grad requires_grad _backward_hooks _post_accumulate_grad_hooks"
-WITHOUT_VALUES = {
+WITHOUT_VALUES = {  # the functions of these names, as __torch_function__ gets them: they do not count as reading
     *(getattr(Tensor, name).__get__ for name in _FACTS.split() if hasattr(Tensor, name)),
     *(getattr(Tensor, name).__set__ for name in _SETTERS.split() if hasattr(Tensor, name)),
     *(getattr(Tensor, name) for name in _METHODS.split()),
@@ -41,7 +42,7 @@ class Absent(nn.Parameter):
 
     on_read: Callable[["Absent"], None]  # called with the parameter when it is read: brings the values back, or raises
     present: type[nn.Parameter]  # its class when its values are here
-    home: Any  # what its strategy has to know of it
+    home: Any  # what its strategy has to know of it, such as the flat shard in fsdp; None in zero1
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +53,7 @@ class Absent(nn.Parameter):
             for x in tree_leaves((args, kwargs)):
                 if isinstance(x, Absent):
                     x.on_read(x)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():  # else func would call this method again
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
@@ -80,6 +81,7 @@ def leave(
 
     kind   the class that they get
     homes  the attribute `home` of each
+    A parameter that is marked already gets the new `on_read` alone, and keeps its class and home.
     """
     for p, home in zip(params, homes or [None] * len(params), strict=True):
         if "on_read" not in p.__dict__:  # isinstance() of a parameter's class is slow, and this runs for each parameter
@@ -115,7 +117,7 @@ class Part(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if "norm" in name:
+        if "norm" in name:  # torch's functions of norms have the word in their names
             raise RuntimeError(
                 "this rank has a part of the gradients, whose norm is not that of the whole: clip_grad_norm(wrapper,"
                 " max_norm), of lmsys.training.optimizer, clips by the norm of all, and gives it; max_norm=math.inf"
@@ -124,7 +126,7 @@ class Part(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             as_given = func not in (Tensor.__deepcopy__, Tensor.__reduce_ex__)  # a copy is an ordinary tensor
             result = func(*args if as_given else (args[0].as_subclass(Tensor), *args[1:]), **(kwargs or {}))
-        if name == UNSCALE:  # an inf on one rank counts on all
+        if name == UNSCALE:  # its arguments: gradients, found_inf (1,), scale. An inf on one rank counts on all
             dist.all_reduce(args[1], dist.ReduceOp.MAX, group=unwrapped(args[0][0].group))
         if func in STILL_PARTS:
             as_part(result, next(x.group for x in tree_leaves(args) if isinstance(x, Part)))
@@ -140,7 +142,8 @@ def as_part(x: Tensor, group: Group) -> Tensor:
 def divided(x: Tensor, group: Group) -> Tensor:
     """x, which is equal on all ranks, as a DTensor divided by its first dimension, as torch's FSDP2 has parameters.
 
-    This rank's part is in memory of its own. Without a process group the result is a copy of x.
+    `Fsdp.sharded_state_dict` calls it for torch.distributed.checkpoint. This rank's part is in memory of its own.
+    Without a process group the result is a copy of x.
     """
     world_size, rank = size_and_rank(group)
     if not dist.is_initialized():

@@ -20,7 +20,12 @@ from lmsys.parallel import collectives, structure, traits, wrapper
 
 
 class _Peer(nn.Module):
-    """The base of torch's own strategies, whose backward averages gradients by itself. `wrapped` is torch's module."""
+    """The base of torch's own strategies, whose backward averages gradients by itself.
+
+    `wrapped` is torch's module, and `module` the user's. Class attributes, here and in the classes below, are traits of
+    the rows, unless a comment says otherwise: `lmsys.traits.StrategyTraits` explains them. The methods are those of the
+    contract in wrapper.py.
+    """
 
     zero_stage = 0
     why_not_reproducible = "torch adds gradients in an order of its own: take a strategy of ours, such as bucketed"
@@ -45,7 +50,9 @@ class TorchDDP(_Peer):
     """DistributedDataParallel with its default options."""
 
     why_not_unused = "torch DDP without find_unused_parameters raises an error for a parameter without a gradient"
-    warm_ups_before_graph = 11  # its reducer times the first ten steps, which a CUDA graph cannot capture
+    # No trait, but how many calls come before the capture of a CUDA graph: DDP's reducer times the first ten steps, and
+    # these cannot be captured.
+    warm_ups_before_graph = 11
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, **options: Any):
         super().__init__()
@@ -56,14 +63,14 @@ class TorchDDP(_Peer):
         self.module, self.group = module, process_group
 
     def no_sync(self) -> Any:
-        """As torch's: the forward must run inside too, since DDP decides there."""
+        """As torch's: the forward must run inside too, since DDP decides there if the backward synchronizes."""
         return self.wrapped.no_sync()
 
 
 class TorchDDPTuned(TorchDDP):
     """DDP with options for a model whose graph never changes. bucket_mb: MiB of a bucket, which users tune."""
 
-    tuned_bucket_mb = True
+    tuned_bucket_mb = True  # benchmarks choose bucket_mb by timing a few sizes
     why_not_unused = ""  # a static graph finds unused parameters in the first step
     accumulates = False  # a static graph does not know backwards under no_sync(): torch ends with an assertion
 
@@ -85,6 +92,7 @@ class TorchZero1(TorchDDP):
     """
 
     zero_stage = 1
+    # Fused blocks round a parameter to bfloat16 again when its version counter has risen.
     why_not_fused = "its optimizer receives parameters with no change of version, so that bfloat16 copies would be old"
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None):
@@ -105,13 +113,13 @@ class TorchFSDP2(_Peer):
     """
 
     zero_stage = 3
-    compute_dtype = True
+    compute_dtype = True  # the trait: the constructor has the option compute_dtype
     why_not_unequal = "FSDP2 reduces the gradients that a rank has: with other ones on another rank it hangs"
     fused_adamw = True
     why_not_graphed = traits.RESIZES_PARAMETERS
     why_not_fused = traits.SURROUNDS_BLOCKS
     why_not_saved = "its DTensors are not saved by this loop; fsdp shards as much, and is saved"
-    reshards_after_forward: bool | None = None  # torch's choice: all but the root
+    reshards_after_forward: bool | None = None  # no trait. None is torch's choice: all but the root
 
     def __init__(
         self, module: nn.Module, process_group: collectives.Group = None, compute_dtype: torch.dtype | None = None
@@ -126,13 +134,14 @@ class TorchFSDP2(_Peer):
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
         )
-        for part in chain(structure.blocks_of(module), [module]):
+        for part in chain(structure.blocks_of(module), [module]):  # the module itself comes last, and is kept
             self.module = self.wrapped = fully_shard(
                 part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshards_after_forward
             )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave their gradients on this rank."""
         self.module.set_requires_gradient_sync(False)
         try:
             yield

@@ -1,9 +1,10 @@
 """Optimizers whose state is divided among ranks: by parameter, or over the flat parts of fsdp.
 
 With a `ShardedOptimizer` each rank steps its own parameters, then all ranks gather all of them. It works over any
-strategy that leaves every rank the mean gradients (`train.sharded_optimizer`); `zero1` derives its own from it, and
-says which rank owns what. Parameters become views of flat buffers of world_size equal segments, so that gathering
-copies nothing. Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), P_os.
+strategy that leaves every rank the mean gradients: `lmsys train` makes one for the option `train.sharded_optimizer`.
+`zero1.Zero1Optimizer` derives from it, and takes from its strategy which rank owns what. Parameters become views of
+flat buffers of world_size equal segments, so that gathering copies nothing. Source: Rajbhandari et al. 2020, "ZeRO"
+(arXiv 1910.02054), P_os.
 
 `whole_state` and `flat_share` convert an optimizer's state dict between fsdp's flat parts and whole parameters, so that
 an element-wise optimizer goes on with either. Parameters are numbered through `groups`, which are the parameters of
@@ -36,6 +37,7 @@ class FlatBuffer:
     owners: dict[Any, int]  # by parameter the rank that steps it
 
     def gather(self, rank: int, group: collectives.Group) -> collectives.Pending:
+        """Begins an all-gather of this rank's segment, after whose `wait` the flat tensor has those of all ranks."""
         length = self.bucket.length
         return collectives.all_gather(self.flat, self.flat[rank * length : (rank + 1) * length], group)
 
@@ -80,6 +82,9 @@ class ShardedOptimizer(Optimizer):
     kwargs        options of `optimizer_cls`
     `state_dict` is this rank's share. `full_state_dict` is whole, and loads at any world size and into `optimizer_cls`
     itself; `load_state_dict` takes either. All ranks call the constructor, `step` and `full_state_dict`.
+
+    torch's constructor, which runs within this one, calls `add_param_group` for each group. A subclass overrides
+    `_flatten`, which `add_param_group` calls for parameters that no flat buffer has.
     """
 
     def __init__(
@@ -95,8 +100,8 @@ class ShardedOptimizer(Optimizer):
         self.flat_buffers = values.several("flat_buffers", [] if flat_buffers is None else flat_buffers, FlatBuffer)
         self.owners = owners_in(self.flat_buffers)
         self._cost = getattr(values.instance("optimizer_cls", optimizer_cls, Callable), "cost", None)
-        self._loads = [0] * self.world_size
-        self._local: Any = None
+        self._loads = [0] * self.world_size  # what ranks bear of costs so far: `plan_segments` updates it
+        self._local: Any = None  # becomes this rank's `optimizer_cls`; `add_param_group` is called before
         super().__init__(values.instance("params", params, Iterable), kwargs)
         self._local = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
@@ -117,9 +122,9 @@ class ShardedOptimizer(Optimizer):
     def _flatten(self, params: list[Tensor], options: dict[str, Any]) -> None:
         """Shares out parameters of a group with these options to ranks, and moves them into flat buffers."""
         planned = buckets.plan_segments(
-            [p.numel() for p in params], range(len(params)), CHUNK, self.world_size,
-            [(p.device, p.dtype) for p in params], self._loads,
-            None if self._cost is None else [self._cost(p, **options) for p in params],
+            numels=[p.numel() for p in params], order=range(len(params)), limit=CHUNK, world_size=self.world_size,
+            kinds=[(p.device, p.dtype) for p in params], loads=self._loads,
+            costs=None if self._cost is None else [self._cost(p, **options) for p in params],
         )  # fmt: skip
         self.flat_buffers += [flatten(params, bucket) for bucket in planned]
         self.owners = owners_in(self.flat_buffers)
@@ -205,10 +210,12 @@ def check_share(groups: Iterable[dict[str, Any]], rank: int, world_size: int) ->
 
 
 def _lengths(groups: Iterable[dict[str, Any]]) -> list[int]:
+    """The number of parameters in each param group."""
     return [len(group["params"]) for group in groups]
 
 
 def without(group: dict[str, Any], name: str) -> dict[str, Any]:
+    """A copy of the param group without this key."""
     return {key: value for key, value in group.items() if key != name}
 
 
@@ -216,7 +223,7 @@ def on_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-State = dict[str, Any]
+State = dict[str, Any]  # an optimizer's state dict, or the state of one parameter in it
 
 
 def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any]) -> State:
@@ -273,7 +280,7 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
 
 
 def _has_elements(name: str, value: Any) -> bool:
-    """True for state that each element has, such as moments; False for a counter of steps."""
+    """True for state that each element has, such as moments; False for "step", as torch's optimizers call a counter."""
     return isinstance(value, Tensor) and name != "step"
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lmsys.values import instance
 
 Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # (name, parameter) -> options of the optimizer for it alone
-Parameters = Sequence[Collection[nn.Parameter]]
+Parameters = Sequence[Collection[nn.Parameter]]  # several sets of parameters, such as those of each param group
 
 
 class Structure:
@@ -32,6 +32,7 @@ class Structure:
         self.module, self._parameters = module, _parameters(module)
         self._held: list[Any] = [held for child in module.modules() for held in (child._parameters, child._modules)]
         self._full = list(filter(None, self._held))  # those that hold anything: the lengths tell of the others
+        # The number of entries of each dict in `_held`, then the names of all entries, then the entries themselves.
         self._before = list(map(len, self._held)), list(chain(*self._held)), list(chain(*map(dict.values, self._held)))
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
 
@@ -83,8 +84,8 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
-_watching: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_hooks: list[Any] = []
+_watching: "weakref.WeakSet[Any]" = weakref.WeakSet()  # the strategies that `_tell` calls
+_hooks: list[Any] = []  # torch's handles of the two hooks that call `_tell`, made once
 
 
 def watch(strategy: nn.Module) -> None:
@@ -100,6 +101,7 @@ def watch(strategy: nn.Module) -> None:
 
 
 def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
+    """The hook of torch's optimizers: calls this method of each strategy, by its name, with the optimizer."""
     for strategy in list(_watching):
         getattr(strategy, method)(optimizer)
 
@@ -191,7 +193,7 @@ def surround(block: nn.Module, before: Callable[..., None], after: Callable[...,
 
     They are hooks, which a later `block.compile()` does not trace, or stand around a block that is compiled already.
     """
-    compiled = block._compiled_call_impl
+    compiled = block._compiled_call_impl  # where torch keeps what `block.compile()` has made; None without it
     if compiled is None:
         block.register_forward_pre_hook(_disable_dynamo(before))
         if after is not None:
@@ -210,7 +212,7 @@ def surround(block: nn.Module, before: Callable[..., None], after: Callable[...,
 
 def is_in_backward() -> bool:
     """True inside of a backward: a forward that runs here is one that checkpointing repeats."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # torch's number of the backward that runs; -1 for none
 
 
 def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
@@ -228,14 +230,17 @@ def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
 
 def before_backward(tensors: Sequence[Tensor], hook: Callable[..., Any]) -> None:
     """Calls hook(gradient) once in each backward that comes to one of the tensors, before it goes on from there."""
-    if len(tensors) == 1:  # half the host's time
+    if len(tensors) == 1:  # this hook takes half the host's time of the other
         tensors[0].register_hook(hook)
     elif tensors:
         torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode="any")
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """A hook that calls method(*first, *its arguments), and does not keep the method's object alive."""
+    """A hook that calls method(*first, *the hook's arguments), and does not keep the method's object alive.
+
+    It does nothing, and returns None, once that object is gone.
+    """
     owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def hook(*args: Any) -> Any:

@@ -32,7 +32,7 @@ from lmsys.values import hold, instance, sentences_of
 
 class Wrapper(nn.Module):
     """Base of the strategies: compares the ranks' modules, broadcasts rank 0's, sets hooks. A strategy fills in
-    `_synchronize`.
+    `_synchronize`, or as `Fsdp` does overrides `finish_gradient_synchronization`.
 
     Facts about a strategy are class attributes: `StrategyTraits` lists them with their defaults.
     Several backwards add their gradients, also between two calls of `finish_gradient_synchronization`.
@@ -77,7 +77,7 @@ class Wrapper(nn.Module):
         self._prepare()
         self._look_for_changes()
         if torch.is_grad_enabled() and self._synchronizing:
-            self._note(0)
+            self._note(0)  # a forward
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._watch(*structure.tensors_in(output))
@@ -91,12 +91,15 @@ class Wrapper(nn.Module):
         structure.before_backward(tensors, structure.weakly(self._enter_backward, self._walk))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """RuntimeError where an optimizer would step by gradients that are this rank's own."""
+        """Called before each step of any optimizer of this process, by the hooks of `structure.watch`.
+
+        RuntimeError where it would step by gradients that are this rank's own.
+        """
         if self._unfinished and structure.holds_any(optimizer, self._whole):
             self._refuse_unfinished()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when an optimizer has stepped."""
+        """Called after each step of any optimizer of this process, by the hooks of `structure.watch`."""
 
     def _prepare(self) -> None:
         """Called at the start of a forward. RuntimeError where a backward was not finished."""
@@ -105,6 +108,7 @@ class Wrapper(nn.Module):
             self._leave_backward(late=True)
 
     def _refuse_unfinished(self) -> None:
+        """RuntimeError where a backward was not finished."""
         if self._unfinished:
             raise RuntimeError(
                 "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step"
@@ -193,6 +197,7 @@ class Wrapper(nn.Module):
         optimizer.load_state_dict(self._own_state(optimizer, state))
 
     def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names of `parameters_in`."""
         names = {p: name for name, p in self.module.named_parameters()}
         return [[names[p] for p in params] for params in self.parameters_in(optimizer)]
 
@@ -201,7 +206,7 @@ class Wrapper(nn.Module):
         return getattr(optimizer, "full_state_dict", optimizer.state_dict)()
 
     def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The state dict that this rank's optimizer loads of `state`, a whole one."""
+        """The state dict that this rank's optimizer loads of `state`, a whole one. `Fsdp` takes a part of it."""
         return state
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -225,6 +230,7 @@ class Wrapper(nn.Module):
         return self._load(state, strict)
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
+        """Loads a state under the module's own names, and returns what torch's `load_state_dict` does."""
         return self.module.load_state_dict({name: whole(x) for name, x in state.items()}, strict)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -241,7 +247,7 @@ class Wrapper(nn.Module):
         )
 
     def _note(self, what: int) -> None:
-        """Adds an event, -1 or more, to this rank's history."""
+        """Adds an event to this rank's history: -1 for a backward that failed, 0 for a forward, in fsdp also others."""
         # A module's attributes are slow to set, and this runs for every collective of fsdp.
         self.__dict__["_history"] = (31 * self._history + what + 1) % 4093
 
@@ -249,11 +255,12 @@ class Wrapper(nn.Module):
         """Called when a backward comes to the output of a forward of this wrapper; `walk` is that forward's."""
         if not self._in_backward:
             self._in_backward = True
+            # Autograd calls it when this backward has ended, unless that fails.
             torch.autograd.Variable._execution_engine.queue_callback(structure.weakly(self._leave_backward))
             self._begin_backward()
 
     def _leave_backward(self, late: bool = False) -> None:
-        """Called when a backward has ended; `late`: by what comes next, as a backward that fails does not call it."""
+        """Called when a backward has ended, and with `late` by what comes next: one that fails does not call it."""
         if late and self._in_backward:
             self._note(-1)
         self._in_backward = False
@@ -269,16 +276,20 @@ class Wrapper(nn.Module):
             self._gradient_is_ready(index)
 
     def _gradient_is_ready(self, index: int) -> None:
-        """Called by `_on_grad` for a gradient to be synchronized: communication may begin during the backward."""
+        """Called for each gradient to be synchronized: a subclass may begin its communication during the backward."""
 
     def _synchronize(self) -> None:
-        """Makes every gradient the mean over ranks, waits for it, and calls `_conclude`."""
+        """Makes every gradient the mean over ranks, waits for it, and calls `_conclude`.
+
+        `finish_gradient_synchronization` calls it where there are several ranks and trained parameters.
+        """
         raise NotImplementedError
 
     def _use(self, missing: list[int]) -> Tensor:
         """(parameters + 3,): 1 for each gradient that is here and 0 for each `missing` one, then `_flags`.
 
-        In its mean over ranks an entry of 0 says that no rank has this gradient.
+        A subclass's `_synchronize` averages this tensor over ranks and hands the mean to `_conclude`. There an entry of
+        0 says that no rank has the gradient.
         """
         changed, history, _ = self._flags()
         self._exponents = self._exponents.to(self.trainable[0].device)
@@ -325,7 +336,7 @@ class Wrapper(nn.Module):
         if changed > 0:
             self._flags_before = None
             raise _changed(collectives.gather_objects(self._change, self.group))
-        if square - history**2 > 0.1 / self.world_size:
+        if square - history**2 > 0.1 / self.world_size:  # one rank that differs by 1 gives at least 0.5 / world_size
             self._flags_before = None
             raise RuntimeError(collectives.APART)
         return means
@@ -339,6 +350,7 @@ def whole(x: Any) -> Any:
 def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> Any:
     """The result of torch's `load_state_dict` for a module that holds `held`: the missing and the unexpected keys.
 
+    `Fsdp` calls it, whose parts torch cannot load by itself.
     RuntimeError for tensors of other shapes, and with `strict` for missing and unexpected keys.
     """
     missing, unexpected = [x for x in held if x not in state], [x for x in state if x not in held]

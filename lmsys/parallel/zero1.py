@@ -51,6 +51,8 @@ class Zero1(overlapped.Overlapped):
     compile its blocks.
     If the forward is captured in a CUDA graph, the all-gathers are captured with it, and step() no longer starts them:
     from then on any other forward and `wait()` are collective, and every rank calls them.
+
+    `Wrapper` and `Overlapped` call the methods that are overridden here, and say when.
     """
 
     zero_stage = 2  # gradients are divided too, though the course calls this strategy ZeRO-1
@@ -67,14 +69,15 @@ class Zero1(overlapped.Overlapped):
             sharded_optimizer.flatten(self.trainable, segmented, self.transport.zeros) for segmented in self._segments
         ]
         self.owners = sharded_optimizer.owners_in(self.flat_buffers)
-        self._gathering = [
-            collectives.Pending() for _ in self.flat_buffers
-        ]  # those begun, in order; at first none is needed
+        # The gathers that have begun, by the number of the flat buffer. These first ones have nothing to wait for.
+        self._gathering = [collectives.Pending() for _ in self.flat_buffers]
         # Stale: others have stepped parameters that are not gathered yet. Recorded: a CUDA graph's replays gather.
+        # Are means: this rank's gradients are means over ranks, and no backward has begun to add to them.
         self._stale, self._recorded, self._are_means = False, False, False
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
+        # True where this rank owns a parameter of each device and dtype: see `_conclude`.
         self._owns_each_kind = len(structure.by_kind(self._own)) == len(structure.by_kind(self.trainable))
         self._scaled: list[Tensor] = []  # gradients that were means, times the number of ranks while a backward adds
         self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
@@ -98,6 +101,7 @@ class Zero1(overlapped.Overlapped):
     def make_optimizer(
         self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
     ) -> "Zero1Optimizer":
+        """As `Wrapper.make_optimizer`; steps this rank's parameters, and then has all gathered."""
         return Zero1Optimizer(
             self, optimizer_cls, **{"params": groups and structure.grouped(self.module, groups), **kwargs}
         )
@@ -129,7 +133,7 @@ class Zero1(overlapped.Overlapped):
         )
 
     def stepped(self) -> None:
-        """Called by the optimizer after it has stepped this rank's parameters: others' are to be gathered."""
+        """Called by `Zero1Optimizer`, which has stepped this rank's parameters: those of others are to be gathered."""
         self._stale = True
         if not self._recorded:
             self._fetch()
@@ -138,6 +142,7 @@ class Zero1(overlapped.Overlapped):
             part.leave(others, arrive)
 
     def _is_being_recorded(self) -> bool:
+        """True while a CUDA graph is captured."""
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _fetch(self) -> None:
@@ -152,7 +157,10 @@ class Zero1(overlapped.Overlapped):
             self._gathering.append(self.transport.gather(number, self.flat_buffers[number]))
 
     def _wait_for(self, numbers: Sequence[int], *_: Any) -> None:
-        """Waits until the flat buffers of these numbers are whole, and begins to gather those that come next."""
+        """Waits until the flat buffers of these numbers are whole, and begins to gather those that come next.
+
+        A hook before the forward of each block calls it; the other arguments, block and inputs, have no effect.
+        """
         count = max(numbers, default=-1) + 1
         self._begin_gathering(count)
         for number in (number for number in numbers if not self._gathering[number].done):
@@ -161,6 +169,7 @@ class Zero1(overlapped.Overlapped):
         self._begin_gathering(count + AHEAD)
 
     def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
+        """The indices of each bucket; `_segments` keeps which rank owns which of them."""
         sizes = [p.numel() for p in self.trainable]
         kinds = [(p.device, p.dtype) for p in self.trainable]
         limit = self.bucket_mb * buckets.MIB / max((p.element_size() for p in self.trainable), default=1)
@@ -168,6 +177,7 @@ class Zero1(overlapped.Overlapped):
         return [segmented.indices for segmented in self._segments]
 
     def _bucket(self, number: int, indices: tuple[int, ...]) -> overlapped.Bucket:
+        """The bucket whose flat tensor has a segment for the parameters of each rank."""
         segmented = self._segments[number]
         layout = sharded_optimizer.layout_of(self.trainable, segmented)
         owned = [self.trainable[index] for index in segmented.members[self.rank]]
@@ -175,6 +185,7 @@ class Zero1(overlapped.Overlapped):
         return replace(super()._bucket(number, indices), layout=layout, owned=owned, own=own, whole=False)
 
     def _begin_backward(self) -> None:
+        """Also makes sums over ranks of gradients that are means, since the backward adds to them."""
         super()._begin_backward()
         self._scale()
 
@@ -195,7 +206,7 @@ class Zero1(overlapped.Overlapped):
             self._scaled = means
 
     def _on_grad(self, index: int, p: Tensor) -> None:
-        if self._scaled:
+        if self._scaled:  # the backward has added to gradients: `_leave_backward` must not divide them
             self._scaled = []
         super()._on_grad(index, p)
 
@@ -213,7 +224,8 @@ class Zero1(overlapped.Overlapped):
                 p.grad = part.as_part(torch.zeros_like(p), self.group)
 
     def _synchronize(self) -> None:
-        self._scale()
+        """As `Overlapped._synchronize`. Then this rank's gradients are means, and marked as parts of the whole."""
+        self._scale()  # has an effect only if no backward has run since they became means
         self._scaled = []
         # A gather for a block that was not run may still be under way: what it sends must not change in the next step.
         self._wait_for([number for number, pending in enumerate(self._gathering) if not pending.done])
@@ -228,10 +240,12 @@ class Zero1(overlapped.Overlapped):
         units = structure.parameters_by_block(self.module)
         unit_of = {p: number for number, params in enumerate(units) for p in params}
         self.flat_buffers.sort(key=lambda buffer: min(unit_of[p] for p in buffer.owners))
+        # Numbers of flat buffers: those with parameters in no block or in several, then those of each block.
         self._at_start, *needed = (
             [number for number, buffer in enumerate(self.flat_buffers) if not buffer.owners.keys().isdisjoint(params)]
             for params in units
         )
+        # By flat buffer the parameters that other ranks own.
         self._others = [
             [p for p, rank in flat_buffer.owners.items() if rank != self.rank] for flat_buffer in self.flat_buffers
         ]
@@ -240,13 +254,17 @@ class Zero1(overlapped.Overlapped):
 
 
 def _arrive(gathering: Sequence[collectives.Pending], others: Sequence[Sequence[nn.Parameter]], _: Any) -> None:
-    """Called when a parameter is read whose new values are on their way: waits. The wrapper may be gone by then."""
+    """Called with a parameter that is read while its new values are on their way: waits for those of all parameters.
+
+    It is no method, since the wrapper may be gone by then.
+    """
     for pending, params in zip(gathering, others, strict=True):
         pending.wait()
         part.appear(params)
 
 
 def _refuse_stale(_: Any) -> None:
+    """Called with a parameter that is read before a CUDA graph's replay gathers its new values."""
     raise RuntimeError(
         "a parameter was read that another rank has stepped, and the next replay of a CUDA graph gathers: wait() brings"
         " it now, on all ranks"
@@ -254,7 +272,10 @@ def _refuse_stale(_: Any) -> None:
 
 
 class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
-    """A ShardedOptimizer whose step does not wait for the gathering: the next forward does, block by block."""
+    """A ShardedOptimizer whose step does not wait for the gathering: the next forward does, block by block.
+
+    `Zero1.make_optimizer` makes it. params: None for all that the wrapper trains.
+    """
 
     def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
         self._wrapper = ref(wrapper)
@@ -268,6 +289,7 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
         wrapper.optimizers.update((self, self._local))
 
     def _flatten(self, params: list[Tensor], options: dict[str, Any]) -> None:
+        """ValueError: `add_param_group` calls this for parameters that are in no flat buffer of the wrapper."""
         self.param_groups.pop()  # the group of `params`, which is refused
         raise ValueError(
             f"{len(params)} parameters, of {sum(p.numel() for p in params)} numbers, are none that ZeRO-1 trains: of"

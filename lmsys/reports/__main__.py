@@ -48,7 +48,7 @@ def main(
 ) -> int:
     """Runs the command and returns its exit code. `results` and `output` count where the arguments name none.
 
-    `program` is the name in messages; by default that of the command.
+    `program` is the name in messages; by default that of the command. `python -m reports` gives all three.
     """
     parser = command_parser("report", program)
     for group, options_of in ((parser, OPTIONS), (parser.add_argument_group("two runs of one machine"), OF_TWO_RUNS)):
@@ -60,7 +60,7 @@ def main(
         if options.margin is not None:
             finite("--margin", options.margin, above=0, most=1)
         if options.before:
-            return _compare(options)
+            return _compare(options)  # the exit code
         for name in ("margin", "anyway"):
             hold((not getattr(options, name), f"--{name} is of two runs: name the run before by --before"))
         print(build(options.results or results, options.output, options.baseline, options.single_file))
@@ -74,7 +74,7 @@ def _compare(options: argparse.Namespace) -> int:
     """Compares two runs, or the two states of one; exit code 1 where a case is slower or broken."""
     hold((not options.baseline and not options.single_file, "--baseline and --single-file are of one run's report"))
     comparison = (
-        against.read_both([options.before], options.results, options.margin or MARGIN, options.anyway)
+        against.read_both([options.before], options.results, margin=options.margin or MARGIN, anyway=options.anyway)
         if options.results
         else against.read_one(options.before, options.margin)
     )
@@ -109,13 +109,14 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         changes = against.in_turns(measured)  # None unless the run measured an earlier state of the code as well
         machine = changes.sides["after"] if changes else measured
         of_benchmarks = (layout.chapters(views.view_of(machine, name, baseline)) for name in machine.benchmarks)
-        chapters = sum(of_benchmarks, answers.step_chapters(machine))
+        chapters = sum(of_benchmarks, answers.step_chapters(machine))  # the chapter of steps comes first
         answer = answers.answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)
             answer, chapters = replace(answer, lead=list(block.lead) + list(answer.lead)), first + chapters
         parts.append((machine, answer, chapters))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
+    # A part is (machine, answers, chapters): a machine without chapters is left out.
     return page.write(out, [part for part in parts if part[2]], items.csv_of(records), notes, single_file)
 
 

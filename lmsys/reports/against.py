@@ -48,11 +48,12 @@ MEANINGS = {  # of verdicts, for the table that counts them
 class Compared:
     """Two runs of one machine, "before" and "after", and the changes of the cases that both have.
 
+    sides     the machine, with the records of one run each, under "before" and "after", in this order
     margin    a change of a smaller share of the time is none
     in_turns  True: they are one run, in which each row took turns with itself as it was
     """
 
-    sides: Mapping[str, load.Machine]  # under "before" and "after"
+    sides: Mapping[str, load.Machine]
     changes: Sequence[Change]
     margin: float
     in_turns: bool = False
@@ -79,6 +80,7 @@ def read_one(path: Path, margin: float | None) -> Compared:
 
 def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
     """Compares rows of today with the same rows as they were, in a sweep with --against; None for any other run."""
+    # A record's "against" is the state that its row had: {"name", "commit", "margin"}; None for a row of today.
     earlier = [case for case in machine.records if case["against"]]
     if not earlier:
         return None
@@ -222,7 +224,7 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> ite
         endings = [change.beside or "nothing", change.verdict + mark]
         rows.append(
             [str(new["id"]).removesuffix(f"-{new['impl']}"), new["impl"]] + times + list(change.texts) + endings
-        )
+        )  # in the order of COLUMNS; `change.texts` are the ratio and its interval
     return items.Table(
         name=name,
         title=title,

@@ -32,7 +32,7 @@ RIVALS = "In another run, which took no turns with this one, these took less tim
 UNSTEADY = (
     f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {cells.STEADY:.0%} of the median."
 )
-WAYS = {  # how a model's steps ran, for the caption
+WAYS = {  # {value of the field `compile`: how a model's steps ran, for the caption}
     "compiled": "by torch.compile",
     "graphed": "compiled, and replayed as one CUDA graph",
     "fused": "by kernels of lmsys in place of a compiler, and replayed",
@@ -58,7 +58,8 @@ KEYS = {  # fields that say what a training step was, and the heads of their col
     "checkpoint": "checkpoint",
     "residual": "residual",
 }
-PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}  # where a case lacks the field
+# The values of KEYS in a case that lacks the field.
+PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}
 SHARES = {  # fields of a step that are shares of a rate, and the heads of their columns
     "mfu": "MFU",
     "matmul_ceiling_fraction": "Short ceiling",
@@ -154,7 +155,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         data=tables.lines_of(lines, [name for name in lines[0] if name not in INNER]),
         notes=cells.below(marks, rows) + [f"Runs: {dates}."] + load.legend(machine, question.kind, named),
         keys=2,
-        source=machine.about(sum(settings.values(), [])),
+        source=machine.about(sum(settings.values(), [])),  # the cases of all settings
         # Column 2 of COLUMNS is the time: the best figure; columns 0 and 1 are keys, and all others have details.
         best=frozenset((at, 2) for at, line in enumerate(lines) if line["fastest"]),
         details={(at, column): line["details"] for at, line in enumerate(lines) for column in range(2, len(columns))},
@@ -205,6 +206,7 @@ def _texts(line: fields.Record, notes: cells.Notes) -> list[str]:
 
 
 def _times(speed: float | None, name: str) -> str:
+    """A speed over the row `name` in words: "1.5 × NAME"; "" for None."""
     return f"{words.number(speed)}\N{NO-BREAK SPACE}× {name}" if speed else ""
 
 
@@ -221,7 +223,7 @@ def standing(
     peers = {str(case.get("strategy") or case["impl"]): bool(case.get("peer")) for case in machine.records}
     looks = [{"row": row, "peer": peers[row]} for row in rows]
     axes = plots.canvas(LINE_IN * len(lines) + 0.4)
-    for row, style in words.styles_of(looks, "row", "row", "", machine.rows.get(kind, {})).items():
+    for row, style in words.styles_of(looks, name="row", row="row", label="", table=machine.rows.get(kind, {})).items():
         places = [at for at, line in enumerate(lines) if row in line["standing"]]
         speeds = [100 * lines[at]["standing"][row] for at in places]
         axes.plot(speeds, places, **style.line() | {"linestyle": "none", "alpha": 0.85, "clip_on": False})
@@ -317,7 +319,7 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
         key=lambda case: reading_order(known, list(map(case.get, ("num_parameters", *KEYS, "benchmark", "impl"))))
     )
     data = tables.lines_of(cases, list(STEP_FIELDS))
-    view = views.View(machine, "", STEP_FIELDS, data, {})
+    view = views.View(machine, benchmark="", fields=STEP_FIELDS, cases=data, words={})
     shown, shares = list(filter(view.varies, KEYS)), list(filter(view.has, SHARES))
     rows = []
     for line in data:

@@ -17,7 +17,7 @@ from lmsys.bench import fields, verdict
 from lmsys.reports import load, views, words
 from lmsys.values import sentences_of
 
-SPEEDUP = "speedup"
+SPEEDUP = "speedup"  # the field that `compared` adds
 
 
 def baselines_of(view: views.View, fallbacks: Iterable[str] = ()) -> list[str]:
@@ -67,7 +67,7 @@ def compared(
     view, label = beside(view, base, axis, same), view.text(axis, base)
     for case in view.cases:
         other = case["beside"]
-        case[name] = other and verdict.ratio_of(case, other)
+        case[name] = other and verdict.ratio_of(case, other)  # None unless both were sampled together
         case["remark"] = "" if base is None or case["time_s"] is None else _why_no_ratio(label, other)
     paired = any(case[name] for case in view.cases if case[axis] != base)
     for case in view.cases if medians else ():
@@ -162,7 +162,7 @@ def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, 
         return f"{text} {words.OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
     if ending and not text and case["time_s"] is None and reason:
         return "untimed" + mark(notes, reason)
-    remarks = {SPEEDUP: case.get("remark"), "energy_j": case.get("energy_note")}
+    remarks = {SPEEDUP: case.get("remark"), "energy_j": case.get("energy_note")}  # the footnote that a field brings
     remark = remarks.get(name, above_ceiling(name, case)) or ""
     text = text or ("no baseline" if name == SPEEDUP else "not measured") * bool(remark)
     is_clocked = text and words.is_clocked(view.fields[name])

@@ -78,6 +78,7 @@ class Question:
         for case in cases:
             if case.get("time_s") and (case["section"], case["impl"]) not in wrong:
                 case = case | {name: expressions.value_of(text, case) for name, text in self.values.items()}
+                # A value that is False, 0 or empty counts as None, as does a field that the case lacks.
                 settings.setdefault(tuple(case.get(name) or None for name in self.keys), []).append(case)
         return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
 
@@ -122,6 +123,7 @@ class Contest:
 
     @property
     def cases(self) -> list[fields.Record]:
+        """The cases of all comparisons."""
         return list(chain.from_iterable(self.comparisons))
 
     def of_best_run(self) -> "Contest":
@@ -147,7 +149,7 @@ class Contest:
         return replace(self, comparisons=runs[max(runs, key=rank)])
 
     def run_as(self, case: fields.Record) -> tuple[str, ...]:
-        """The case's row, and the way in which it was run where a `way` counts."""
+        """(the case's row, the way in which it was run), or (the case's row,) where no `way` counts."""
         return (case["impl"], str(case.get(self.way))) if self.way else (case["impl"],)
 
     def line(self, others: Sequence[fields.Record]) -> fields.Record:
@@ -202,7 +204,7 @@ class Contest:
             "run": run,
             "rivals": self._rivals(best, others),
         }
-        facts.pop("", None)  # where ways are not compared, none is named
+        facts.pop("", None)  # where ways are not compared, `self.way` is "", and none is named
         return facts
 
     def _as(self, name: str | None, best: Sequence[fields.Record]) -> str:
@@ -246,7 +248,7 @@ class Contest:
                 shown.append(known)
         facts = {known.name: case[known.name] for known in shown}
         texts = [f"{words.number(words.scaled(x, case[x.name]))}\N{NO-BREAK SPACE}{words.unit_of(x)[0]}" for x in shown]
-        return facts | {"shape": ", ".join(sizes), "measured": (texts + [""])[:2]}
+        return facts | {"shape": ", ".join(sizes), "measured": (texts + [""])[:2]}  # (time, rate) in words
 
 
 def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record]:

@@ -34,10 +34,10 @@ FUNCTIONS: dict[str, Any] = {
     "abs": abs,
     "ended": words.OUTCOMES.get,  # the word for an outcome without a time, such as "OOM"; None for "ok"
     "int": int,
-    "joined": lambda *parts: ", ".join(filter(None, parts)),
-    "number": words.number,
-    "ends": str.endswith,
-    "without": str.removesuffix,
+    "joined": lambda *parts: ", ".join(filter(None, parts)),  # texts, without those that are empty or None
+    "number": words.number,  # with three significant digits
+    "ends": str.endswith,  # ends(text, suffix): True or False
+    "without": str.removesuffix,  # without(text, suffix): the text
 }
 # There is no `**`, `<<` or `%`: a short expression could make a huge number, or by "%999999999d" a huge text.
 OPERATORS: dict[type, Any] = {
@@ -86,7 +86,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:
-    """The value of a part of an expression."""
+    """The value of a part of an expression. InputError for a part that is not allowed."""
     match node:
         case ast.Constant(value=value):
             return value

@@ -103,7 +103,8 @@ def lines(table: Table) -> Iterator[tuple[Sequence[str], str, list[tuple[str, st
         yield texts[: table.keys], cells.DETAILS.join(common), shown
 
 
-FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()  # those shown as they are
+# Facts of a run, by their names in result files, that are shown as they are.
+FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
 
 SETTINGS = {  # settings of a machine, as a run notes them: label and unit
     "ecc": ("ECC", ""),

@@ -98,6 +98,7 @@ class Plot:
     svg: str
 
     def files(self) -> dict[str, str]:
+        """The content of its file, by path."""
         return {f"plots/{self.name}.svg": self.svg}
 
     @property
@@ -106,12 +107,15 @@ class Plot:
         return re.findall(r'(?:width|height)="([\d.]+)pt"', self.svg)[:2]
 
 
-Items = list[Table | Plot | None]
+Items = list[Table | Plot | None]  # what a step of a layout draws; None where there is nothing to draw
 
 
 @dataclass(frozen=True)
 class Block:
-    """Tables and plots of one subject. The page shows the first table and plot of `lead`, and folds all others."""
+    """Tables and plots of one subject. The page shows the first table and plot of `lead`, and folds all others.
+
+    A None in `lead` or `more` stands for nothing to draw.
+    """
 
     title: str
     lead: Sequence[Table | Plot | None]
@@ -119,6 +123,7 @@ class Block:
 
     @property
     def items(self) -> list[Table | Plot]:
+        """All tables and plots, those of `lead` first."""
         return list(filter(None, chain(self.lead, self.more)))
 
 

@@ -12,15 +12,17 @@ A STEP is the name of a function of `lmsys.reports.steps` and its arguments, suc
 makes a view of a view, or several, such as one for each value of a field. An ITEM is a list of steps of which the last
 makes tables or plots, such as ["pivot", ["time_s"], ["batch"]]. A chapter is drawn for each combination of values of
 the fields that stand in braces in its title, and a block for each view that its steps make. Of the items of a block the
-page shows the first table and plot of "lead", and folds all others. Beside "chapters" there may be:
+page shows the first table and plot of "lead", and folds all others. A block's title may have {heading} in it: what the
+cases of its view have in common, after a comma. Beside "chapters" there may be:
 
     "place"    a number: the page has the benchmarks in this order
     "words"    {FIELD: {VALUE: word}}: the words for values of fields, in reading order
     "letters"  a sentence at the end of the answers: what letters mean
     "fastest"  the question that the page answers first (`lmsys.reports.contest.Question`)
 
-`View.chosen` says how lists name fields, and `lmsys.reports.expressions` what an expression may be. `of_any` is the
-layout of benchmarks that declare none.
+The docstring of a step's function says what its arguments are. `View.chosen` has the signs by which lists name fields,
+such as "@?" and "time_s!", `View.cut` the braces and brackets of its texts, and `lmsys.reports.expressions` what an
+expression may be. `of_any` is the layout of benchmarks that declare none.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,7 +52,8 @@ def chapters(view: views.View) -> list[items.Chapter]:
 def rehearse(result: Mapping[str, Any]) -> None:
     """Draws the layouts of a result with made-up records. LayoutError for a name, a text or a step that is not right.
 
-    A layout that needs other values than these records have is not refused: measured ones may have them.
+    The bench calls it before a run, so that a mistake in a layout is reported then. A layout that needs other values
+    than these records have is not refused: measured ones may have them.
     """
     for machine in load.machines_in(result, result["records"]):
         for name in set(machine.benchmarks) & machine.layouts.keys():
@@ -60,7 +63,7 @@ def rehearse(result: Mapping[str, Any]) -> None:
 
 def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
     """Yields the chapters of one layout; a chapter with nothing to draw says so."""
-    (view,) = steps.applied(view, layout.get("prepare", ()))
+    (view,) = steps.applied(view, layout.get("prepare", ()))  # ValueError unless these steps make one view
     for declared in layout["chapters"]:
         names = words.NAMES.findall(declared["title"])
         for part in view.groups(names).values():

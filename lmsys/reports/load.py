@@ -55,6 +55,8 @@ def no_field(name: str, known: Collection[str]) -> str:
 def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | None = None) -> Iterator[None]:
     """A context in which errors that a layout causes become a LayoutError, since a file may have any layout.
 
+    A KeyError or ValueError means that the layout is not right. Any other becomes a ValuesError: the layout may be
+    right, and fail on these records alone.
     `place` says which part of it is drawn, and `known` are the fields that a misspelt name may have meant.
     """
     try:
@@ -239,6 +241,7 @@ def run_told(run: Record) -> str:
 
 
 def commit_of(run: Mapping[str, Any]) -> str:
+    """A run's commit in words."""
     return f"commit {str(run.get('commit') or 'unknown')[:10]}" + (" with local changes" if run.get("dirty") else "")
 
 

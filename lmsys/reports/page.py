@@ -145,7 +145,7 @@ def _noted(out: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        noted = read_json(path, files=dict)["files"]
+        noted = read_json(path, files=dict)["files"]  # ValueError unless "files" is an object
         hold(
             *((re.fullmatch(NAME, name), "its files must be names of ours") for name in noted),
             *((re.fullmatch("[0-9a-f]{64}", str(x)), "each file must have its SHA-256") for x in noted.values()),

@@ -110,13 +110,13 @@ def add_places(axes: Any, labels: Sequence[str]) -> None:
 
 
 def short(length: float, _: object = None) -> str:
-    """The label of a length on an axis: 512, 1,000, and powers of two as 1k, 64k."""
+    """The label of a length on an axis: 512, 1,000, and powers of two as 1k, 64k. `_`, its place, is what matplotlib passes."""
     is_power = length >= 1024 and length % 1 == 0 and int(length).bit_count() == 1
     return f"{length / 1024:g}k" if is_power else f"{length:,.10g}"
 
 
 def plain(value: float, _: object = None) -> str:
-    """The label of a number on an axis: 0.05, 500, 5,000, and from there on 10k."""
+    """The label of a number on an axis: 0.05, 500, 5,000, and from 10,000 on 10k. `_` is as in `short`."""
     return f"{value:,.10g}" if value < 10_000 else f"{value / 1000:,.10g}k"
 
 
@@ -145,7 +145,10 @@ def drawn(view: views.View, axes: Any, head: str, word: str, caption: str) -> it
 
 
 def _with_heights(view: views.View, metric: str) -> views.View:
-    """Adds the field `drawn`: the metric in the unit that readers see, None where it is not above zero."""
+    """Adds the field "drawn", at which height a case is drawn: the metric in the unit that readers see, if above zero.
+
+    It is None for other values, and where the case has none.
+    """
     field = view.fields[metric].called(name="drawn")
     _, factor = words.unit_of(field)
     return view.with_fields([field.called(of=lambda case: case[metric] * factor if case[metric] > 0 else None)])
@@ -186,9 +189,9 @@ def lines(
     scaled = list(values)
     text, height = (view.first.get(name, name) for name in (ceilings or {}).get(metric, ("", None)))
     if height:
-        _add_ceiling(axes, text, height, sum(value > height for value in values))
+        _add_ceiling(axes, text, height, above=sum(value > height for value in values))
         scaled += [height] * (not log)  # a logarithmic axis need not reach the ceiling
-    scale_values(axes, scaled, log, 1.08)
+    scale_values(axes, scaled, log, room=1.08)
     if numbers:
         _scale_places(axes, places)
     else:
@@ -276,7 +279,7 @@ def bars(
             if not case["drawn"] and case["outcome"] in words.OUTCOMES:
                 text, look = words.OUTCOMES[case["outcome"]], {"fontsize": 7, "color": style.color}
                 axes.text(place, bottom, text, rotation=90, ha="center", va="bottom", **look)
-    scale_values(axes, [low / 2, high], log, 1.1)
+    scale_values(axes, [low / 2, high], log, room=1.1)
     if log:
         axes.set_ylim(low / 2, high * 1.6)
     bare = {place for place in groups if type(place) is int and place not in view.words.get(axis, ())}

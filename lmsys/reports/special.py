@@ -1,7 +1,8 @@
 """Steps of layouts that serve one benchmark each, such as tables of model sizes, timelines and a fitted line.
 
-They are called as those of `steps` are, and a benchmark's own step is added here. WAYS are the axes that say how a
-model is run. In a table of sizes one of them may vary, and the values of the others are in its file's name.
+`steps.applied` calls them as those of steps.py, with a view and the arguments that a layout states; the decorator
+`@steps.step` enters them into its table. A benchmark's own step is added here. WAYS are the axes that say how a model
+is run. In a table of sizes one of them may vary, and the values of the others are in its file's name.
 """
 
 import math
@@ -28,7 +29,10 @@ COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}  # in `overlap`
 
 @steps.step
 def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
-    """Adds the field `name`: the least value of `of` in cases that pass `among` and share this case's value of `by`."""
+    """Adds the field `name`: the least value of `of` in cases that share this case's value of `by` and pass `among`.
+
+    among  an expression
+    """
     known = {key: min(part.column(of)) for (key,), part in view.only(f"{among} and {of}").groups([by]).items()}
     return view.adding(lambda case: {name: known.get(case[by])})
 
@@ -96,7 +100,7 @@ def each_way(view: views.View) -> list[views.View]:
 
 
 def _varying(view: views.View, axis: str) -> list[views.View]:
-    """Splits the view by all WAYS but this one."""
+    """Splits the view by all WAYS but the one named `axis`."""
     return list(view.groups([name for name in WAYS if name != axis]).values())
 
 
@@ -105,6 +109,7 @@ def _with_names(whole: views.View, part: views.View) -> views.View:
     stem, heading = list[str](), list[str]()
     for name in WAYS:
         if not part.varies(name):
+            # "{NAME}", which `View.cut` fills in.
             stem += [f"{{{name}}}"] * (whole.values(name) != [PLAIN.get(name)])
             heading += [f"{{{name}}}"] * whole.varies(name)
     return part.cut("-".join(stem), ", ".join(heading), tail=True)[0]
@@ -114,7 +119,9 @@ def _grid(
     whole: views.View, part: views.View, metric: str, inside: str = "compile", word: str = ""
 ) -> items.Table | None:
     """A table of a metric: a line for each context, a column for each size, in a cell the values of `inside`."""
-    return tables.pivot(_with_names(whole, part), metric, ["context", "batch?"], "size", inside, word)
+    return tables.pivot(
+        _with_names(whole, part), metric, rows=["context", "batch?"], columns="size", inside=inside, word=word
+    )
 
 
 @steps.step
@@ -154,7 +161,7 @@ def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | Non
     else over a peer."""
     base = cells.baseline_of(part, part.only("peer").column("impl")) if axis == "impl" else next(iter(part.words[axis]))
     part = cells.compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
-    return _grid(whole, part, cells.SPEEDUP, axis, f"speedup-over-{base}")
+    return _grid(whole, part, cells.SPEEDUP, inside=axis, word=f"speedup-over-{base}")
 
 
 @steps.step
@@ -167,7 +174,7 @@ def best(
     """
     most = steps.one_of_each(steps.last_of(view.only(of), mode), [by], of)
     return tables.listing(
-        most, view.chosen(keys), view.chosen(metrics), "best", title, about=f"Of all that was timed, by {by}"
+        most, view.chosen(keys), view.chosen(metrics), word="best", title=title, about=f"Of all that was timed, by {by}"
     )
 
 
@@ -204,7 +211,7 @@ def predicted(
     room = limit or min(run.get("memory_bytes") or 0 for run in view.machine.runs_of(view.cases))
     part = view.only(expected).ordered("size", "batch").labelled(**{metric: "measured", expected: "predicted"})
     part = part.with_fields(
-        [
+        [  # a Field begins with its name, unit and label
             Field("share", "", "measured / predicted", shown="%", of=lambda case: case[metric] / case[expected]),
             Field("on_paper", label="on paper", of=lambda case: VERDICTS[case[expected] <= room]),
             Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case[metric] > 0]),
@@ -216,12 +223,15 @@ def predicted(
         tried = part.only("tried")
         right = f"{len(tried.only('on_paper == tried').cases)} of {len(tried.cases)}"
         about += f". Room for {words.number(room / 2**30)} GiB: {right} cases ended as predicted"
-    return tables.listing(part, ("size", "batch"), columns, "predicted", title, about)
+    return tables.listing(part, ("size", "batch"), columns, word="predicted", title=title, about=about)
 
 
 @steps.step
 def memory_timeline(view: views.View, about: str) -> items.Plot | None:
-    """A plot of the memory in use during a call, a colour for each phase; None where it was not recorded."""
+    """A plot of the memory in use during a call, a colour for each phase; None where it was not recorded.
+
+    The first case's field `timeline` has for each phase its name and points (seconds, bytes above what was held).
+    """
     case, phases = view.first, view.first["timeline"] or ()
     points = [point for phase in phases for point in phase["points"]]
     if len(points) < 2:
@@ -242,12 +252,15 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(plots.plain))
     head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
-    return plots.drawn(view, axes, head, "timeline", view.caption(about))
+    return plots.drawn(view, axes, head, word="timeline", caption=view.caption(about))
 
 
 @steps.step
 def overlap(view: views.View, about: str) -> list[items.Plot]:
-    """A plot of when a training step computes and when it communicates: two lanes for each row of the first batch."""
+    """A plot of when a training step computes and when it communicates: two lanes for each row of the first batch.
+
+    A case's field `timeline` has spans (kind, start, end), in seconds; the kind is a key of COLOURS.
+    """
     traced = view.only(lambda case: "communication" in map(itemgetter(0), case["timeline"] or ()))
     for part in traced.cut("", "batch {batch}"):
         axes = plots.canvas(0.45 * len(part.cases) + 0.6)
@@ -297,7 +310,7 @@ def row_labels(view: views.View, plain: str) -> views.View:
     def called(case: Record) -> Record:
         extra = case["impl"].removeprefix(case["strategy"])
         if case["checkpoint"] != plain:
-            extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)
+            extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)  # "-C" and levels: how rows are named for it
         extra = extra.strip("-").replace("-", ", ").replace("MiB", " MiB")
         extra = re.sub("^auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", extra)
         return {"called": ", ".join(filter(None, [case["strategy"], extra]))}

@@ -18,7 +18,7 @@ from lmsys.reports import cells, expressions, items, load, plots, tables, versus
 from lmsys.values import choice
 
 Steps = Sequence[Any]
-STEPS: dict[str, Any] = {
+STEPS: dict[str, Any] = {  # by the name that layouts use; the decorator `step` and a loop below add others
     "checked": views.View.checked,
     "cut": views.View.cut,
     "endings": tables.endings,
@@ -36,7 +36,7 @@ STEPS: dict[str, Any] = {
     "same_bits": versus.same_bits,
     "silent": views.View.silent,
     "styled": views.View.styled,
-    "unstyled": partial(replace, styles={}),
+    "unstyled": partial(replace, styles={}),  # a view without colours and markers
 }
 
 
@@ -62,7 +62,7 @@ def applied(view: views.View, steps: Steps) -> list[Any]:
         inputs, results = results, []
         for part in inputs:
             sections = ", ".join(dict.fromkeys(map(str, part.column("section"))))
-            with load.drawn_by_layout(view.benchmark, f", section {sections}, step {name!r}", part.fields):
+            with load.drawn_by_layout(view.benchmark, f", section {sections}, step {name!r}", known=part.fields):
                 result = STEPS[choice(name, STEPS)](part, *args, **options)
             results += result if isinstance(result, list) else [result]
     return results
@@ -106,7 +106,7 @@ def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.
 def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[views.View]:
     """Splits the view by these fields, and by the axes that tell apart cases which agree in these and in `others`.
 
-    File names end in the values of these fields, with `stem` after the field's name.
+    File names end in the values of these fields; with `stem` the field's name stands before its value.
     """
     axes = view.identifying(view.chosen(names), others)
     return view.cut(
@@ -146,13 +146,13 @@ def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]
 
 @step
 def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.View:
-    """Adds fields, each declared by a mapping of `Field`'s attributes; `of` is an expression.
+    """Adds fields, each declared by a mapping of `Field`'s attributes (`lmsys.bench.fields`); `of` is an expression.
 
     In `label` and `about` a name in braces stands for the first case's value.
     """
     for field in declared:
         texts = {key: words.filled(field.get(key, ""), view.first) for key in ("label", "about")}
-        of = {"of": view.expression(field["of"])} if "of" in field else {}
+        of = {"of": view.expression(field["of"])} if "of" in field else {}  # a function of the case
         view = view.with_fields([Field(**dict(field) | texts | of)])
     return view
 
@@ -203,6 +203,7 @@ def over(view: views.View, base: str = "", axis: str = "impl", otherwise: str = 
     """Adds speedups over `base`, by default the baseline of the table of rows (`cells.compared`).
 
     Where that was not timed, `otherwise` "peer" takes a peer, somebody else's row; "any" takes any row, a peer first.
+    axis, options  as in `cells.compared`
     """
     return cells.compared(view, base or cells.baseline_of(view, _fallbacks(view, otherwise)), axis, **options)
 
@@ -210,7 +211,7 @@ def over(view: views.View, base: str = "", axis: str = "impl", otherwise: str = 
 def _fallbacks(view: views.View, otherwise: str) -> list[str]:
     """The rows that `otherwise` allows as a base, the preferred ones first."""
     rows = view.values("impl") if otherwise else []
-    peers = [row for row in rows if view.styles["impl"][row].dashed]
+    peers = [row for row in rows if view.styles["impl"][row].dashed]  # as are the lines of peers alone
     return peers + rows if otherwise == "any" else peers
 
 
@@ -288,12 +289,22 @@ def over_bases(
         share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}
         view = fields(view, [share | {"of": 'peak_bytes / beside["peak_bytes"]'}])
         metrics += [f"peak_of_{base}"] * shares
-    return tables.listing(view, keys, metrics[:1] + [f"speedup_over_{base}" for base in bases] + metrics[1:], "", title)
+    return tables.listing(
+        view,
+        keys,
+        metrics[:1] + [f"speedup_over_{base}" for base in bases] + metrics[1:],  # speedups follow the first metric
+        word="",
+        title=title,
+    )
 
 
 @step
 def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> items.Table | None:
-    """A table of geometric mean speedups: a line for each row, a column for each part that the lists of steps make."""
+    """A table of geometric mean speedups: a line for each row, a column for each part that the lists of steps make.
+
+    word   ends the file's name
+    title  may have {bases} in it: the rows that the speedups are over
+    """
     compared_parts: list[views.View] = []
     for steps in parts:
         compared_parts += filter(cells.is_compared, applied(view, steps))
@@ -302,7 +313,9 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
     for part in compared_parts:
         head = part.title + f", over {part.text('impl', part.base)}" * (len(bases) > 1)
         cases += part.with_facts(part=head).cases
-    return versus.means(view.of(cases), "impl", "part", word, title.replace("{bases}", " or ".join(bases)))
+    return versus.means(
+        view.of(cases), row="impl", column="part", word=word, title=title.replace("{bases}", " or ".join(bases))
+    )
 
 
 @step

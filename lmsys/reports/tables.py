@@ -63,6 +63,7 @@ def pivot(
     inner: list[views.Key] = [(value,) for value in view.values(inside)] if inside else [()]
     is_single, clocked, notes = len(inner) == 1, words.is_clocked(field), cells.Notes()
     compares = clocked and not is_speedup and "impl" in (columns, inside)
+    # `best` has the best cases, and `details` what a reader sees who points there, by place.
     lines, best, details = list[list[str]](), dict[Place, fields.Record](), dict[Place, str]()
     for key, part in view.ordered(*rows).groups(rows).items():
         groups = []
@@ -266,6 +267,7 @@ def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
     for key, part in view.groups(chosen).items():
         counts = Counter({"cases": len(part.cases)})
         for case in part.cases:
+            # A case that is "ok" has no entry in MEANINGS: it was timed, or verified without a time.
             counts[words.MEANINGS.get(case["outcome"], ENDINGS[case["time_s"] is None])] += 1
         data.append(dict(zip(chosen, key, strict=True)) | {head: counts[head] for head in heads})
         rows.append(part.texts(chosen, part.first) + [f"{counts[head]:,}" if counts[head] else "" for head in heads])

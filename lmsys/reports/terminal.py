@@ -63,7 +63,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     figures = ["time_s"] + rates[:1] + list(filter(view.has, SHARES))[:1]
     figures += [fields.ERROR.name] * (every and view.has(fields.ERROR.name))
     most = len(view.cases) if every else max(1, MOST // len(parts))
-    groups = [(_words(part, part.first, axes), _lines(part, figures, most)) for part in parts]
+    groups = [(_words(part, part.first, axes), _lines(part, figures, most)) for part in parts]  # (setting, its lines)
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(rows) for _, rows in groups)} of {len(view.cases)} that ran"
     heads = [HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures]
     yield from _aligned([("", [["row"] + heads + ["speed", ""]])] + groups, width)
@@ -117,6 +117,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
             base = min(verdict.undisturbed(rivals), key=verdict.time_of, default=case)
         ratio = None if base is case else verdict.ratio_of(case, base)
         speed = f"{words.number(ratio)} × {base['impl']}" if ratio else ""
+        # By rounds one of the two is faster, and by medians the other one.
         if ratio and (ratio < 1) != (case["time_s"] > base["time_s"]):
             speed = f"level with {base['impl']}"
         disturbed = case["disturbed"] or (speed and base["disturbed"])
@@ -133,7 +134,7 @@ def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) 
     beside it the cells of its rows."""
     columns = zip(*(line for _, rows in groups for line in rows), strict=True)
     row, *wide, _ = (max(map(len, column)) for column in columns)
-    free = width - row - sum(wide) - len(wide) - len("    disturbed")
+    free = width - row - sum(wide) - len(wide) - len("    disturbed")  # two gaps of two spaces, and the last column
     first = min(max(NARROW, free), max(len(setting) for setting, _ in groups))
     for setting, rows in groups:
         words = wrap(setting, max(NARROW, first), max_lines=len(rows), placeholder=" …")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lmsys.bench import fields
 from lmsys.reports import cells, contest, items, tables, views, words
 
-ASIDE = " Disturbed cases count only where a row has no others."
+ASIDE = " Disturbed cases count only where a row has no others."  # ends captions if a case was disturbed
 
 
 def rivals(
@@ -21,7 +21,7 @@ def rivals(
     A line for each combination of values of the fields `settings`, a column for each pair that was timed. Below these
     lines stand geometric means of the lines whose names have the same end.
 
-    names  templates of the beginning and of the end of a line's name
+    names  templates of the beginning and of the end of a line's name, with names of fields in braces
     """
     data, by_end = list[fields.Record](), dict[str, list[fields.Record]]()
     pairs: dict[str, tuple[str, str]] = {}
@@ -33,7 +33,7 @@ def rivals(
             start, end = (words.filled(text, part.first) for text in names)
             data.append({"training": start + end} | ratios)
             by_end.setdefault(end, []).append(ratios)
-    heads = list(filter(view.of(data).has_any, pairs))
+    heads = list(filter(view.of(data).has_any, pairs))  # of the pairs that were timed
     if not heads:
         return None
     rows = []
@@ -87,7 +87,7 @@ QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BA
 
 
 def _flat(case: fields.Record) -> fields.Record:
-    """The fields of a case that only the CSV has: how its bits differ."""
+    """The fields of a case that only the CSV has: how its bits differ, as `lmsys.bench.findings.same_bits` found."""
     differ, alone = case["same_bits"]["differ"], case["same_bits"]["alone"]
     return {
         "calls": case["same_bits"]["calls"],

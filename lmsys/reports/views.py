@@ -223,6 +223,7 @@ class View:
         return table if values & table.keys() else dict.fromkeys(self.words.get(row, ()), {})
 
     def labels(self, names: Iterable[str]) -> list[str]:
+        """The labels of these fields, without units."""
         return [words.label_of(self.fields[name]) for name in names]
 
     def heads(self, names: Iterable[str]) -> list[str]:
@@ -238,9 +239,11 @@ class View:
         return any(self.column(name))
 
     def varies(self, name: str) -> bool:
+        """True where the cases have several values of the field."""
         return len(set(map(itemgetter(name), self.cases))) > 1
 
     def axes(self) -> list[str]:
+        """The fields of the role "axis" of which any case has a value."""
         return [name for name, field in self.fields.items() if field.role == "axis" and self.has(name)]
 
     def metrics(self) -> list[str]:
@@ -333,6 +336,7 @@ class View:
 
     @property
     def title(self) -> str:
+        """The heading with a capital first letter."""
         return words.sentence(self.heading)
 
     def caption(self, about: str, clocked: bool = False) -> str:

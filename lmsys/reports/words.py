@@ -19,7 +19,8 @@ NAMES = re.compile(r"\{(\w+)\}")  # a name in braces, for `filled`
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")  # what labels leave out of a field's name
 # Fields that follow from the samples, as all rates do.
 CLOCKED = "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
-OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
+# {outcome of a case: its word in tables and plots}; "ok" has none.
+OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}
 # As texts say outcomes in full.
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
 FILES = {  # {field: its word in the names of the report's files}; other fields have their own name there
