@@ -110,7 +110,10 @@ def add_places(axes: Any, labels: Sequence[str]) -> None:
 
 
 def short(length: float, _: object = None) -> str:
-    """The label of a length on an axis: 512, 1,000, and powers of two as 1k, 64k. `_`, its place, is what matplotlib passes."""
+    """The label of a length on an axis: 512, 1,000, and powers of two as 1k, 64k.
+
+    matplotlib passes the label's place as well.
+    """
     is_power = length >= 1024 and length % 1 == 0 and int(length).bit_count() == 1
     return f"{length / 1024:g}k" if is_power else f"{length:,.10g}"
 
