@@ -114,6 +114,8 @@ class Contest:
 
     comparisons  for each shape and run the cases that took turns
     bases, way   as in `Question`
+
+    `Question.answer` makes a Contest, chooses a run by `of_best_run`, and asks it for its `line`.
     """
 
     machine: load.Machine

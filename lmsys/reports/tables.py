@@ -60,13 +60,14 @@ def pivot(
     cases = view.index(rows + [columns, inside] if inside else rows + [columns])
     view, left_out = _without_unsupported(view, columns)
     heads = view.values(columns)
+    # The keys of the cases in one cell, behind those of its line and column; () where a cell has one case.
     inner: list[views.Key] = [(value,) for value in view.values(inside)] if inside else [()]
     is_single, clocked, notes = len(inner) == 1, words.is_clocked(field), cells.Notes()
     compares = clocked and not is_speedup and "impl" in (columns, inside)
     # `best` has the best cases, and `details` what a reader sees who points there, by place.
     lines, best, details = list[list[str]](), dict[Place, fields.Record](), dict[Place, str]()
     for key, part in view.ordered(*rows).groups(rows).items():
-        groups = []
+        groups = []  # by cell of this line its cases; `line` has the cases of all cells
         for head in heads:
             groups.append([cases.get(key + (head,) + value) for value in inner])
         line, texts = sum(groups, []), view.texts(rows, part.first)
@@ -77,6 +78,7 @@ def pivot(
             if clocked and is_single:
                 details[len(lines), place] = cells.detail(view, case)
         for group in groups:
+            # The cases among which the base is: those of the cell if it compares rows, else of the line if that does.
             beside = group if inside == "impl" else line if compares else []
             texts.append(_group(view, metric, group, beside, notes))
         lines.append(texts)

@@ -32,7 +32,7 @@ def lines(
     """Yields the lines of a table for each benchmark of which a case was timed.
 
     result    machine, fields, rows and records, as in a result file
-    every     True: all cases that ran are shown, not only MOST lines of each benchmark
+    every     True (pytest -v): all cases that ran are shown, not only MOST lines of each benchmark
     contends  returns True for a case whose row does the same work as the others of its comparison
     width     characters of a line; by default those of this terminal
     """
