@@ -1,7 +1,8 @@
 """Finds out how to call a function that somebody wrote: its parameters are known by usual names.
 
-The kinds of `lmsys.check`, and `lmsys.attention.contract` for rows of attention, list the names of each role, and call
-`called` and `built`.
+A role is what a parameter is for, such as "targets". The kinds of `lmsys.check`, and `lmsys.attention.contract` for
+rows of attention, list the names that each role's parameter may have, and call `called` for a function and `built` for
+a module's class.
 """
 
 import inspect
@@ -14,7 +15,7 @@ from torch import nn
 
 from lmsys.values import hold
 
-Roles = Mapping[str, Sequence[str]]  # by role, such as "targets", the names that its parameter may have
+Roles = Mapping[str, Sequence[str]]  # by role, the names that its parameter may have: {"targets": ("targets", "y")}
 
 
 def is_function(implementation: Any) -> bool:
@@ -48,7 +49,8 @@ class Called:
     """A function that is called by roles.
 
     roles   {parameter name: role}, in the order of the signature
-    placed  {parameter name: default} of those that are given by place, not by keyword: all of an autograd Function
+    placed  {parameter name: default} of those that are given by place, not by keyword: positional-only parameters, and
+            all of an autograd Function, whose `apply` takes no keywords
     """
 
     function: Callable[..., Any]
@@ -56,10 +58,14 @@ class Called:
     placed: Mapping[str, Any] = field(default_factory=dict)
 
     def has(self, role: str) -> bool:
+        """True if a parameter of the function has this role."""
         return role in self.roles.values()
 
     def __call__(self, values: Mapping[str, Any], *first: Any) -> Any:
-        """Calls the function with the arguments `first`, which it takes by place, and then values by role."""
+        """Calls the function with the arguments `first`, which it takes by place, and then `values`, which are by role.
+
+        A value whose role no parameter has is left out.
+        """
         given = {name: values[role] for name, role in self.roles.items() if role in values}
         # Up to the last parameter that is given by place, those without a value get their defaults.
         last = max((place for place, name in enumerate(self.placed, start=1) if name in given), default=0)
@@ -79,13 +85,16 @@ def called(implementation: Any, roles: Roles, parameters: Mapping[str, inspect.P
 
 
 def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:
-    """A module of the class `implementation`, constructed with values by role. ValueError as in `called`."""
+    """A module of the class `implementation`, constructed with `values`, which has one for each role of `roles`.
+
+    ValueError as in `called`.
+    """
     known = roles_of(inspect.signature(implementation).parameters, roles)
     return implementation(**{name: values[role] for name, role in known.items()})
 
 
 def roles_of(parameters: Mapping[str, inspect.Parameter], roles: Roles) -> dict[str, str]:
-    """{parameter name: role} of those that have one. ValueError for others without a default."""
+    """{parameter name: role} of the parameters that have a role. ValueError for another one without a default."""
     known = {name: role for role, names in roles.items() for name in names}
     usual = "; ".join(f"{role}: {', '.join(names)}" for role, names in roles.items())
     of_names = {name: known.get(name.strip("_").lower()) for name in parameters}

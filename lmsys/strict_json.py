@@ -83,7 +83,7 @@ def parse_json(text: str) -> Any:
     instance("text", text, str)
     try:
         content = json.loads(text, object_pairs_hook=without_twins, parse_constant=refuse)
-        if HALF.search(text):
+        if HALF.search(text):  # most texts have no escape of this kind, and need no second pass
             json.dumps(content, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deep") from None
@@ -93,7 +93,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path, **kinds: type) -> Any:
-    """The content of a JSON file. kinds: types by key; the content must be an object that has them.
+    """The content of a JSON file. kinds: types by key; if any are given, the content must be an object that has them.
 
     ValueError, with the path, for other content, and where the file cannot be read.
     """
@@ -146,7 +146,11 @@ def paths(config: Any, path: str = "") -> Iterator[str]:
 
 
 def _nearest(config: Any, key: str, path: str) -> list[str]:
-    """The paths that an unknown key of `config` may mean: first by names here, then by names below; else all here."""
+    """The paths that an unknown key of `config`, whose own path is `path`, may mean.
+
+    They are at most two of its fields with similar names; else at most two such fields of configs inside of it; else
+    all of its fields.
+    """
     prefix = f"{path}." if path else ""
     here = {field.name: prefix + field.name for field in fields(config)}
     below = {name.rpartition(".")[2]: name for name in paths(config, path)}
@@ -157,7 +161,7 @@ def _nearest(config: Any, key: str, path: str) -> list[str]:
 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:
-    """`value` as the type hint declares it: a whole number may become a float, a list a tuple.
+    """`value` as the type hint declares it: where a float is declared a whole number becomes one, and a list a tuple.
 
     ValueError, with the path, for a value of another type.
     """
@@ -203,7 +207,8 @@ def _called(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """Answers by key in a JSON file of the cache folder, which later runs read again.
+    """Answers by key in a JSON file of the cache folder, which later runs read again: tuned choices, and verdicts of
+    `lmsys.kernels.trial`.
 
     name    of the file
     what    the answers as a plural noun, such as "tuned choices", for messages
@@ -235,7 +240,7 @@ class Kept:
 
         The file is read again first, as another process may have added answers.
         """
-        try:
+        try:  # stacklevel: the warning names the caller of add's caller
             write_json(self.path, dict(sorted((self._content() | {key: answer}).items())))
         except OSError as error:
             warnings.warn(f"{self.path}: {self.what} last for this process only: {error}", stacklevel=3)

@@ -79,13 +79,13 @@ MEMORY = {  # layouts of inputs in memory: (layout of `_laid_out`, names of the 
     "expanded": ("expanded", ("k", "v"), "keys and values that are expanded, of stride 0"),
     "constant gradient": ("constant", ("do",), "a gradient of stride 0, as that of o.sum() is"),
 }
-SPOT_TIMES = 3  # in root mean square, a spot's error may be so many times plain PyTorch's: few elements round alike
+SPOT_TIMES = 3  # in root mean square, a spot's error may be so many times plain PyTorch's: few elements average less
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A part of the outputs of a call, which is judged in place of all.
+    """A part of the outputs of a call, which is judged in place of all. Benchmarks and `lmsys.check.extremes` make it.
 
     units    (batch, key head) pairs, each with its query heads
     rows     query rows; None: all
@@ -114,7 +114,10 @@ class Inputs:
         return {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
 
     def leaves(self, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v for a row: the same three objects at every call, so that a row that caches answers is found out."""
+        """q, k, v for a row, which require gradients if `grad`.
+
+        They are the same three objects at every call, so that a row that caches answers is found out.
+        """
         if grad not in self._leaves:
             q, k, v = (x.detach().requires_grad_(grad) for x in (self.q, self.k, self.v))
             self._leaves.setdefault(grad, (q, k, v))  # another thread may have come first: all get its objects
@@ -127,7 +130,7 @@ class Inputs:
     def alone(self, element: int) -> "Inputs":
         """Copies of one element of the batch, as a batch of 1."""
         q, k, v, do = (x[element : element + 1].clone() for x in self.tensors.values())
-        return Inputs(q, k, v, do, self.seed, self.std)
+        return Inputs(q, k, v, do, seed=self.seed, std=self.std)
 
     def redraw_(self, seed: int) -> "Inputs":
         """Draws new values in place. Autograd does not see it: storage, layout and version stay the same."""
@@ -168,7 +171,7 @@ def make_inputs(
     value_dim = case.value_dim or case.head_dim
     q, do = empty("q", *of_queries, case.head_dim), empty("do", *of_queries, value_dim)
     k, v = empty("k", *of_keys, case.head_dim), empty("v", *of_keys, value_dim)
-    return Inputs(q, k, v, do, seed, std).redraw_(seed)
+    return Inputs(q, k, v, do, seed=seed, std=std).redraw_(seed)
 
 
 def _laid_out(layout: str, batch: int, heads: int, length: int, width: int, **options: Any) -> Tensor:
@@ -255,8 +258,8 @@ class Oracle:
         pattern = pattern or PLAIN[case.causal]
         self._returns_lse = pattern.return_lse
         self._pattern = self._picked(replace(pattern, return_lse=False), case)
-        self.reference = self._run(torch.float64, torch.float64, naive)
-        plain = self._run(self.dtype, self.dtype, naive)
+        self.reference = self._run(compute=torch.float64, rounded=torch.float64, attend=naive)
+        plain = self._run(compute=self.dtype, rounded=self.dtype, attend=naive)
         others = {name: ref for name, ref in self.reference.items() if name != "lse"}
         self.budget = {name: _budget(ref, plain[name], self.dtype) for name, ref in others.items()}
         self.budget["lse"] = _budget(_finite(self.reference["lse"]), _finite(plain["lse"]), torch.float32)
@@ -306,7 +309,8 @@ class Oracle:
 
     @cached_property
     def _rms_budget(self) -> dict[str, float]:
-        mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
+        """The budget of each tensor but lse in root mean square, for a row that has no float32 form."""
+        mixed = self._run(compute=torch.float32, rounded=self.dtype, attend=partial(_mixed, dtype=self.dtype))
         return {x: rms_budget(self.reference[x], mixed[x]) + self._bound_rms(x) for x in mixed.keys() - {"lse"}}
 
     def _bound_rms(self, name: str) -> float:
@@ -316,13 +320,14 @@ class Oracle:
     def _recomputing(self) -> dict[str, float]:
         """Additions to the budgets of dq, dk, dv for a flash backward, which keeps only the log-sum-exp."""
         (_, group, queries, head_dim), keys = self._q.shape, self._k.shape[2]
-        eps = 4 * torch.finfo(torch.float32).eps
+        four_eps32 = 4 * torch.finfo(torch.float32).eps
         summed = max(1.0, group * queries / keys) ** 0.5
+        # A gradient of lse is a column of do (`_dlse`), which adds at most the norm of do to dP.
         dp = _norm_max(self._do.float().norm(dim=-1)) * (_norm_max(self._v.float().norm(dim=-1)) + self._returns_lse)
         ds = dp * (head_dim**-0.5 if self.scale is None else abs(self.scale))
         return {
-            "dq": eps * ds * _norm_max(self._k),
-            "dk": eps * ds * _norm_max(self._q) * summed,
+            "dq": four_eps32 * ds * _norm_max(self._k),
+            "dk": four_eps32 * ds * _norm_max(self._q) * summed,
             "dv": self._exponent("dv"),
         }
 
@@ -339,31 +344,33 @@ class Oracle:
 
     def _bounds_of_gradients(self) -> dict[str, Tensor]:
         """Bounds of the errors, by P and delta, in each element of dq (U, G, Q, D), dk and dv (U, 1, K, D)."""
-        eps, eps32 = torch.finfo(self.dtype).eps, 4 * torch.finfo(torch.float32).eps
+        eps, four_eps32 = torch.finfo(self.dtype).eps, 4 * torch.finfo(torch.float32).eps
         bounds = {name: torch.zeros_like(self.reference[name]) for name in ("dq", "dk", "dv")}
         scale = self._q.shape[-1] ** -0.5 if self.scale is None else abs(self.scale)
         for units, rows, keys, q, k, v, p in self._probabilities():
             do = self._do[units, :, rows].double()
             lse = _finite(self.reference["lse"][units, :, rows]).abs().clamp(min=1).unsqueeze(-1)
             o, dp = self.reference["o"][units, :, rows], do @ v.mT
-            off_p = eps32 * lse * p * (dp - (o * do).sum(dim=-1, keepdim=True)).abs()  # of dS, by P
+            off_p = four_eps32 * lse * p * (dp - (o * do).sum(dim=-1, keepdim=True)).abs()  # of dS, by P
             off_delta = 2 * eps * (o * do).square().sum(dim=-1, keepdim=True).sqrt()
-            off_dots = eps32 * do.norm(dim=-1, keepdim=True) * v.norm(dim=-1).unsqueeze(-2) * p  # of P (dP - delta)
-            alike = eps32 * lse * self.reference["dq"][units, :, rows].abs() / scale + off_delta * (p @ k).abs()
+            off_dots = four_eps32 * do.norm(dim=-1, keepdim=True) * v.norm(dim=-1).unsqueeze(-2) * p  # of P (dP-delta)
+            alike = four_eps32 * lse * self.reference["dq"][units, :, rows].abs() / scale + off_delta * (p @ k).abs()
             bounds["dq"][units, :, rows] = (alike + (off_p.square() @ k.square()).sqrt()) * scale
             squares = (off_p.square() + (p * off_delta).square() + off_dots.square()).mT @ q.square()
             bounds["dk"][units, :, keys] += squares.sum(dim=1, keepdim=True)
-            bounds["dv"][units, :, keys] += ((eps32 * lse * p).square().mT @ do.square()).sum(dim=1, keepdim=True)
+            bounds["dv"][units, :, keys] += ((four_eps32 * lse * p).square().mT @ do.square()).sum(dim=1, keepdim=True)
         bounds["dk"] = bounds["dk"].sqrt() * scale
         bounds["dv"] = bounds["dv"].sqrt() + eps / 2 * self.reference["dv"].abs()
         return bounds
 
     def _probabilities(self) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor, Tensor, Tensor]]:
-        """Yields by block (units, rows, keys), and in float64 q (U, G, rows, D), k and v, P (U, G, rows, K)."""
+        """Yields by block the slices (units, rows, keys), and in float64 q (U, G, rows, D), k and v (U, 1, keys, D), P
+        (U, G, rows, keys)."""
         for units, rows, keys in self._blocks():
             q, (k, v) = self._q[units, :, rows].double(), (x[units, :, keys].double() for x in (self._k, self._v))
+            # `blind` is True for queries that see no key: their P is 0. None: there is no such query.
             pattern = self._pattern.of_entries(list(range(units.start, units.stop)))
-            scores, blind = masked_scores(q, k, pattern, self.scale, self._rows.start + rows.start)
+            scores, blind = masked_scores(q, k, pattern, self.scale, first_query=self._rows.start + rows.start)
             p = scores.softmax(dim=-1)
             yield units, rows, keys, q, k, v, p if blind is None else p.masked_fill(blind, 0)
 
@@ -385,7 +392,11 @@ class Oracle:
         return replace(others, **{name: self._pick(x.expand(shapes[name])) for name, x in given.items()})  # (U, G, ...)
 
     def _run(self, compute: torch.dtype, rounded: torch.dtype, attend: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The outputs of `attend` by name, computed block by block in `compute`, rounded to `rounded`, in float64."""
+        """The outputs of `attend` by name, in float64, computed block by block.
+
+        compute  the dtype of the computation
+        rounded  the dtype that o and the gradients are rounded to; lse is not rounded
+        """
         double = partial(torch.zeros_like, dtype=torch.float64)
         out = {"o": double(self._do), "lse": double(self._q[..., 0])}
         if self.grad:
@@ -426,7 +437,7 @@ class Oracle:
 
 
 def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:
-    """All (batch, key head) pairs, or as many as MAX_SCORES and MAX_ELEMENTS allow, drawn by `seed`."""
+    """All (batch, key head) pairs of a case, or as many as MAX_SCORES and MAX_ELEMENTS allow, drawn by `seed`."""
     group = case.heads // case.kv_heads
     elements = max(group * case.queries, case.keys) * case.head_dim
     total = case.batch * case.kv_heads
@@ -537,7 +548,7 @@ def _mixed(
     """Attention as `naive` computes it, but with the roundings of `_Mixed`."""
     scores, blind = masked_scores(q, k, pattern, scale, first_query)
     v = repeat_heads(v, q.shape[1])
-    v = v if pattern.sinks is None else F.pad(v, (0, 0, 0, 1))
+    v = v if pattern.sinks is None else F.pad(v, (0, 0, 0, 1))  # a key more, whose value is 0: the sink of `with_sinks`
     o = _Mixed.apply(with_sinks(scores, pattern), v, dtype)
     return o if blind is None else o.masked_fill(blind, 0)
 

@@ -1,7 +1,7 @@
 """Text files of any size are read in chunks, in one process or several. No pre-token crosses the cut between chunks.
 
 training.py counts pre-tokens with `each_chunk`, and `lmsys.training.data` encodes files with it. In all functions
-`parts` are files, or pieces of files, in order.
+`parts` are files, or pieces of files, in order. A piece ends at the end of its file, or where the file may be cut.
 """
 
 import os
@@ -31,7 +31,7 @@ class Chunk:
         return self.stop - self.start
 
     def read(self) -> bytes:
-        """Its bytes. ValueError, with the place, for what is not UTF-8."""
+        """The chunk's bytes. ValueError, with the place, where they are not UTF-8, or the file has become shorter."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             data = file.read(self.size)
@@ -92,6 +92,7 @@ def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> lis
         with part.path.open("rb") as file:
             while start < part.stop:
                 share = min(count - 1, done * count // total)
+                # The share should end where (share + 1) / count of all bytes are done, rounded up.
                 border = start + -(-(share + 1) * total // count) - done
                 stop = cut_file(file.fileno(), pretokenizer, border, part.stop)  # for the last share: the part's end
                 shares[share].append(Chunk(part.path, start, stop))
@@ -100,9 +101,12 @@ def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> lis
 
 
 def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int:
-    """The first place behind byte `after` where the file may be cut; `end` if there is none before it.
+    """The first byte after byte `after`, but not that byte itself, before which the file may be cut; else `end`.
 
     file  the number of the open file
+    end   the end of the file, or a place where it may be cut: the result is never beyond it
+    The file is searched window by window. Each window is read with `context` bytes more on either side, so that a
+    special token which crosses its border is seen whole.
     """
     window, context = _WINDOW, pretokenizer.context
     while after < end:
@@ -123,12 +127,16 @@ def each_chunk(
     special_tokens: Sequence[str],
     processes: int,
 ) -> Generator[Result, None, None]:
-    """Yields function(chunk) for each chunk of the files, in order; with processes=1 it runs in this process."""
+    """Yields function(chunk) for each chunk of the files, in order; with processes=1 it runs in this process.
+
+    With more, the function and its results are pickled.
+    """
     parts = list(map(whole, files))
     size, processes = plan(parts, processes)
     pieces = chunks(parts, Pretokenizer(special_tokens), size)
     if processes == 1:
         yield from map(function, pieces)
     else:
+        # numpy's OpenBLAS would start a thread for each core in every process.
         results = futures(function, pieces, processes, environment={"OPENBLAS_NUM_THREADS": "1"})
         yield from (future.result() for future in results)

@@ -4,6 +4,9 @@ A text is split into pre-tokens. Each distinct pre-token is merged once and its 
 from these by array operations. Files have GPT-2's format: JSON and lines of text, with a printable character for each
 byte.
 
+training.py makes a `Tokenizer`, and the training pipeline loads it; `lmsys.training.data` encodes files with
+`encode_array`, and users call the other methods.
+
 Sources: Sennrich et al. 2016 (arXiv 1508.07909); Radford et al. 2019 (GPT-2), section 2.2 and the released encoder.py,
 `bytes_to_unicode`.
 """
@@ -71,7 +74,7 @@ class Tokenizer:
             self._steps.append((chars[left] + chars[right], char))
         self._ranks = {pair: rank for rank, (pair, _) in enumerate(self._steps)}
         self._ids_of_chars = {char: self._ids[token] for token, char in chars.items()}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # threads share the pre-tokens that are kept
         self._forget()
 
     @property
@@ -99,7 +102,7 @@ class Tokenizer:
 
         A piece ends where no pre-token crosses, so it grows while no whitespace comes.
         """
-        waiting, enough = "", _PIECE  # text that is not encoded yet; the length at which a part of it is
+        waiting, enough = "", _PIECE  # text that is not encoded yet; its length from which on a part is encoded
         for text in values.instance("texts", texts, Iterable):
             waiting += text
             if len(waiting) >= enough:
@@ -177,6 +180,7 @@ class Tokenizer:
         return hashlib.sha256(json.dumps([vocab, merges, sorted(self.special_tokens)]).encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the constructor's arguments: the lock cannot be pickled."""
         return type(self), (self.vocab, self.merges, self.special_tokens)
 
     def _check(self) -> None:
@@ -208,7 +212,7 @@ class Tokenizer:
         self._flat, self._places, self._lengths = array("I"), array("q"), array("i")
 
     def _encode(self, block: bytes) -> np.ndarray:
-        """The ids of a block of text with padding behind it, as of `Pretokenizer.blocks`."""
+        """The ids of a block of text with padding behind it, as `Pretokenizer.blocks` yields it."""
         if len(self._words) > _MOST_WORDS or self._words.num_bytes > _MOST_BYTES:
             self._forget()
         numbers = self._words.numbers(block, self._pretokenizer.starts(block))
@@ -226,7 +230,7 @@ class Tokenizer:
         """The ids of a pre-token: the earliest merge that it has a pair of is applied everywhere, again and again."""
         if word in self.special_ids:
             return [self.special_ids[word]]
-        text = word.decode("latin-1")
+        text = word.decode("latin-1")  # each byte becomes the character of its number, as in `chars` of the constructor
         text = self._merge_long(text) if len(text) > _LONG else self._merge_short(text)
         return [self._ids_of_chars[char] for char in text]
 
@@ -237,7 +241,7 @@ class Tokenizer:
             rank = min(map(rank_of, map(add, text, text[1:]), _NO_RANK))
             if rank == _LAST:
                 break
-            text = text.replace(*self._steps[rank])
+            text = text.replace(*self._steps[rank])  # (the pair, what it becomes)
         return text
 
     def _merge_long(self, text: str) -> str:
@@ -336,7 +340,7 @@ def _is_pair(text: str, known: Container[str]) -> bool:
 
 
 def _stamp(num_merges: int, vocab: bytes) -> str:
-    """Text behind the version in our merges files, to show that a pair of files is whole; other readers ignore it."""
+    """The text behind the version in our merges files. It shows that both files are whole; other readers ignore it."""
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
 

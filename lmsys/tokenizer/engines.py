@@ -26,9 +26,12 @@ PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece of text; pieces that `
 class Engine:
     """A package's tokenizer with the vocabulary and the merges of one of ours. It gets texts without special tokens.
 
+    A subclass sets `package`, and either `reader` and `batch` or a `_function` of its own; it overrides `flat` where
+    the package's ids are not one list for each text.
+
     package   the module to import
-    reader    its function that makes a tokenizer of a tokenizer.json
-    batch     its function from a list of texts to their ids, in the form that it is fastest in
+    reader    the method of the module's class Tokenizer that makes a tokenizer from the text of a tokenizer.json
+    batch     that tokenizer's method from a list of texts to their ids, in the form that it is fastest in
     threads   that it may use. All but tiktoken use Rayon, which has one number for a process: RAYON_NUM_THREADS if that
               is set, else that of the first engine
     encode    `batch` of this tokenizer; `flat` reads its results
@@ -57,13 +60,13 @@ class Engine:
 
     def encode_array(self, text: bytes) -> np.ndarray:
         """The ids of UTF-8 text, as `Tokenizer.encode_array` gives them. Our tokenizer finds the special tokens."""
-        pieces = self._pretokenizer.divide(text)
+        pieces = self._pretokenizer.divide(text)  # a text, a special token, a text, and so on; the last is a text
         ids, lengths = self.flat(self.encode([piece.decode() for piece in pieces[::2]]))
         specials = [self.tokenizer.special_ids[special] for special in pieces[1::2]]
         return np.insert(ids, np.cumsum(lengths)[:-1], specials).astype(self.tokenizer.dtype)
 
     def hold_to_ours(self, piece: chunks.Chunk) -> None:
-        """ValueError, with the file and the byte, where the ids of a piece of text differ from ours."""
+        """ValueError, with the file and the byte, where the ids of a piece differ from ours. `choose` calls it."""
         text = piece.read()
         ours, theirs = self.tokenizer.encode_array(text), self.encode_array(text)
         if not np.array_equal(ours, theirs):
@@ -153,7 +156,7 @@ def choose(
     )
     others = pieces[FIRST:]
     compared = pieces[:FIRST] + random.Random(0).sample(others, min(DRAWN, len(others)))
-    for candidate in {"own": (), "auto": FASTER}.get(name, (name,)):
+    for candidate in {"own": (), "auto": FASTER}.get(name, (name,)):  # "own" tries no engine
         try:
             engine = ENGINES[candidate](tokenizer, threads)
             for piece in compared:
@@ -163,6 +166,7 @@ def choose(
             return engine
         except Exception as error:  # a package may refuse a vocabulary by any kind of error
             advice = f"; {PIP} {candidate} brings it" if isinstance(error, ImportError) else ""
+            # An engine that was asked for by its name must work: only "auto" passes it over.
             values.hold((name == "auto", f"engine={name!r}: {error}{advice}"))
             say(f"{candidate} is not used: {error}{advice}")
     return None

@@ -1,4 +1,7 @@
-"""Byte-pair encoding as it is defined, and slow: tests and checks compare training.py and codec.py with it.
+"""Byte-pair encoding as it is defined, and slow.
+
+Tests and the benchmark of tokenizers compare training.py and codec.py with it, and `lmsys.course` compares students'
+code with it.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 2019 (GPT-2), encoder.py.
 """
@@ -15,7 +18,8 @@ Pair = tuple[bytes, bytes]
 
 
 def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:
-    """The pre-tokens and special tokens of a text; of special tokens the leftmost is found first, then the longest."""
+    """The pre-tokens and special tokens of a text, in order. The leftmost special token is found first; of several that
+    begin at one place, the longest."""
     pieces, start = list[str](), 0
     while start < len(text):
         places = [(at, -len(token), token) for token in special_tokens if (at := text.find(token, start)) >= 0]

@@ -36,7 +36,8 @@ _ENDS_ONE = np.isin(np.arange(256), list(b"stmd"))  # 's 't 'm 'd
 _ENDS_TWO = [first << 8 | second for first, second in (b"re", b"ve", b"ll")]  # 're 've 'll
 _FEW = 200  # up to so many special tokens, each pair is tested for overlaps
 _NEAR = 64  # bytes: pieces for the pattern that lie closer than that are joined
-# The last byte of some whitespace beyond ASCII: 85, A0 and 80-8A, A8, A9, AF, 9F, 80 behind E1, E2 or E3.
+# The last bytes of whitespace beyond ASCII: 85 and A0 behind C2; 80 to 8A, 9F, A8, A9 and AF behind E1, E2 or E3 and
+# another byte. Other characters end in them, too; there the text is not cut, which does no harm.
 _MAY_END_WHITESPACE = rb"\x80-\x8a\x85\x9f\xa0\xa8\xa9\xaf"
 # A place where text may be cut: before ASCII whitespace that follows something else.
 _CUT = re.compile(rb"[^ \t\n\v\f\r" + _MAY_END_WHITESPACE + rb"](?=[ \t\n\v\f\r])")
@@ -46,6 +47,9 @@ class Pretokenizer:
     """Splits bytes of UTF-8 into pre-tokens and special tokens, which are found first: the leftmost, then the longest.
 
     Bytes that are no UTF-8 count as neither letter, number nor space.
+
+    context  the length in bytes of the longest special token, or 1: so far around a place `cut` looks for one that
+             crosses it
     """
 
     def __init__(self, special_tokens: Iterable[str] = ()):
@@ -54,6 +58,7 @@ class Pretokenizer:
             raise ValueError("a special token must have at least one character; got ''")
         escaped = list(map(re.escape, self._specials))
         self._pattern = re.compile(b"(" + b"|".join(escaped) + b")") if escaped else None
+        # If no two special tokens can overlap, text may also be cut where one ends.
         apart = 0 < len(escaped) <= _FEW and not any(starmap(_may_overlap, product(self._specials, repeat=2)))
         self.context = max(map(len, self._specials), default=1)
         self._cut = re.compile(b"|".join([_CUT.pattern] + escaped)) if apart else _CUT
@@ -85,6 +90,7 @@ class Pretokenizer:
         begins[at[ends] + 1] = False
         begins[at[ends] + 2 + is_two[ends]] = True
         if not padded.isascii():
+            # surrogateescape makes one character of each byte that is no UTF-8, and gives the byte back.
             for start, end in _wide_pieces(kinds[:n]):
                 words = _PRETOKEN.findall(padded[start:end].decode(errors="surrogateescape"))
                 lengths = [len(word.encode(errors="surrogateescape")) for word in words]
@@ -135,6 +141,8 @@ def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of the pieces with characters beyond ASCII, each from one safe cut to another.
 
     kinds  the kind of each byte of a text
+    A safe cut is before a space that follows other ASCII, or at either end of a special token. Pieces that lie closer
+    than _NEAR are joined, unless a special token lies between them.
     """
     before, after = kinds[:-1], kinds[1:]
     safe = (after == SPACE) & (before != SPACE) & (before <= OTHER)
@@ -149,7 +157,7 @@ def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
     yield from zip(starts.tolist(), ends.tolist(), strict=True)
 
 
-_LONGEST = 15  # bytes of the longest word in the table; the sixteenth byte of its key is its length; at most PAD
+_LONGEST = 15  # bytes of the longest word in the table, at most PAD; the sixteenth byte of a word's key is its length
 # By the length of a word: masks of its first eight bytes and of the next seven, and the length in the highest byte.
 _LOW = np.array([(1 << 8 * min(length, 8)) - 1 for length in range(17)], np.uint64)
 _HIGH = np.array([(1 << 8 * min(max(length - 8, 0), 7)) - 1 for length in range(17)], np.uint64)
@@ -163,7 +171,8 @@ class Words:
     list       the words, as bytes, by number
     num_bytes  the sum of their lengths
     A word of at most 15 bytes is two integers, which are compared whole, so that no two words are confused. The few
-    longer ones are keys of a dict.
+    longer ones are keys of a dict. A word has one slot of the table: `_low` and `_high` are its two integers, `_number`
+    is its number, or -1 in a free slot.
     """
 
     def __init__(self) -> None:
@@ -219,11 +228,11 @@ class Words:
             short = np.flatnonzero(self._number >= 0)
             keys, number = (self._low[short], self._high[short]), self._number[short]
             self._resize((4 * count - 1).bit_length())
-            self._place(*keys, number.__getitem__)
+            self._place(*keys, number.__getitem__)  # the words keep their numbers
         return self._place(low, high, added)
 
     def _place(self, low: np.ndarray, high: np.ndarray, numbered: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """The numbers of keys, each of which tries one slot after another until it finds itself or a free one.
+        """The numbers of keys. A key tries one slot after another until it finds one that holds it, or a free one.
 
         numbered  called with the places of new keys among the keys; gives their numbers
         """
@@ -252,7 +261,8 @@ class Words:
 
 def _keys(padded: bytes, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(the first eight bytes of each word, the next seven with its length on top): (P) uint64 each, zero-padded."""
-    eights = np.ndarray((len(padded) - 7,), "<u8", padded, 0, (1,))  # eight bytes from each place on
+    # Eight bytes from each place on: shape, dtype, buffer, offset, strides.
+    eights = np.ndarray((len(padded) - 7,), "<u8", padded, 0, (1,))
     low = eights[begins] & _LOW[lengths]
     high = _LENGTH[lengths]
     beyond = np.flatnonzero(lengths > 8)

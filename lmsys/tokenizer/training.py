@@ -57,7 +57,7 @@ def train(
 def count_pretokens(
     files: Sequence[str | Path | chunks.Chunk], special_tokens: Sequence[str] = (), processes: int = 1
 ) -> dict[bytes, int]:
-    """How often each pre-token occurs in the files, without special tokens."""
+    """How often each pre-token occurs in the files, without special tokens. processes: as in `train`."""
     counts: defaultdict[bytes, int] = defaultdict(int)
     for text, lengths, numbers in chunks.each_chunk(
         partial(_count, pretokens.Pretokenizer(special_tokens)), files, special_tokens, processes
@@ -96,7 +96,8 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[byt
 class _Learner:
     """Learns merges: all words stand in one linked list of tokens, so that a merge costs only what it changes.
 
-    Each token is one character, and a pair is a string of two. An empty string stands between words. `chars`, `counts`,
+    Each token is one character: a byte is chr(byte), and later tokens are the characters from chr(256) on. A pair is a
+    string of two. An empty string stands between words. `chars`, `counts`,
     `before` and `behind` are lists by place in the linked list.
 
     tokens          character of each token; bytes_of: token of each character; order: see `_descending`
@@ -117,7 +118,7 @@ class _Learner:
         self.pairs: defaultdict[str, int] = defaultdict(int)
         self.homes: defaultdict[str, array[int]] = defaultdict(partial(array, "q"))  # takes less memory than lists
         for word, count in counts.items():
-            text, start = word.decode("latin-1"), len(self.chars)
+            text, start = word.decode("latin-1"), len(self.chars)  # latin-1 makes chr(byte) of each byte
             for place, pair in enumerate(map(add, text, text[1:]), start):
                 self.pairs[pair] += count
                 self.homes[pair].append(place)
@@ -135,7 +136,7 @@ class _Learner:
             current = self.pairs.get(pair, 0)
             if current == -count:
                 return self._merge(pair)
-            if 0 < current < -count:
+            if 0 < current < -count:  # a count that has risen has an entry of its own
                 heapq.heappush(self.queue, self._entry(pair, current))
         return None
 
@@ -179,5 +180,8 @@ class _Learner:
 
 
 def _descending(token: bytes) -> str:
-    """A string that sorts in the opposite order of tokens: the heap gives the smallest, and the greatest is wanted."""
+    """A string that sorts in the opposite order of tokens, as the heap gives the smallest, and the greatest is wanted.
+
+    chr(256), which sorts behind the character of every byte, ends it: so a token comes before its own beginnings.
+    """
     return "".join(chr(255 - byte) for byte in token) + chr(256)

@@ -46,6 +46,7 @@ SHORT = {  # options of their own for some settings: (setting, what stands for i
 
 
 def parser() -> argparse.ArgumentParser:
+    """The options of the command. Those of SHORT add to `set`, as --set does."""
     options = commands.parser("train")
     options.add_argument(
         "step", nargs="?", choices=pipeline.STEPS, metavar="STEP", help=f"alone, of {', '.join(pipeline.STEPS)}"
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--size", choices=list(SIZES), metavar="NAME", help=f"of the model: {', '.join(SIZES)}")
     for name, (path, word) in SHORT.items():
         options.add_argument(
+            # The type makes PATH=VALUE of a value.
             f"--{name.replace('_', '-')}", dest="set", action="append", type=f"{path}={{}}".format, metavar=word,
             help=f"the same as --set {path}={word}",
         )  # fmt: skip
@@ -99,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _failed(FAILED, str(error))
     except WorkerError as error:
         code = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE}.get(error.kind, FAILED)
-        return _failed(code, str(error) if code == FAILED else error.failure[1])
+        return _failed(code, str(error) if code == FAILED else error.failure[1])  # [1]: the reason in one line
     except Exception as error:
         if not watchdog.under_torchrun():
             raise
@@ -111,7 +113,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int | None) -> int:
-    """Runs the pipeline here, as a rank of torchrun, or on `ranks` new ones; the exit code."""
+    """Runs the pipeline, and returns the exit code.
+
+    It runs on `ranks` new processes; or, if `ranks` is None, in this process, alone or as a rank of torchrun.
+    """
     if watchdog.under_torchrun():
         values.hold((ranks is None, "--ranks starts processes of its own; torchrun has started them already"))
         joined = TorchrunGroup(_backend(config), TIMEOUT_S)
@@ -124,7 +129,7 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
         received: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, partial(_pass_on, group, received))
-        code = max(group.run(pipeline.run, config, steps, skip_data, timeout_s=FOREVER_S))
+        code = max(group.run(pipeline.run, config, steps, skip_data, timeout_s=FOREVER_S))  # of the codes by rank
         return 128 + received[0] if code and received else code
 
 
@@ -134,21 +139,27 @@ def _backend(config: RunConfig) -> str | None:
 
 
 def _pass_on(group: WorkerGroup, received: list[int], number: int, _: object) -> None:
-    """A handler of signals that sends SIGTERM to the ranks: they save and end, and this process with them."""
+    """A handler of signals that sends SIGTERM to the ranks: they save and end, and this process with them.
+
+    received  gets the signal's number, from which `start` makes the exit code
+    """
     received.append(number)
     for pid in group.pids:
         os.kill(pid, signal.SIGTERM)
 
 
 def _failed(code: int, message: str) -> int:
-    """Prints why the command fails; returns the exit code."""
+    """Prints why the command fails, under torchrun also the rank and what it was doing; returns the exit code."""
     rank = f"rank {os.environ['RANK']} failed {doing.last()}: " if watchdog.under_torchrun() else ""
     print(f"lmsys train: {rank}{message}", file=sys.stderr)
     return code
 
 
 def _leave(code: int) -> None:
-    """Ends a rank of torchrun. One that has failed exits at once: its process group cannot end while others wait."""
+    """Ends the watchdog of a rank of torchrun that is done or was interrupted; a rank that has failed exits here.
+
+    That rank exits without cleaning up, as its process group cannot end while other ranks wait.
+    """
     if code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         watchdog.said()
         sys.stdout.flush()

@@ -28,6 +28,8 @@ from lmsys import files, strict_json, values
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
+# The name of a file that a save writes, but for manifests: a part, an unfinished part, or an unfinished manifest. The
+# first group is the step.
 _WRITTEN = re.compile(
     r"step-(\d{8,})(-(shared|rank-\d+)-[0-9a-f]{8}\.pt(\.[0-9a-f]{8}\.tmp)?|\.json\.[0-9a-f]{8}\.tmp)"
 )
@@ -69,8 +71,12 @@ class Checkpoint:
             raise ValueError(f"{self.manifest}: saved with {name}={saved!r}; this run has {expected!r}")
 
     def differences(self, **facts: Any) -> Iterator[tuple[str, Any, Any]]:
-        """(name, saved, given) of each fact, and of each field in a fact, that is not as given."""
+        """Yields (name, saved value, given value) for each fact that is not as given.
+
+        Of a fact that is a dict, each differing field is yielded in its place, as "fact.field".
+        """
         for name, expected in facts.items():
+            # As JSON gives it back, like the saved one: a tuple becomes a list.
             expected, saved = json.loads(json.dumps(expected)), self.facts.get(name)
             if not isinstance(saved, dict) or not isinstance(expected, dict):
                 if saved != expected:
@@ -128,7 +134,7 @@ def save(
     parts = {**({"shared": shared} if rank == 0 else {}), f"rank-{rank}": own or {}}
     written: dict[str, dict[str, Any]] = {}
     failure = _failure_of(_write_parts, folder, step, parts, written)
-    reports = gather((written, failure))
+    reports = gather((written, failure))  # by rank; the failure is None where there was none
     if rank == 0 and not any(failed for _, failed in reports):
         files = {name: entry for entries, _ in reports for name, entry in entries.items()}
         failure = _failure_of(
@@ -194,7 +200,11 @@ def read(manifest: Path) -> Checkpoint:
 
 
 def _write_parts(folder: Path, step: int, parts: Mapping[str, State], written: dict[str, dict[str, Any]]) -> None:
-    """Writes each part to a file. `written` gets its name first, so that a file of a failed save can be removed."""
+    """Writes each part to a file.
+
+    written  gets the manifest's entry of each part: the file's name before it is written, so that `save` can remove it
+             after a failure, and then its size and SHA-256
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, state in parts.items():
         path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
@@ -212,10 +222,12 @@ def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest's content, without the entry "sha256" that holds it."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
+    """Returns when the names of the folder's files are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -276,7 +288,7 @@ File = str | os.PathLike[str] | IO[bytes]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A module, an optimizer, or what joins several of them: anything with a state dict."""
+    """What `save_checkpoint` takes: a module, an optimizer, or an object that joins several of them."""
 
     def state_dict(self) -> Any:
         """The state, as `torch.save` takes it."""

@@ -2,7 +2,8 @@
 
 `lmsys train` reads a `RunConfig` from --config and --set; pipeline.py and loop.py act on it. A new setting is a field
 here and a line in its class's docstring: the command line, the JSON and the checks of types follow from its annotation.
-Checks that need torch are elsewhere: possible.py looks the strategy up in its table and holds settings against it, and
+For a field of `Annotated[type, rule]`, the base class calls rule(name, value) when a config is made. Checks that need
+torch are elsewhere: possible.py looks the strategy up in its table and compares settings with its traits, and
 run_context.py checks the name of the device.
 """
 
@@ -24,10 +25,12 @@ TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/ma
 
 
 def _may_be_path(name: str, text: str) -> None:
+    """The rule of `PathText`. ValueError for text that cannot be a path."""
     values.hold(("\0" not in text, f"{name}={values.shortly(text)} must be a path, which has no null byte"))
 
 
 def _is_sha256(name: str, text: str) -> None:
+    """The rule of `Sha256`. ValueError for other text."""
     values.hold((re.fullmatch("[0-9a-fA-F]{64}", text), f"{name}={text!r} must be 64 hexadecimal digits, or null"))
 
 
@@ -289,7 +292,10 @@ class RunConfig(strict_json.Checked):
         return strict_json.overlay(cls(), strict_json.parse_json(text))
 
     def changed(self, settings: list[str]) -> "RunConfig":
-        """A copy with other settings, given as on the command line: "train.lr=3e-4". Later ones win."""
+        """A copy with other settings, given as on the command line: "train.lr=3e-4". The last value of a setting holds.
+
+        ValueError for an unknown setting or a wrong value.
+        """
         merged: dict[str, object] = {}
         for setting in values.several("settings", settings, str):
             _merge(merged, strict_json.parse_setting(self, setting))
@@ -301,7 +307,7 @@ class RunConfig(strict_json.Checked):
 
 
 def file_of(url: str) -> str:
-    """The name that a URL ends in."""
+    """The name of the file that a URL ends in; "" where it ends in a slash."""
     return urlsplit(url).path.rpartition("/")[2]
 
 

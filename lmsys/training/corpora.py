@@ -23,7 +23,7 @@ from lmsys.tokenizer import chunks, pretokens
 from lmsys.training.config import DataConfig, file_of
 
 END_OF_TEXT = "<|endoftext|>"  # the special token between documents
-HELD_OUT = 20  # one in so many documents is held out for validation
+HELD_OUT = 20  # one in so many documents is held out for validation; of a text file the last one in so many bytes
 
 Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
 
@@ -44,7 +44,7 @@ def make_folder(folder: Path, setting: str) -> None:
     """Makes a folder where it is missing. ValueError, with the setting that named it, where it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
+        TemporaryFile(dir=folder).close()  # an attempt to write
     except OSError as error:
         raise ValueError(
             f"{setting}: files cannot be written in {folder}: {error.strerror}; name another folder"
@@ -76,8 +76,8 @@ def tinystories(
 ) -> Corpus:
     """TinyStories, as GPT-4 wrote it (Eldan & Li 2023, arXiv 2305.07759), 2.2 GB; missing files are downloaded.
 
-    The settings name the URLs of its two files, and may give their SHA-256. A file that is there already is held to it,
-    too: the SHA-256 that a file had when it came is kept beside it.
+    The settings name the URLs of its two files, and may give their SHA-256. Files that were downloaded earlier must have
+    it, too. To check that without reading a file again, its SHA-256 is kept beside it, in NAME.sha256.
     """
     folder, settings = Path(folder or files.cache_folder() / "corpora"), settings or DataConfig()
     train = _download_once(settings.url, folder, settings.sha256, progress)
@@ -121,13 +121,17 @@ def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Cor
 
 
 def _download_once(url: str, folder: Path, sha256: str | None, progress: Progress) -> Path:
-    """The path of the file of `url` in `folder`, downloaded where it is missing. ValueError for another SHA-256."""
+    """The path of the file of `url` in `folder`, downloaded where it is missing.
+
+    ValueError if its SHA-256 is not `sha256`; None: it may have any.
+    """
     path = folder / file_of(url)
     note = path.with_name(path.name + ".sha256")
     if not path.is_file():
         make_folder(folder, "data.folder")
         with ExitStack() as ending:
-            ending.callback(files.claim(path))  # `claim` removes what a killed download has left
+            # Only this process writes the file until `ending`; `claim` removes what a killed download has left.
+            ending.callback(files.claim(path))
             note.write_text(download(url, path, sha256=sha256, progress=progress))
     elif sha256 is not None:
         if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
@@ -158,6 +162,7 @@ def _stdlib_documents() -> Iterator[str]:
 PIECE_BYTES = 1 << 20  # bytes of a download that are read at once
 SILENCE_S = 30.0  # a try ends when the server sends nothing for so long
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before each further try
+# Errors of the connection, after which a download is tried again.
 CUT = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
 
 
@@ -175,7 +180,7 @@ def download(
     each of `pauses_s`. ConnectionError when the last try fails too; ValueError for a SHA-256 other than `sha256`, and
     for a URL that the server does not have.
     """
-    for pause_s in (*pauses_s, None):
+    for pause_s in (*pauses_s, None):  # after the last try there is no pause
         try:
             return _fetch(url, Path(path), sha256, progress)
         except urllib.error.HTTPError as error:

@@ -42,6 +42,7 @@ def encode_files(
             "engine must have been made for the tokenizer that is given",
         )
     )
+    # An engine has threads of its own, so that it runs in this process.
     encode, processes = partial(_encode, engine or tokenizer), 1 if engine else processes
     return chunks.each_chunk(encode, files, tokenizer.special_tokens, processes)
 
@@ -191,7 +192,7 @@ class Source(Protocol):
 
     @property
     def end_of_text(self) -> int:
-        """The id that ends each document. ValueError where it is not known."""
+        """The id that ends each document, read only where documents are packed. ValueError where it is not known."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids from `start` to `stop` - 1, int64."""
@@ -225,13 +226,16 @@ class TokenFiles:
 
 @dataclass(frozen=True)
 class Batches:
-    """A rank's batches: windows of context_length + 1 ids that share their borders, in an order drawn from `seed`.
+    """A rank's batches: windows of context_length + 1 ids, in an order drawn from `seed`.
+
+    The last id of a window is the first of the window that follows it in the text.
 
     Every epoch takes each of the N windows once, in an order and from a first token of its own. A step's global batch
     is batch_size · world_size · accumulation windows, and the same windows for one rank that accumulates more often.
 
     accumulation  micro-batches of a rank in a step
-    neighbours    a rank's micro-batches are neighbours in the global batch; else ranks take turns at them
+    neighbours    True, for a reproducible training unless its strategy sums every backward: a rank's micro-batches are
+                  neighbours in the global batch; False: ranks take turns at micro-batches
     end_of_text   documents are packed: no target follows this id, and a sequence that begins or ends inside of a
                   document has a piece of it, which counts as a document; None: they are not
     ValueError for sizes below 1, a seed below 0, a rank outside of 0 to world_size - 1, a source with less than one
@@ -301,7 +305,10 @@ class Batches:
         return float(mine * (self.global_batch // self.batch_size) / max(1, total))
 
     def _place(self, step: int, micro: int) -> int:
-        """The number, within the step, of a micro-batch's first sequence. ValueError for a number out of range."""
+        """The place of a micro-batch's first sequence in the global batch of the step.
+
+        ValueError for a step below 0, or a micro-batch that a rank does not have.
+        """
         values.whole("step", step, least=0)
         values.whole("micro", micro, least=0, most=self.accumulation - 1)
         turn = self.rank * self.accumulation + micro if self.neighbours else micro * self.world_size + self.rank
@@ -344,7 +351,7 @@ def fixed_windows(
     There are fewer where the source has fewer windows; ValueError where it has none. end_of_text: as in `Batches`.
     """
     values.whole("count", count, least=1)
-    num_windows = Batches(source, context_length, 1, end_of_text=end_of_text).num_windows
+    num_windows = Batches(source, context_length, batch_size=1, end_of_text=end_of_text).num_windows
     places = np.arange(min(count, num_windows)) * num_windows // min(count, num_windows) * context_length
     return _divided(
         np.stack([source.read(int(place), int(place) + context_length + 1) for place in places]), end_of_text

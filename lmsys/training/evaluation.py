@@ -30,7 +30,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """e to the loss; inf where no float holds it, NaN where the loss is."""
-        return math.inf if self.loss >= 709 else math.exp(self.loss)
+        return math.inf if self.loss >= 709 else math.exp(self.loss)  # the largest float is about e^709.8
 
 
 def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) -> tuple[object, ...]:
@@ -39,7 +39,7 @@ def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) 
     inputs, targets  (B, S) int64; a document ends where a token has no target, as in `lmsys.training.data`
     """
     tensors = torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
-    ends = targets[:, :-1] == config.IGNORED
+    ends = targets[:, :-1] == config.IGNORED  # without the last column: a sequence's end needs no mark
     if not ends.any():
         return tensors
     lengths = [np.diff(np.flatnonzero(row) + 1, prepend=0, append=targets.shape[1]).tolist() for row in ends]
@@ -91,7 +91,10 @@ def _count(targets: np.ndarray) -> int:
 
 
 def unigram(source: Source, windows: Windows, vocab_size: int) -> Evaluation:
-    """The loss on the windows of a model that knows only how often each id occurs in `source`; each gets one more."""
+    """The loss on the windows of a model that knows only how often each id occurs in `source`.
+
+    One is added to each count, so that no id of the windows has the probability 0.
+    """
     counts = np.ones(values.whole("vocab_size", vocab_size, least=1))
     for start in range(0, len(source), _READ):
         counts += np.bincount(source.read(start, min(start + _READ, len(source))), minlength=vocab_size)

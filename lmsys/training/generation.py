@@ -64,7 +64,8 @@ class Cache:
 
     The prompts are read first, together, with padding behind the shorter ones. No token attends to what stands behind
     it, so padding changes nothing, and later tokens are written over it. After that one token of each row is read at a
-    time. `TransformerLM.hidden` takes the cache.
+    time. `generate` gives the cache to `TransformerLM.hidden`, which calls `attend`. Before each token `generate` calls
+    `at`; before the prompts it does not.
 
     capacity  tokens of a row that there is memory for
     """
@@ -86,7 +87,7 @@ class Cache:
 
     def _read_prompts(self, row: Any, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         room = self._capacity - k.shape[2]  # memory for tokens to come
-        self._kept[index] = pad(k, (0, 0, 0, room)), pad(v, (0, 0, 0, room))
+        self._kept[index] = pad(k, (0, 0, 0, room)), pad(v, (0, 0, 0, room))  # zeros behind, along S
         return row(q, k, v, causal=causal)
 
     def _read_token(self, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -133,7 +134,7 @@ def generate(
     cache = Cache(len(model.layers), capacity) if values.flag("use_cache", use_cache) else None
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     made: list[list[int]] = [[] for _ in prompts]
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"):  # inside, compiled blocks run uncompiled
         for new in range(max_new_tokens):
             logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)[:, :vocab_size]
             values.hold((logits.isfinite().all(), f"the model's logits are not finite, of new token {new}"))
@@ -151,7 +152,10 @@ def generate(
 
 
 def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: Cache | None, first: bool) -> Tensor:
-    """Logits (B, V) of the next token of each row, whose first `lengths` (B) of `tokens` (B, S) are known."""
+    """Logits (B, V) of the next token of each row, whose first `lengths` (B) of `tokens` (B, S) are known.
+
+    first  True: the prompts are read. False: with a cache only each row's last known token is read, else all are again
+    """
     last = lengths - 1
     if cache is not None and not first:
         return model.lm_head(model.hidden(tokens.gather(1, last[:, None]), cache.at(last), cache)[:, 0])
@@ -160,6 +164,7 @@ def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: C
 
 
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int | None) -> None:
+    """ValueError for arguments of `generate` that are wrong."""
     # Not by the model's own class: torch.compile and other wrappers pass on what they do not have themselves.
     config = values.instance("model.config", getattr(model, "config", None), ModelConfig)
     values.whole("max_new_tokens", max_new_tokens, least=0)

@@ -69,6 +69,7 @@ def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], None] | Non
 
 
 def _kind(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and the dtype of an input, which must be those of the capture."""
     return tuple(x.shape), x.dtype
 
 
@@ -105,7 +106,7 @@ class GraphedGradients:
                 self._compute()
         buckets.clear_gradients(self._parameters)
         graph = torch.cuda.CUDAGraph()
-        linear.READ.clear()
+        linear.READ.clear()  # the set to which `RoundedWeights` add themselves when a forward reads their copies
         # The warm-ups have made cuBLAS's workspace, so that it is not allocated in the graph's pool. Thread-local:
         # NCCL's watchdog thread queries events meanwhile.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -137,6 +138,8 @@ class GraphedGradients:
 class Gradients:
     """Forward and backward of micro-batches under a strategy, which leave the mean over the global batch in `.grad`.
 
+    Without `tree` all backwards of a step but the last run under the strategy's no_sync().
+
     loss_of  the loss of a micro-batch under the strategy
     divisor  what that loss is divided by before its backward: the number of a rank's micro-batches, as the strategy
              averages over ranks; in a reproducible training the number of all ranks' leaves (`reproducible.py`)
@@ -166,6 +169,7 @@ class Gradients:
         return torch.stack(add(batches, weights)).mean()
 
     def _accumulate(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> list[Tensor]:
+        """The weighted loss of each micro-batch, after the backward of each; the last one synchronizes."""
         *others, last = zip(batches, weights, strict=True)
         losses = []
         for inputs, weight in others:
@@ -203,7 +207,7 @@ class ReplayedGradients:
     """
 
     def __init__(self, gradients: Gradients, strategy: adapter.Adapter):
-        def compute(*flat: Tensor) -> Tensor:
+        def compute(*flat: Tensor) -> Tensor:  # tokens and targets in turn
             batches = list(zip(flat[0::2], flat[1::2], strict=True))
             return gradients(batches, [1.0] * len(batches))
 

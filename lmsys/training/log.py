@@ -37,6 +37,7 @@ class JsonLines:
         self._file = path.open("a", buffering=1)  # each line is written at once
 
     def write(self, **facts: Any) -> None:
+        """Appends a line with these facts; `step` must be one of them."""
         self._file.write(_line(facts))
 
     def close(self) -> None:
@@ -60,7 +61,8 @@ def _facts_until(step: int, line: str) -> dict[str, Any] | None:
 
 
 class Progress:
-    """Makes lines for the reader: loss, tokens/s and MFU since the line before, and the time left.
+    """Makes lines for the reader: loss, tokens/s and MFU since the line before, and the time left. MFU, model FLOPs
+    utilization, is the share of the peak that the model's operations reach.
 
     step, steps       the step that is done, and the last one
     peak_flops_per_s  of all ranks together; None: not known, and lines have no MFU
@@ -73,6 +75,7 @@ class Progress:
         self._last, self._since = step, time.perf_counter()
 
     def line(self, step: int, loss: float, lr: float) -> str:
+        """The line after a step; `lr` is its learning rate."""
         now = time.perf_counter()
         step_s = (now - self._since) / max(1, step - self._last)
         self._last, self._since = step, now

@@ -60,7 +60,7 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Step:
     """loss: mean over the global batch; norm: of the gradient before clipping; lr: the learning rate; scale: what the
-    loss was multiplied by; taken: False if loss or norm was not finite, so that weights have not changed."""
+    loss was multiplied by, 1 but in fp16; taken: False if loss or norm was not finite, so that weights have not changed."""
 
     loss: float
     norm: float
@@ -81,7 +81,7 @@ class Outcome:
 
 
 class Trainer:
-    """A model in training on this rank.
+    """A model in training on this rank. The pipeline and benchmarks make it; they call `fit` or `train_step`.
 
     source   the token ids to train on
     windows  what it is evaluated on
@@ -110,12 +110,14 @@ class Trainer:
         traits, micro_batches = StrategyTraits.of(execution.strategy), train.accumulation(self.world_size)
         self._divided = traits.shards_gradients and self.world_size > 1  # this rank has parts of the gradients
         self.batches = data.Batches(
-            source, config.model.context_length, train.sequences_at_once, train.seed, self.rank, self.world_size,
-            micro_batches, train.reproducible and not traits.sums_each_backward,
-            source.end_of_text if config.data.packing == "documents" else None,
+            source, config.model.context_length, train.sequences_at_once, seed=train.seed, rank=self.rank,
+            world_size=self.world_size, accumulation=micro_batches,
+            neighbours=train.reproducible and not traits.sums_each_backward,
+            end_of_text=source.end_of_text if config.data.packing == "documents" else None,
         )  # fmt: skip
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
+        # Steps done, steps of these that were not finite, the last such ones in a row, and wall time of all steps.
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | values.instance("facts", {} if facts is None else facts, dict)
         shared = None
@@ -131,8 +133,9 @@ class Trainer:
         tree = self._parameters if train.reproducible and self.world_size == 1 else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "fp16")
         self._gradients: Any = gradients.Gradients(
-            self.strategy, prepared.loss, train.leaves if train.reproducible else micro_batches, self.scaler.scale, tree
-        )
+            self.strategy, prepared.loss, divisor=train.leaves if train.reproducible else micro_batches,
+            scale=self.scaler.scale, tree=tree,
+        )  # fmt: skip
         if train.graph:
             self._gradients = gradients.ReplayedGradients(self._gradients, self.strategy)
         self.facts["optimizer"] = training_state.optimizer_layout(self.strategy)
@@ -185,7 +188,8 @@ class Trainer:
             if step.taken:
                 self.optimizer.step()
             elif self.scaler.is_enabled():
-                # Ranks must keep one scale, even if somebody else's strategy leaves infinities on one rank alone.
+                # Ranks must keep one scale, even if somebody else's strategy leaves infinities on one rank alone: this
+                # private method gives the flags, by device, from which `update` learns that a step was not finite.
                 for found in self.scaler._found_inf_per_device(self.optimizer).values():
                     found.fill_(1.0)
         self.scaler.update()
@@ -197,7 +201,8 @@ class Trainer:
         return step, stop
 
     def _gradient_norm(self) -> Tensor:
-        """The norm of all ranks' gradients; in a reproducible training bitwise equal for any number of ranks."""
+        """The norm of all ranks' gradients, a scalar tensor; in a reproducible training bitwise equal for any number of
+        ranks."""
         if not self.config.train.reproducible:
             return optimizer.whole_norm(self._parameters, self.group, self._divided)
         grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -224,7 +229,7 @@ class Trainer:
         """Evaluates the same windows on every rank. All ranks call it."""
         # By the strategy's forward, since some strategies gather parameters in it.
         return evaluation.evaluate(
-            self.model, self.windows, self.config.evaluate.batch_size, self.autocast, self.strategy
+            self.model, self.windows, self.config.evaluate.batch_size, autocast=self.autocast, loss_of=self.strategy
         )
 
     def save(self, folder: Path) -> Path:
@@ -266,7 +271,7 @@ class Trainer:
         with stopping.StopSignals() as signals:
             while self.step < train.steps:
                 late = train.max_seconds is not None and time.perf_counter() - began >= train.max_seconds
-                doing.now(f"in step {self.step + 1:,}")
+                doing.now(f"in step {self.step + 1:,}")  # for the errors of a rank that dies
                 taken, stop = self.train_step(signals.seen or (_TIME if late else 0))
                 self.seconds = before + time.perf_counter() - began
                 self._tell(taken, write, say, progress)
@@ -330,6 +335,7 @@ class Trainer:
         return f"first not finite: {name}; " if name else ""
 
     def _validate(self, write: Callable[..., None], say: Say) -> evaluation.Evaluation:
+        """Evaluates, and logs the result. All ranks call it."""
         doing.now(f"in the evaluation after step {self.step:,}")
         valid = self.evaluate()
         write(step=self.step, valid_loss=valid.loss, valid_perplexity=valid.perplexity)
@@ -341,15 +347,16 @@ _TIME = 64  # the `stop` of a speedrun whose time is over: larger than the numbe
 
 
 def _due(step: int, interval: int) -> bool:
+    """True after every `interval` steps; never for an interval of 0 or less."""
     return interval > 0 and step % interval == 0
 
 
 class NonFiniteError(ValueError):
-    """The loss is NaN or inf; the message names the step and where it began."""
+    """The loss, a gradient or a weight is NaN or inf; the message names the step, and a module or weight if known."""
 
 
 def first_nonfinite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
-    """The name and class of the first module whose output holds NaN or inf while `forward` runs, or None."""
+    """The name and class of the first module of `model` whose output holds NaN or inf while `forward` runs, or None."""
     names = {module: name or "the whole" for name, module in model.named_modules()}
     broken: list[str] = []
 

@@ -8,10 +8,11 @@ Tiles are square, so that a program needs tiles of one shape alone, and no numbe
 the diagonal. The sum of an element runs over columns in one order, whichever of its two factors comes first: results
 are exactly symmetric, do not depend on how many matrices are multiplied at once, and repeats are equal bit for bit.
 
-Columns are taken in chunks as wide as a tile, which stand where attention has heads: (N, chunks, R, width). So the
-kernel moves tiles as attention's kernels do, by TMA or by addresses.
+Columns are taken in chunks, which stand where attention has heads: (N, chunks, R, width). The factor x has chunks of
+DEPTH columns; addend and result have chunks of SIDE columns, the side of a tile. So the kernel moves tiles as attention's
+kernels do, by TMA or by addresses. muon.py calls `takes` and, where it is True, `polynomial`.
 
-Legend: N matrices, R rows, C columns, R' columns of tiles, at least R.
+Legend: N matrices, R rows, C columns, R' columns of a result: R rounded up to whole tiles.
 """
 
 import torch
@@ -24,11 +25,12 @@ from lmsys.attention.flash_triton_kernels import _load, _store
 from lmsys.kernels.launch import arch_of, by_tma, describable, launch
 from lmsys.measure.profile import register_kernels
 
-# With fewer rows, or fewer tiles in all, a matmul of torch is as fast: it is short, and the host launches it sooner.
-# Measured on an H200: one matrix of 512 rows gains nothing, 24 of them do, and so does one of 1024 rows, of 36 tiles.
+# The smallest number of rows, and the fewest tiles in all: below either a matmul of torch is as fast, since it is short,
+# and the host launches it sooner. Measured on an H200: one matrix of 512 rows gains nothing, 24 of them do, and so does
+# one of 1024 rows, of 36 tiles.
 SMALLEST, FEWEST = 512, 36
 
-register_kernels(r"^_symmetric_kernel$", "matmul")
+register_kernels(r"^_symmetric_kernel$", "matmul")  # a profile counts the kernel as a matmul
 
 
 @triton.jit(do_not_specialize=["x", "addend", "out", "chunks", "num_tiles"])
@@ -36,9 +38,13 @@ def _symmetric_kernel(
     x, addend, out, chunks, num_tiles, alpha, beta, diagonal,
     SIDE: tl.constexpr, DEPTH: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """The tile (i, j) of the lower triangle, and its mirror image, of out = alpha x xᵀ, and with ADDS of
+    """Computes the tile (i, j) of the lower triangle of `out`, and stores it and its mirror image:
 
-        alpha x xᵀ + beta addend + diagonal I.
+        out = alpha x xᵀ                               without ADDS
+        out = alpha x xᵀ + beta addend + diagonal I    with ADDS
+
+    x, addend and out are `tiles` of `launch`: descriptors or addresses of (N, chunks, R, width), of which `_load` and
+    `_store` of attention move the tile of a matrix, a chunk and rows. `chunks` is the number of chunks of x.
 
     The triangle's rows of tiles are taken in pairs, the first with the last: each pair has num_tiles + 1 tiles, so
     every program finds its tile by one division.
@@ -65,7 +71,7 @@ def _symmetric_kernel(
 
 
 def tile_options(count: int, rows: int, device: torch.device) -> dict[str, int]:
-    """Constants, warps and stages of the kernel for so many matrices of so many rows.
+    """Constants, warps and stages of the kernel for `count` matrices of so many rows, as keywords of `launch`.
 
     With TMA they depend on how many tiles of 128 rows there are for each multiprocessor: few tiles are cut into
     smaller ones; tiles that all run at once load far ahead; if there are more, two run side by side. Chunks are of one
@@ -80,13 +86,14 @@ def tile_options(count: int, rows: int, device: torch.device) -> dict[str, int]:
 
 
 def num_programs(count: int, rows: int, side: int = 128) -> int:
-    """How many tiles the lower triangles have."""
+    """How many tiles the lower triangles of `count` matrices have, the diagonal included."""
     num_tiles = triton.cdiv(rows, side)
     return count * num_tiles * (num_tiles + 1) // 2
 
 
 def takes(x: Tensor) -> bool:
-    """True where the kernel computes products of x (N, R, C) faster than torch, or nearly so."""
+    """True where the kernel computes products of x (N, R, C) about as fast as torch, or faster: for large matrices in
+    float16 or bfloat16."""
     is_large = x.shape[1] >= SMALLEST and num_programs(*x.shape[:2]) >= FEWEST
     return x.itemsize == 2 and is_large and arch_of(x.device) >= 80
 
@@ -111,11 +118,11 @@ def symmetric(
     options = tile_options(count, rows, x.device)
     side, depth, num_tiles = options["SIDE"], options["DEPTH"], triton.cdiv(rows, options["SIDE"])
     out = x.new_empty(count, rows, num_tiles * side)
-    tiles = [
+    tiles = [  # of x, addend and out; a kernel that adds nothing does not read the second
         (_in_chunks(x, depth), [1, 1, side, depth]),
         *((_in_chunks(y, side), [1, 1, side, side]) for y in (out if addend is None else addend, out)),
     ]
-    launch(
+    launch(  # the kernel, its programs for a matrix, and its arguments from `chunks` to `diagonal`
         _symmetric_kernel,
         num_programs(1, rows, side),
         triton.cdiv(columns, depth),
