@@ -2,8 +2,9 @@
 
 A row states the traits in which it differs from the defaults, in its table or as attributes of its function or class;
 readers call `AttentionTraits.of(row)` and `StrategyTraits.of(row)`. A new trait is a field here and a line in the
-docstring. The classes stand outside of the tables' packages, so that under `--against` today's benchmarks can read the
-traits of rows of an earlier commit.
+docstring; the traits of all tables' rows, such as `color` and `compiles`, are in `lmsys.registry.Traits`. The classes
+stand outside of the tables' packages, so that under `--against` today's benchmarks can read the traits of rows of an
+earlier commit.
 """
 
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class StrategyTraits(Traits):
     accumulates       backwards under no_sync() may come before one that synchronizes
     sums_each_backward  every backward is summed over ranks, also under no_sync(): gradients are added over ranks
                       first, and then over micro-batches
-    all_reduce_model  the latency and bandwidth of an all-reduce predict how much of its communication no computation
-                      hides
+    all_reduce_model  the time of its communication that no computation hides can be predicted from the latency and the
+                      bandwidth of an all-reduce
     takes_bucket_mb   it has an option `bucket_mb`, to which the benchmark gives each of its bucket sizes
     tuned_bucket_mb   it has an option `bucket_mb`, which the benchmark chooses by timing a few sizes
     comm_dtypes       it has an option `comm_dtype`, to which the benchmark gives each of its communication dtypes

@@ -1,7 +1,8 @@
 """Checks of values that users give. A function that *holds* a value to be something returns it if it is.
 
-Else it raises a ValueError whose message names the value and says what would be right. The types at the end are for
-fields of `lmsys.strict_json.Checked`. Imports no torch.
+Else it raises a ValueError whose message names the value and says what would be right; `name` is what the message calls
+it. `hold` checks any other conditions. All packages call these functions where they get arguments. The types at the end
+are for fields of `lmsys.strict_json.Checked`. Imports no torch.
 """
 
 import difflib
@@ -95,7 +96,7 @@ def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def hold(*laws: tuple[object, str], error: type[ValueError] = ValueError) -> None:
-    """Raises error(sentence) for the first (condition, sentence) whose condition is false."""
+    """Raises error(sentence) for the first of `laws`, pairs (condition, sentence), whose condition is false."""
     for is_held, sentence in laws:
         if not is_held:
             raise error(sentence)
@@ -114,7 +115,7 @@ def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
 
 
 def choice(text: Any, known: Iterable[str], begin: str = "") -> str:
-    """Holds `text` to be one of the `known` texts; a message names the nearest, and begins with `begin`."""
+    """Holds `text` to be one of the `known` texts. A message begins with `begin`, and names the nearest known texts."""
     known = list(known)
     if text not in known:
         near = difflib.get_close_matches(str(text)[:SHORT], known, n=2)
@@ -124,7 +125,7 @@ def choice(text: Any, known: Iterable[str], begin: str = "") -> str:
 
 
 def _bounds(least: float | None, most: float | None, above: float = -math.inf) -> str:
-    """The bounds in words."""
+    """The bounds in words, as "at least 1 and at most 9"; None, and an infinite bound, are left out."""
     parts = [f"more than {above:g}"] if above > -math.inf else []
     parts += [f"at least {least:,}"] if least not in (None, -math.inf) else []
     parts += [f"at most {most:,}"] if most not in (None, math.inf) else []

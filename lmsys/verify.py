@@ -10,7 +10,8 @@ or not all parts of a call, and where its benchmark is not known here. *Not reco
 what it was, such as a head that is too large or a row that is not known here. Exit code 1: something is wrong or not
 proved; 2: bad usage; 130: interrupted (Ctrl-C). Progress in a long file is printed to stderr.
 
-Whoever has this code can forge a result that agrees with itself: see NO_FILE_PROVES.
+Whoever has this code can forge a result that agrees with itself: see NO_FILE_PROVES. The command calls `main`, and
+`lmsys.leaderboard` calls `verify`.
 """
 
 import importlib
@@ -59,6 +60,7 @@ class Recomputed:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command, and returns its exit code."""
     parser = commands.parser("verify")
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     parser.add_argument(
@@ -129,7 +131,7 @@ def _module(path: Path) -> ModuleType:
 def verify(
     path: Path, benchmarks: Mapping[str, Benchmark], say: Callable[[str], None] = lambda _: None
 ) -> tuple[Recomputed, list[str]]:
-    """How much was recomputed, and sentences on what is wrong with the file or not proved.
+    """(how much was recomputed, sentences on what is wrong with the file or not proved).
 
     ValueError where the file is no result. `say` is called every TOLD_S seconds with a line of progress.
     """
@@ -141,6 +143,7 @@ def verify(
     for number, record in enumerate(records):
         if (now := time.monotonic()) - last_line >= TOLD_S:
             last_line, to_do = now, len(records) - number
+            # Seconds taken, and numbers of records; there is no earlier run to compare with.
             left = results.time_left({"done": now - began} if number else {}, {"done": number, "to do": to_do}, {})
             say(f"{path}: {number:,} of {len(records):,} records{left}")
         faults += [
@@ -229,6 +232,7 @@ def _of_record(
         proved = min(len({call[name] for call in calls}) for name in ("call", "draw"))
         if proved < (least := min(benchmark.num_proofs, len(samples))):
             yield f"{NOT_PROVED}it holds {proved} checked calls of {len(samples)}, where a run keeps {least}"
+    # A benchmark that does not override `repeat` has no results of timed calls in its records.
     if samples and type(benchmark).repeat is Benchmark.repeat:
         yield f"{NOT_RECOMPUTED}{benchmark.name}: a record keeps no results of timed calls"
     for call in calls:
@@ -240,6 +244,7 @@ def _of_record(
 def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.Record) -> Iterator[str]:
     """Faults in the record's derived fields, id, work and rates, and a time that nothing can reach."""
     declared = fields.declared(fields.COMMON, benchmark.fields).values()
+    # Fields with `of` are functions of other fields.
     derived = {known.name: known.value(record) for known in declared if known.of is not None}
     yield from _differences(derived, record, "its other fields")
     case = benchmark.case_of(record)
@@ -248,7 +253,7 @@ def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.R
         return
     unknown = f"{NOT_RECOMPUTED}{benchmark.name}: a record's row is not known here, so not its label, nor whose it is"
     yield from sentences_of(
-        (benchmark.tables and not case.entry.target, unknown),
+        (benchmark.tables and not case.entry.target, unknown),  # `case_of` makes an entry without target of such a row
         (case.id != record["id"], f"its axes are those of {case.id}"),
     )
     rates = {name: value for name, value in benchmark.metrics(case, record, machine).items() if name in record}
@@ -276,7 +281,7 @@ def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, r
     try:
         for answer in benchmark.repeat(record, call):
             if isinstance(answer, int):
-                recomputed.elements += answer
+                recomputed.elements += answer  # a number of elements; a sentence is a fault or says what was left out
             else:
                 yield answer if answer.startswith(NOT_RECOMPUTED) else f"{where}: {answer}"
     except (KeyError, MemoryError, RuntimeError, TypeError, ValueError) as error:
@@ -284,7 +289,10 @@ def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, r
 
 
 def _differences(right: Mapping[str, Any], found: Mapping[str, Any], source: str) -> Iterator[str]:
-    """Yields a sentence for each field of `found` that differs from `right`, which was computed from `source`."""
+    """Yields a sentence for each field of `right` that `found` has with another value.
+
+    source  what `right` was computed from, as the sentence names it
+    """
     for name, value in right.items():
         if name in found and not _same(value, found[name]):
             yield f"{name} is {shortly(found[name])}; by {source} it is {shortly(value)}"

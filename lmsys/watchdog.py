@@ -39,6 +39,7 @@ _watchdogs: list["subprocess.Popen[bytes]"] = []  # the running watchdog of this
 
 
 def under_torchrun() -> bool:
+    """True in a rank that torchrun has started."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
@@ -50,6 +51,7 @@ def begin() -> None:
     code = f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); from {__name__} import _main; _main()"
     _watchdogs.append(
         subprocess.Popen(
+            # -S: without site-packages, which it does not need. `_main` reads what follows `code` in this order.
             [sys.executable, "-S", "-c", code, *map(str, (os.environ["RANK"], os.getpid(), os.getppid(), file))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -86,6 +88,7 @@ def stopped_s() -> float:
 class Stopped:
     """Finds processes that have been stopped for longer than a limit, by looking at them again and again.
 
+    `Watchdog` uses it for its rank, and `lmsys.parallel.group` for its workers. With the limit 0 no process is found.
     Time counts only while the process that looks runs: a scheduler that suspends a whole job stops it as well.
     """
 
@@ -99,7 +102,7 @@ class Stopped:
         if not self.limit_s or time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + LOOK_S
-        self._looks = {pid: self._looks.get(pid, 0) + 1 for pid in pids if _stat(pid)[:1] == ["T"]}
+        self._looks = {pid: self._looks.get(pid, 0) + 1 for pid in pids if _stat(pid)[:1] == ["T"]}  # T: stopped
         return [pid for pid, looks in self._looks.items() if looks * LOOK_S > self.limit_s]
 
 
@@ -119,7 +122,9 @@ def _main() -> None:
 
 
 class Watchdog:
-    """Watches process `pid`, a rank. Standard input is a pipe from the rank, which closes when the rank ends.
+    """Watches process `pid`, a rank, from a process of its own, which `_main` runs.
+
+    Standard input is a pipe from the rank: it closes when the rank ends, and `end` and `said` write to it.
 
     agent    the process that has started the rank
     memory   the shared memory where the rank notes what it does (`lmsys.doing`)
@@ -169,7 +174,7 @@ class Watchdog:
         return self.until < math.inf or status in TOLD_TO_END
 
     def _say(self, text: str, then: str = "") -> None:
-        """Reports to standard error what happened to the rank, what it was doing, and what happens `then`."""
+        """Reports to standard error what happened to the rank, what it was doing, and what happens `then` (": ...")."""
         os.write(2, f"lmsys: rank {self.rank} {text}, {doing.read(self.memory)}{then}\n".encode())
 
 
@@ -188,6 +193,7 @@ def _read_of(pid: int, name: str) -> bytes:
 
 
 def _is_rank(pid: int) -> bool:
+    """True for a process that torchrun has started as a rank; False too for one that is gone."""
     return b"\0LOCAL_RANK=" in _read_of(pid, "environ")
 
 
@@ -206,6 +212,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _parent(pid: int) -> int | None:
+    """The process's parent; None for a process that is gone."""
     return int(fields[1]) if (fields := _stat(pid)) else None
 
 
@@ -213,7 +220,7 @@ def _exit_status(pid: int) -> int | None:
     """The exit status, as of waitpid(2). None if the parent has collected it already: then /proc no longer shows it."""
     status = 0
     while fields := _stat(pid):  # a process closes its files, and so the pipe, a moment before it becomes a zombie
-        status = int(fields[-1])
+        status = int(fields[-1])  # the last field of stat is the exit status; 0 while the process lives
         if fields[0] == "Z":
             return status
         time.sleep(0.002)
@@ -229,5 +236,6 @@ def _in_words(status: int | None) -> str:
 
 
 def _kill(pid: int, number: int) -> None:
+    """Sends a signal to a process that may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

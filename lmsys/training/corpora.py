@@ -76,8 +76,8 @@ def tinystories(
 ) -> Corpus:
     """TinyStories, as GPT-4 wrote it (Eldan & Li 2023, arXiv 2305.07759), 2.2 GB; missing files are downloaded.
 
-    The settings name the URLs of its two files, and may give their SHA-256. Files that were downloaded earlier must have
-    it, too. To check that without reading a file again, its SHA-256 is kept beside it, in NAME.sha256.
+    The settings name the URLs of its two files, and may give their SHA-256. A file that was downloaded earlier
+    must have it, too. To check that without reading the file again, its SHA-256 is kept beside it, in NAME.sha256.
     """
     folder, settings = Path(folder or files.cache_folder() / "corpora"), settings or DataConfig()
     train = _download_once(settings.url, folder, settings.sha256, progress)

@@ -60,7 +60,7 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Step:
     """loss: mean over the global batch; norm: of the gradient before clipping; lr: the learning rate; scale: what the
-    loss was multiplied by, 1 but in fp16; taken: False if loss or norm was not finite, so that weights have not changed."""
+    loss was multiplied by, 1 but in fp16; taken: False if loss or norm was not finite, and weights have not changed."""
 
     loss: float
     norm: float
@@ -117,7 +117,7 @@ class Trainer:
         )  # fmt: skip
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
-        # Steps done, steps of these that were not finite, the last such ones in a row, and wall time of all steps.
+        # Steps done; those not taken; such steps in a row, which train.max_nonfinite limits; wall time of all steps.
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | values.instance("facts", {} if facts is None else facts, dict)
         shared = None
@@ -157,7 +157,7 @@ class Trainer:
 
     @property
     def schedule(self) -> dict[str, float]:
-        """The settings of the learning rate, and the rate of the next step, by name."""
+        """The settings of the learning rate, and the rate of the next step, by name; a checkpoint has it as a fact."""
         train = self.config.train
         of_matrices = {"train.matrix_lr": train.matrix_lr} if train.optimizer == "muon" else {}
         return of_matrices | {
@@ -165,6 +165,7 @@ class Trainer:
             "train.lr": train.lr,
             "train.min_lr": train.min_lr,
             "train.warmup_steps": train.warmup,
+            # `train_step` reads this entry by its name.
             "the rate of the next step": optimizer.cosine_schedule(
                 self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup, total_steps=train.steps
             ),

@@ -80,10 +80,11 @@ class Muon(AdamW):
     matrix, a state dict of which a group has another `use_muon`, or none.
     """
 
+    # What `AdamW.load_state_dict` refuses, but for groups with `use_muon`.
     other_algorithms = {name: other for name, other in AdamW.other_algorithms.items() if name != "use_muon"}
-    _step_supports_amp_scaling = False
-    takes_whole_matrices = True  # read by `Fsdp.make_optimizer`
-    _flats: Mapping[Tensor, Any] = {}
+    _step_supports_amp_scaling = False  # read by GradScaler, which then unscales and skips itself
+    takes_whole_matrices = True  # read by `Fsdp.make_optimizer`, which then gives `flats`
+    _flats: Mapping[Tensor, Any] = {}  # the `flats` of the constructor
 
     def __init__(
         self,
@@ -111,10 +112,14 @@ class Muon(AdamW):
 
     @staticmethod
     def cost(p: Tensor, use_muon: bool = True, ns_steps: int = 5, **_: Any) -> float:
-        """The operations by which a step of `p`, with these options of its group, is counted: ranks share them out."""
+        """The operations by which a step of `p`, with these options of its group, is counted.
+
+        `ShardedOptimizer` shares parameters out to ranks by it, and under `Fsdp` this class shares out whole matrices.
+        """
         return newton_schulz_flops(len(p), p.shape[1], ns_steps) if use_muon and p.dim() == 2 else float(p.numel())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in `AdamW`. ValueError also for a parameter with `use_muon` that is no matrix; then no group is added."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         shapes = [tuple(x.shape) for p in group["params"] for x in self._whole(p) if x.dim() != 2]
@@ -127,6 +132,7 @@ class Muon(AdamW):
         return self._flats[p].params if p in self._flats else [p]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `AdamW`. ValueError also for a group that has another `use_muon` here than there, or none there."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             here, there = group["use_muon"], saved.get("use_muon")
             hold((here is there, f"the state dict has a param group with use_muon={there}, where this one has {here}"))
@@ -134,6 +140,7 @@ class Muon(AdamW):
 
     @staticmethod
     def _validate(**options: Any) -> None:
+        """As in `AdamW`, for all options of the constructor but params and flats."""
         AdamW._validate(**options)
         for name in ("nesterov", "batched", "use_muon"):
             flag(name, options[name])
@@ -156,6 +163,7 @@ class Muon(AdamW):
             finite("ns_coefficients", value)
 
     def _bundles(self, live: list[Tensor], group: dict[str, Any]) -> list[Any]:
+        """As in `AdamW`, whose `_plan` calls it: for a group with `use_muon` the bundles are `_Matrices`."""
         if not group["use_muon"]:
             return super()._bundles(live, group)
         for p in live:
@@ -184,8 +192,11 @@ class _Matrices(Bundle):
     parts: assembly.Assembly | None = None
 
     def step(self, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
-        """Steps the matrices. scaling: only its last, grad_factor, is given; the version of a matrix counts the step,
-        so that a copy in `rounded` is made again."""
+        """Steps the matrices.
+
+        rounded  is not written here: the step raises a matrix's version, by which its rounded copy is made again
+        scaling  grad_scale and found_inf, which are None for `Muon`, and grad_factor
+        """
         factor, dtype = scaling[-1], group["ns_dtype"]
         grads = self.grads(None if factor is None else factor.to(self.params[0].device))
         torch._foreach_lerp_(self.momentum, grads, 1 - group["momentum"])
@@ -204,7 +215,10 @@ class _Matrices(Bundle):
 
 
 def in_batches(shapes: Sequence[torch.Size], batched: bool = True) -> list[list[int]]:
-    """The places of equal shapes, in lists of at most BATCH elements in all; of one place each if not `batched`."""
+    """The places (indices) in `shapes`, in lists of one shape each.
+
+    A list has at most BATCH elements of matrices, but at least one place; without `batched` it has one place.
+    """
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for place, shape in enumerate(shapes):
         by_shape[shape].append(place)
@@ -257,14 +271,14 @@ def newton_schulz(x: Tensor, steps: int = 5, coefficients: Sequence[Any] = COEFF
         a, b, c = triples[min(step, len(triples) - 1)]
         if halved is None:
             gram = x @ x.mT  # of the shorter side
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b G + c G²) x
         else:  # a is in the polynomial: torch's baddbmm would copy x before it multiplies
             x = halved.polynomial(x, a, b, c) @ x
     return x.mT if is_tall else x
 
 
 def _triples(coefficients: Any) -> Sequence[Any]:
-    """Several triples of coefficients as they are; one as a sequence of its own."""
+    """The triples of `ns_coefficients`: several as they are, and a single one in a list."""
     first = next(iter(coefficients), None) if isinstance(coefficients, Sequence) else None
     return coefficients if isinstance(first, Sequence) else [coefficients]
 
@@ -272,7 +286,8 @@ def _triples(coefficients: Any) -> Sequence[Any]:
 def _halved(x: Tensor) -> Any:
     """The module whose kernels compute half of a symmetric product, where they take x; None: torch's matmuls do.
 
-    Kernels take the address of x, which tensors of subclasses, such as DTensor, and those within vmap do not have.
+    Kernels take the address of x, which tensors of subclasses, such as DTensor, and those within torch.func's
+    transforms, such as vmap, do not have.
     """
     has_address = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
     if torch.compiler.is_compiling() or x.requires_grad or not (HAS_TRITON and x.is_cuda and has_address):
@@ -288,7 +303,7 @@ def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     embeddings = {
         p for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters(recurse=False)
     }
-    in_blocks = chain(*structure.parameters_by_block(module)[1:])
+    in_blocks = chain(*structure.parameters_by_block(module)[1:])  # the first list is of those outside of blocks
     return {p for p in in_blocks if p.dim() == 2 and p.requires_grad and p not in embeddings}
 
 

@@ -9,8 +9,8 @@ the diagonal. The sum of an element runs over columns in one order, whichever of
 are exactly symmetric, do not depend on how many matrices are multiplied at once, and repeats are equal bit for bit.
 
 Columns are taken in chunks, which stand where attention has heads: (N, chunks, R, width). The factor x has chunks of
-DEPTH columns; addend and result have chunks of SIDE columns, the side of a tile. So the kernel moves tiles as attention's
-kernels do, by TMA or by addresses. muon.py calls `takes` and, where it is True, `polynomial`.
+DEPTH columns; addend and result have chunks of SIDE columns, the side of a tile. So the kernel moves tiles as
+attention's kernels do, by TMA or by addresses. muon.py calls `takes` and, where it is True, `polynomial`.
 
 Legend: N matrices, R rows, C columns, R' columns of a result: R rounded up to whole tiles.
 """
@@ -25,9 +25,9 @@ from lmsys.attention.flash_triton_kernels import _load, _store
 from lmsys.kernels.launch import arch_of, by_tma, describable, launch
 from lmsys.measure.profile import register_kernels
 
-# The smallest number of rows, and the fewest tiles in all: below either a matmul of torch is as fast, since it is short,
-# and the host launches it sooner. Measured on an H200: one matrix of 512 rows gains nothing, 24 of them do, and so does
-# one of 1024 rows, of 36 tiles.
+# The smallest number of rows, and the fewest tiles in all: below either a matmul of torch is as fast, since it is
+# short, and the host launches it sooner. Measured on an H200: one matrix of 512 rows gains nothing, 24 of them do, and
+# so does one of 1024 rows, of 36 tiles.
 SMALLEST, FEWEST = 512, 36
 
 register_kernels(r"^_symmetric_kernel$", "matmul")  # a profile counts the kernel as a matmul
@@ -43,8 +43,8 @@ def _symmetric_kernel(
         out = alpha x xᵀ                               without ADDS
         out = alpha x xᵀ + beta addend + diagonal I    with ADDS
 
-    x, addend and out are `tiles` of `launch`: descriptors or addresses of (N, chunks, R, width), of which `_load` and
-    `_store` of attention move the tile of a matrix, a chunk and rows. `chunks` is the number of chunks of x.
+    x, addend and out come from the `tiles` of `launch`: they describe tensors (N, chunks, R, width), of which `_load`
+    and `_store` move one tile, given by its matrix, its chunk and its first row. `chunks` is the number of chunks of x.
 
     The triangle's rows of tiles are taken in pairs, the first with the last: each pair has num_tiles + 1 tiles, so
     every program finds its tile by one division.

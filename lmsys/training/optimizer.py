@@ -45,11 +45,13 @@ class AdamW(Optimizer):
     `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.
     ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
     or not floating-point, the state dict of another algorithm.
+
+    `lmsys.training.muon.Muon` derives from it: it overrides `_validate` and `_bundles`.
     """
 
     grad_factor: Tensor | None = None
     rounded: Any = None
-    # Options of a param group in a state dict that is not AdamW's.
+    # Options of a param group, and the value by which each tells that a state dict is not AdamW's.
     other_algorithms = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False, "use_muon": True}
 
     def __init__(
@@ -63,15 +65,18 @@ class AdamW(Optimizer):
         self._begin(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _begin(self, params: Iterable[Any], **defaults: Any) -> None:
+        """The work of the constructor, for this class and `Muon`, whose options differ."""
         self._plans: dict[int, tuple[list[Tensor], list[Any]]] = {}  # by param group: (tensors, their bundles)
         self._validate(**defaults)
         super().__init__(instance("params", params, Iterable), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; torch's constructor calls it for each of its groups, too. ValueError for wrong options."""
         self._validate(**{**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state, as any optimizer does. ValueError for that of another algorithm."""
         for name, other in self.other_algorithms.items():
             for group in state_dict["param_groups"]:
                 is_ours = group.get(name) is not other
@@ -79,6 +84,7 @@ class AdamW(Optimizer):
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by torch when an optimizer is unpickled, or has loaded a state dict: the kept lists are then old."""
         super().__setstate__(state)
         self._plans = {}
 
@@ -89,6 +95,7 @@ class AdamW(Optimizer):
 
     @staticmethod
     def _validate(*, lr: float, betas: Any, eps: float, weight_decay: float, **_: Any) -> None:
+        """ValueError for options of a param group that are wrong."""
         for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
             finite(name, value, least=0)
         is_pair = isinstance(betas, Sequence) and len(betas) == 2
@@ -102,6 +109,7 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # GradScaler sets the first two during its `step`, where `_step_supports_amp_scaling` is True.
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_factor
         self.grad_factor = None
         plans = list(map(self._plan, range(len(self.param_groups))))  # what is wrong raises before any change
@@ -154,7 +162,10 @@ class AdamW(Optimizer):
 
 @dataclass
 class Bundle:
-    """Parameters of one group, device and dtype, which are stepped at once."""
+    """Parameters of one group, device and dtype, which are stepped at once.
+
+    A subclass must have `step`, as `_Bundle` has it: `AdamW.step` calls it.
+    """
 
     params: list[Tensor]
 
@@ -166,7 +177,7 @@ class Bundle:
 
 @dataclass
 class _Bundle(Bundle):
-    """A bundle of AdamW: with the state, these are the lists that a multi-tensor kernel takes."""
+    """A bundle of AdamW: parameters with their state, in the lists that a multi-tensor kernel takes."""
 
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
@@ -174,7 +185,11 @@ class _Bundle(Bundle):
     kernel: Any = None  # the FusedAdamW of optimizer_triton.py, from the first step on
 
     def step(self, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
-        """Steps the parameters with a param group's options. scaling: grad_scale, found_inf and grad_factor."""
+        """Steps the parameters with a param group's options.
+
+        rounded  as in `AdamW`
+        scaling  grad_scale, found_inf and grad_factor, each a scalar tensor or None
+        """
         device, on_cuda = self.params[0].device, self.params[0].is_cuda
         moved = [None if x is None else x.to(device, non_blocking=on_cuda) for x in scaling]
         lists = self.params, self.grads(), self.exp_avgs, self.exp_avg_sqs
@@ -189,7 +204,8 @@ def _triton_step(
     bundle: _Bundle, group: dict[str, Any], rounded: Any, grad_scale: Tensor | None, found_inf: Tensor | None,
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
-    from lmsys.training.optimizer_triton import FusedAdamW
+    """Steps a bundle by our kernel. rounded: as in `AdamW`; factor: its grad_factor."""
+    from lmsys.training.optimizer_triton import FusedAdamW  # here, as it imports Triton
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs, bundle.steps
@@ -204,8 +220,9 @@ def _torch_step(
     bundle: _Bundle, group: dict[str, Any], fused: bool, grad_scale: Tensor | None, found_inf: Tensor | None,
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """Steps a bundle by torch: by its fused kernel, or by its function of many tensors (foreach)."""
     beta1, beta2 = group["betas"]
-    adamw(
+    adamw(  # the empty list is for amsgrad
         bundle.params, bundle.grads(factor), bundle.exp_avgs, bundle.exp_avg_sqs, [], bundle.steps, foreach=not fused,
         fused=fused, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
         lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
@@ -293,17 +310,20 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: bool) -> Tensor:
-    """The L2 norm of all gradients as one vector, equal on all ranks; `divided`: this rank has only parts of them."""
+    """The L2 norm of all gradients as one vector, a scalar tensor, equal on all ranks.
+
+    divided  True: this rank has only parts of the gradients, and all ranks of `group` call it
+    """
     if not divided:
         return grad_norm(parameters)
-    with torch._C.DisableTorchFunctionSubclass():  # which refuses the norm of a part
+    with torch._C.DisableTorchFunctionSubclass():  # gradients may be of the class `Part`, which refuses its norm
         square = grad_norm(parameters).to(parameters[0].device, torch.float64).square()
     torch.distributed.all_reduce(square, group=collectives.unwrapped(group))
     return square.sqrt().to(torch.promote_types(parameters[0].dtype, torch.float32))
 
 
 def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
-    """min(1, max_norm / (norm + eps)). ValueError: a negative or NaN max_norm or eps."""
+    """min(1, max_norm / (norm + eps)), a scalar tensor as norm is. ValueError: a negative or NaN max_norm or eps."""
     for name, value in dict[str, Any](max_norm=max_norm, eps=eps).items():
         hold(
             (

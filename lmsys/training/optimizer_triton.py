@@ -1,5 +1,8 @@
 """One AdamW step of many float32 tensors in Triton, for `optimizer.AdamW`, and the sums of `reproducible.exact_norm`.
 
+optimizer.py makes a `FusedAdamW` and calls its `step`; reproducible.py calls `whole_squares`. Tensors reach the kernels
+by tables: ADDRESSES, and SIZES, OWNERS and CHUNKS, which `chunks_of` returns in this order.
+
 A launch takes any number of tensors. A program owns a block of elements of one tensor, which it finds by a table of
 addresses. A step is two kernels: one counts the step and computes rates, the other updates everything. The second moves
 28 bytes for each parameter, which is what its time goes into. Its arithmetic is float32 with IEEE division and square
@@ -21,10 +24,13 @@ from torch import Tensor
 from lmsys.measure.profile import register_kernels
 
 BLOCK, NUM_WARPS = 1024, 4  # 8 elements a thread; measured: 3.80 of the H200's 4.8 TB/s, 2048 elements 3.72, 4096 3.40
-SQUARES_BLOCK = 4096
-P, G, M, V, COPY, STEP = (tl.constexpr(row) for row in range(6))  # rows of the table of addresses
+SQUARES_BLOCK = 4096  # elements of a program of `whole_squares`
+# Rows of the table of addresses of a step, (6, num_tensors) int64: parameter, gradient, the two moments, rounded copy
+# (0 if there is none) and step counter.
+P, G, M, V, COPY, STEP = (tl.constexpr(row) for row in range(6))
 COPIES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # dtypes of the rounded copies of parameters
 
+# The kinds that a profile counts the kernels as.
 register_kernels(r"^_adamw_(rates_)?kernel$", "elementwise")
 register_kernels(r"^_whole_squares_kernel$", "reduction")
 
@@ -33,13 +39,20 @@ register_kernels(r"^_whole_squares_kernel$", "reduction")
 def _address(
     ADDRESSES, row: tl.constexpr, tensor, num_tensors, ALIGNED: tl.constexpr, dtype: tl.constexpr = tl.float32
 ):
+    """The pointer to the first element of a tensor in a row of the table, but that of step counters.
+
+    ALIGNED: all tensors of these rows begin at multiples of 16 bytes.
+    """
     pointer = tl.load(ADDRESSES + row * num_tensors + tensor).to(tl.pointer_type(dtype))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit
 def _adamw_rates_kernel(ADDRESSES, RATES, FOUND_INF, num_tensors, lr, log2_beta1, log2_beta2, BLOCK_N: tl.constexpr):
-    """Adds 1 to every step counter, and leaves lr / (1 - β1ᵗ) and 1 / √(1 - β2ᵗ) in RATES (2, num_tensors)."""
+    """Adds 1 to every step counter, and leaves lr / (1 - β1ᵗ) and 1 / √(1 - β2ᵗ) in RATES (2, num_tensors).
+
+    FOUND_INF  None, or GradScaler's scalar: if it is 1, the step is skipped
+    """
     if FOUND_INF is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
         if tl.load(FOUND_INF) == 1:
             return
@@ -58,6 +71,10 @@ def _update(
     p_at, g_at, m_at, v_at, copy_at, copied, mask, GRAD_SCALE, FACTOR,
     rate, root, decay, beta1, rest1, beta2, rest2, eps,
 ):  # fmt: skip
+    """Steps the elements at the pointers p_at to v_at, and writes their rounded copy to copy_at if `copied`.
+
+    rate, root  what `_adamw_rates_kernel` has left for this tensor; the others as in `_adamw_kernel`
+    """
     p, m, v = tl.load(p_at, mask=mask), tl.load(m_at, mask=mask), tl.load(v_at, mask=mask)
     g = tl.load(g_at, mask=mask)
     if GRAD_SCALE is not None:
@@ -82,9 +99,12 @@ def _adamw_kernel(
     ADDRESSES, SIZES, OWNERS, CHUNKS, RATES, GRAD_SCALE, FACTOR, FOUND_INF, num_tensors,
     decay, beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COPY_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """decay = lr weight_decay, rest = 1 - β. GRAD_SCALE and FOUND_INF may be None, and so may FACTOR, by which
-    gradients are multiplied as they are read, but not in memory. COPY_DTYPE: that of copies of parameters, which are
-    written where their address is not 0; None without any."""
+    """Steps the block of elements that this program owns.
+
+    decay is lr weight_decay, and rest1 and rest2 are 1 - β. GRAD_SCALE and FOUND_INF may be None, and so may FACTOR, by
+    which gradients are multiplied as they are read, but not in memory. COPY_DTYPE: the dtype of rounded copies of
+    parameters, which are written where their address is not 0; None if no parameter has a copy.
+    """
     if FOUND_INF is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
         if tl.load(FOUND_INF) == 1:
             return
@@ -139,7 +159,7 @@ class FusedAdamW:
         copies            by parameter a contiguous copy, all of one narrow dtype, that is written as well; or None
         group             the param group, with lr, betas, eps and weight_decay
         scale, found_inf  GradScaler's scalar tensors, or None
-        factor            of gradients as they are read, a scalar tensor or None
+        factor            multiplies gradients as they are read: a scalar tensor or None
         """
         *updated, counters = lists
         written = [copy for copy in copies if copy is not None]
@@ -166,6 +186,7 @@ class FusedAdamW:
         The copy may still read pinned memory when this returns; torch's allocator reuses it only after the copy."""
         if addresses == self._addresses:
             return
+        # Without the step counters, which are scalars. The bitwise or is a multiple of 16 if every address is.
         self._addresses, self._aligned = addresses, reduce(or_, addresses[: -len(self.sizes)]) % 16 == 0
         table = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.rates.is_cuda)
         self._table = table.to(self.rates.device, non_blocking=True)
@@ -173,7 +194,11 @@ class FusedAdamW:
 
 @triton.jit
 def _whole_squares_kernel(ADDRESSES, SIZES, OWNERS, CHUNKS, SCALES, SUMS, BLOCK: tl.constexpr):
-    """Adds whole numbers, whose sum is the same in any order, so that programs may add to one place as they end."""
+    """Adds to SUMS (2,), for the block that this program owns, what `whole_squares` returns for all.
+
+    The numbers are whole, and their sum is the same in any order, so that programs may add to one place as they end.
+    ADDRESSES (num_tensors) int64 are those of the tensors; SCALES is `scales`.
+    """
     tensor = tl.load(OWNERS + tl.program_id(0))
     first = tl.load(CHUNKS + tl.program_id(0)).to(tl.int64) * BLOCK
     left = tl.load(SIZES + tensor) - first
@@ -188,7 +213,7 @@ def _whole_squares_kernel(ADDRESSES, SIZES, OWNERS, CHUNKS, SCALES, SUMS, BLOCK:
 
 
 def whole_squares(tensors: Sequence[Tensor], scales: Tensor) -> Tensor:
-    """The sums (2,) int64 that `lmsys.training.reproducible._whole_squares` describes.
+    """The sums (2,) int64 of `lmsys.training.reproducible._whole_squares`, which says what they are.
 
     tensors  float32 and contiguous
     scales   (2,) float64, on their device

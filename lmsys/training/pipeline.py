@@ -1,4 +1,5 @@
-"""From text to a trained model, in steps that each leave their result in the run's folder.
+"""From text to a trained model, in steps: tokenizer, tokenize and train leave their results in the run's folder, and
+evaluate and generate print what they find.
 
 `lmsys train` calls `run` on every rank. A step is a function of a `RunContext`; its name is in STEPS, and `_take` calls
 it.
@@ -30,6 +31,7 @@ from lmsys.training.run_context import RunContext
 DATA_STEPS = ("tokenizer", "tokenize")
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
 STEPS = (*WRITERS, "evaluate", "generate")
+# What a run writes in its output.
 FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "log.jsonl.replaced", "config.json")
 OF_A_RANK = ("train.threads", "data.processes")  # settings that may differ between ranks
 
@@ -37,14 +39,15 @@ OF_A_RANK = ("train.threads", "data.processes")  # settings that may differ betw
 def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> int:
     """Runs the steps, and returns the exit code: 0, or 128 + the number of the signal that interrupted training.
 
-    skip_data  take tokenizer and tokens as they are. ValueError for settings that cannot be, before any work.
+    skip_data  True: the steps tokenizer and tokenize are left out, and what they made earlier is taken as it is
+    ValueError for settings that cannot be, before any work.
     """
-    doing.now(doing.AT_FIRST)
+    doing.now(doing.AT_FIRST)  # the line that errors show, until a step begins
     world_size, rank = collectives.size_and_rank(None)
     context = RunContext(config, rank, world_size)
     _agree(config, steps, skip_data)
     config.train.accumulation(world_size)  # a ValueError comes here, not after the data has been made
-    STRATEGIES.select([config.train.strategy])
+    STRATEGIES.select([config.train.strategy])  # ValueError for a strategy that is not known
     if "train" in steps:
         possible.plan(config, context.device)
         if "tokenize" in steps and not skip_data and Path(config.data.corpus).is_file():
@@ -55,7 +58,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
         if set(WRITERS) & set(steps):
             _check_folder(config.folder)
             if rank == 0:
-                ending.callback(files.claim(config.folder / "log.jsonl"))
+                ending.callback(files.claim(config.folder / "log.jsonl"))  # one run at a time writes in the output
         left = [step for step in steps if not (skip_data and step in DATA_STEPS)]
         return _take(context, left, alone=len(steps) == 1)
 
@@ -73,7 +76,10 @@ def _check_folder(folder: Path) -> None:
 
 
 def _take(context: RunContext, steps: list[str], alone: bool) -> int:
-    """Runs the steps in order, and returns the exit code. alone: the only step asked for does its work anew."""
+    """Runs the steps in order, and returns the exit code.
+
+    alone  True: one step was asked for; `tokenizer` and `tokenize` then make their result anew even if one is there
+    """
     if "train" in steps:
         saved = checkpoint.newest(context.checkpoints, verified=False)
         if saved is not None:
@@ -89,7 +95,7 @@ def _take(context: RunContext, steps: list[str], alone: bool) -> int:
     if "train" in steps:
         doing.now("at the beginning of 'train'")
         outcome = train_model(context)
-        if outcome.why.startswith("SIG"):
+        if outcome.why.startswith("SIG"):  # the name of a signal
             return 128 + signal.Signals[outcome.why]
     for step, function in (("evaluate", evaluate_model), ("generate", print_sample)):
         if step in steps:
@@ -129,7 +135,7 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
         context.say(
             f"training a tokenizer of {vocab_size:,} tokens on {sum(file.size for file in corpus.train) / 1e6:,.1f} MB"
         )
-        tokenizer = train(corpus.train, vocab_size, [corpora.END_OF_TEXT], context.processes)
+        tokenizer = train(corpus.train, vocab_size, [corpora.END_OF_TEXT], processes=context.processes)
         saved = None if anew else checkpoint.newest(context.checkpoints, verified=False)
         values.hold(
             (
@@ -158,11 +164,13 @@ def make_tokens(context: RunContext, anew: bool) -> None:
         None,
     )
     if not anew:
-        before = _read(folder / "made.json") or {}
+        before = _read(folder / "made.json") or {}  # it has what is in `made`, and the number of shards
         if before | made == before:
             return
         possible.check_text(context.config, corpus, tokenizer)
-    engine = engines.choose(context.config.data.engine, tokenizer, corpus.files, context.processes, context.say)
+    engine = engines.choose(
+        context.config.data.engine, tokenizer, corpus.files, threads=context.processes, say=context.say
+    )
     by = f" by {engine.name}" if engine else ""
     context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB{by}")
     context.wait()  # all have read made.json
@@ -184,12 +192,14 @@ def train_model(context: RunContext) -> loop.Outcome:
     """Trains to the end, from the newest checkpoint if there is one. Returns how it ended."""
     config, tokenizer = context.config, context.tokenizer()
     source, windows = _data(context, tokenizer)
-    # Rank 0 alone looks for it, as that reads every file.
+    # Rank 0 alone looks for the newest checkpoint, as it reads all files of one to verify it.
     saved = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
     (manifest, *_) = collectives.gather_objects(saved and saved.manifest, None)
     if context.rank > 0 and manifest is not None:
         saved = checkpoint.read(manifest)
-    trainer = loop.Trainer(config, source, windows, context.device, saved, {"tokenizer": tokenizer.fingerprint})
+    trainer = loop.Trainer(
+        config, source, windows, context.device, saved=saved, facts={"tokenizer": tokenizer.fingerprint}
+    )
     if saved is not None:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
         context.say(f"going on from {saved.manifest}, step {trainer.step:,}{done}")
@@ -217,7 +227,7 @@ def train_model(context: RunContext) -> loop.Outcome:
 
 
 def evaluate_model(context: RunContext) -> None:
-    """Prints the newest checkpoint's loss on the held-out windows, and that of a unigram model."""
+    """Prints the newest checkpoint's loss on the held-out windows, and that of a unigram model. Rank 0 calls it."""
     config, tokenizer = context.config, context.tokenizer()
     source, windows = _data(context, tokenizer)
     model, step = _trained(context, tokenizer)
@@ -230,7 +240,7 @@ def evaluate_model(context: RunContext) -> None:
 
 
 def print_sample(context: RunContext) -> None:
-    """Prints how the newest checkpoint continues the prompt."""
+    """Prints how the newest checkpoint continues the prompt. Rank 0 calls it."""
     config, tokenizer = context.config.generate, context.tokenizer()
     model, step = _trained(context, tokenizer)
     prompt = _prompt(context, tokenizer)
@@ -257,7 +267,7 @@ def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
 
 
 def _tell_outcome(context: RunContext, trainer: loop.Trainer, outcome: loop.Outcome) -> None:
-    """Prints how a training ended that a signal or its time has stopped."""
+    """Prints how a training ended that a signal or train.max_seconds has stopped; nothing where all steps are done."""
     if outcome.why.startswith("SIG"):
         context.say(
             f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there"
@@ -296,7 +306,7 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
     valid = data.TokenFiles(data.shards(folder / "valid.npy", made["shards"]), tokenizer)
     return source, data.fixed_windows(
         valid, config.model.context_length, config.evaluate.windows,
-        valid.end_of_text if config.data.packing == "documents" else None,
+        end_of_text=valid.end_of_text if config.data.packing == "documents" else None,
     )  # fmt: skip
 
 

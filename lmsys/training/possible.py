@@ -1,7 +1,8 @@
 """Decides how a training runs here, from its settings and the machine alone, and refuses one that cannot run.
 
-The pipeline calls `plan` before any work, and the training loop acts on it. A setting that does not go with
-another, or with a strategy's traits, is refused in `_check_strategy`.
+The pipeline calls `plan` before any work, so that settings are refused early; the training loop calls it again, and
+acts on its result. The pipeline calls `check_text`, too. A setting that does not go with another, or with a strategy's
+traits, is refused in `_check_strategy`.
 """
 
 from typing import Any
@@ -42,6 +43,7 @@ def plan(
 def _execution(
     config: RunConfig, row: registry.Entry, traits: StrategyTraits, group: collectives.Group
 ) -> prepare.Execution:
+    """What `prepare` takes, from the settings and the strategy's row with its traits."""
     train, options = config.train, dict[str, Any]()
     if train.bucket_mb is not None:
         options["bucket_mb"] = train.bucket_mb
@@ -51,10 +53,10 @@ def _execution(
     # Graphs of several blocks add in another order, and leave strategies no place for hooks between blocks.
     one_a_graph = train.reproducible or traits.synchronizes
     return prepare.Execution(
-        row,
-        options,
-        train.precision,
-        blocks,
+        strategy=row,
+        options=options,
+        precision=train.precision,
+        blocks=blocks,
         compiler={
             "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
             "fullgraph": config.data.packing != "documents",  # attention on packed documents breaks a graph
@@ -106,7 +108,10 @@ def _check_strategy(
 
 
 def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
-    """ValueError where ranks would have to accumulate micro-batches, and the strategy is not `able` to."""
+    """ValueError where ranks would have to accumulate micro-batches, and the strategy is not `able` to.
+
+    `plan` calls it with the strategy's trait, and the training loop with what the strategy's class turns out to have.
+    """
     train = config.train
     values.hold(
         (
@@ -122,6 +127,7 @@ def _fitted(
 ) -> ModelConfig:
     """The model's config; checkpoint_blocks="fit" is replaced by the levels that fit.
 
+    batch_size  sequences of a rank's forward
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
     """
     model, train = config.model, config.train
@@ -140,11 +146,14 @@ def _fitted(
         ),
     )
     memory = prepare.gpu_memory() if train.memory_gib is None else train.memory_gib * 2**30
-    return prepare.fitted(model, execution, batch_size, memory, micro_batches > 1)
+    return prepare.fitted(model, execution, batch_size, memory, accumulates=micro_batches > 1)
 
 
 def check_attention(config: RunConfig, batch_size: int, device: torch.device) -> None:
-    """ValueError, with the rows that can, where model.attention cannot train with these settings on this device."""
+    """ValueError, with the rows that can, where model.attention cannot train with these settings on this device.
+
+    batch_size  sequences of a rank's forward
+    """
     model, train, packed = config.model, config.train, config.data.packing == "documents"
     case = transformer.attention_case(
         model, batch_size, model.context_length, MATMUL_DTYPES[train.precision], device, grad=True, documents=packed
@@ -174,13 +183,15 @@ def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
         return str(error)
 
 
-LONG = 100  # more bytes than the tokens of any text have on average
+# More bytes than the tokens of any text have on average: `check_text` does not tokenize a text that has so many for
+# each token of a sequence.
+LONG = 100
 
 
 def check_text(config: RunConfig, corpus: corpora.Corpus, tokenizer: Tokenizer | None = None) -> None:
     """ValueError where the text to train on, or that for validation, is shorter than a sequence.
 
-    Without a tokenizer bytes are counted, of which each token has one or more.
+    Without a tokenizer its bytes are counted, as each token has one or more of them.
     """
     least, unit = config.model.context_length + 1, "tokens" if tokenizer else "bytes"
     for part, files in (("to train on", corpus.train), ("for validation", corpus.valid)):

@@ -69,6 +69,7 @@ def fitted(
     """
     traits, group = StrategyTraits.of(execution.strategy), execution.group
     stage = max(traits.zero_stage or 0, int(execution.sharded_optimizer))
+    # Gradients are in memory before a backward: of earlier micro-batches, or in the buffers of a strategy.
     stay = accumulates or (traits.synchronizes and stage < 3)
     return fit(
         config, batch, config.context_length, execution.precision, min(collectives.gather_objects(memory, group)),
@@ -98,7 +99,10 @@ class Prepared(NamedTuple):
             return self.strategy(*inputs)
 
     def gradients(self, graph: bool = False) -> Callable[..., Tensor]:
-        """A function that sets gradients to the mean of all ranks' and returns the loss; `graph`: as one CUDA graph."""
+        """A function of a batch that sets gradients to the mean of all ranks' and returns the loss. Benchmarks call it.
+
+        graph  True: it is a `GraphedGradients`, which replays one CUDA graph
+        """
         compute = gradients.backward_of(self.loss, self.strategy.finish)
         if not graph:
             return compute
@@ -130,7 +134,10 @@ def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.Ada
 
 
 def run_blocks(model: Any, blocks: str, **compiler: Any) -> None:
-    """Makes the model run its blocks compiled or fused from now on; "eager" changes nothing."""
+    """Makes the model run its blocks compiled or fused from now on; "eager" changes nothing.
+
+    blocks, compiler  as in `Execution`
+    """
     if blocks == "fused":
         model.fuse_blocks()
     elif blocks == "compiled":
@@ -139,4 +146,5 @@ def run_blocks(model: Any, blocks: str, **compiler: Any) -> None:
 
 def autocast(precision: str, device: str) -> torch.autocast:
     """The context of a forward on a device of this type, "cpu" or "cuda"."""
+    # With a precision that needs no autocast the dtype is not used.
     return torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)

@@ -45,22 +45,26 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 class Tree:
-    """Adds lists of gradients in pairs, pairs in pairs, and so on, in the order in which they come."""
+    """Adds lists of gradients in pairs, pairs in pairs, and so on, in the order in which they come.
+
+    On one rank `lmsys.training.gradients.Gradients` adds the gradients of each leaf to it.
+    """
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor | None]]] = []  # (how many leaves, their sum)
 
     def add(self, gradients: list[Tensor | None]) -> None:
+        """Adds the gradients of a leaf, by parameter; None: the leaf did not use the parameter."""
         count = 1
         while self._sums and self._sums[-1][0] == count:
             _, before = self._sums.pop()
-            both = zip(before, gradients, strict=True)  # None: the parameter was not used
+            both = zip(before, gradients, strict=True)
             gradients, count = [b if a is None else a if b is None else a + b for a, b in both], 2 * count
         self._sums.append((count, gradients))
 
     @property
     def total(self) -> list[Tensor | None]:
-        """The sum of all lists; their number must be a power of two."""
+        """The sum of all lists, None for a parameter that no leaf used. The number of lists must be a power of two."""
         ((_, gradients),) = self._sums
         return gradients
 
@@ -70,13 +74,15 @@ def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, div
 
     count    elements of the whole gradient on all ranks, or more
     divided  True: the ranks of `group` have parts of it, and their sums are added
-    inf where a gradient is not finite. Each square is rounded down to a multiple of 2^(-124) count^2 of the largest.
+    It is inf where a gradient is not finite. Each square is rounded down, by less than 2^(-120) count² times the
+    largest square of all.
     """
     gradients = [x for x in gradients if x.numel()]
     device = gradients[0].device if gradients else torch.device("cpu")
     largest = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
-        with torch._C.DisableTorchFunctionSubclass():  # which refuses the norm of a part
+        # Under some strategies gradients are of the class `Part`, a part of a gradient, which refuses norms.
+        with torch._C.DisableTorchFunctionSubclass():
             largest = torch.stack(torch._foreach_norm(list(gradients), math.inf)).max().double()
         largest.nan_to_num_(nan=math.inf, posinf=math.inf)  # NCCL's maximum may pass over NaN
     if divided and size_and_rank(group)[0] > 1:
@@ -85,8 +91,9 @@ def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, div
     if top == 0 or not math.isfinite(top):
         return top
     room = BITS - math.ceil(math.log2(max(2, count)))  # bits of one square
+    # Scales that make numbers below 2^room: the first of squares, the second of what their whole parts leave.
     first = math.ldexp(1.0, room - 2 * math.frexp(top)[1])
-    second = math.ldexp(1.0, room)  # of what the first leaves, less than 1
+    second = math.ldexp(1.0, room)
     sums = _whole_squares(gradients, torch.tensor([first, second], dtype=torch.float64, device=device))
     if divided and size_and_rank(group)[0] > 1:
         torch.distributed.all_reduce(sums, group=group)
@@ -95,8 +102,11 @@ def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, div
 
 
 def _whole_squares(gradients: Sequence[Tensor], scales: Tensor) -> Tensor:
-    """(2,) int64: the sums of the whole parts of all squares times the first scale, and of what they leave times the
-    second. On CUDA in one launch."""
+    """(2,) int64: two sums over all elements.
+
+    A square is multiplied by scales[0]. The first sum is that of the whole parts of these products. The rest of each,
+    below 1, is multiplied by scales[1]; the second sum is that of the whole parts of these. On CUDA it is one launch.
+    """
     if scales.is_cuda and HAS_TRITON and all(x.dtype == torch.float32 and x.is_contiguous() for x in gradients):
         from lmsys.training.optimizer_triton import whole_squares
 

@@ -1,7 +1,8 @@
-"""The context of each step of `lmsys train`: settings, this rank, and the text and the tokenizer that settings name.
+"""What the stages of `lmsys train` share: settings, this rank, and the text and the tokenizer that settings name.
 
-`pipeline.run` makes a `RunContext` on each rank and hands it to every step. The steps are functions in `pipeline.py`. A
-property or method that several steps need is added here.
+A stage is what the command calls a step: tokenizer, tokenize, train, evaluate or generate. It is a function in
+`pipeline.py`. `pipeline.run` makes a `RunContext` on each rank and hands it to every stage. A property or method that
+several stages need is added here.
 """
 
 import os
@@ -25,7 +26,7 @@ DOWNLOAD_LINES_S = 5.0  # seconds between two lines on the progress of a downloa
 
 @dataclass(frozen=True)
 class RunContext:
-    """The settings of a run and this process's rank among `world_size`, with what steps derive from them."""
+    """The settings of a run and this process's rank among `world_size`, with what stages derive from them."""
 
     config: RunConfig
     rank: int
@@ -63,8 +64,8 @@ class RunContext:
     def autocast(self) -> Callable[[], torch.autocast]:
         """A function that makes the autocast context of a forward in the run's precision.
 
-        Steps outside training (samples, evaluation) run the forward under training's autocast too: the attention row
-        may not support the dtype without it.
+        The stages `evaluate` and `generate` run the forward under training's autocast, too: without it the attention
+        row may not support the dtype.
         """
         return partial(prepare.autocast, self.config.train.precision, self.device.type)
 
@@ -80,7 +81,7 @@ class RunContext:
             torch.distributed.barrier()
 
     def corpus(self) -> corpora.Corpus:
-        """The text that the settings name, made or downloaded where it is missing, with lines on the progress."""
+        """The text that the settings name, made or downloaded where it is missing; a download prints its progress."""
         last_line_s = time.monotonic()
 
         def tell(what: str, done: int, total: int) -> None:

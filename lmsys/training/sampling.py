@@ -20,9 +20,9 @@ def get_batch(
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets, (B, S) int64 on `device`: the targets are the inputs' next tokens.
 
-    ids is a row of token ids in memory, or a memory map, in any integer dtype. Starts are uniform over the windows of
-    S + 1 ids, drawn by `generator`, a CPU generator, or torch's own. ValueError for ids that are no such row or too
-    few, and for sizes below 1.
+    ids        a row of token ids in memory, or a memory map, in any integer dtype
+    generator  a CPU generator, which draws the starts uniformly over the windows of S + 1 ids; None: torch's own
+    ValueError for ids that are no such row or too few, and for sizes below 1.
     """
     values.counts(batch_size=batch_size, context_length=context_length)
     values.instance("generator", generator, torch.Generator | None)

@@ -29,7 +29,7 @@ class StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
-        self._numbers, self._written = os.pipe()
+        self._numbers, self._written = os.pipe()  # into the pipe Python's C code writes the number of each signal
         os.set_blocking(self._written, False)
         self._written_before = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -40,9 +40,10 @@ class StopSignals:
         signal.set_wakeup_fd(self._written_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.close(self._written)
+        os.close(self._written)  # which ends the thread of `_watch`
 
     def _note(self, number: int, _: Any) -> None:
+        """The handler of both signals: notes the first, and raises KeyboardInterrupt on a second one after AGAIN_S."""
         now = time.monotonic()
         if not self.seen:
             self.seen, self._seen_at_s = number, now
