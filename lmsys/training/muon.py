@@ -80,7 +80,7 @@ class Muon(AdamW):
     matrix, a state dict of which a group has another `use_muon`, or none.
     """
 
-    # What `AdamW.load_state_dict` refuses, but for groups with `use_muon`.
+    # As in `AdamW`, but `use_muon` is an option of this class.
     other_algorithms = {name: other for name, other in AdamW.other_algorithms.items() if name != "use_muon"}
     _step_supports_amp_scaling = False  # read by GradScaler, which then unscales and skips itself
     takes_whole_matrices = True  # read by `Fsdp.make_optimizer`, which then gives `flats`
@@ -303,7 +303,7 @@ def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     embeddings = {
         p for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters(recurse=False)
     }
-    in_blocks = chain(*structure.parameters_by_block(module)[1:])  # the first list is of those outside of blocks
+    in_blocks = chain(*structure.parameters_by_block(module)[1:])  # the first list: in no block or several
     return {p for p in in_blocks if p.dim() == 2 and p.requires_grad and p not in embeddings}
 
 

@@ -204,7 +204,7 @@ def _triton_step(
     bundle: _Bundle, group: dict[str, Any], rounded: Any, grad_scale: Tensor | None, found_inf: Tensor | None,
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Steps a bundle by our kernel. rounded: as in `AdamW`; factor: its grad_factor."""
+    """Steps a bundle by our kernel. rounded, factor: `rounded` and `grad_factor` of `AdamW`."""
     from lmsys.training.optimizer_triton import FusedAdamW  # here, as it imports Triton
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
@@ -220,7 +220,10 @@ def _torch_step(
     bundle: _Bundle, group: dict[str, Any], fused: bool, grad_scale: Tensor | None, found_inf: Tensor | None,
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Steps a bundle by torch: by its fused kernel, or by its function of many tensors (foreach)."""
+    """Steps a bundle by torch: by its fused kernel, or by its function of many tensors (foreach).
+
+    factor  `grad_factor` of `AdamW`
+    """
     beta1, beta2 = group["betas"]
     adamw(  # the empty list is for amsgrad
         bundle.params, bundle.grads(factor), bundle.exp_avgs, bundle.exp_avg_sqs, [], bundle.steps, foreach=not fused,
