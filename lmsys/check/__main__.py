@@ -48,11 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
         options = question.Options(
             head_dim=given.head_dim, grad=not given.forward, dtypes=dtypes, seed=given.seed, layout=given.layout
         )
-        if given.all:
-            return _check_all(options, [given.kind] if given.kind else list(KINDS), given.json)
-        return int(
-            processes.in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S)
-        )
+        if not given.all:
+            return int(
+                processes.in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S)
+            )
     except ValueError as error:
         print(f"lmsys check: error: {error}", file=sys.stderr)
         return commands.USAGE
@@ -61,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         row = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
         print(json.dumps(row) if given.json else f"wrong\n\n{given.target}: {reason}")
         return WRONG
+    return _check_all(options, [given.kind] if given.kind else list(KINDS), given.json)
 
 
 def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -> int:

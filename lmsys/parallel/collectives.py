@@ -182,15 +182,18 @@ class Agreement:
     """
 
     def __init__(self, group: Group, blank: Callable[[int], None]):
-        self._group, self._blank = group, blank
+        self._group, self._blank, self._are_apart = group, blank, False
         # Numbers: of the known order, of the last step, of this step.
         self._order, self._before, self._since = list[int](), list[int](), list[int]()
 
     def on(self, number: int) -> None:
         """Called before the collective of this number; a number below 0 stands for no collective.
 
-        RuntimeError on all ranks unless all have the same number.
+        RuntimeError on all ranks unless all have the same number, and from then on in every call: a rank may still have
+        collectives to begin, as at the end of the forward that the error has ended, in which others would not join.
         """
+        if self._are_apart:
+            raise RuntimeError(APART)
         rest = self._order[len(self._since) :]
         if len(self._since) < LONGEST:
             self._since.append(number)
@@ -204,7 +207,7 @@ class Agreement:
         extremes = torch.tensor([number, -number, len(rest), -len(rest)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=unwrapped(self._group))
         if extremes.sum():
-            self._since = []
+            self._are_apart = True
             raise RuntimeError(APART)
 
     def end(self) -> None:

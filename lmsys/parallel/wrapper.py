@@ -333,12 +333,11 @@ class Wrapper(nn.Module):
             arrived.synchronize()
         means = flags.tolist()
         changed, history, square = means[:3]
-        if changed > 0:
+        # One rank that differs by 1 gives a variance of at least 0.5 / world_size.
+        if changed > 0 or square - history**2 > 0.1 / self.world_size:
             self._flags_before = None
-            raise _changed(collectives.gather_objects(self._change, self.group))
-        if square - history**2 > 0.1 / self.world_size:  # one rank that differs by 1 gives at least 0.5 / world_size
-            self._flags_before = None
-            raise RuntimeError(collectives.APART)
+            changes = collectives.gather_objects(self._change, self.group) if changed > 0 else []
+            raise _changed(changes) if changes else RuntimeError(collectives.APART)
         return means
 
 

@@ -201,6 +201,17 @@ TWO_FLATS = Graph(  # trained and frozen parameters outside of all blocks
     ((Call("call", 0), Call("reentrant", 1, returns="pair"), Call("call", 1)),), ("mlp", "frozen"), "attributes", True
 )
 COMPLEX = Graph(((Call("call", 0), Call("call", 1)),), ("complex", "complex"))
+# Ranks find themselves apart within a forward, at whose end one of them would gather more blocks than the other.
+APART_IN_A_FORWARD = Graph(
+    (
+        (Call("call", 0),),
+        (Call("own", -3), Call("call", -1), Call("call", -3, (2,), "stored"), Call("call")),
+        (Call("reentrant", -3), Call("reentrant", 3, (-2,)), Call("detach", 2)),
+    ),
+    ("normed", "deep", "half", "half"),
+    holder="reversed",
+    outside=False,
+)
 FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("overlapped", Graph(((Call("own", 0), Call("reentrant", 0)),), ("mlp",), tied=True), ["step", "step"]),
     ("fsdp", Graph(((Call("twice", 0), Call("twice", 1)),)), ["step", "step"]),
@@ -215,6 +226,7 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("zero1", Graph((PLAIN,)), ["compile_the_wrapper"] * 3),  # from the second step on
     ("naive", COMPLEX, ["step"]),
     ("overlapped", COMPLEX, ["step"]),
+    ("fsdp", APART_IN_A_FORWARD, ["sync_then_not"]),
 )
 
 
