@@ -9,10 +9,10 @@ The reference is `naive` in float64 on the same quantised inputs. A tensor x of 
     max|x - ref| <= 2 max|naive_t - ref| + 2 max|(ref + 0.3 - 0.3) - ref| + 4 eps max(1, max|ref|)
 
 with naive_t, the middle term and eps in t: twice what plain PyTorch of that dtype loses itself. The log-sum-exp is
-judged as float32; so is a float64 result, as the reference is no more exact than that. The budget of o has eps32 / 2
-√K max|ref| more, since a sum that adds the products of K keys one after another is rounded K times, each time by at
-most eps32 / 2. Where one query sees a key of large weight early, the error of o is that of one such sum, and plain
-PyTorch's error may by chance be far smaller.
+judged as float32; so is a float64 result, as the reference is no more exact than that. The budget of a float32 o has
+eps32 / 2 max √n |ref| more, with the n keys that a query sees: a sum that adds their products one after another is
+rounded n times, each time by at most eps32 / 2. Where one query sees a key of large weight early, its error is that of
+one such sum, and plain PyTorch's may by chance be far smaller.
 
 A flash backward makes errors that naive does not. The budget allows for them; they matter in float32, not in bfloat16.
 P is recomputed as exp(score - lse), so the budget of dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may
@@ -263,15 +263,19 @@ class Oracle:
         others = {name: ref for name, ref in self.reference.items() if name != "lse"}
         self.budget = {name: _budget(ref, plain[name], self.dtype) for name, ref in others.items()}
         self.budget["lse"] = _budget(_finite(self.reference["lse"]), _finite(plain["lse"]), torch.float32)
-        self.budget["o"] += torch.finfo(torch.float32).eps / 2 * math.sqrt(case.keys) * _norm_max(self.reference["o"])
         if spot:
             self.budget["o"] += self._exponent("o")
+        elif self.dtype == torch.float32:  # a sum over the keys that a query sees: P > 0
+            self.budget["o"] += (torch.finfo(torch.float32).eps / 2) * max(
+                _norm_max((p > 0).sum(dim=-1, keepdim=True).sqrt() * self.reference["o"][units, :, rows])
+                for units, rows, *_, p in self._probabilities()
+            )
         if self.grad:
             for name, more in self._recomputing().items():
                 self.budget[name] += more
         self._bounds: dict[str, Tensor] = {}
-        far = self._pattern.alibi is not None and self.dtype == torch.float32  # |lse| may be hundreds
-        if self.grad and (far or (spot and spot.extreme)):
+        # Under ALiBi |lse| may be hundreds.
+        if self.grad and ((self._pattern.alibi is not None and self.dtype == torch.float32) or (spot and spot.extreme)):
             self._bounds = self._bounds_of_gradients()
         if spot and spot.extreme:
             self._bounds["o"] = self._bound_of_o(merges=case.queries <= FEW_QUERIES)
@@ -288,9 +292,8 @@ class Oracle:
         inf where an output holds NaN or inf. `rms` adds the root-mean-square rule, the larger ratio counts.
         """
         ratios = self.judge({name: self._pick(x) for name, x in outputs.items()}, rms)
-        if "lse" in outputs:
-            outputs = outputs | {"lse": _finite(outputs["lse"])}
-        return {name: ratio if bool(outputs[name].isfinite().all()) else math.inf for name, ratio in ratios.items()}
+        finite = {name: bool((_finite(x) if name == "lse" else x).isfinite().all()) for name, x in outputs.items()}
+        return {name: ratio if finite[name] else math.inf for name, ratio in ratios.items()}
 
     def judge(self, picked: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
         """`error_ratios` of outputs that hold only the sampled heads, or the spot, as `pick` gives them."""

@@ -29,7 +29,8 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
         raise ValueError(f"{name}={shortly(value)} must be a whole number")
     if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name}={shortly(value)} must be {_bounds(least, most)}")
-    hold((most is not None or number.bit_length() <= 64, f"{name}={shortly(value)} must have at most 64 bits"))
+    if most is None and number.bit_length() > 64:  # torch.compile could not trace the message of a `hold`
+        raise ValueError(f"{name}={shortly(value)} must have at most 64 bits")
     return number
 
 

@@ -124,7 +124,8 @@ def attention(
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         result = row(q4, k4, v4, scale=scale, **options)
     o = result[0] if return_lse else result
-    o = o if q.dim() == 4 else o.reshape(*q.shape[:-1], v.shape[-1])  # a view of the same shape would cost the host
+    # A view of the same shape would cost the host time.
+    o = o if o.shape == (*q.shape[:-1], v.shape[-1]) else o.reshape(*q.shape[:-1], v.shape[-1])
     return (o, result[1].reshape(q.shape[:-1])) if return_lse else o
 
 

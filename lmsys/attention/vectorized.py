@@ -27,26 +27,30 @@ def vectorized(
 
     A `pattern` replaces `causal`. Unlike `naive` it scales q instead of the scores, folds the G query heads of a key
     head into the rows of one matmul instead of repeating keys, masks in place, and keeps one (Q, K) matrix for the
-    backward, the softmax. With `pattern.return_lse` the result is (o, log-sum-exp (B, H, Q)).
+    backward, the softmax; two of them where scores are wider than v. With `pattern.return_lse` the result is
+    (o, log-sum-exp (B, H, Q)).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pattern, blind = pattern or PLAIN[causal], None
     num_kv_heads, num_queries, num_keys = k.shape[1], q.shape[2], k.shape[2]
     rows = (contract.for_scores(q) * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
-    scores = rows @ contract.for_scores(k).mT  # (B, Hkv, G * Q, K)
+    # (B, Hkv, G * Q, K), and under ALiBi at least float32, as in `naive.masked_scores`
+    scores = (rows @ contract.for_scores(k).mT).to(
+        rows.dtype if pattern.alibi is None else torch.promote_types(rows.dtype, torch.float32)
+    )
     if pattern.softcap is not None:
         scores = torch.tanh(scores / pattern.softcap) * pattern.softcap
     # (B, H, Q, K), a view of `scores`: what is written into it in place changes them, too.
     by_head = scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
     added = pattern.added(slice(0, num_queries), slice(0, num_keys), torch.promote_types(scores.dtype, torch.float32))
-    if added is not None:  # under ALiBi scores become float32, as in `naive.masked_scores`
-        by_head = by_head.add_(added) if pattern.alibi is None else by_head + added
+    if added is not None:
+        by_head += added
     if pattern.hides:
         seen, blind = pattern.seen_and_blind(num_queries, num_keys, q.device)
         by_head.masked_fill_(~seen, float("-inf"))
-    if pattern.sinks is None and pattern.alibi is None:
+    if pattern.sinks is None:
         weights = torch.softmax(scores, dim=-1)
-    else:  # `by_head` is a tensor of its own under ALiBi, and has one more column with sinks
+    else:
         weights = torch.softmax(naive.with_sinks(by_head, pattern), dim=-1)[..., :num_keys].reshape(scores.shape)
     o = (weights.to(v.dtype) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
     o = o if blind is None else o.masked_fill(blind, 0)

@@ -48,6 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
         options = question.Options(
             head_dim=given.head_dim, grad=not given.forward, dtypes=dtypes, seed=given.seed, layout=given.layout
         )
+        rows = [
+            (kind, entry)
+            for kind in (KINDS if given.all else ())
+            for entry in KINDS[kind].table.values()
+            if given.kind in (None, kind)
+        ]
         if not given.all:
             return int(
                 processes.in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S)
@@ -60,12 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
         row = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
         print(json.dumps(row) if given.json else f"wrong\n\n{given.target}: {reason}")
         return WRONG
-    return _check_all(options, [given.kind] if given.kind else list(KINDS), given.json)
+    return _check_all(options, rows, given.json)
 
 
-def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -> int:
+def _check_all(options: question.Options, rows: Sequence[tuple[str, registry.Entry]], as_json: bool) -> int:
     """Prints for each row of the tables if it is right, wrong or refused, and why. Returns RIGHT, WRONG if one is."""
-    rows = [(kind, entry) for kind in kinds for entry in KINDS[kind].table.values()]
     verdicts = Counter[str]()
     # Warnings and logs of torch would be printed in the middle of a row's line.
     with processes.Worker({"PYTHONWARNINGS": "ignore", "TORCH_LOGS": "-all"}) as worker:

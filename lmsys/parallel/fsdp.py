@@ -52,8 +52,9 @@ class Fsdp(wrapper.Wrapper):
     counts steps is refused.
 
     A rank may skip blocks that others call. Apart from that ranks must call blocks in the same order. Where they do
-    not, RuntimeError on all of them, before a collective that would wait in vain; under NCCL it may wait, as there a
-    step is checked as a whole. torch.compile of the wrapper leaves it as it is; compile its blocks.
+    not, RuntimeError on all of them, before a collective that would wait in vain, and again in every later forward;
+    under NCCL it may wait, as there a step is checked as a whole. torch.compile of the wrapper leaves it as it is;
+    compile its blocks.
     """
 
     # Traits of the row, which `lmsys.traits` explains.

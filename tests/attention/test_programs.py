@@ -268,3 +268,15 @@ def test_training_after_inference_mode(row: str, options: str) -> None:
         function = call(row, asked, leaves[0])
         function(*leaves)
     assert_right(results(function, *leaves), results, leaves, **asked)
+
+
+@pytest.mark.parametrize("option", ["window", "offset", "prefix"])
+def test_a_number_may_change_from_call_to_call_of_compiled_code(option: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 16, 16)
+
+    def call(number: int) -> Tensor:
+        return attention(q, k, v, causal=True, impl="vectorized", **{option: number})
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    for number in (3, 5, 7):
+        assert torch.allclose(compiled(number), call(number), atol=1e-5)

@@ -177,6 +177,18 @@ def test_a_float32_sum_over_keys_one_after_another_is_right() -> None:
         assert oracle.error_ratios({"o": o * 1.00001})["o"] > 1, seed
 
 
+def test_the_room_for_a_sum_is_that_of_the_keys_a_query_sees() -> None:
+    """Under a causal mask the first queries have the largest o, of few keys. TF32 weights of the last ones are seen."""
+    case = replace(CASE, heads=1, kv_heads=1, queries=2048, keys=2048, head_dim=64, grad=False)
+    inputs = make_inputs(case, 0)
+    scores = inputs.q @ inputs.k.mT * case.head_dim**-0.5
+    p = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(dim=-1)
+    oracle = Oracle(case, inputs)
+    assert oracle.error_ratios({"o": p @ inputs.v})["o"] <= 0.8
+    p[..., 1500:, :] = (p[..., 1500:, :].view(torch.int32) >> TF32_BITS << TF32_BITS).view(torch.float32)
+    assert oracle.error_ratios({"o": p @ inputs.v})["o"] > 3
+
+
 def test_two_threads_get_the_same_leaves() -> None:
     """Leaves are what a graph is differentiated by. A thread would fail with other leaves than those of its graph."""
     inputs, barrier = make_inputs(CASE, 0), Barrier(2, timeout=60)
