@@ -257,7 +257,8 @@ def no_part_of_a_loss(content: Content) -> None:
 
 @forger("loss", "its recorded values are off by")
 def another_token(content: Content) -> None:
-    losses(content)[0]["part"]["row"] += 1
+    part = losses(content)[0]["part"]
+    part["row"] = 0 if part["row"] else 1  # which of the rows was recorded is drawn anew in each run
 
 
 @forger("loss", "values of row 1000000000 were recorded")
