@@ -39,7 +39,9 @@ Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's message, where the CPU's memory is exhausted
 GRACE_S = 5.0  # how long a process may take to end by itself
-WATCH = "read _; {} kill -9 0"  # a shell command that waits until its input is closed, then kills its process group
+# A shell command that waits until its input is closed, then kills its process group. What stands in its braces ends
+# with a semicolon.
+WATCH = "read _; {} kill -9 0"
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
 _lines: list[Connection] = []  # in a worker: the one connection to its caller
 
@@ -105,7 +107,10 @@ class Told:
 
 
 def tell(what: Any) -> None:
-    """Sends an object from within a worker's call to the caller, who receives it as `Told` before the result."""
+    """Sends an object from within a worker's call to the caller, who receives it as `Told` before the result.
+
+    Only in calls that begin with `Worker.send`: `Worker.call` takes the first thing that comes as the result.
+    """
     _lines[0].send_bytes(pickle.dumps((None, Told(what)), protocol=5))
 
 

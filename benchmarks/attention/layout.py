@@ -102,14 +102,14 @@ ATTENTION: Layout = {
         {
             "title": "Attention: {section}",
             "blocks": [
-                # Tables of both masks, where both were run; blocks of other sections follow. Of the steps of
-                # `in_both_modes` only the first two are added here: "only" and "cut".
+                # Tables of both masks, where both were run; blocks of other sections follow. `in_both_modes` adds two
+                # steps: "only" and "cut".
                 *(
                     {
                         "of": [
                             ["only", 'section == "tokens16k"'],
                             ["with_any", "impl", "time_s"],  # rows with a time in any case
-                            *steps[:2],
+                            *steps,
                             ["if_varies", "causal"],
                             *COMPARED,
                         ],

@@ -38,8 +38,9 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     `flash_triton` comes first: it skips hidden tiles, isolates queries from NaN in hidden keys by itself, and divides
     the keys of few queries among programs. On a CPU no row is tried that Triton would interpret.
 
-    On other GPUs options are an exception: SDPA needs a mask of Q x K bytes for them, and skips no tile. There
-    `flash_triton` comes first: it is known to compile without spills, but how fast it is, is not known.
+    On other GPUs options, such as windows and documents, are an exception: SDPA needs a mask of Q x K bytes for them,
+    and skips no tile. There, except on AMD's, `flash_triton` comes first: it is known to compile without spills, but
+    how fast it is, is not known.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"

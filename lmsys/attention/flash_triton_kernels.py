@@ -91,7 +91,7 @@ def _note(spoilt_ptr, spoilt):
 
 @triton.jit
 def _plain(number):
-    """The number n that a `Strided` holds as 2 n + 1."""
+    """The number n that a `Strided` holds as 2 n + 1: an odd number, so that Triton compiles one kernel for all n."""
     return number >> 1
 
 

@@ -30,7 +30,7 @@ def define(
     function  the implementation
     fake      makes empty results of the right shapes, for tracers
     batched   True if all tensors have a batch as their first dimension: `torch.func.vmap` folds its own into it. Such
-              an operator has several results
+              an operator must return a tuple of tensors
 
     Calls of an operator that `torch.library.custom_op` makes would cost the host two to three times as much.
     """

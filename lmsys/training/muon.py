@@ -80,7 +80,7 @@ class Muon(AdamW):
     matrix, a state dict of which a group has another `use_muon`, or none.
     """
 
-    # As in `AdamW`, but `use_muon` is an option of this class.
+    # Options of other optimizers, by name, that are refused with a hint, as in `AdamW`; this class has `use_muon`.
     other_algorithms = {name: other for name, other in AdamW.other_algorithms.items() if name != "use_muon"}
     _step_supports_amp_scaling = False  # read by GradScaler, which then unscales and skips itself
     takes_whole_matrices = True  # read by `Fsdp.make_optimizer`, which then gives `flats`
@@ -104,7 +104,7 @@ class Muon(AdamW):
         flats: Mapping[Tensor, Any] | None = None,
     ) -> None:
         self._flats = flats or {}
-        self._begin(
+        self._begin(  # of `AdamW`: checks the options and calls the constructor of torch's Optimizer
             params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn,
             ns_coefficients=ns_coefficients, ns_steps=ns_steps, ns_dtype=ns_dtype, batched=batched, use_muon=use_muon,
             betas=betas, eps=eps,
