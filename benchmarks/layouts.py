@@ -9,17 +9,22 @@ for a block of the page, "lead" and "more" are lists of tables and plots, of whi
 
 A step is a list: its first word names the step, and the rest are the arguments of the function that
 `lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
-list of steps, of which the last draws it:
+list of steps, of which the last draws it. These draw in several layouts:
 
     ["listing", keys, metrics, word, title, about, data]  a table with a line for each case
-    ["pivot", metrics, rows, columns]                     a table of each metric; columns are by default the rows' names
+    ["pivot", metrics, lines, columns, inside, word]      a table of each metric: a line for each combination of values
+                                                          of the fields `lines`; a column for each value of `columns`,
+                                                          by default the rows' names; in a cell the values of `inside`
     ["over_bases", keys, title]                           a listing of all metrics, with speedups over each baseline
-    ["bars", metrics, axis], ["lines", metrics, axis]     plots of each metric against the axis
+    ["bars", metrics, axis, by, word, head, about]        a plot of each metric: a group of bars for a value of `axis`
+    ["lines", metrics, axis]                              a plot of each metric against the axis
 
-`word` ends the name of the file, `data` are fields of the CSV, and "*" stands for all metrics (`View.chosen`). Names in
-braces stand for fields of the cases, and texts under "of" are expressions of `lmsys.reports.expressions`. Change
-captions (`title`, `label`, `about`) freely; `python -m dev.layouts` gives stored results the new ones. A new section
-of a sweep gets its title in WORDS.
+`word` ends the name of the file, and `data` are fields of the CSV. In lists of fields "a?" stands for a, if it varies;
+"a!" for a, if any case has it; "a+" for a, if any case has more of it than 0; "a|" for a, if no other field was chosen;
+"*" for all metrics that no other of the names stands for, and "-a" leaves a out of these (`View.chosen`). Names in
+braces stand for fields of the cases; texts under "of" and those of "only" and "where" are expressions of
+`lmsys.reports.expressions`. Change captions (`title`, `label`, `about`) freely; `python -m dev.layouts` gives stored
+results the new ones. A new section of a sweep gets its title in WORDS.
 """
 
 from typing import Any

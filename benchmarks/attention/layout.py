@@ -1,24 +1,8 @@
 """The report on attention: for each grid the tables and plots of each dtype, mask and direction.
 
-`bench_attention.py` declares ATTENTION as its `layout`, and result files carry it. `lmsys.reports.layout` explains its
-keys: "of" are steps for a block of the page, "lead" and "more" are lists of tables and plots, of which the page shows
-the first ones of "lead" and folds the others.
-
-A step is a list: its first word names the step, and the rest are the arguments of the function that
-`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
-list of steps, of which the last draws it:
-
-    ["pivot", metrics, lines, columns, inside, word]  a table of each metric: a line for each combination of values of
-                                                      the fields `lines`; a column for each value of `columns`, by
-                                                      default `impl`, the row; in a cell the values of `inside`
-    ["lines", metrics, axis], ["bars", metrics, axis] plots of each metric against the axis
-    ["heat_map", fields]                              a plot of speedups: a column for each combination of values
-
-`word` ends the name of the file. In lists of fields "a?" stands for a, if it varies; "a!" for a, if any case has it;
-"a|" for a, if no other field was chosen; "*" for all metrics that no other of the names stands for, and "-a" leaves a
-out of these (`View.chosen`). Names in braces stand for fields of the cases; texts under "of" and those of "only" and
-"where" are expressions of `lmsys.reports.expressions`. Change captions (`title`, `label`, `about`) freely; `python -m
-dev.layouts` gives stored results the new ones.
+`bench_attention.py` declares ATTENTION as its `layout`, and result files carry it. `benchmarks/layouts.py` has the
+legend of steps, `word` and the signs in lists of fields. One step more draws here: ["heat_map", fields], a plot of
+speedups with a column for each combination of values.
 """
 
 from typing import Any

@@ -1,21 +1,7 @@
 """The report on data parallelism: steps by strategy, what communication costs, memory, and ours beside torch's.
 
-`bench_data_parallel.py` declares DATA_PARALLEL as its `layout`, and result files carry it. `lmsys.reports` draws the
-page from it: `lmsys.reports.layout` explains its keys. "of" are steps for a block of the page, "lead" and "more" are
-lists of tables and plots, of which the page shows the first ones of "lead" and folds the others.
-
-A step is a list: its first word names the step, and the rest are the arguments of the function that
-`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
-list of steps, of which the last draws it:
-
-    ["listing", keys, metrics, word, title]       a table with a line for each case
-    ["pivot", metrics, rows, columns]             a table of each metric; columns are by default the rows' names, `impl`
-    ["bars", metrics, axis], ["lines", metrics, axis]  plots of each metric against the axis
-
-`word` ends the name of the file. In lists of fields "a!" stands for a, if any case has it, "*" for all metrics that no
-other of the names stands for, and "-a" leaves a out of these (`View.chosen`). Names in braces stand for fields of the
-cases; texts under "of", and those of "only", are expressions of `lmsys.reports.expressions`. Change captions (`title`,
-`label`, `about`) freely; `python -m dev.layouts` gives stored results the new ones.
+`bench_data_parallel.py` declares DATA_PARALLEL as its `layout`, and result files carry it. `benchmarks/layouts.py` has
+the legend of steps, `word` and the signs in lists of fields.
 """
 
 from benchmarks.layouts import COMPILED, KEPT, LIMIT, WORDS, Layout

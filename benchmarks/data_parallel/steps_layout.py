@@ -1,18 +1,7 @@
 """The report on training steps of large models: speed, memory, where time goes, and losses.
 
-`bench_steps.py` declares STEPS as its `layout`, and result files carry it. `lmsys.reports` draws the page from it:
-`lmsys.reports.layout` explains its keys. "prepare" are steps for all cases; "lead" and "more" are lists of tables and
-plots, of which the page shows the first ones of "lead" and folds the others.
-
-A step is a list: its first word names the step, and the rest are the arguments of the function that
-`lmsys.reports.steps.STEPS` has under this name. Each table or plot is a list of steps, of which the last draws it:
-
-    ["listing", keys, metrics, word, title]  a table with a line for each case; its file's name ends in `word`
-    ["lines", metrics, axis, {"word": word}] a plot of each metric against the axis; a mapping has keyword arguments
-
-In lists of fields "a?" stands for a, if it varies, and "a!" for a, if any case has it (`View.chosen`). Names in braces
-stand for fields of the cases, and texts under "of" are expressions of `lmsys.reports.expressions`. Change captions
-(`title`, `label`, `about`) freely; `python -m dev.layouts` gives stored results the new ones.
+`bench_steps.py` declares STEPS as its `layout`, and result files carry it. "prepare" are steps for all cases.
+`benchmarks/layouts.py` has the legend of steps, `word` and the signs in lists of fields.
 """
 
 from benchmarks.layouts import COMPILED, KEPT, WORDS, Layout

@@ -1,23 +1,9 @@
 """The report on a model's anatomy: where time goes, by kernel and part of the model; where memory goes, by phase.
 
-`bench_anatomy.py` declares ANATOMY as its `layout`, and result files carry it. `lmsys.reports.layout` explains its
-keys: "of" are steps for a block of the page, "lead" and "more" are lists of tables and plots, of which the page shows
-the first ones of "lead" and folds the others. TIME_GOES and MEMORY_GOES are the blocks of the two chapters.
-
-A step is a list: its first word names the step, and the rest are the arguments of the function that
-`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
-list of steps, of which the last draws it:
-
-    ["listing", keys, metrics, word, title, about, data]       a table with a line for each case
-    ["pivot", metrics, lines, columns]                         a table of each metric, spread over lines and columns
-    ["bars", metrics, axis, by, word, head, about]             a plot: a group of bars for each value of `axis`
-
-`word` ends the name of the file, and `data` are fields of the CSV. In lists of fields "a?" stands for a, if it varies;
-"a+" for a, if any case has more of it than 0; "*" for all metrics that no other of the names stands for, and "-a"
-leaves a out of these (`View.chosen`). The step ["unfolded", field, fields] puts in place of a case one for each entry
-of a list in its record, such as `parts`, and declares the entries' fields. Names in braces stand for fields of the
-cases; texts under "of" and those of "only" are expressions of `lmsys.reports.expressions`. Change captions (`title`,
-`label`, `about`) freely; `python -m dev.layouts` gives stored results the new ones.
+`bench_anatomy.py` declares ANATOMY as its `layout`, and result files carry it. TIME_GOES and MEMORY_GOES are the blocks
+of the two chapters. `benchmarks/layouts.py` has the legend of steps, `word` and the signs in lists of fields. The step
+["unfolded", field, fields] puts in place of a case one for each entry of a list in its record, such as `parts`, and
+declares the entries' fields.
 """
 
 from typing import Any

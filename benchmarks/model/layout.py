@@ -1,28 +1,15 @@
 """The report on whole models: times, rates and memory by size and context, beside somebody else's model.
 
-`bench_model.py` declares MODEL as its `layout`, and result files carry it. `lmsys.reports.layout` explains its keys:
-"of" are steps for a block of the page, "lead" and "more" are lists of tables and plots, of which the page shows the
-first ones of "lead" and folds the others. Lists that several parts of MODEL use have names here.
+`bench_model.py` declares MODEL as its `layout`, and result files carry it. Lists that several parts of MODEL use have
+names here. `benchmarks/layouts.py` has the legend of steps, `word` and the signs in lists of fields. These steps draw
+here alone:
 
-A step is a list: its first word names the step, and the rest are the arguments of the function that
-`lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
-list of steps, of which the last draws it:
-
-    ["listing", keys, metrics, word, title, about]      a table with a line for each case
-    ["pivot", metrics, lines, columns]                  a table of each metric, spread over lines and columns
-    ["bars", metrics, axis, by, word, head, about]      a plot of each metric: a group of bars for each value of `axis`
     ["by_size", metrics, drawn]                         a table of each metric by size and context, and plots of `drawn`
     ["times_by_size"]                                   such tables of times and speedups
     ["predicted", metric, expected, sections, title, about]  a table of a metric beside the field that predicts it
     ["best", of, mode, by, keys, metrics, title]        a table of the case with the most of `of` for each value of `by`
     ["means", lines, columns, word, title]              a table of geometric means of speedups
     ["each", item, ...], ["either", item, ...]          all of these tables and plots; the first item that draws any
-
-`word` ends the name of the file. In lists of fields "a?" stands for a, if it varies; "a!" for a, if any case has it;
-"*" for all metrics that no other of the names stands for, and "-a" leaves a out of these (`View.chosen`). Names in
-braces stand for fields of the cases; texts under "of" and those of "only" are expressions of
-`lmsys.reports.expressions`. Change captions (`title`, `label`, `about`) freely; `python -m dev.layouts` gives stored
-results the new ones.
 """
 
 from benchmarks.layouts import KEPT, WORDS, Layout

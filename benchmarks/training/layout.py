@@ -1,9 +1,7 @@
 """The report on whole trainings, for each kernel of attention and strategy: speed, memory, loss curves.
 
-`bench_training.py` declares TRAINING as its `layout`. `lmsys.reports.layout` explains the keys of a layout. A step is a
-list: its first word names the step, and the rest are the arguments of the function that `lmsys.reports.steps.STEPS` has
-under this name. Change captions (`about`, `label`) freely; `python -m dev.layouts` gives stored results the new ones.
-Names in braces stand for fields of the cases, and texts under "of" are expressions of `lmsys.reports.expressions`.
+`bench_training.py` declares TRAINING as its `layout`. `benchmarks/layouts.py` has the legend of steps and of the texts
+in them.
 
 The first arguments of the steps that are used here:
     checked               fields that must be numbers, fields that must be texts

@@ -71,11 +71,8 @@ class AttentionCase:
     options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.options = {name: value for name in OPTIONS if (value := getattr(self, name))}
-        if isinstance(self.window, tuple):
-            self.options[TWO_SIDED] = self.options.pop("window")
-        if self.offset is True:
-            self.options[OFFSETS] = self.options.pop("offset")
+        rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}
+        self.options = {rare.get(name) or name: value for name in OPTIONS if (value := getattr(self, name))}
 
     @property
     def plain(self) -> "AttentionCase":

@@ -135,7 +135,7 @@ def nvcc() -> str | None:
 
 @cache
 def _nvcc_version() -> str:
-    """What `nvcc --version` prints."""
+    """The text that `nvcc --version` prints."""
     return subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
 
 

@@ -254,7 +254,7 @@ class Session:
 
     @cached_property
     def runner(self) -> "Runner | isolation.Isolated | paired.Paired":
-        """What runs the rows: this process, a worker, or with --against two workers."""
+        """The runner of the rows: this process, a worker, or with --against two workers."""
         from lmsys.bench import isolation, paired
 
         if self.isolated and self.checkout:

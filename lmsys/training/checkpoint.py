@@ -288,7 +288,7 @@ File = str | os.PathLike[str] | IO[bytes]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What `save_checkpoint` takes: a module, an optimizer, or an object that joins several of them."""
+    """An argument of `save_checkpoint`: a module, an optimizer, or an object that joins several of them."""
 
     def state_dict(self) -> Any:
         """The state, as `torch.save` takes it."""

@@ -43,7 +43,7 @@ def plan(
 def _execution(
     config: RunConfig, row: registry.Entry, traits: StrategyTraits, group: collectives.Group
 ) -> prepare.Execution:
-    """What `prepare` takes, from the settings and the strategy's row with its traits."""
+    """The argument of `prepare` that says how to run a model, from the settings and the strategy's row and traits."""
     train, options = config.train, dict[str, Any]()
     if train.bucket_mb is not None:
         options["bucket_mb"] = train.bucket_mb

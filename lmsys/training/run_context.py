@@ -1,4 +1,4 @@
-"""What the stages of `lmsys train` share: settings, this rank, and the text and the tokenizer that settings name.
+"""`RunContext`, which the stages of `lmsys train` share: settings, this rank, and the text and tokenizer they name.
 
 A stage is what the command calls a step: tokenizer, tokenize, train, evaluate or generate. It is a function in
 `pipeline.py`. `pipeline.run` makes a `RunContext` on each rank and hands it to every stage. A property or method that
