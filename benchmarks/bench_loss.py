@@ -30,7 +30,6 @@ from benchmarks.loss import (
     OUTPUTS,
     Inputs,
     LossDraws,
-    odd_inputs,
     references,
     repeat,
 )
@@ -103,18 +102,6 @@ class LossTest(Case):
         return f"{self.section}-N{self.tokens}M{self.d_model}V{self.vocab_size}-{self.precision}"
 
 
-@dataclass
-class Setup:
-    """Inputs that all rows share, and the draws that fill them anew.
-
-    odd  inputs of a small shape that no block divides, for checks before timing
-    """
-
-    inputs: Inputs
-    odd: Inputs
-    draws: LossDraws
-
-
 class Loss(Benchmark):
     """The head and the loss by row, at one shape and precision."""
 
@@ -170,25 +157,25 @@ class Loss(Benchmark):
     def context(self, cases: Sequence[LossTest]) -> AbstractContextManager[None]:
         return models.arithmetic(cases[0].precision)
 
-    def setup(self, cases: Sequence[LossTest], settings: Settings) -> Setup:
+    def setup(self, cases: Sequence[LossTest], settings: Settings) -> LossDraws:
         case = cases[0]
         inputs = Inputs.empty(case.tokens, case.d_model, case.vocab_size, case.precision, case.device)
-        return Setup(inputs, odd_inputs(case.precision, case.device, settings.seed), LossDraws(inputs, settings.seed))
+        return LossDraws(inputs, settings.seed)
 
-    def open(self, candidate: Candidate, setup: Setup) -> None:
+    def open(self, candidate: Candidate, setup: LossDraws) -> None:
         call = candidate.entry.load()
         candidate.call = (
             torch.compile(call, dynamic=False, fullgraph=True) if Traits.of(candidate.entry).compiles else call
         )
         setup.inputs.run(candidate.call)
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: LossDraws, runner: Any) -> None:
         # Not in the check of a row: if this fails, the benchmark fails, and no row is called wrong.
         for x in (setup.inputs, setup.odd):
             x.exact, x.plain = references(x.in_blocks)
         super().check_all(candidates, setup, runner)
 
-    def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
+    def check(self, candidate: Candidate, setup: LossDraws) -> Mapping[str, float]:
         answer = setup.inputs.run(candidate.call)
         candidate.notes |= setup.inputs.errors(answer)
         ratios = setup.inputs.check(answer)
@@ -201,23 +188,19 @@ class Loss(Benchmark):
             }
         return ratios | faults_of_options(candidate.entry)
 
-    def redraw(self, setup: Setup, draw: int) -> None:
-        setup.draws.fill(draw)
+    def redraw(self, setup: LossDraws, draw: int) -> None:
+        setup.fill(draw)
 
-    def judge(self, case: LossTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
+    def judge(self, case: LossTest, candidate: Candidate, setup: LossDraws, kept: Kept) -> Mapping[str, float]:
         return setup.inputs.judge(kept)
 
     def repeat(self, record: Record, call: Record) -> Iterator[str | int]:
         yield from repeat(record, call)
 
-    def step(self, case: LossTest, candidate: Candidate, setup: Setup) -> Step:
-        return Step(
-            lambda _: setup.inputs.run(candidate.call),
-            redraw=setup.draws.fill,
-            keep=setup.inputs.keep,
-        )
+    def step(self, case: LossTest, candidate: Candidate, setup: LossDraws) -> Step:
+        return Step(lambda _: setup.inputs.run(candidate.call), redraw=setup.fill, keep=setup.inputs.keep)
 
-    def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, torch.Tensor]:
+    def outputs(self, candidate: Candidate, setup: LossDraws, element: int | None = None) -> Mapping[str, torch.Tensor]:
         return dict(zip(OUTPUTS, setup.inputs.run(candidate.call), strict=True))
 
     def least_work(self, case: LossTest) -> tuple[float, str, float]:
@@ -228,7 +211,7 @@ class Loss(Benchmark):
             4 * (case.tokens + case.vocab_size) * case.d_model,  # bytes of float32
         )
 
-    def inspect(self, case: LossTest, candidate: Candidate, setup: Setup) -> Record:
+    def inspect(self, case: LossTest, candidate: Candidate, setup: LossDraws) -> Record:
         x = setup.inputs
         peak = memory.peak_bytes(lambda: x.run(candidate.call), case.device)
         return {"peak_bytes": peak - x.hidden.nbytes - x.weight.nbytes}
