@@ -13,7 +13,7 @@ number: below it float32 rounds to multiples of 2**-149, whatever the size.
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,10 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names of AdamW's two moments in an 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-@dataclass
 class Update:
-    """Some rows of a parameter with their moments, before an update by AdamW and, once `done` is called, after it.
+    """Some rows of a matrix with their moments, before an update by AdamW and, once `done` is called, after it.
+
+    The draw chooses the matrix and the rows, as the key of the call that updates them is not drawn yet.
 
     name, parameter, rows  the parameter, and the numbers of its rows that are judged
     old, new  weights and moments of these rows, before and after the update
@@ -46,27 +47,15 @@ class Update:
     group     the optimizer's settings of the step
     """
 
-    name: str
-    parameter: Tensor
-    rows: list[int]
-    old: dict[str, Tensor]
-    new: dict[str, Tensor] = field(default_factory=dict)
-    planted: Sequence[float] = ()
-    replaced: Tensor | None = None
-    gradient: Tensor = field(default_factory=lambda: torch.empty(0))
-    count: float = 0.0
-    group: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: torch.optim.Optimizer | None
-    ) -> "Update":
-        """A coming update of a matrix. The draw chooses matrix and rows, as the call's key is not drawn yet."""
+    def __init__(
+        self, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: torch.optim.Optimizer | None
+    ):
         chance = random.Random(draw)
-        name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
-        parameter = parameters[name]
-        rows = chance.sample(range(len(parameter)), min(num_rows, len(parameter)))
-        return cls(name, parameter, rows, _state(parameter, rows, optimizer))
+        self.name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
+        self.parameter = parameters[self.name]
+        self.rows = chance.sample(range(len(self.parameter)), min(num_rows, len(self.parameter)))
+        self.old = _state(self.parameter, self.rows, optimizer)
+        self.planted: Sequence[float] = ()
 
     def plant(self, values: Sequence[float], scale: float) -> None:
         """Replaces the gradients of the first rows by extreme ones, times a loss scale."""
@@ -77,7 +66,7 @@ class Update:
 
     def put_back(self) -> None:
         """Puts back the gradients that the planted ones have replaced, unscaled."""
-        if self.replaced is not None and self.parameter.grad is not None:
+        if self.planted and self.parameter.grad is not None:
             self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
 
     def done(self, optimizer: torch.optim.Optimizer) -> "Update":
@@ -262,7 +251,7 @@ class Rig:
         if not case.peer and (rounded := self.model(case).rounded) is not None:
             rounded.refresh()  # other rows have changed the weights, which nobody else does in a training
         if case.mode in spots.UPDATES:
-            self._update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
+            self._update = Update(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
 
     def _keep_gradients(self, case: cases.ModelTest, result: Any, key: int | None) -> Any:
         """`Step.keep` of modes with gradients: parts of these, and the `Update` if there is one; None without a key."""
@@ -301,7 +290,7 @@ class Rig:
             if case.mode in spots.UPDATES:  # checks two first steps, with extreme gradients in some rows of a matrix
                 self.optimizers.pop(case.peer, None)
                 for draw in range(2):
-                    update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
+                    update = Update(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
                     update.plant(self._extremes(case), self.scaler.get_scale())
                     self.update(case)
                     update.done(self.optimizers[case.peer])
