@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,9 @@ class Drawn:
 
     def chosen(self, key: int) -> list[int]:
         """The numbers of documents that are drawn by the key, until they hold 100 kB in all."""
-        order, size = random.Random(key).sample(range(len(self.documents)), len(self.documents)), 0
-        for count, number in enumerate(order, start=1):
-            size += len(self.documents[number])
-            if size >= 100_000:
-                return order[:count]
-        return order
+        order = random.Random(key).sample(range(len(self.documents)), len(self.documents))
+        sizes = accumulate(len(self.documents[number]) for number in order)
+        return order[: 1 + sum(size < 100_000 for size in sizes)]
 
     def difference(self, count: int, ids: Mapping[int, Sequence[int]]) -> str | None:
         """Says what is wrong with the number of documents, or with the ids of some; None if all is right.
@@ -209,13 +206,8 @@ class TokenizerCase(Case):
 
 def _beginning(parts: tuple[chunks.Chunk, ...], num_bytes: int | None, path: Path) -> Path:
     """Writes the text of the parts into the file `path`, of each about so many bytes (None: all). Returns `path`."""
-    with path.open("wb") as out:
-        for part in parts:
-            with part.path.open("rb") as file:
-                after = part.stop if num_bytes is None else num_bytes
-                out.write(
-                    file.read(chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, part.stop))
-                )
+    cut = partial(chunks.chunks, pretokenizer=pretokens.Pretokenizer([END_OF_TEXT]))
+    path.write_bytes(b"".join(next(cut([part], size=num_bytes or part.size)).read() for part in parts))
     return path
 
 
