@@ -9,7 +9,7 @@ called and what it returns. A new operation is a row of OPERATIONS, with its cal
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -69,45 +69,41 @@ LEAD_S = 0.05  # seconds that GPUs wait at first, more than the host needs to la
 MEANS = ("all_reduce", "reduce_scatter")  # operations that average over ranks
 
 
-@dataclass
-class Measured:
-    """The measurements of an operation on one rank.
+@ranks.on_part
+def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Record:
+    """On a rank: checks and times an operation. Our calls take about `seconds` together; None: it is only checked.
+
+    Returns `wrong`, and if the operation was timed also the others:
 
     wrong    what is wrong with a result; "" if nothing is
     samples  seconds of each of our calls
     loop_s   seconds of a call in torch's plain loop
     checked  (number, draw) of each timed call whose result was checked
     """
-
-    wrong: str = ""
-    samples: list[float] = field(default_factory=list)
-    loop_s: float = 0.0
-    checked: list[tuple[int, int]] = field(default_factory=list)
-
-
-@ranks.on_part
-def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Measured:
-    """On a rank: checks and times an operation. Our calls take about `seconds` together; None: it is only checked."""
     group, inputs = ranks.subgroup(case.world_size), Inputs(case, seed)
     call = _ours(case, inputs, group)  # it returns `inputs.out`
     inputs.fill(seed)
     wrong = _differences(inputs, {seed: call()}).get(seed, "")
-    if seconds is None or _most(float(bool(wrong)), group):  # not timed if any rank has a wrong result
-        return Measured(wrong)
+    if seconds is None or any(collectives.gather_objects(wrong, group)):  # not timed if any rank has a wrong result
+        return {"wrong": wrong}
     plain = _plain(case, inputs.stream[: case.numel].clone(), group)
     calls = max(2, min(20, int(0.3 / _loop(plain, calls=1, group=group))))  # a loop takes about 0.3 s
     loop = min(_loop(plain, calls, group) for _ in range(2))
     # Rank 0 decides only now how many calls there are, and by which seed inputs are drawn: no row can know it before.
-    plan = torch.tensor([max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), ranks.entropy()], device=device())
-    dist.broadcast(plan, 0, group=group)
-    rounds, chance = int(plan[0]), random.Random(int(plan[1]))
+    plan = max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), random.Random(ranks.entropy())
+    rounds, chance = collectives.gather_objects(plan, group)[0]
     drawn = [chance.getrandbits(53) for _ in range(rounds)]
     checked = sorted(chance.sample(range(rounds), min(3, rounds)))
     samples, kept = _times(call, inputs, drawn, checked, group)
     loop = min(loop, _loop(plain, calls, group))
     for draw, text in _differences(inputs, {drawn[number]: result for number, result in kept.items()}).items():
         wrong = f"right before it was timed, not in timed call {drawn.index(draw)}: {text}"
-    return Measured(wrong, samples, loop, [(number, drawn[number]) for number in checked])
+    return {
+        "wrong": wrong,
+        "samples": samples,
+        "loop_s": loop,
+        "checked": [(number, drawn[number]) for number in checked],
+    }
 
 
 def _times(
@@ -226,14 +222,7 @@ def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
     for _ in range(calls):
         call()
     synchronize(device().type)
-    return _most((perf_counter() - start) / calls, group)
-
-
-def _most(value: float, group: Any) -> float:
-    """The largest value of any rank."""
-    largest = torch.tensor(value, device=device())
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest.item()
+    return max(collectives.gather_objects((perf_counter() - start) / calls, group))
 
 
 OPERATIONS = Table(
@@ -308,7 +297,7 @@ class Collectives(OnRanks):
         """Checks and times the only case of the turn. A sample is the time of a call on the slowest rank."""
         (case,) = turn
         settings, candidate, measurement = trial.settings, trial.candidate(case), trial.measurements[case.id]
-        answers: list[Measured] | None = candidate.attempt(
+        answers: list[Record] | None = candidate.attempt(
             trial.runner.ranks.ask,
             case,
             measure,
@@ -316,16 +305,17 @@ class Collectives(OnRanks):
             settings.min_rounds,
             settings.seed,
         )
-        wrong = [answer.wrong for answer in answers or () if answer.wrong]
+        wrong = [answer["wrong"] for answer in answers or () if answer["wrong"]]
         if wrong:
             candidate.failed("wrong", wrong[0])
         elif answers and settings.timed:
-            measurement.samples = ranks.slowest(answer.samples for answer in answers)
+            measurement.samples = ranks.slowest(answer["samples"] for answer in answers)
             measurement.proof += [
-                {"call": number, "draw": draw, "error_ratios": {"result": 0.0}} for number, draw in answers[0].checked
+                {"call": number, "draw": draw, "error_ratios": {"result": 0.0}}
+                for number, draw in answers[0]["checked"]
             ]
             candidate.judge({"result": 0.0})
-            candidate.notes["loop_s"] = max(answer.loop_s for answer in answers)
+            candidate.notes["loop_s"] = max(answer["loop_s"] for answer in answers)
 
     def metrics(self, case: CollectiveCase, record: Record, machine: Record) -> Record:
         work, time_s = {"bytes": 4 * case.numel}, record.get("time_s")
