@@ -83,10 +83,10 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     group, inputs = ranks.subgroup(case.world_size), Inputs(case, seed)
     call = _ours(case, inputs, group)  # it returns `inputs.out`
     inputs.fill(seed)
-    wrong = _differences(inputs, {seed: call()}).get(seed, "")
+    wrong = dict(_differences(inputs, {seed: call()})).get(seed, "")
     if seconds is None or any(collectives.gather_objects(wrong, group)):  # not timed if any rank has a wrong result
         return {"wrong": wrong}
-    plain = _plain(case, inputs.stream[: case.numel].clone(), group)
+    plain = _plain(case, torch.rand(case.numel, device=device()), group)
     calls = max(2, min(20, int(0.3 / _loop(plain, calls=1, group=group))))  # a loop takes about 0.3 s
     loop = min(_loop(plain, calls, group) for _ in range(2))
     # Rank 0 decides only now how many calls there are, and by which seed inputs are drawn: no row can know it before.
@@ -96,7 +96,7 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     checked = sorted(chance.sample(range(rounds), min(3, rounds)))
     samples, kept = _times(call, inputs, drawn, checked, group)
     loop = min(loop, _loop(plain, calls, group))
-    for draw, text in _differences(inputs, {drawn[number]: result for number, result in kept.items()}).items():
+    for draw, text in _differences(inputs, {drawn[number]: result for number, result in kept.items()}):
         wrong = f"right before it was timed, not in timed call {drawn.index(draw)}: {text}"
     return {
         "wrong": wrong,
@@ -125,46 +125,40 @@ def _times(
 
 
 class Inputs:
-    """This rank's input and output of the operation. Each draw is another window of the rank's stream of numbers.
+    """This rank's input and output of the operation.
 
-    drawn   the input, which the operation reads or changes
-    out     the tensor that gets the result
-    stream  this rank's numbers; other ranks can compute them, too
+    drawn  the input, which the operation reads or changes
+    out    the tensor that gets the result
+    fill   fill(draw) writes the input of a draw into `drawn`
     """
 
     def __init__(self, case: CollectiveCase, seed: int):
         self.case, self.seed, self.rank = case, seed, dist.get_rank()
-        self.stream = self.stream_of(self.rank)
-        x = self.stream[: case.numel].clone()
+        x = torch.zeros(case.numel, device=device())
         part = x.chunk(case.world_size)[self.rank]
         self.out = (part if case.impl == "reduce_scatter" else x).clone()
         self.drawn = {"reduce_scatter": x, "all_gather": part}.get(case.impl, self.out)
+        self.fill = self.draws_of(self.rank, self.drawn).fill
 
-    def stream_of(self, rank: int) -> torch.Tensor:
-        """Whole numbers of 16 bits, in float32. Their sum is exact in any order, and inexact in a narrower dtype."""
-        stream, count = draws.key(self.seed, f"rank {rank}"), self.case.numel + draws.STARTS
-        return draws.whole_numbers(stream, first=0, count=count, below=2**16, device=device()).float() - 2**15
+    def draws_of(self, rank: int, x: torch.Tensor) -> draws.Draws:
+        """The draws of a rank's input, in x: whole numbers of 15 bits.
 
-    def window(self, stream: torch.Tensor, rank: int, draw: int) -> torch.Tensor:
-        """The input of a rank in a draw, a view of that rank's stream."""
-        return stream[draws.start(draw, f"rank {rank}") :][: len(self.drawn)]
-
-    def fill(self, draw: int) -> None:
-        """Writes the input of a draw into `drawn`."""
-        self.drawn.copy_(self.window(self.stream, self.rank, draw))
+        Their sum is exact in any order, and inexact in a narrower dtype. Each rank can compute those of the others.
+        """
+        name = f"rank {rank}"
+        return draws.Draws({name: x}, self.seed, below={name: 2**15})
 
     def expected(self, drawn: Iterable[int]) -> dict[int, torch.Tensor]:
         """{draw: the right result on this rank}; of an operation in MEANS it is the sum over ranks, not the mean."""
-        world_size, rank, kind = self.case.world_size, self.rank, self.case.impl
+        world_size, kind, x = self.case.world_size, self.case.impl, torch.empty_like(self.drawn)
         by_draw: dict[int, list[torch.Tensor]] = {draw: [] for draw in drawn}
         for sender in range(1 if kind == "broadcast" else world_size):
-            stream = self.stream if sender == rank else self.stream_of(sender)
+            of_sender = self.draws_of(sender, x)
             for draw, parts in by_draw.items():
-                part = self.window(stream, sender, draw)
-                if kind == "reduce_scatter":
-                    part = part.chunk(world_size)[rank]
+                of_sender.fill(draw)
+                part = x.chunk(world_size)[self.rank] if kind == "reduce_scatter" else x
                 if parts and kind in MEANS:
-                    parts[0] = parts[0] + part
+                    parts[0] += part
                 else:
                     parts.append(part.clone())
         return {draw: torch.cat(parts) for draw, parts in by_draw.items()}
@@ -203,15 +197,13 @@ def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], An
     }[case.impl]
 
 
-def _differences(inputs: Inputs, results: Mapping[int, torch.Tensor]) -> dict[int, str]:
-    """{draw: what is wrong with its result}, of the results that are wrong. results: by draw."""
-    case, differences = inputs.case, dict[int, str]()
-    scale = case.world_size if case.impl in MEANS else 1
+def _differences(inputs: Inputs, results: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, str]]:
+    """Yields (draw, what is wrong with its result) for each result that is wrong. results: by draw."""
+    scale = inputs.case.world_size if inputs.case.impl in MEANS else 1
     for draw, expected in inputs.expected(results).items():
         off = ((results[draw] * scale).round() - expected).abs().max().item() / scale  # only the division rounds
         if off != 0:
-            differences[draw] = f"rank {inputs.rank}: the result of {case.impl} is off by {off:.3g}"
-    return differences
+            yield draw, f"rank {inputs.rank}: the result of {inputs.case.impl} is off by {off:.3g}"
 
 
 def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
