@@ -159,7 +159,7 @@ class Loss(Benchmark):
 
     def setup(self, cases: Sequence[LossTest], settings: Settings) -> LossDraws:
         case = cases[0]
-        inputs = Inputs.empty(case.tokens, case.d_model, case.vocab_size, case.precision, case.device)
+        inputs = Inputs(case.tokens, case.d_model, case.vocab_size, case.precision, case.device)
         return LossDraws(inputs, settings.seed)
 
     def open(self, candidate: Candidate, setup: LossDraws) -> None:

@@ -20,7 +20,6 @@ depends on all classes, and one of the weight's on all tokens. One row goes into
 import base64
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,10 +49,10 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(widened(F.linear(hidden, weight)), targets)
 
 
-@dataclass
 class Inputs:
-    """hidden (N, M) and weight (V, M), both leaves, and targets (N). Gradients are of the loss times `scale`.
+    """hidden (N, M) and weight (V, M), both leaves, and targets (N), which `LossDraws` fills.
 
+    scale         gradients are of the loss times this: in fp16 small gradients would be 0 otherwise
     groups        (group of each token (N), group of each class (V)): 0 for ordinary tokens, and for classes to whose
                   gradient no extreme token adds. Each group of tokens or classes has a budget of its own
     exact, plain  the answers of `references`, with the loss of each token: in float64, and by plain PyTorch in the
@@ -61,22 +60,15 @@ class Inputs:
                   the host, to leave the device to the implementation
     """
 
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    precision: str
-    scale: float
-    groups: tuple[Tensor, Tensor]
-    exact: Sequence[Tensor] = ()
-    plain: Sequence[Tensor] = ()
-
-    @classmethod
-    def empty(cls, tokens: int, d_model: int, vocab_size: int, precision: str, device: str) -> "Inputs":
-        """Inputs of these sizes, which `LossDraws` fills. In fp16 the loss is scaled, as small gradients would be 0."""
-        hidden, weight = (torch.empty(n, d_model, device=device, requires_grad=True) for n in (tokens, vocab_size))
-        targets = torch.empty(tokens, dtype=torch.int64, device=device)
-        scale, ordinary = LOSS_SCALE if precision == "fp16" else 1.0, (torch.zeros(tokens), torch.zeros(vocab_size))
-        return cls(hidden, weight, targets, precision, scale, ordinary)
+    def __init__(self, tokens: int, d_model: int, vocab_size: int, precision: str, device: str):
+        self.hidden, self.weight = (
+            torch.empty(n, d_model, device=device, requires_grad=True) for n in (tokens, vocab_size)
+        )
+        self.targets = torch.empty(tokens, dtype=torch.int64, device=device)
+        self.precision, self.scale = precision, LOSS_SCALE if precision == "fp16" else 1.0
+        self.groups = torch.zeros(tokens), torch.zeros(vocab_size)
+        self.exact: Sequence[Tensor] = ()
+        self.plain: Sequence[Tensor] = ()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -194,7 +186,7 @@ def odd_inputs(
     Kind 0 is ordinary. Kinds 1 to 4 are those extreme ones of `lmsys.extremes.loss.KINDS` whose logits are exact in
     every precision.
     """
-    x = Inputs.empty(tokens, WIDTH, vocab_size, precision, device)
+    x = Inputs(tokens, WIDTH, vocab_size, precision, device)
     hidden, weight, targets = x.hidden.data, x.weight.data, x.targets
     targets[:] = torch.arange(tokens, device=device) * 31 % vocab_size  # all differ: 31 shares no factor with it
     for name, tensor, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
@@ -361,7 +353,7 @@ def _inputs_of(record: Record, call: Record) -> Inputs:
     `scale` is that of the call times the share of these tokens, as gradients are of the mean over all tokens.
     """
     num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
-    whole = Inputs.empty(num_tokens, d_model, vocab_size, record["precision"], "cpu")
+    whole = Inputs(num_tokens, d_model, vocab_size, record["precision"], "cpu")
     drawn = partial(draws.part, record["proof"]["seed"], call["draw"])
     whole.hidden = drawn("hidden", 0, num_tokens * d_model, torch.float32).view(num_tokens, d_model)
     whole.weight = drawn("weight", 0, d_model * vocab_size, torch.float32, std_of(whole.weight)).view(-1, d_model)
@@ -369,10 +361,7 @@ def _inputs_of(record: Record, call: Record) -> Inputs:
     if has_extremes(record["proof"]["generator"]):
         whole.make_extreme(call["draw"])
     rows = indices(slices_of(whole, call["key"])[0])
-    return replace(
-        whole,
-        hidden=whole.hidden[rows],
-        targets=whole.targets[rows],
-        scale=whole.scale * len(rows) / num_tokens,
-        groups=(whole.groups[0][rows], whole.groups[1]),
-    )
+    whole.hidden, whole.targets = whole.hidden[rows], whole.targets[rows]
+    whole.groups = whole.groups[0][rows], whole.groups[1]
+    whole.scale = whole.scale * len(rows) / num_tokens
+    return whole

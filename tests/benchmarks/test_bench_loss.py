@@ -106,7 +106,7 @@ def test_references_in_blocks_equal_the_whole(exact: bool, monkeypatch: pytest.M
 
 def drawn(precision: str = "fp32", tokens: int = 40, vocab_size: int = 50) -> Inputs:
     """Inputs of 16 channels, drawn by a fixed seed."""
-    inputs = Inputs.empty(tokens, 16, vocab_size, precision, "cpu")
+    inputs = Inputs(tokens, 16, vocab_size, precision, "cpu")
     LossDraws(inputs, seed=0).fill(0)
     return inputs
 

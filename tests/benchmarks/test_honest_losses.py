@@ -42,7 +42,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 @given(seed=st.integers(0, 2**31), precision=st.sampled_from(("fp32", "bf16", "fp16")))
 @settings(max_examples=20)
 def test_an_honest_loss_is_right_in_the_benchmark(loss: Loss, seed: int, precision: str) -> None:
-    drawn = Inputs.empty(200, 16, 300, precision, "cpu")
+    drawn = Inputs(200, 16, 300, precision, "cpu")
     LossDraws(drawn, seed).fill(seed)
     for inputs in (drawn, odd_inputs(precision, "cpu", seed)):
         inputs.exact, inputs.plain = references(inputs.in_blocks)
