@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.models import DTYPES
+from lmsys import values
 from lmsys.model import linear
 
 
@@ -79,15 +80,20 @@ def _why_not(
     multiple    the numbers of tokens, features and classes must be multiples of this
     """
     package = module.partition(".")[0]
-    if case.device != "cuda":
-        return f"{package} runs on CUDA only"
-    if case.precision not in precisions:
-        return f"{package} knows {' and '.join(precisions)}, not {case.precision}"
-    if any(size % multiple for size in (case.tokens, case.d_model, case.vocab_size)):
-        return (
+    reasons = values.sentences_of(
+        (case.device != "cuda", f"{package} runs on CUDA only"),
+        (
+            case.precision not in precisions,
+            f"{package} knows {' and '.join(precisions)}, not {case.precision}",
+        ),
+        (
+            any(size % multiple for size in (case.tokens, case.d_model, case.vocab_size)),
             f"{package} takes multiples of {multiple} as tokens, d_model and vocab_size; got {case.tokens},"
-            f" {case.d_model} and {case.vocab_size}"
-        )
+            f" {case.d_model} and {case.vocab_size}",
+        ),
+    )
+    if (reason := next(reasons, None)) is not None:
+        return reason
     importlib.import_module(module)
     capable = torch.cuda.get_device_capability() >= least
     return None if capable else f"{package} needs a GPU of compute capability {least[0]}.{least[1]} or later"
