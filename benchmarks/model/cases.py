@@ -188,7 +188,6 @@ class Gate:
 
     def _draw(self, batch: int) -> None:
         """Draws so many sequences. The first of them has a token of each kind of extreme embedding."""
-        self.batch = batch
         self.data = models.Batch.draw(self.base.config, batch, self.base.lm_head.weight.device.type, self.seed)
         self.data.tokens[:, 0] = FIRST_ID
         kinds = torch.arange(1, len(ROWS) + 1)  # ids of extreme embeddings, of each kind the first
@@ -203,29 +202,26 @@ class Gate:
             try:
                 return self.judge([candidate for candidate in candidates if candidate.outcome == "ok"])
             except (torch.OutOfMemoryError, MemoryError):
-                if self.batch == 1:
+                if len(self.data.tokens) == 1:
                     raise
             release_memory()  # only here is the traceback gone, which held the reference's tensors
-            self._draw(self.batch // 2)
+            self._draw(len(self.data.tokens) // 2)
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
-        """Compares the outputs of each candidate with one reference for inference, or one for training."""
-        for grad in sorted({row.case.grad for row in candidates}):
+        """Compares outputs: inferences with one reference, trainings with another, by the residual stream."""
+        groups = fields.grouped(((row.case.grad, row.case.residual), row) for row in candidates)
+        for (grad, residual), rows in groups.items():
             reference = self.outputs(
                 models.variant(copy.deepcopy(self.base).double(), "eager", attention="naive"), grad, precision="fp32"
             )
-            for residual in sorted({row.case.residual for row in candidates}):
-                rows = [row for row in candidates if (row.case.grad, row.case.residual) == (grad, residual)]
-                stream = {} if residual == "wide" else {"residual": residual}
-                plain = (
-                    self.outputs(models.variant(self.base, "eager", attention="naive", **stream), grad) if rows else {}
-                )
-                for candidate in rows:
-                    if results := candidate.attempt(self.outputs, candidate.call, grad):
-                        candidate.judge(
-                            {name: self.ratio(name, results[name], x, plain[name]) for name, x in reference.items()}
-                        )
-                        candidate.notes["gradient_error"] = self.gradient_error(results, reference) if grad else None
+            stream = {} if residual == "wide" else {"residual": residual}
+            plain = self.outputs(models.variant(self.base, "eager", attention="naive", **stream), grad)
+            for candidate in rows:
+                if results := candidate.attempt(self.outputs, candidate.call, grad):
+                    candidate.judge(
+                        {name: self.ratio(name, results[name], x, plain[name]) for name, x in reference.items()}
+                    )
+                    candidate.notes["gradient_error"] = self.gradient_error(results, reference) if grad else None
 
     def ratio(self, name: str, result: Tensor, reference: Tensor, plain: Tensor) -> float:
         """The error of an output over its budget: rows of a gradient, and logits of tokens, are judged by groups."""

@@ -62,11 +62,11 @@ class Reference:
         self.leaves: dict[str, Tensor] = {}  # weights whose gradients are asked for
 
     @torch.no_grad()
-    def states(self, tokens: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def outputs(self, tokens: Tensor, positions: Sequence[int]) -> "Parts":
         """Hidden states (P, M) and logits (P, V) of a sequence (S) at P positions, cut off after the last of them."""
         with self._arithmetic():
             hidden = self._hidden(self._embedded(tokens[: max(positions) + 1]))[positions]
-            return hidden, self._logits(hidden)
+            return {STATES: hidden, LOGITS: self._logits(hidden)}
 
     @torch.no_grad()
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -135,8 +135,10 @@ class Reference:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Naive attention in blocks of query rows, each of which the backward computes again where there are several."""
-    assert causal, "a language model's attention is"
+    """Naive attention in blocks of query rows, each of which the backward computes again where there are several.
+
+    `causal` is True: our model asks for nothing else.
+    """
     length = q.shape[2]
     rows = max(1, BLOCK_SCORES[q.device.type] // (q.shape[1] * length))
     if rows >= length:
@@ -213,12 +215,9 @@ class Spots:
     def _like(self, name: str) -> Tensor:
         """A tensor with the shape, dtype and device of an output, which takes no memory."""
         config, tokens = self.base.config, self.data.tokens
-        if name == LOSS:
-            return torch.empty((), device=tokens.device)
-        width = config.vocab_size if name == LOGITS else config.d_model
-        return torch.empty((), dtype=AUTOCAST.get(self.precision, torch.float32), device=tokens.device).expand(
-            *tokens.shape, width
-        )
+        shapes = {LOSS: (), LOGITS: (*tokens.shape, config.vocab_size), STATES: (*tokens.shape, config.d_model)}
+        dtype = torch.float32 if name == LOSS else AUTOCAST.get(self.precision, torch.float32)
+        return torch.empty((), dtype=dtype, device=tokens.device).expand(shapes[name])
 
     def gradients(self, key: int, scale: float) -> Parts:
         """Copies of the parts of the gradients that the key chooses, divided by `scale`, the factor of the loss."""
@@ -244,9 +243,10 @@ class Spots:
             ratios[LOSS] = mean_ratio(
                 parts[LOSS], *(x.losses(parts[ALL_STATES], self.data.targets) for x in references)
             )
-        make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
-        exact, ordinary = (make(reference, spot) for reference in references)
-        if EMBEDDINGS in parts:
+        if case.mode in OUTPUTS:
+            exact, ordinary = (x.outputs(self.data.tokens[spot.sequence], spot.positions) for x in references)
+        else:
+            exact, ordinary = (self._right_gradients(x, spot) for x in references)
             parts[EMBEDDINGS] = parts[EMBEDDINGS][self._sequences(spot)[1]]
         for name in parts.keys() - {LOSS, ALL_STATES}:
             ratios[name] = ratio_by_group(
@@ -270,11 +270,6 @@ class Spots:
             return group_of(name, len(self.parameters[name]))
         group = group_of(EMBEDDINGS, self.base.config.vocab_size)[self._ids(spot).cpu()]
         return group[self._sequences(spot)[1]] if name == EMBEDDINGS else group
-
-    def _right_outputs(self, reference: Reference, spot: Spot) -> Parts:
-        """Hidden states and logits of the spot's tokens."""
-        states, logits = reference.states(self.data.tokens[spot.sequence], spot.positions)
-        return {STATES: states, LOGITS: logits}
 
     def _right_gradients(self, reference: Reference, spot: Spot) -> Parts:
         """Gradients of the embeddings of the spot's tokens, and of whole matrices: see `ratio_by_group`."""

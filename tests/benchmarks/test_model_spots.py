@@ -71,7 +71,7 @@ def test_the_reference_is_the_function_that_is_tested(row: str) -> None:
         logits = model(data.tokens)
     for sequence in range(len(data.tokens)):
         positions = [0, 7, 30]
-        states, of_head = reference.states(data.tokens[sequence], positions)
+        states, of_head = reference.outputs(data.tokens[sequence], positions).values()
         torch.testing.assert_close(of_head, logits[sequence, positions])
         torch.testing.assert_close(states @ rig.base.lm_head.weight.double().mT, of_head)
     loss = model.loss(data.tokens, data.targets)
