@@ -174,14 +174,16 @@ class Rig:
         with torch.set_grad_enabled(case.grad), prepare.autocast(self.precision, self.device):
             return model.loss(data.tokens, data.targets) if case.grad else model(data.tokens)
 
-    def loss_and_states(self, case: cases.ModelTest) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the loss of training, the hidden states that it was computed from; of a peer, the logits)."""
+    def loss_and_states(self, case: cases.ModelTest) -> spots.Parts:
+        """By name the loss of training, and the hidden states that it was computed from; of a peer, the logits."""
         model, data = self.model(case), self.data
         with torch.enable_grad(), prepare.autocast(self.precision, self.device):
             if case.peer:
-                return model.loss_and_logits(data.tokens, data.targets)
+                return dict(
+                    zip((spots.LOSS, spots.LOGITS), model.loss_and_logits(data.tokens, data.targets), strict=True)
+                )
             hidden = model.hidden(data.tokens)
-            return model.loss_of(hidden, data.targets), hidden
+            return {spots.LOSS: model.loss_of(hidden, data.targets), spots.STATES: hidden}
 
     def loss(self, case: cases.ModelTest) -> torch.Tensor:
         """The scaled loss. Gradients of earlier calls are freed first."""
@@ -205,7 +207,7 @@ class Rig:
         return replace(
             self._timed(case),
             redraw=partial(self._redraw, case),
-            keep=partial(self.spots.outputs if case.mode in spots.OUTPUTS else self._keep_gradients, case),
+            keep=self.spots.outputs if case.mode in spots.OUTPUTS else partial(self._keep_gradients, case),
         )
 
     def _timed(self, case: cases.ModelTest) -> Step:
@@ -227,7 +229,7 @@ class Rig:
             return Step(lambda _: replayed(), prepare=graph.record, before=replayed)
         train = partial(self.loss_and_states, case)
         return {
-            "forward": Step(lambda _: self.forward(case), before=lambda: self.forward(case)),
+            "forward": Step(lambda _: {spots.LOGITS: self.forward(case)}, before=lambda: self.forward(case)),
             "train_forward": Step(lambda _: train(), before=train),
             "backward": Step(lambda made: made.backward(), prepare=lambda: self.loss(case)),
             "optimizer": Step(lambda _: self.update(case), prepare=lambda: self._make_gradients(case)),

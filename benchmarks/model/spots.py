@@ -20,7 +20,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,17 +195,15 @@ class Spots:
         rows = {name: chance.sample(range(height), min(NUM_ROWS, height)) for name, height in heights.items()}
         return Spot(sequence, sorted(set(anywhere + early)), rows)
 
-    def outputs(self, case: ModelTest, result: Any, key: int | None) -> Parts | None:
+    def outputs(self, made: Parts, key: int | None) -> Parts | None:
         """Copies of the parts of a forward's results that the key chooses; None without a key. See `check_plain`."""
-        names = [LOGITS] if case.mode == "forward" else [LOSS, LOGITS if case.peer else STATES]
-        parts = dict(zip(names, [result] if case.mode == "forward" else result, strict=True))
-        for name, x in parts.items():
+        for name, x in made.items():
             plain.check_plain(name, x, self._like(name), (self.data.tokens, self.data.targets))
         if key is None:
             return None
-        spot = self.spot(key)
-        if STATES in parts:
-            parts[ALL_STATES] = parts[STATES]  # the loss is judged by all of them
+        spot, parts = self.spot(key), dict(made)
+        if STATES in made:
+            parts[ALL_STATES] = made[STATES]  # the loss is judged by all of them
         return {
             name: x.detach().clone() if name in (LOSS, ALL_STATES) else x.detach()[spot.sequence, spot.positions]
             for name, x in parts.items()
