@@ -12,13 +12,14 @@ import json
 import re
 import statistics
 import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -72,7 +73,7 @@ PATTERNS = (  # kernels of torch and its libraries: the first pattern that is fo
     ),
 )
 
-_parts_are_on = _nvtx = False  # True: `part` makes ranges, the first of torch.profiler, the second of NVTX as well
+_parts_are_on = False  # True: `part` makes ranges
 _registered: dict[str, str] = {}  # kind by pattern: kernels that this file does not know
 
 
@@ -95,45 +96,29 @@ def kind_of(name: str) -> str:
     return next((kind for pattern, kind in tuple(_registered.items()) + PATTERNS if re.search(pattern, name)), "other")
 
 
-class part(ContextDecorator):
+@contextmanager
+def part(name: str) -> Iterator[None]:
     """Marks a part of a model: `with part("softmax"): ...`, or `@part("softmax")` on a function. Parts nest.
 
-    Under `parts_on()` it is a range of torch.profiler and, where there is CUDA, of NVTX for other profilers. Else, and
-    while torch compiles, it does nothing.
+    Under `parts_on()` it is a range of torch.profiler. Else, and while torch compiles, it does nothing.
     """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._ranges: ExitStack | None = None
-
-    # contextlib calls it for each call of a decorated function: each has its own, since a function may call itself.
-    def _recreate_cm(self) -> "part":
-        return part(self.name)
-
-    def __enter__(self) -> None:
-        # `is_compiling` stands first, so that compiled code does not depend on _parts_are_on and is not compiled anew.
-        if torch.compiler.is_compiling() or not _parts_are_on:
-            return
-        self._ranges = ExitStack()
-        self._ranges.enter_context(record_function(PART + self.name))
-        if _nvtx:
-            self._ranges.enter_context(torch.cuda.nvtx.range(self.name))
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._ranges is not None:
-            self._ranges.close()
+    # `is_compiling` stands first, so that compiled code does not depend on _parts_are_on and is not compiled anew.
+    if torch.compiler.is_compiling() or not _parts_are_on:
+        yield
+    else:
+        with record_function(PART + name):
+            yield
 
 
 @contextmanager
 def parts_on() -> Iterator[None]:
     """A context in which `part` marks parts."""
-    global _parts_are_on, _nvtx
-    before = _parts_are_on, _nvtx
-    _parts_are_on, _nvtx = True, torch.cuda.is_available()
+    global _parts_are_on
+    before, _parts_are_on = _parts_are_on, True
     try:
         yield
     finally:
-        _parts_are_on, _nvtx = before
+        _parts_are_on = before
 
 
 @dataclass(frozen=True)
@@ -186,30 +171,21 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
     """
     whole("steps", steps, least=1)
     call()
-    profiled_s, events = _recorded(call, device, steps, trace)
-    kernels, parts = read_trace(events, device, steps)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    samples, plan = list[float](), schedule(wait=0, warmup=1, active=steps, repeat=1)
+    with parts_on(), profile(activities=activities, schedule=plan) as recorded:
+        for _ in range(1 + steps):
+            start = time.perf_counter()
+            call()
+            clock.synchronize(device)
+            samples.append(time.perf_counter() - start)
+            recorded.step()
+    kernels, parts = read_trace(_events_of(recorded, trace), device, steps)
     kernel_s = sum(kernel.total_s for kernel in kernels)
     shares = dict.fromkeys(KINDS, 0.0)
     for kernel in kernels:
         shares[kernel.kind] += kernel.total_s / kernel_s
-    return Profile(profiled_s, kernel_s, shares, kernels, parts)
-
-
-def _recorded(call: Callable[[], Any], device: str, steps: int, trace: Path | None) -> tuple[float, list[Any]]:
-    """The mean wall time of a call, in seconds, and the events of its trace."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    samples, plan = [], schedule(wait=0, warmup=1, active=steps, repeat=1)
-
-    def run() -> Any:
-        result = call()
-        clock.synchronize(device)
-        return result
-
-    with parts_on(), profile(activities=activities, schedule=plan) as recorded:
-        for _ in range(1 + steps):
-            samples += clock.timed(clock.CpuClock(), run)
-            recorded.step()
-    return statistics.fmean(samples[1:]), _events_of(recorded, trace)
+    return Profile(statistics.fmean(samples[1:]), kernel_s, shares, kernels, parts)
 
 
 def _events_of(recorded: profile, trace: Path | None = None) -> list[dict[str, Any]]:
@@ -221,12 +197,8 @@ def _events_of(recorded: profile, trace: Path | None = None) -> list[dict[str, A
         return list(json.loads(path.read_bytes())["traceEvents"])
 
 
-class _Work(NamedTuple):
-    """One run of a kernel, and where the host launched it: (thread, microseconds)."""
-
-    name: str
-    duration_s: float
-    launch: tuple[Any, float] | None
+# One run of a kernel: its name, its seconds, and where the host launched it, as (thread, microseconds).
+Run = tuple[str, float, tuple[Any, float] | None]
 
 
 def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tuple[list[Kernel], list[Part]]:
@@ -238,23 +210,23 @@ def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tup
         host = by_category["cuda_driver"] + by_category["cuda_runtime"]
         launches = {e["args"]["correlation"]: (e["tid"], e["ts"]) for e in host if "correlation" in e.get("args", {})}
         work = [
-            _Work(event["name"], event["dur"] / 1e6, launches.get(event["args"].get("correlation")))
+            (event["name"], event["dur"] / 1e6, launches.get(event["args"].get("correlation")))
             for category in ("kernel", "gpu_memcpy", "gpu_memset")
             for event in by_category[category]
         ]
     else:
         work = _self_times(by_category["cpu_op"])
     total: dict[str, float] = defaultdict(float)
-    for item in work:
-        total[item.name] += item.duration_s
-    count, longest = Counter(item.name for item in work), sorted(total.items(), key=lambda kernel: -kernel[1])
+    for name, seconds, _ in work:
+        total[name] += seconds
+    count, longest = Counter(name for name, *_ in work), sorted(total.items(), key=lambda kernel: -kernel[1])
     return (
         [Kernel(name, kind_of(name), s / steps, count[name] / steps) for name, s in longest],
         _parts(by_category, work, steps),
     )
 
 
-def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
+def _self_times(operators: list[dict[str, Any]]) -> list[Run]:
     """For each operator, its time without that of the operators that it called."""
     ordered = sorted(operators, key=lambda op: (op["tid"], op["ts"], -op["dur"]))
     self_us = [op["dur"] for op in ordered]
@@ -265,16 +237,16 @@ def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
         if open_:
             self_us[open_[-1]] -= op["dur"]
         open_.append(index)
-    return [_Work(op["name"], max(us, 0) / 1e6, (op["tid"], op["ts"])) for op, us in zip(ordered, self_us, strict=True)]
+    return [(op["name"], max(us, 0) / 1e6, (op["tid"], op["ts"])) for op, us in zip(ordered, self_us, strict=True)]
 
 
-def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: int) -> list[Part]:
+def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int) -> list[Part]:
     """The parts, the longest first. `events`: by category of a trace."""
     ranges = [event for event in events["user_annotation"] if event["name"].startswith(PART)]
     # Ranges hold for every thread: autograd works in threads of its own while its caller waits inside the part.
     spans = [(None, range_["ts"], range_["end"], range_["name"].removeprefix(PART)) for range_ in ranges]
-    launched = [(item, item.launch) for item in work if item.launch]
-    inside = _enclosing(spans, [(None, time) for _, (_, time) in launched])
+    launched = [(name, seconds, launch) for name, seconds, launch in work if launch]
+    inside = _enclosing(spans, [(None, at_us) for *_, (_, at_us) in launched])
     # (thread, start, end, when its forward ran) of the nodes of the backward. A trace links them to their forward by
     # flows "fwdbwd", each of which has an event "s" in the forward and an event "f" in the backward.
     forward_at = {flow["id"]: flow["ts"] for flow in events["fwdbwd"] if flow["ph"] == "s"}
@@ -283,18 +255,18 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
     backward_spans = [
         (e["tid"], e["ts"], node[e["tid"], e["ts"]]["end"], forward_at[e["id"]]) for e in ends if e["id"] in forward_at
     ]
-    nodes = _enclosing(backward_spans, [launch for _, launch in launched])
+    nodes = _enclosing(backward_spans, [launch for *_, launch in launched])
     # Of several nodes the one whose forward ran last counts; -1, where there is none, lies in no part.
     origins = _enclosing(spans, [(None, max(forward, default=-1.0)) for forward in nodes])
     count = Counter(name for *_, name in spans)
     total, backward = dict.fromkeys(count, 0.0), dict.fromkeys(count, 0.0)
     kinds: dict[str, dict[str, float]] = {name: defaultdict(float) for name in count}
-    for (item, _), names, origin in zip(launched, inside, origins, strict=True):
+    for (kernel, seconds, _), names, origin in zip(launched, inside, origins, strict=True):
         for name in origin:
-            backward[name] += item.duration_s
+            backward[name] += seconds
         for name in names:
-            total[name] += item.duration_s
-            kinds[name][kind_of(item.name)] += item.duration_s / steps
+            total[name] += seconds
+            kinds[name][kind_of(kernel)] += seconds / steps
     parts = (Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count)
     return sorted(parts, key=lambda part: -(part.total_s + part.backward_s))
 
@@ -392,21 +364,20 @@ def communication_of(
 
 def read_overlap(events: list[dict[str, Any]], device: str, steps: int) -> Communication:
     """The communication of a step, from the `traceEvents` of a trace of `steps` steps."""
-    sending: Intervals = []
-    computing: Intervals = []
-    for event in events:
-        if event.get("cat") not in WORK[device] or not event.get("dur"):
-            continue
-        span = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-        if kind_of(event["name"]) != "communication":
-            if event["cat"] != "user_annotation":
-                computing.append(span)
-        elif device == "cuda" or event["name"].startswith("gloo:"):  # on a CPU the work of gloo's thread, not the call
-            sending.append(span)
-    sending, computing = merged(sending), merged(computing)
+    work = [event for event in events if event.get("cat") in WORK[device] and event.get("dur")]
+    # On a CPU the work of gloo's thread is communication, not the call that issues it.
+    sends = [event for event in work if device == "cuda" or event["name"].startswith("gloo:")]
+    sending = merged([_seconds(event) for event in sends if kind_of(event["name"]) == "communication"])
+    operators = [event for event in work if event["cat"] != "user_annotation"]
+    computing = merged([_seconds(event) for event in operators if kind_of(event["name"]) != "communication"])
     total = sum(end - start for start, end in sending)
     hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sending for c, d in computing if c < b and d > a)
     return Communication(total / steps, hidden / total if total else None, _timeline(sending, computing, steps))
+
+
+def _seconds(event: dict[str, Any]) -> tuple[float, float]:
+    """When an event of a trace began and ended, in seconds."""
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
 def merged(intervals: Intervals, gap: float = 0.0) -> Intervals:
@@ -448,8 +419,7 @@ def call_in_ranges(name: str, step: Step, device: str) -> None:
         prepared = step.prepare()
         step.redraw_late(draw)
         clock.synchronize(device)
-        with torch.cuda.nvtx.range("{}", name):
-            with torch.autograd.set_multithreading_enabled(False):
-                result = step.run(prepared)
+        with torch.cuda.nvtx.range("{}", name), torch.autograd.set_multithreading_enabled(False):
+            result = step.run(prepared)
             clock.synchronize(device)
         step.keep(result, None)
