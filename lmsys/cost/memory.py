@@ -9,7 +9,6 @@ Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, 
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -81,18 +80,15 @@ def fit(
     The other arguments are those of `training_memory`. ValueError where not even the level "whole" fits.
     """
 
-    def chosen(levels: Sequence[str]) -> tuple[ModelConfig, int]:
-        """(the config whose blocks have these levels, its peak in bytes)."""
-        candidate = replace(config, checkpoint_blocks=checkpointing.setting_of(levels))
-        footprint = training_memory(candidate, batch, context, precision, world_size, stage)
-        # Gradients that stay are in memory together with all activations: the peak is the sum of all fields.
-        return candidate, footprint.peak if not gradients_stay else sum(vars(footprint).values())
-
     blocks = config.num_layers
     # Pairs of neighbours, and at last "whole" with itself: all blocks recompute everything.
     for keeps_more, keeps_less in pairwise([*checkpointing.LEVELS, checkpointing.LEVELS[-1]]):
         for count in range(blocks, 0, -1):
-            candidate, peak = chosen([keeps_less] * (blocks - count) + [keeps_more] * count)
+            levels = [keeps_less] * (blocks - count) + [keeps_more] * count
+            candidate = replace(config, checkpoint_blocks=checkpointing.setting_of(levels))
+            footprint = training_memory(candidate, batch, context, precision, world_size, stage)
+            # Gradients that stay are in memory together with all activations: the peak is the sum of all fields.
+            peak = sum(vars(footprint).values()) if gradients_stay else footprint.peak
             if peak <= memory:
                 return candidate
     least, most = (f"{size / 2**30:.4g} GiB" for size in (peak, memory))  # peak: of the last candidate, "whole"
