@@ -65,15 +65,15 @@ class Energy:
 
     def less(self, part: "Energy") -> "Energy":
         """The energy of a call without a part of it, which was measured alone. EnergyError where nothing is left."""
-        known = self.integral_j is not None and part.integral_j is not None
-        integral_j = self.integral_j - part.integral_j if known else None  # type: ignore[operator]
         rest = Energy(
             joules=self.joules - part.joules,
-            integral_j=integral_j,
+            integral_j=None
+            if self.integral_j is None or part.integral_j is None
+            else self.integral_j - part.integral_j,
             call_s=self.call_s - part.call_s,
             calls=self.calls,
         )
-        if rest.joules <= 0 or rest.call_s <= 0 or (integral_j is not None and integral_j <= 0):
+        if rest.joules <= 0 or rest.call_s <= 0 or (rest.integral_j is not None and rest.integral_j <= 0):
             raise EnergyError(f"the call takes less than can be told from its untimed part of {part.joules:.3g} J")
         return rest
 
@@ -120,14 +120,14 @@ def of_call(
     marks: list[Mark] = []
     call()  # the first one may compile
     synchronize()
-    with sampling(lambda: (sensors.joules(), sensors.watts()), SAMPLE_S) as taken:
+    with sampling(lambda: Sample(perf_counter(), sensors.joules(), sensors.watts()), SAMPLE_S) as samples:
         begin_s = perf_counter() + warm_s
         for at_s in repeated(call, synchronize, marks):
-            moves = moves_of(_samples(taken), begin_s)
+            moves = moves_of(list(samples), begin_s)  # a copy, since the thread appends
             # A counter that moves seldom is waited for, but not for ever.
             if (len(moves) > 1 and moves[-1][0] - moves[0][0] >= seconds) or at_s > begin_s + 4 * seconds:
                 break
-    return energy_of(_samples(taken), marks, begin_s, sensors.limit_w)
+    return energy_of(samples, marks, begin_s, sensors.limit_w)
 
 
 def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, limit_w: float | None) -> Energy:
@@ -155,11 +155,6 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
         call_s=(last_s - first_s) / calls,
         calls=calls,
     )
-
-
-def _samples(taken: Sequence[tuple[float, Any]]) -> list[Sample]:
-    """The samples that `sampling` has taken so far; each value is (joules, watts)."""
-    return [Sample(at_s, *values) for at_s, values in list(taken)]
 
 
 def moves_of(samples: Sequence[Sample], begin_s: float) -> list[tuple[float, float]]:
@@ -198,15 +193,15 @@ def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: lis
 
 
 @contextmanager
-def sampling(take: Callable[[], Any], every_s: float) -> Iterator[list[tuple[float, Any]]]:
+def sampling(take: Callable[[], Any], every_s: float) -> Iterator[list[Any]]:
     """A context in which a thread calls `take` every `every_s` seconds. Its value is a list: the thread appends to it
-    (time by `perf_counter`, what `take` returned). EnergyError at the end if `take` has failed, which ends the thread.
+    what `take` returned. EnergyError at the end if `take` has failed, which ends the thread.
     """
-    taken, is_over = list[tuple[float, Any]](), threading.Event()
+    taken, is_over = list[Any](), threading.Event()
 
     def sample() -> None:
         while not is_over.wait(every_s):
-            taken.append((perf_counter(), take()))
+            taken.append(take())
 
     with ThreadPoolExecutor(1) as threads:
         sampled = threads.submit(sample)

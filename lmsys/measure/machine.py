@@ -6,6 +6,7 @@ PEAK_FLOPS_PER_S and FLOP_PER_CYCLE.
 """
 
 import datetime
+import importlib
 import os
 import platform
 import statistics
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from lmsys.files import git
+from lmsys.kernels import HAS_TRITON
 from lmsys.measure import compare, energy
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
@@ -47,7 +50,7 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": importlib.import_module("triton").__version__ if HAS_TRITON else None,
         "float32_matmul": torch.backends.cuda.matmul.fp32_precision if on_gpu else None,
         "threads": torch.get_num_threads(),
         "settings": Cpu().settings() | (sensors_of(device).settings() if on_gpu else {}),
@@ -136,14 +139,12 @@ def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> fl
 def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEAST_RUNS) -> tuple[float, float]:
     """(the least, the median) of the seconds of some calls: `least` or more, until they took `seconds` together.
 
-    Where calls take more than LONG_S, there are two. A call before them is not counted: it touches new memory.
+    Where calls take more than LONG_S together, two suffice. A call before them is not counted: it touches new memory.
     """
     clock, samples = clock_of(device), list[float]()
     timed(clock, call)
-    while len(samples) < least or sum(samples) < seconds:
+    while len(samples) < 2 or (sum(samples) <= LONG_S and (len(samples) < least or sum(samples) < seconds)):
         samples += timed(clock, call)
-        if sum(samples) > LONG_S and len(samples) > 1:
-            break
     return min(samples), statistics.median(samples)
 
 
@@ -154,20 +155,10 @@ def _cpu_name() -> str:
     return statistics.mode(models) if models else platform.processor() or platform.machine()
 
 
-def _triton_version() -> str | None:
-    """Triton's version; None where it is not installed."""
-    try:
-        import triton
-    except ImportError:
-        return None
-    return triton.__version__
-
-
 def commit() -> dict[str, Any]:
     """The commit: from $LMSYS_COMMIT, for a copy of the tree that has no .git, else from git."""
     if commit := os.environ.get("LMSYS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
-
     folder = Path(__file__).parent
     status = git(folder, "status", "--porcelain")
     return {"commit": git(folder, "rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
@@ -201,15 +192,13 @@ class Limits:
 
 def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:
     """The current GPU's limits; None on a CPU, for a GPU that the table lacks, and where clocks cannot be read."""
-    if device != "cuda" or max_sm_mhz is None:
-        return None
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    per_cycle = FLOP_PER_CYCLE.get((gpu.major, gpu.minor))
-    if per_cycle is None:
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
+    if gpu is None or max_sm_mhz is None or (gpu.major, gpu.minor) not in FLOP_PER_CYCLE:
         return None
     cycles = gpu.multi_processor_count * max_sm_mhz * 1e6
     memory = 2 * gpu.memory_clock_rate * 1e3 * gpu.memory_bus_width / 8  # kHz, twice in a cycle
-    return Limits({dtype: count * cycles for dtype, count in per_cycle.items()}, memory)
+    flops_per_s = {dtype: count * cycles for dtype, count in FLOP_PER_CYCLE[gpu.major, gpu.minor].items()}
+    return Limits(flops_per_s, memory)
 
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # of the matmul of `measure_sustained`
@@ -226,7 +215,10 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     """
     size, dtype = SIZES[device][-1], DTYPES[device]
     a, marks = torch.randn(size, size, device=device, dtype=dtype), list[energy.Mark]()
-    with suppress(energy.EnergyError), energy.sampling(sensors.read, SAMPLE_S) as taken:  # the rate needs no sensor
+    with (
+        suppress(energy.EnergyError),  # the rate needs no sensor
+        energy.sampling(lambda: (perf_counter(), sensors.read()), SAMPLE_S) as taken,
+    ):
         for at_s in energy.repeated(partial(torch.matmul, a, a), partial(synchronize, device), marks):
             if has_settled(marks) or at_s - marks[0][0] > MOST_S:
                 break

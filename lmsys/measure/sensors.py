@@ -80,11 +80,10 @@ class Gpu(Sensors):
         )
 
     def read(self) -> Reading:
-        nvml = self._nvml
         return Reading(
-            sm_clock_mhz=_scaled(1.0, self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
-            memory_clock_mhz=_scaled(1.0, self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM)),
-            temperature_c=_scaled(1.0, self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
+            sm_clock_mhz=_scaled(1.0, self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)),
+            memory_clock_mhz=_scaled(1.0, self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_MEM)),
+            temperature_c=_scaled(1.0, self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU)),
             power_w=self.watts(),
             reasons=int(self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0),
         )
