@@ -131,7 +131,7 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
     record["allocations"] = list(map(asdict, profile.largest_allocations(call, case.device, top=10)))
     if case.traces and case.device == "cuda":
         rig.base.zero_grad(set_to_none=True)
-        memory.write_snapshot(case.traces / f"{case.id}.pickle", call, case.device)
+        memory.write_snapshot(case.traces / f"{case.id}.pickle", call)
     return record
 
 

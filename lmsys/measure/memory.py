@@ -85,18 +85,16 @@ def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int
 
 def saved_bytes(forward: Callable[[], Any]) -> int:
     """Bytes of the storages that `forward` saves for its backward, inputs included, each storage counted once."""
-    storages: dict[int, int] = {}
-    kept: list[Tensor] = []  # alive until the end, so that no address is given twice
+    kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
-        """Notes the storage of a tensor that is saved for the backward."""
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        """Notes a tensor that is saved for the backward."""
         kept.append(x.detach())
         return kept[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         forward()
-    return sum(storages.values())
+    return sum(_new_storages(kept, set()))
 
 
 def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dict[str, int]]:
@@ -192,17 +190,10 @@ def timeline(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, l
     return points
 
 
-def write_snapshot(path: Path, call: Callable[[], Any], device: str) -> Path:
-    """Records `call` on CUDA and writes torch's memory snapshot, a pickle for its viewer (pytorch.org/memory_viz).
-
-    ValueError elsewhere: only the CUDA allocator keeps one.
-    """
-    hold(
-        (device == "cuda", f"{device=}: a memory snapshot needs CUDA, whose allocator keeps it; see timeline() instead")
-    )
+def write_snapshot(path: Path, call: Callable[[], Any]) -> None:
+    """Records `call` on CUDA and writes torch's memory snapshot, a pickle for its viewer (pytorch.org/memory_viz)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps(_history(call, "all")))
-    return path
 
 
 def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = False) -> list[AllocatorEvent]:

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lmsys.measure import clock, memory
 from lmsys.measure.step import Step
-from lmsys.values import one_of, whole
+from lmsys.values import one_of
 
 PART = "part: "  # in a trace, the names of ranges that `part` makes begin so
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
@@ -169,7 +169,6 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
 
     `trace`, a .json file, keeps the trace: for ui.perfetto.dev or chrome://tracing.
     """
-    whole("steps", steps, least=1)
     call()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     samples, plan = list[float](), schedule(wait=0, warmup=1, active=steps, repeat=1)
@@ -242,18 +241,22 @@ def _self_times(operators: list[dict[str, Any]]) -> list[Run]:
 
 def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int) -> list[Part]:
     """The parts, the longest first. `events`: by category of a trace."""
-    ranges = [event for event in events["user_annotation"] if event["name"].startswith(PART)]
     # Ranges hold for every thread: autograd works in threads of its own while its caller waits inside the part.
-    spans = [(None, range_["ts"], range_["end"], range_["name"].removeprefix(PART)) for range_ in ranges]
+    spans = [
+        (None, event["ts"], event["end"], event["name"].removeprefix(PART))
+        for event in events["user_annotation"]
+        if event["name"].startswith(PART)
+    ]
     launched = [(name, seconds, launch) for name, seconds, launch in work if launch]
     inside = _enclosing(spans, [(None, at_us) for *_, (_, at_us) in launched])
     # (thread, start, end, when its forward ran) of the nodes of the backward. A trace links them to their forward by
     # flows "fwdbwd", each of which has an event "s" in the forward and an event "f" in the backward.
     forward_at = {flow["id"]: flow["ts"] for flow in events["fwdbwd"] if flow["ph"] == "s"}
     node = {(op["tid"], op["ts"]): op for op in sorted(events["cpu_op"], key=lambda op: op["dur"])}
-    ends = [flow for flow in events["fwdbwd"] if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in node]
     backward_spans = [
-        (e["tid"], e["ts"], node[e["tid"], e["ts"]]["end"], forward_at[e["id"]]) for e in ends if e["id"] in forward_at
+        (flow["tid"], flow["ts"], node[flow["tid"], flow["ts"]]["end"], forward_at[flow["id"]])
+        for flow in events["fwdbwd"]
+        if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in node and flow["id"] in forward_at
     ]
     nodes = _enclosing(backward_spans, [launch for *_, launch in launched])
     # Of several nodes the one whose forward ran last counts; -1, where there is none, lies in no part.
@@ -304,7 +307,6 @@ class Allocation:
 
 def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) -> list[Allocation]:
     """The `top` largest allocations during `call`, with the line of code that made them: see `allocator_events`."""
-    whole("top", top, least=1)
     events = memory.allocator_events(call, device, lines=True)
     levels = [0] + list(itertools.accumulate(event.bytes for event in events))
     live: dict[int, tuple[int, str, str]] = {}  # by address: (bytes, where, function)
