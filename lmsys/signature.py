@@ -89,8 +89,7 @@ def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Mo
 
     ValueError as in `called`.
     """
-    known = roles_of(inspect.signature(implementation).parameters, roles)
-    return implementation(**{name: values[role] for name, role in known.items()})
+    return called(implementation, roles, inspect.signature(implementation).parameters)(values)
 
 
 def roles_of(parameters: Mapping[str, inspect.Parameter], roles: Roles) -> dict[str, str]:
