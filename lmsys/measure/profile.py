@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -96,18 +96,13 @@ def kind_of(name: str) -> str:
     return next((kind for pattern, kind in tuple(_registered.items()) + PATTERNS if re.search(pattern, name)), "other")
 
 
-@contextmanager
-def part(name: str) -> Iterator[None]:
-    """Marks a part of a model: `with part("softmax"): ...`, or `@part("softmax")` on a function. Parts nest.
+def part(name: str) -> AbstractContextManager[Any]:
+    """A context that marks a part of a model: `with part("softmax"): ...`. Parts nest.
 
     Under `parts_on()` it is a range of torch.profiler. Else, and while torch compiles, it does nothing.
     """
     # `is_compiling` stands first, so that compiled code does not depend on _parts_are_on and is not compiled anew.
-    if torch.compiler.is_compiling() or not _parts_are_on:
-        yield
-    else:
-        with record_function(PART + name):
-            yield
+    return nullcontext() if torch.compiler.is_compiling() or not _parts_are_on else record_function(PART + name)
 
 
 @contextmanager

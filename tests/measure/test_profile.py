@@ -225,10 +225,10 @@ def test_parts_are_off_until_asked_for() -> None:
     assert ranges() == 0
 
 
-def test_a_part_may_mark_a_function_that_calls_itself() -> None:
-    @part("deep")
+def test_a_part_may_be_inside_of_itself() -> None:
     def deep(depth: int) -> int:
-        return 1 + deep(depth - 1) if depth else 0
+        with part("deep"):
+            return 1 + deep(depth - 1) if depth else 0
 
     assert deep(3) == 3
     (only_part,) = profile_call(lambda: deep(3), "cpu").parts
@@ -247,7 +247,7 @@ def test_parts_end_where_a_part_fails() -> None:
 
 def test_parts_compile_away() -> None:
     counter = CompileCounter()
-    compiled = torch.compile(part("all")(model), fullgraph=True, backend=counter)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
     x = torch.randn(4, 4)
     assert torch.equal(compiled(x, x), model(x, x))
     with parts_on():
