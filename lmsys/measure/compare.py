@@ -157,10 +157,8 @@ def interleave(
         clock.wait(2 * sum(cost.host_s for cost in (look_cost,) + tuple(costs.values())))
     until = time.monotonic() + MOST_OF_EXPECTED * expected_s
     for index in range(-warming, max(rounds.values())):  # rounds below 0 only warm the device
-        if index >= min_rounds and time.monotonic() > until and not turns.together:
-            break
         order = _order(index, [name for name in taken.pending if index < rounds[name]], theirs)
-        if not order:
+        if not order or (index >= min_rounds and time.monotonic() > until and not turns.together):
             break
         draw = turns.before(index, _ENTROPY.getrandbits(53))  # the number that all inputs of the round are drawn from
         looks = index % distance == 0
@@ -194,37 +192,33 @@ class _Taken:
     def costs(self, trials: int) -> dict[str, Cost]:
         """The cost of a call of each row, by a few trial calls; rows that fail are left out."""
         costs = {}
-        for name, step in self._steps.items():
-            cost, failure = attempt(_cost, step, self._clock, trials)
-            if failure:
-                self.result.failures[name] = failure
-            else:
-                costs[name], self.pending[name], self.result.kept[name] = cost, [], []
+        for name in self._steps:
+            self.pending[name], self.result.kept[name] = [], []
+            if cost := self._attempt(_cost, name, trials):
+                costs[name] = cost
         return costs
 
     def sample(self, name: str, draw: int, index: int) -> None:
         """Takes one more sample of a row, unless it has failed. draw, index: as in `_sample`."""
-        if name not in self.pending or (sample := self._attempt(name, draw, index)) is None:
-            return
-        mark, place, kept = sample
-        self.pending[name].append(mark)
-        if kept is not None:  # at a new place it is appended, else it replaces an earlier call
-            self.result.kept[name][place : place + 1] = [kept]
+        if name in self.pending and (sample := self._attempt(_sample, name, draw, index)):
+            mark, place, kept = sample
+            self.pending[name].append(mark)
+            if kept is not None:  # at a new place it is appended, else it replaces an earlier call
+                self.result.kept[name][place : place + 1] = [kept]
 
     def call(self, name: str, draw: int) -> None:
         """Calls a row once, and takes no sample."""
-        if sample := self._attempt(name, draw, -1):
+        if sample := self._attempt(_sample, name, draw):
             self._clock.forget([sample[0]])
 
-    def _attempt(self, name: str, draw: int, index: int) -> tuple[Any, int, Kept | None] | None:
-        """The result of `_sample`; None where the row has failed, whose samples are then dropped."""
-        sample, failure = attempt(_sample, self._steps[name], self._clock, draw, index)
+    def _attempt(self, call: Callable[..., Any], name: str, *args: Any) -> Any:
+        """What `call` returns for a row's step; None where the row has failed, whose samples are then dropped."""
+        result, failure = attempt(call, self._steps[name], self._clock, *args)
         if failure:
             self.result.failures[name] = failure
             self._clock.forget(self.pending.pop(name))
             del self.result.kept[name]
-            return None
-        return sample
+        return result
 
 
 def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[str]:
@@ -255,11 +249,11 @@ def _read_marks(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], 
     shares = (attempt(clock.shares, partial(rounds_of, short, clock))[0] or {}) if short else {}
     for name, samples in raw.items():
         share_s = result.share_s[name] = shares.get(name, clock.share_s)
-        result.samples[name] = [max(sample - share_s, 1e-9) for sample in samples]
         result.prepare_s[name] = min(reading.prepare_s for reading in readings_of[name])
         if failure := _prepares_too_much(result.prepare_s[name], pending[name][0], clock):
             result.failures[name] = failure
-            del result.samples[name]
+        else:
+            result.samples[name] = [max(sample - share_s, 1e-9) for sample in samples]
 
 
 def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) -> list[tuple[str, Any]]:
@@ -337,15 +331,14 @@ def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, 
     return mark, place, None if copies is None else Kept(index, draw, key, copies)
 
 
+def _call(step: Step, clock: Clock) -> None:
+    """Calls a step once as `_sample_again` does, but takes no sample."""
+    clock.forget([_sample_again(step, clock)])
+
+
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:
     """The cost of one sample with its prepare: the least of `calls`, which also warm caches and clocks."""
     costs: list[Cost] = []
-    marks: list[Any] = []
-
-    def sample() -> None:
-        marks.append(_sample_again(step, clock))
-
     for _ in range(calls):
-        costs.append(clock.cost(sample, 2 * costs[-1].host_s if costs else FIRST_LEAD_S))
-    clock.forget(marks)
+        costs.append(clock.cost(partial(_call, step, clock), 2 * costs[-1].host_s if costs else FIRST_LEAD_S))
     return Cost(min(cost.host_s for cost in costs), min(cost.device_s for cost in costs))
