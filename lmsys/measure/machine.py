@@ -150,8 +150,11 @@ def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEA
 
 def _cpu_name() -> str:
     """The name of the model that most cores are."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return statistics.mode(models) if models else platform.processor() or platform.machine()
 
 

@@ -172,8 +172,10 @@ class Cpu(Sensors):
 
     def _files(self, name: str) -> Sequence[Path]:
         """The files of this name of the first four cores that this process may use."""
-        cores = sorted(os.sched_getaffinity(0))[:4]
-        return [self._root / f"sys/devices/system/cpu/cpu{core}/cpufreq/{name}" for core in cores]
+        return [
+            self._root / f"sys/devices/system/cpu/cpu{core}/cpufreq/{name}"
+            for core in sorted(os.sched_getaffinity(0))[:4]
+        ]
 
 
 def sensors_of(device: str) -> Sensors:
