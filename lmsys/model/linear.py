@@ -108,6 +108,11 @@ def _follow_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
     )
 
 
+def _stamps(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
+    """{id of a weight: (its version, its address)}: another entry shows that the weight has changed."""
+    return {id(weight): (weight._version, weight.data_ptr()) for weight in weights}
+
+
 # The `RoundedWeights` that forwards have read since it was last cleared. Whoever captures a CUDA graph clears it first:
 # each replay must `refresh` those that the capture has read.
 READ: WeakSet["RoundedWeights"] = WeakSet()
@@ -123,8 +128,7 @@ class RoundedWeights:
         self._layers = layers
         self._weights: list[Any] = []
         self._copies: dict[int, Tensor] = {}  # by id of the weight
-        self._made_of: dict[int, tuple[int, int]] = {}  # version and address of the weight, by its id
-        self._shown = False  # weights have their copies as `rounded`
+        self._made_of: dict[int, tuple[int, int]] = {}  # what `_stamps` gave for the weights when they were copied
 
     def __reduce__(self) -> Any:
         return type(self), (self._layers,)
@@ -132,9 +136,9 @@ class RoundedWeights:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside and under autocast, weights have their copies as the attribute `rounded`, which `linear` reads."""
-        groups = [] if self._shown else [[layer.weight for layer in group] for group in self._layers]
+        groups = [[layer.weight for layer in group] for group in self._layers]
         weights = list(chain(*groups))
-        dtype = _cast_to(weights) if weights else None
+        dtype = None if "rounded" in vars(weights[0]) else _cast_to(weights)
         have_versions = all(isinstance(weight, nn.Parameter) and not weight.is_inference() for weight in weights)
         if dtype is None or not have_versions:
             yield  # weights have their copies already, nothing is cast, or changes of a weight are not counted
@@ -147,24 +151,22 @@ class RoundedWeights:
                 self._copies.update(zip(map(id, group), copies, strict=True))
         self.refresh()
         READ.add(self)
-        self._shown = True
         for weight in weights:
             weight.rounded = self._copies[id(weight)]
         try:
             yield
         finally:
-            self._shown = False
             for weight in weights:
                 vars(weight).pop("rounded", None)  # a weight that two layers share is there twice
 
+    @torch.no_grad()
     def refresh(self) -> None:
         """Copies again the weights that have changed."""
-        now = {id(weight): (weight._version, weight.data_ptr()) for weight in self._weights}
+        now = _stamps(self._weights)
         stale = [weight for weight in self._weights if self._made_of.get(id(weight)) != now[id(weight)]]
         if not stale:
             return
-        with torch.no_grad():
-            torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
+        torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
         if stale[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return  # while a graph is captured nothing is copied; its replays do that
         self._made_of = now
@@ -175,9 +177,7 @@ class RoundedWeights:
 
     def follow(self, weights: Iterable[Tensor]) -> None:
         """Called by an optimizer that has stepped these weights and written their copies: notes that they are equal."""
-        for weight in weights:
-            if id(weight) in self._copies:
-                self._made_of[id(weight)] = weight._version, weight.data_ptr()
+        self._made_of |= _stamps(weight for weight in weights if id(weight) in self._copies)
 
     def _are_of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """True where the copies are of these weights, in that dtype and on their devices."""

@@ -350,11 +350,8 @@ class TransformerLM(nn.Module):
         if self._fused:
             with self._rounded_shown():
                 return fused.run(list(self.layers), self.ln_final, x, attend, self.rope, positions)
-        if not torch.is_grad_enabled():
-            return self.ln_final(
-                self._blocks(x, checkpointing.Group(first=0, stop=len(self.layers), level="none"), attend, positions)
-            )
-        for group in self.config.groups:
+        all_blocks = checkpointing.Group(first=0, stop=len(self.layers), level="none")
+        for group in self.config.groups if torch.is_grad_enabled() else [all_blocks]:
             x = (
                 selective.run_again(self._blocks, x, group._replace(level="none"), attend, positions)
                 if group.level == "whole"
@@ -363,9 +360,8 @@ class TransformerLM(nn.Module):
         return self.ln_final(x)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        hidden = self.hidden(tokens, positions)
         with self._rounded_shown():
-            return self.lm_head(hidden)
+            return self.lm_head(self.hidden(tokens, positions))
 
     def loss(
         self,
