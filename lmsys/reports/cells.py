@@ -11,7 +11,6 @@ import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import load, views, words
@@ -20,23 +19,23 @@ from lmsys.values import sentences_of
 SPEEDUP = "speedup"  # the field that `compared` adds
 
 
-def baselines_of(view: views.View, fallbacks: Iterable[str] = ()) -> list[str]:
+def baselines_of(view: views.View, otherwise: str = "") -> list[str]:
     """The rows that speedups are over, of those timed in this view.
 
     These are the row that the user asked for by --baseline; else the rows with the trait `baseline` in their table, the
-    greatest first, and then the `fallbacks`.
+    greatest first. Then, for `otherwise` "peer", come the peers, somebody else's rows; for "any" the peers, then ours.
     """
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
-    names = (
-        [view.wanted] if view.wanted else sorted(preferred, key=preferred.__getitem__, reverse=True) + list(fallbacks)
-    )
+    rows = view.values("impl") if otherwise else []
+    peers = [row for row in rows if view.styles["impl"][row].dashed]  # as are the lines of peers alone
+    ranked = sorted(preferred, key=preferred.__getitem__, reverse=True) + peers + rows * (otherwise == "any")
     timed = view.only("time_s is not None").column("impl")
-    return [name for name in dict.fromkeys(names) if name in timed]
+    return [name for name in dict.fromkeys([view.wanted] if view.wanted else ranked) if name in timed]
 
 
-def baseline_of(view: views.View, fallbacks: Iterable[str] = ()) -> str | None:
+def baseline_of(view: views.View, otherwise: str = "") -> str | None:
     """The first of `baselines_of`; None without any."""
-    return next(iter(baselines_of(view, fallbacks)), None)
+    return next(iter(baselines_of(view, otherwise)), None)
 
 
 def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> views.View:
@@ -146,7 +145,7 @@ def mark(notes: Notes, text: str) -> str:
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines below a table with these rows: its footnotes, and the meaning of a dash if a cell has one."""
     lines = [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()]
-    return lines + [f"{NOT_RUN} not run."] * any(NOT_RUN in text for text in chain.from_iterable(rows))
+    return lines + [f"{NOT_RUN} not run."] * any(NOT_RUN in text for row in rows for text in row)
 
 
 def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
@@ -203,19 +202,20 @@ def detail(view: views.View, case: fields.Record | None) -> str:
         return ""
     time, spread = view.fields["time_s"], words.spread_of(case)
     low, high = (words.number(words.scaled(time, case.get(name))) for name in ("p20_s", "p80_s"))
-    facts = sentences_of(
-        (case.get("rounds"), f"{case.get('rounds')} rounds"),
-        (spread is not None, f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}"),
-        (
-            case.get("error_ratio") is not None,
-            f"error {words.number(case.get('error_ratio') or 0)} of what is allowed",
-        ),
-        (True, ", ".join(_conditions(view, case))),
-        (True, case.get("energy_note") or ""),
-        (True, SAME_BITS[case.get("repeatable")]),
-        (True, load.run_told(view.machine.runs[case["run"]])),
+    return DETAILS.join(
+        sentences_of(
+            (case.get("rounds"), f"{case.get('rounds')} rounds"),
+            (spread is not None, f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}"),
+            (
+                case.get("error_ratio") is not None,
+                f"error {words.number(case.get('error_ratio') or 0)} of what is allowed",
+            ),
+            (True, ", ".join(_conditions(view, case))),
+            (True, case.get("energy_note") or ""),
+            (True, SAME_BITS[case.get("repeatable")]),
+            (True, load.run_told(view.machine.runs[case["run"]])),
+        )
     )
-    return DETAILS.join(facts)
 
 
 def _conditions(view: views.View, case: fields.Record) -> list[str]:

@@ -31,7 +31,7 @@ from typing import Any
 
 from lmsys.reports import items, load, steps, views, words
 from lmsys.reports import special as special  # imported so that its steps are in `steps.STEPS`
-from lmsys.values import choice
+from lmsys.values import choice, hold
 
 Layout = Mapping[str, Any]
 
@@ -84,8 +84,11 @@ def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
             yield from _blocks(part, inner)
         if "blocks" not in declared:
             title = words.filled(declared.get("title", part.title), {"heading": part.heading and f", {part.heading}"})
-            lead, more = (steps.each(part, *declared.get(name, ())) for name in ("lead", "more"))
-            yield items.Block(title, lead, more)
+            block = items.Block(title, *(steps.each(part, *declared.get(name, ())) for name in ("lead", "more")))
+            hold(
+                *((isinstance(x, items.Table | items.Plot), "an item must end in a table or plot") for x in block.items)
+            )
+            yield block
 
 
 def of_any(name: str) -> Layout:

@@ -159,7 +159,7 @@ def times_by_size(view: views.View) -> items.Items:
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
     """A table of speedups over the first word of the axis, such as eager; for the axis `impl` over the baseline row,
     else over a peer."""
-    base = cells.baseline_of(part, part.only("peer").column("impl")) if axis == "impl" else next(iter(part.words[axis]))
+    base = cells.baseline_of(part, otherwise="peer") if axis == "impl" else next(iter(part.words[axis]))
     part = cells.compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
     return _grid(whole, part, cells.SPEEDUP, inside=axis, word=f"speedup-over-{base}")
 

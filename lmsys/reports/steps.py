@@ -18,17 +18,31 @@ from lmsys.reports import cells, expressions, items, load, plots, tables, versus
 from lmsys.values import choice
 
 Steps = Sequence[Any]
-STEPS: dict[str, Any] = {  # by the name that layouts use; the decorator `step` and a loop below add others
+
+
+def each_metric(draw: Any) -> Any:
+    """The step that draws each of several metrics by `draw`, a function that draws one metric."""
+
+    def drawn(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
+        return [draw(view, metric, *args, **options) for metric in view.chosen(metrics)]
+
+    return drawn
+
+
+STEPS: dict[str, Any] = {  # by the name that layouts use; the decorator `step` adds others
+    "bars": each_metric(plots.bars),
     "checked": views.View.checked,
     "cut": views.View.cut,
     "endings": tables.endings,
     "heat_map": plots.heat_map,
     "labelled": views.View.labelled,
+    "lines": each_metric(plots.lines),
     "listing": tables.listing,
     "means": versus.means,
     "named": views.View.named,
     "only": views.View.only,
     "ordered": views.View.ordered,
+    "pivot": each_metric(tables.pivot),
     "quiet": views.View.quiet,
     "read_as": views.View.read_as,
     "rivals": versus.rivals,
@@ -46,18 +60,13 @@ def step(function: Any) -> Any:
     return function
 
 
-def figures(view: views.View, item: Steps) -> items.Items:
-    """The tables and plots of an item of a layout, which is a list of steps or one step."""
-    return applied(view, [item] if isinstance(item[0], str) else item)
-
-
 def applied(view: views.View, steps: Steps) -> list[Any]:
-    """Applies steps one after another, each to every result of the step before it; the results of the last.
+    """Applies one step, or several one after another, each to every result of the step before; the last one's results.
 
     A mapping at the end of a step's arguments is its keyword arguments. ValueError for a step that there is not.
     """
     results: list[Any] = [view]
-    for name, *args in steps:
+    for name, *args in [steps] if steps and isinstance(steps[0], str) else steps:
         options = args.pop() if args and isinstance(args[-1], Mapping) else {}
         inputs, results = results, []
         for part in inputs:
@@ -205,14 +214,7 @@ def over(view: views.View, base: str = "", axis: str = "impl", otherwise: str = 
     Where that was not timed, `otherwise` "peer" takes a peer, somebody else's row; "any" takes any row, a peer first.
     axis, options  as in `cells.compared`
     """
-    return cells.compared(view, base or cells.baseline_of(view, _fallbacks(view, otherwise)), axis, **options)
-
-
-def _fallbacks(view: views.View, otherwise: str) -> list[str]:
-    """The rows that `otherwise` allows as a base, the preferred ones first."""
-    rows = view.values("impl") if otherwise else []
-    peers = [row for row in rows if view.styles["impl"][row].dashed]  # as are the lines of peers alone
-    return peers + rows if otherwise == "any" else peers
+    return cells.compared(view, base or cells.baseline_of(view, otherwise), axis, **options)
 
 
 @step
@@ -249,19 +251,6 @@ def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
 # Steps that make tables and plots
 
 
-def of_each_metric(draw: Any) -> Any:
-    """The step that draws each of several metrics by `draw`, a function that draws one metric."""
-
-    def drawn(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
-        return [draw(view, metric, *args, **options) for metric in view.chosen(metrics)]
-
-    return drawn
-
-
-for make in (tables.pivot, plots.bars, plots.lines):
-    STEPS[make.__name__] = of_each_metric(make)
-
-
 @step
 def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
     """Plots each metric against the axis that has the most numbers, for each combination of values of the others."""
@@ -283,7 +272,7 @@ def over_bases(
     same       as in `cells.beside`
     otherwise  as in `over`
     """
-    metrics, bases = view.metrics(), cells.baselines_of(view, _fallbacks(view, otherwise))
+    metrics, bases = view.metrics(), cells.baselines_of(view, otherwise)
     for base in bases:
         view = cells.compared(view, base, name=f"speedup_over_{base}", same=same)
         share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}
@@ -321,16 +310,16 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
 @step
 def either(view: views.View, *items: Steps) -> items.Items:
     """The tables and plots of the first of these items that has any."""
-    return next(filter(any, map(partial(figures, view), items)), [])
+    return next(filter(any, map(partial(applied, view), items)), [])
 
 
 @step
 def each(view: views.View, *items: Steps) -> items.Items:
     """The tables and plots of all these items."""
-    return sum(map(partial(figures, view), items), [])
+    return sum(map(partial(applied, view), items), [])
 
 
 @step
 def if_drawn(view: views.View, first: Steps, then: Steps) -> items.Items:
     """The tables and plots of the second item, where the first has any."""
-    return figures(view, then) if any(figures(view, first)) else []
+    return applied(view, then) if any(applied(view, first)) else []
