@@ -17,12 +17,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from lmsys import commands, values
+from lmsys.bench import fields, record
 from lmsys.bench.benchmark import Benchmark
-from lmsys.bench.fields import Record, grouped
-from lmsys.bench.record import load
-from lmsys.reports import words
-from lmsys.reports.load import hardware_of, run_told, title_of
-from lmsys.reports.page import fill, render
+from lmsys.reports import load, page, words
 from lmsys.verify import FOLDERS, NO_SEAL, benchmarks_in, verify
 
 HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")  # of the page's columns
@@ -49,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
         rows, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
-        html = render(
+        html = page.render(
             "leaderboard.html", heads=HEADS, rows=rows, refused=refused, workload=sorted(workload), anchor=given.anchor
         )
-        fill(given.output, {"index.html": html})
+        page.fill(given.output, {"index.html": html})
     except (OSError, ValueError) as error:
         print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
         return 2
@@ -67,7 +64,7 @@ def ranked(
 
     anchor  the row that speeds are relative to, which every file must have
     """
-    times, machines, refused = dict[str, Times](), dict[str, Record](), dict[str, str]()
+    times, machines, refused = dict[str, Times](), dict[str, fields.Record](), dict[str, str]()
     for path in paths:
         try:
             times[path.name], machines[path.name] = _verified(path, benchmarks)
@@ -86,7 +83,7 @@ def ranked(
     return _standings(sorted(places, reverse=True), machines), refused, workload
 
 
-def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[Times, Record]:
+def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[Times, fields.Record]:
     """(the times of a file, its machine). ValueError with the first thing that is wrong with it."""
     recomputed, faults = verify(path, benchmarks)
     # `verify` only says that a file has no seal; here such a file is refused.
@@ -94,10 +91,10 @@ def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[Times, R
     if wrong:
         raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
     values.hold((recomputed.calls, "no timed call could be judged again"))
-    content = load(path)
-    timed = (record for record in content["records"] if record["outcome"] == "ok" and record.get("time_s"))
+    content = record.load(path)
+    timed = (x for x in content["records"] if x["outcome"] == "ok" and x.get("time_s"))
     # The id of a record is the name of its case, "-", and the name of its row.
-    rows = grouped((x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), x["time_s"])) for x in timed)
+    rows = fields.grouped((x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), x["time_s"])) for x in timed)
     return {row: dict(cases) for row, cases in rows.items()}, content["machine"]
 
 
@@ -119,11 +116,13 @@ def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: 
     return totals[anchor] / totals[row], totals[row], row, file
 
 
-def _standings(places: Sequence[Place], machines: Mapping[str, Record]) -> list[tuple[str, ...]]:
+def _standings(places: Sequence[Place], machines: Mapping[str, fields.Record]) -> list[tuple[str, ...]]:
     """The lines of the table, with a text for each of HEADS. `places` have the largest speed first."""
     standings = list[tuple[str, ...]]()
     for rank, (speed, time_s, row, file) in enumerate(places, start=1):
-        here = sorted(s for _, s, _, other in places if hardware_of(machines[other]) == hardware_of(machines[file]))
+        here = sorted(
+            s for _, s, _, other in places if load.hardware_of(machines[other]) == load.hardware_of(machines[file])
+        )
         standings.append(
             (
                 str(rank),
@@ -131,8 +130,8 @@ def _standings(places: Sequence[Place], machines: Mapping[str, Record]) -> list[
                 row,
                 f"{speed:.2f}",
                 words.number(1e3 * time_s),
-                title_of(machines[file]),
-                run_told(machines[file]),
+                load.title_of(machines[file]),
+                load.run_told(machines[file]),
                 file,
             )
         )

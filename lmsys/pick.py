@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lmsys import commands, files, values
-from lmsys.bench.fields import Record, grouped
-from lmsys.bench.record import load
+from lmsys.bench import fields, record
 
 # The fields of a case that make its shape, in the order in which `row_for` of MODULE has them.
 SHAPE = "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
-# By training, True or False: tuples of directions whose times are added up. The last tuple that was measured counts.
-USES = {False: (("fwd",),), True: (("fwdbwd",), ("fwd", "bwd"))}
+# (training, the directions whose times are added up): of two for training the last that was measured counts.
+USES = (False, ("fwd",)), (True, ("fwdbwd",)), (True, ("fwd", "bwd"))
 # The module that is written, a template of str.format: a brace of the module itself is doubled.
 MODULE = '''"""The attention rows that were fastest in a run of lmsys bench; `lmsys pick` has written this file.
 
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="ROWS.py", help="the module to write")
     given = parser.parse_args(arguments)
     try:
-        content = load(given.result)
+        content = record.load(given.result)
         fastest = fastest_rows(content["records"])
         values.hold((fastest, f"{given.result}: no row of attention was right there in a case without options"))
         machine = content["machine"]
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def fastest_rows(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
+def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], str]:
     """The fastest row by training, dtype, causal and shape; a case measured twice counts where it was last."""
     cases = []
     for x in records:
@@ -73,15 +72,14 @@ def fastest_rows(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
         if is_plain and "@" not in x["impl"]:
             cases.append(((x["dtype"], x["causal"], *(x[name] for name in SHAPE)), x))
     fastest = {}
-    for case, measured in grouped(cases).items():
-        for training, ways in USES.items():
-            for directions in ways:
-                if times := _times(measured, directions):
-                    fastest[training, *case] = min(times, key=times.__getitem__)
+    for case, measured in fields.grouped(cases).items():
+        for training, directions in USES:
+            if times := _times(measured, directions):
+                fastest[training, *case] = min(times, key=times.__getitem__)
     return fastest
 
 
-def _times(records: list[Record], directions: tuple[str, ...]) -> dict[str, float]:
+def _times(records: list[fields.Record], directions: tuple[str, ...]) -> dict[str, float]:
     """Seconds by row, over these directions, of rows that were right in all of them. The last comparison counts."""
     times: dict[str, float] = {}
     for number, direction in enumerate(directions):

@@ -14,7 +14,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,8 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         answer = answers.answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)
-            answer, chapters = replace(answer, lead=list(block.lead) + list(answer.lead)), first + chapters
+            answer = items.Block(answer.title, list(block.lead) + list(answer.lead), answer.more)
+            chapters = first + chapters
         parts.append((machine, answer, chapters))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
     # A part is (machine, answers, chapters): a machine without chapters is left out.

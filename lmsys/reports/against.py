@@ -30,6 +30,7 @@ from lmsys.reports import cells, items, load, page, words
 from lmsys.values import hold, sentences_of
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # facts of a run: runs that differ in one are not compared
+ADVICE = ": measure both alike, or ask for --anyway"  # ends messages on such runs
 FACTS = ("date", "commit", "driver", "command")  # facts of a run that the table of the two runs has
 # "beside": the row whose time, taken in turns with the case's, shows by how much both changed for another reason.
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
@@ -62,8 +63,8 @@ class Compared:
 def read_both(old: Sequence[Path], new: Sequence[Path], margin: float, anyway: bool) -> Compared:
     """Compares two runs. ValueError if they share no case, or differ in machine or versions and not `anyway`."""
     before, after = machine_of(old), machine_of(new)
-    why = "" if anyway else why_not(before, after)
-    hold((not why, f"{why}: measure both alike, or ask for --anyway"))
+    if not anyway:
+        hold_alike(before, after)
     changes = compare(before.records, after.records, margin)
     hold((changes, "nothing to compare: no case was timed in both runs"))
     return Compared({"before": before, "after": after}, changes, margin)
@@ -102,20 +103,17 @@ def machine_of(paths: Sequence[Path]) -> load.Machine:
     return machines[0]
 
 
-def why_not(before: load.Machine, after: load.Machine) -> str:
-    """The reason why the two runs cannot be compared; "" where they can."""
-    if before.title != after.title:
-        return f"before ran on {before.title}, after on {after.title}"
+def hold_alike(before: load.Machine, after: load.Machine) -> None:
+    """Holds the two runs to be such that they can be compared."""
+    hold((before.title == after.title, f"before ran on {before.title}, after on {after.title}{ADVICE}"))
     for name in DECIDE:
         was, now = (" and ".join(sorted({str(run.get(name)) for run in side.runs})) for side in (before, after))
-        if was != now:
-            return f"before has {name} {was}, after has {name} {now}"
+        hold((was == now, f"before has {name} {was}, after has {name} {now}{ADVICE}"))
     clocks = {(case["benchmark"], case["id"]): case["clock"] for case in before.records if case["clock"]}
     for case in after.records:
-        clock = clocks.get((case["benchmark"], case["id"]))
-        if clock and case["clock"] and clock != case["clock"]:
-            return f"{case['id']} was timed by the clock {clock!r} before, and by {case['clock']!r} after"
-    return ""
+        was, now = clocks.get((case["benchmark"], case["id"])), case["clock"]
+        law = f"{case['id']} was timed by the clock {was!r} before, and by {now!r} after{ADVICE}"
+        hold((was == now or not was or not now, law))
 
 
 def of_one_side(pair: Compared) -> Iterator[str]:
@@ -178,25 +176,29 @@ def _caption(pair: Compared) -> str:
     spreads = [
         case["between_runs"] for side in pair.sides.values() for case in side.records if case.get("between_runs")
     ]
-    sentences = sentences_of(
-        (True, f"The margin is {100 * pair.margin:.3g} %."),
-        (pair.in_turns, "Each row took turns with itself as it was, and is compared by its own ratio, round by round;"),
-        (
-            not pair.in_turns,
-            "Each row is compared by its ratio, round by round, to the row that stands as “beside”;",
-        ),
-        (True, "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false."),
-        (
-            spreads,
-            f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs."
-            " Intervals are wider by that.",
-        ),
-        (
-            any(change.disturbed for change in pair.changes),
-            "The verdict on a case that was disturbed may come from the disturbance: measure it again.",
-        ),
+    return " ".join(
+        sentences_of(
+            (True, f"The margin is {100 * pair.margin:.3g} %."),
+            (
+                pair.in_turns,
+                "Each row took turns with itself as it was, and is compared by its own ratio, round by round;",
+            ),
+            (
+                not pair.in_turns,
+                "Each row is compared by its ratio, round by round, to the row that stands as “beside”;",
+            ),
+            (True, "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false."),
+            (
+                spreads,
+                f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs."
+                " Intervals are wider by that.",
+            ),
+            (
+                any(change.disturbed for change in pair.changes),
+                "The verdict on a case that was disturbed may come from the disturbance: measure it again.",
+            ),
+        )
     )
-    return " ".join(sentences)
 
 
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:

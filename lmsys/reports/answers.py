@@ -7,7 +7,6 @@ their shares of the rate of large matmuls that the machine reached. To add a col
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
@@ -132,11 +131,10 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
     shown = _shown_keys(question, lines, list(settings))
     heads = [_setting(question, line, shown) for line in lines]
-    marks, named, texts = cells.Notes(), set[str](), list[list[str]]()  # texts: by line those of COLUMNS, in order
+    marks, texts = cells.Notes(), list[list[str]]()  # texts: by line those of COLUMNS, in order
     for head, line in zip(heads, lines, strict=True):
         mfu = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if question.mfu and line["mfu"] else ""
         texts.append([head] + _texts(line, marks) + [mfu, runs[line["run"]]])
-        named.update(line["named"])
     columns = dict(zip(COLUMNS, zip(*texts, strict=True), strict=True))
     columns = {head: column for head, column in columns.items() if any(column) or head not in OPTIONAL}
     rows = list(zip(*columns.values(), strict=True))
@@ -153,7 +151,9 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         columns=list(columns),
         rows=rows,
         data=tables.lines_of(lines, [name for name in lines[0] if name not in INNER]),
-        notes=cells.below(marks, rows) + [f"Runs: {dates}."] + load.legend(machine, question.kind, named),
+        notes=cells.below(marks, rows)
+        + [f"Runs: {dates}."]
+        + load.legend(machine, question.kind, set[str]().union(*map(itemgetter("named"), lines))),
         keys=2,
         source=machine.about(sum(settings.values(), [])),  # the cases of all settings
         # Column 2 of COLUMNS is the time: the best figure; columns 0 and 1 are keys, and all others have details.
@@ -253,9 +253,7 @@ def _wrong(machine: load.Machine) -> items.Table:
         rows = [[f"nothing was wrong: {len(ran):,} of {len(machine.records):,} cases ran, and {right}"]]
         columns = ["cases"]
     commands = [(f"Run of {name}", command) for name, command in load.commands(machine, runs).values()]
-    return replace(
-        _table_of_texts(machine, "wrong", "Wrong or failed", columns, rows), notes=_right(machine), runs=commands
-    )
+    return _table_of_texts(machine, "wrong", "Wrong or failed", columns, rows, _right(machine), commands)
 
 
 def _right(machine: load.Machine) -> list[str]:
@@ -287,7 +285,13 @@ def _not_run(machine: load.Machine) -> items.Table | None:
 
 
 def _table_of_texts(
-    machine: load.Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+    machine: load.Machine,
+    word: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+    runs: Sequence[tuple[str, str]] = (),
 ) -> items.Table:
     """A table of texts alone."""
     return items.Table(
@@ -297,7 +301,9 @@ def _table_of_texts(
         columns=columns,
         rows=rows,
         data=[dict(zip(columns, row, strict=True)) for row in rows],
+        notes=notes,
         keys=len(columns),
+        runs=runs,
         source=machine.about(machine.records),
     )
 

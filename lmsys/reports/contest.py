@@ -16,7 +16,6 @@ from lmsys.bench import fields, verdict
 from lmsys.reports import cells, expressions, load, words
 
 Rows = Sequence[fields.Record]  # cases that took turns, one for each row
-TIME = fields.Field("time_s", "s", "time", shown="ms")
 ROW = itemgetter("impl")
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for
 # Facts that a line does not state where all comparisons were disturbed: the machine may have been busy or slowed.
@@ -185,10 +184,11 @@ class Contest:
         ]
         names = sorted({str(case.get("strategy") or case["impl"]) for case in self.cases})
         means = {name: cells.geometric_mean(self.ratios(name, winner.row)) for name in names}
-        facts = {
+        ways = " or ".join(sorted({str(case.get(self.way)) for case in best}))
+        return {
             "row": winner.row,
             "called": " or ".join(sorted(called)),
-            self.way: " or ".join(sorted({str(case.get(self.way)) for case in best})),
+            **({self.way: ways} if self.way else {}),
             "fastest": winner.first,
             "comparisons": winner.comparisons,
             "rows": len(rows),
@@ -206,8 +206,6 @@ class Contest:
             "run": run,
             "rivals": self._rivals(best, others),
         }
-        facts.pop("", None)  # where ways are not compared, `self.way` is "", and none is named
-        return facts
 
     def _as(self, name: str | None, best: Sequence[fields.Record]) -> str:
         """The name of a row, and how it was run if its best cases agree in that; "" for None."""
@@ -242,7 +240,7 @@ class Contest:
         `measured` has both in words, `shape` the case's axes. The rate is the first that the benchmark declares;
         without one its word is empty.
         """
-        case, shown, sizes = max(best, key=verdict.time_of), [TIME], list[str]()
+        case, shown, sizes = max(best, key=verdict.time_of), [fields.TIME], list[str]()
         for known in self.machine.fields[case["benchmark"]].values():
             if known.role == "axis" and len({each.get(known.name) for each in best}) > 1:
                 sizes.append(f"{words.label_of(known)} {words.exact(case[known.name])}")

@@ -8,7 +8,6 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from lmsys.reports.load import Machine
@@ -124,7 +123,7 @@ class Block:
     @property
     def items(self) -> list[Table | Plot]:
         """All tables and plots, those of `lead` first."""
-        return list(filter(None, chain(self.lead, self.more)))
+        return list(filter(None, list(self.lead) + list(self.more)))
 
 
 @dataclass(frozen=True)

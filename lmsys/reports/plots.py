@@ -10,7 +10,6 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -124,7 +123,7 @@ def plain(value: float, _: object = None) -> str:
 
 
 def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> None:
-    """Scales the y axis for these values: from 0 to `room` times the greatest, or logarithmic.
+    """Scales the y axis for these positive values: from 0 to `room` times the greatest, or logarithmic.
 
     A logarithmic axis has about six labels: the more decades it covers, the fewer it has in each.
     """
@@ -132,8 +131,7 @@ def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> 
         axes.set_ylim(0, room * max(values))
     else:
         axes.set_yscale("log")
-        positive = [value for value in values if value > 0]
-        decades = math.log10(max(positive) / min(positive))
+        decades = math.log10(max(values) / min(values))
         steps = [(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]  # labels of one decade
         subs = next((subs for subs in steps if len(subs) * decades <= 6), steps[-1])
         axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
@@ -222,7 +220,7 @@ def _add_ceiling(axes: Any, text: str, height: float, above: int) -> None:
 
 def _scale_places(axes: Any, places: Sequence[float]) -> None:
     """Scales the x axis for these numbers: by powers of two, or linearly where many stand at even steps."""
-    counted = len(places) > MOST_PLACES and len({b - a for a, b in pairwise(places)}) == 1
+    counted = len(places) > MOST_PLACES and len(set(np.diff(places))) == 1
     if places[0] > 0 and not counted:
         axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(places, MOST_PLACES if counted else None))

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
 
 from matplotlib.ticker import FuncFormatter
 
@@ -57,7 +56,7 @@ def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
 
 
 @steps.step
-def repeated(view: views.View, **facts: Any) -> views.View:
+def repeated(view: views.View, **facts: object) -> views.View:
     """The cases twice: first with these fields in place of their own, then as they are."""
     return view.of(list(view.with_facts(**facts).cases) + list(view.cases))
 

@@ -248,8 +248,8 @@ class View:
 
     def metrics(self) -> list[str]:
         """The metrics that were measured, and always the time: its cell tells how a case ended."""
-        names = [name for name in self.fields if name == "time_s" or self.has(name)]
-        return [name for name in names if self.fields[name].role == "metric"]
+        metrics = [name for name, field in self.fields.items() if field.role == "metric"]
+        return [name for name in metrics if name == "time_s" or self.has(name)]
 
     def chosen(self, names: Sequence[str]) -> list[str]:
         """The fields that some names stand for.
