@@ -3,7 +3,7 @@
 `cell` makes the text of one field of one case, and numbers the footnotes that it needs in a `Notes`, which `below`
 turns into lines; `detail` is what a reader gets who points at the cell. Speedups are added to a view by `compared` (the
 steps `over` and `over_bases`), before `tables` and `plots` draw it: medians of the ratios of rounds that were sampled
-together. Their means are geometric. `tables`, `versus`, `answers`, `against` and `terminal` call these functions.
+together. Their means are geometric. `tables`, `special`, `answers`, `against` and `terminal` call these functions.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The parts of a report, as data: `Table` and `Plot` with their files, `Block` and `Chapter` that hold them.
 
-`tables`, `plots`, `versus`, `special`, `answers` and `against` make these objects; `page` and the templates read them.
+`tables`, `plots`, `special`, `answers` and `against` make these objects; `page` and the templates read them.
 """
 
 import csv

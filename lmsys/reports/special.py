@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
-from lmsys.reports import cells, items, load, plots, steps, tables, views, words
+from lmsys.reports import cells, contest, items, load, plots, steps, tables, views, words
 
 WAYS = ("precision", "compile", "checkpoint", "residual", "impl")  # fields that say how a model ran
 PLAIN = {"checkpoint": "none", "residual": "wide"}  # values that file names leave out where nothing else was run
@@ -315,3 +315,44 @@ def row_labels(view: views.View, plain: str) -> views.View:
         return {"called": ", ".join(filter(None, [case["strategy"], extra]))}
 
     return view.adding(called)
+
+
+@steps.step
+def rivals(
+    view: views.View, settings: Sequence[str], names: tuple[str, str], word: str, title: str
+) -> items.Table | None:
+    """How much faster each strategy is than its rivals, which its trait `rivals` names.
+
+    A line for each combination of values of the fields `settings`, a column for each pair that was timed. Below these
+    lines stand geometric means of the lines whose names have the same end.
+
+    names  templates of the beginning and of the end of a line's name, with names of fields in braces
+    """
+    data, by_end = list[Record](), dict[str, list[Record]]()
+    pairs: dict[str, tuple[str, str]] = {}
+    for ours, row in view.table("strategy").items():
+        pairs |= {f"{ours} / {theirs}": (ours, theirs) for theirs in row.get("rivals") or ()}
+    for part in view.only("time_s").groups(settings).values():
+        ratios = {head: contest.ratio_of_best(part.cases, *pair) for head, pair in pairs.items()}
+        if any(ratios.values()):
+            start, end = (words.filled(text, part.first) for text in names)
+            data.append({"training": start + end} | ratios)
+            by_end.setdefault(end, []).append(ratios)
+    heads = list(filter(view.of(data).has_any, pairs))  # of the pairs that were timed
+    if not heads:
+        return None
+    rows = []
+    for line in data:
+        rows.append([line["training"]] + [words.number(line[head]) if line[head] else "" for head in heads])
+    for end, lines in by_end.items():
+        rows.append([f"geometric mean, {end}"] + [cells.mean_text(view.of(lines).column(head)) for head in heads])
+    return items.Table(
+        name=view.file(words.filled(word, view.first)),
+        title=words.filled(title, view.first),
+        caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
+        "faster." + tables.ASIDE * view.has("disturbed"),
+        source=view.machine.about(view.cases),
+        columns=["training"] + heads,
+        rows=rows,
+        data=tables.lines_of(data, ["training"] + heads),
+    )

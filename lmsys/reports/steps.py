@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports import cells, expressions, items, load, plots, tables, versus, views, words
+from lmsys.reports import cells, expressions, items, load, plots, tables, views, words
 from lmsys.values import choice
 
 Steps = Sequence[Any]
@@ -38,16 +38,15 @@ STEPS: dict[str, Any] = {  # by the name that layouts use; the decorator `step` 
     "labelled": views.View.labelled,
     "lines": each_metric(plots.lines),
     "listing": tables.listing,
-    "means": versus.means,
+    "means": tables.means,
     "named": views.View.named,
     "only": views.View.only,
     "ordered": views.View.ordered,
     "pivot": each_metric(tables.pivot),
     "quiet": views.View.quiet,
     "read_as": views.View.read_as,
-    "rivals": versus.rivals,
     "said_also": views.View.remarked,
-    "same_bits": versus.same_bits,
+    "same_bits": tables.same_bits,
     "silent": views.View.silent,
     "styled": views.View.styled,
     "unstyled": partial(replace, styles={}),  # a view without colours and markers
@@ -302,7 +301,7 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
     for part in compared_parts:
         head = part.title + f", over {part.text('impl', part.base)}" * (len(bases) > 1)
         cases += part.with_facts(part=head).cases
-    return versus.means(
+    return tables.means(
         view.of(cases), row="impl", column="part", word=word, title=title.replace("{bases}", " or ".join(bases))
     )
 

@@ -1,8 +1,10 @@
-"""Tables of a view: `pivot`, `listing` and `endings`, which are steps of layouts, and helpers of other tables.
+"""Tables of a view: `pivot`, `listing`, `endings`, `means` and `same_bits`, which are steps of layouts, and helpers.
 
 `pivot` spreads one metric over lines and columns, `listing` has a line for each case with all its metrics, `endings`
-counts how cases ended. Each returns an `items.Table`: texts of cells from `cells`, the best of each line marked, and
-the data of its CSV. `steps` calls them with a layout's arguments; `answers`, `versus` and `special` use the helpers.
+counts how cases ended, `means` has geometric means of speedups, and `same_bits` says which rows give the same bits
+again. Each returns an `items.Table`, or None where there is nothing to show: texts of cells from `cells`, the best of
+each line marked, and the data of its CSV. `steps` calls them with a layout's arguments: `word` ends the name of the
+table's file, and `word` and `title` may have names of fields in braces. `answers` and `special` use the helpers.
 """
 
 from collections import Counter
@@ -15,6 +17,7 @@ from lmsys.reports import cells, expressions, items, load, views, words
 ENDINGS = ["timed", "verified, untimed"] + list(words.MEANINGS.values())  # how a case may end, in words
 LEFT_OUT = "Left out, as no case of it could run"  # begins a note
 Place = tuple[int, int]  # a cell's line and column
+ASIDE = " Disturbed cases count only where a row has no others."  # ends captions if a case was disturbed
 SPREAD = ["mean_s", "std_s", "p20_s", "p80_s", "rounds"]  # fields that a CSV has beside the time
 Line = Sequence[fields.Record | None]  # the cases in the cells of a line; None for one that was not run
 
@@ -283,3 +286,98 @@ def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
         data=data,
         keys=len(chosen),
     )
+
+
+def means(view: views.View, row: str, column: str, word: str, title: str) -> items.Table | None:
+    """Geometric means of the speedups, each with its number of speedups: a line for each value of the field `row`, a
+    column for each of the field `column`."""
+    compared = view.only(cells.SPEEDUP)
+    if not compared.cases:
+        return None
+    heads, data = compared.values(column), list[fields.Record]()
+    rows = {value: dict.fromkeys(heads, "") for value in compared.values(row)}
+    for (value, head), part in compared.groups((row, column)).items():
+        ratios = ratios_of(part)
+        mean, count = cells.geometric_mean(ratios)
+        data.append({"row": compared.text(row, value), "column": head, "speedup": mean, "cells": count})
+        rows[value][head] = cells.mean_text(ratios)
+    return items.Table(
+        name=view.file(words.filled(word, view.first)),
+        title=view.filled(title),
+        caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
+        "counts are equal." + ASIDE * view.has("disturbed"),
+        source=view.machine.about(view.cases),
+        columns=[""] + heads,
+        rows=[[compared.text(row, value)] + list(texts.values()) for value, texts in rows.items()],
+        data=data,
+    )
+
+
+ABOUT_BITS = (
+    "Same bits. Repeated: whether several calls on the same inputs gave the same bits; alone: whether an element of "
+    "the batch gave the same bits without the others. No: the tensors that did not. In brackets: cases"
+)
+# By the head of a column: the field that answers its question, and the key of `same_bits` with tensors that differ.
+QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BATCH_INVARIANT.name, "alone")}
+
+
+def _bits_of(case: fields.Record) -> fields.Record:
+    """The fields of a case that only the CSV has: how its bits differ, as `lmsys.bench.findings.same_bits` found."""
+    differ, alone = case["same_bits"]["differ"], case["same_bits"]["alone"]
+    return {
+        "calls": case["same_bits"]["calls"],
+        "differing": " ".join(differ),
+        "largest_difference": max(differ.values(), default=None),
+        "differing_alone": " ".join(alone),
+    }
+
+
+def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
+    """A table with a line for each row that was called again on the same inputs.
+
+    by  for each group of columns its head, and an expression that is true of its cases
+    """
+    view = view.only("outcome == 'ok' and same_bits").ordered("impl")
+    view = view.with_fields([fields.REPEATABLE, fields.BATCH_INVARIANT]).adding(_bits_of)
+    notes, columns = cells.Notes(), dict[str, list[str]]()
+    for (impl,), part in view.groups(["impl"]).items():
+        columns.setdefault(words.label_of(view.fields["impl"]), []).append(view.text("impl", impl))
+        for head, test in by:
+            tested = part.only(test)
+            for question, (answer, tensors) in QUESTIONS.items():
+                texts = columns.setdefault(f"{head}, {question}".lstrip(", "), [])
+                texts.append(_same_bits_cell(tested, answer, tensors, notes))
+    columns = {head: texts for head, texts in columns.items() if any(texts)}
+    if not columns:
+        return None
+    rows = list(zip(*columns.values(), strict=True))
+    return items.Table(
+        name=view.file(word),
+        title="Same bits",
+        caption=view.caption(ABOUT_BITS),
+        columns=list(columns),
+        rows=rows,
+        data=data_of(view, [answer for answer, _ in QUESTIONS.values()] + list(_bits_of(view.first))),
+        notes=cells.below(notes, rows),
+        source=view.machine.about(view.cases),
+    )
+
+
+def _same_bits_cell(view: views.View, answer: str, tensors: str, notes: cells.Notes) -> str:
+    """The text of a cell: "yes (12)", "no: dq (3 of 12)" or "" where nobody asked. Footnotes say by how much tensors
+    differ, and why a call failed.
+
+    `answer` and `tensors` are the entries of QUESTIONS.
+    """
+    unknown, good, bad = (view.having(answer, [value]).cases for value in (None, True, False))
+    failures = dict.fromkeys(case["same_bits"].get("failure") for case in unknown)
+    reasons = "".join(cells.mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
+    if not bad:
+        return (f"yes ({len(good)})" if good else "") + reasons
+    most: dict[str, float] = {}
+    for case in bad:
+        for name, size in case["same_bits"][tensors].items():
+            most[name] = max(size, most.get(name, 0.0))
+    distances = ", ".join(f"{name} by at most {words.number(size)}" for name, size in most.items())
+    count = f" ({len(bad)} of {len(good) + len(bad)})"
+    return f"no: {', '.join(most)}{count}" + cells.mark(notes, f"Differs: {distances}.") + reasons
