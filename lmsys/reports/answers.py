@@ -41,12 +41,7 @@ WAYS = {  # {value of the field `compile`: how a model's steps ran, for the capt
 # counts on the first two being keys and the third being the time: `keys=2`, `best` and `details` there.
 COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest", "MFU", "run"]
 OPTIONAL = {"over the next fastest", "MFU"}  # columns that a table leaves out where all lines are empty there
-ABOUT_MFU = " MFU is that of the fastest row, in the shape where it is highest."
 LINE_IN = 0.29  # height of a plot's strip for one setting, in inches
-STANDING = (
-    "Speed of each row as a share of the speed of the fastest one, %, by rounds in which both took turns; over several"
-    " shapes, the geometric mean. Further right is faster."
-)
 KEYS = {  # fields that say what a training step was, and the heads of their columns
     "size": "model",
     "context": "context",
@@ -147,7 +142,10 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     return items.Table(
         name=name,
         title=question.title,
-        caption=ABOUT + question.about + f" {ways}." * bool(ways) + ABOUT_MFU * ("MFU" in columns),
+        caption=ABOUT
+        + question.about
+        + f" {ways}." * bool(ways)
+        + " MFU is that of the fastest row, in the shape where it is highest." * ("MFU" in columns),
         columns=list(columns),
         rows=rows,
         data=tables.lines_of(lines, [name for name in lines[0] if name not in INNER]),
@@ -232,7 +230,13 @@ def standing(
     axes.set(xlim=(0, 104), ylim=(len(lines) - 0.5, -0.9), yticks=range(len(lines)), yticklabels=[], xlabel="%")
     axes.tick_params(length=0)
     axes.spines["left"].set_visible(False)
-    return items.Plot(name, title, STANDING, plots.to_svg(axes, name, title))
+    return items.Plot(
+        name=name,
+        title=title,
+        caption="Speed of each row as a share of the speed of the fastest one, %, by rounds in which both took turns; "
+        "over several shapes, the geometric mean. Further right is faster.",
+        svg=plots.to_svg(axes, name, title),
+    )
 
 
 def _wrong(machine: load.Machine) -> items.Table:

@@ -81,8 +81,8 @@ def _without_repeats(item: Table | Plot, heading: str, known: set[str]) -> Table
 
 
 def marks(table: Table) -> list[str]:
-    """The footnotes of a table: the notes that begin with a number."""
-    return [note for note in table.notes if note[0] in cells.SUPERSCRIPTS]
+    """The footnotes of a table: the notes that begin with a number, as a superscript."""
+    return [note for note in table.notes if note[0].isdigit()]
 
 
 def lines(table: Table) -> Iterator[tuple[Sequence[str], str, list[tuple[str, str, str, str]]]]:

@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from lmsys.bench.fields import Field
 from lmsys.reports import cells, items, tables, views, words
@@ -54,7 +54,6 @@ FULL_COLOUR = 4.0  # the speedup, or its inverse, from which on a heat map's col
 ON_COLOUR = "#1f2937"  # text on a heat map's cells, which stay pale on a dark page
 LIFT = 0.25  # the share of white mixed into the colours of other rows on a dark page, so that a row keeps its hue
 MOST_DOTS = 40  # a line with more points has no markers
-APART = " Points of one place come from several runs: not comparable within a few per cent."  # ends a caption
 MOST_PLACES = 6  # the most labels of an x axis whose values are evenly spaced; fewer values have a label each
 
 
@@ -136,7 +135,7 @@ def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> 
         subs = next((subs for subs in steps if len(subs) * decades <= 6), steps[-1])
         axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(plain))
+    axes.yaxis.set_major_formatter(plain)
 
 
 def drawn(view: views.View, axes: Any, head: str, word: str, caption: str) -> items.Plot:
@@ -225,14 +224,17 @@ def _scale_places(axes: Any, places: Sequence[float]) -> None:
         axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(places, MOST_PLACES if counted else None))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(short))
+    axes.xaxis.set_major_formatter(short)
 
 
 def _caption(view: views.View, field: Field, axis: str, by: str, about: str) -> str:
     """The caption, with a warning where the points of one place were not sampled together."""
     clocked, timed = words.is_clocked(field), view.only("time_s is not None").groups([axis]).values()
     apart = clocked and by == "impl" and any(part.varies("comparison") for part in timed)
-    return view.caption(about, clocked) + APART * apart
+    return (
+        view.caption(about, clocked)
+        + " Points of one place come from several runs: not comparable within a few per cent." * apart
+    )
 
 
 def _out_of_memory(view: views.View, axis: str, by: str) -> str:

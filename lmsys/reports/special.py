@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from matplotlib.ticker import FuncFormatter
-
 from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import cells, contest, items, load, plots, steps, tables, views, words
@@ -249,7 +247,7 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     axes.text(0, most, f" peak {words.number(most)} GiB", va="bottom", fontsize=9)
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(plots.plain))
+        axis.set_major_formatter(plots.plain)
     head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
     return plots.drawn(view, axes, head, word="timeline", caption=view.caption(about))
 

@@ -313,10 +313,6 @@ def means(view: views.View, row: str, column: str, word: str, title: str) -> ite
     )
 
 
-ABOUT_BITS = (
-    "Same bits. Repeated: whether several calls on the same inputs gave the same bits; alone: whether an element of "
-    "the batch gave the same bits without the others. No: the tensors that did not. In brackets: cases"
-)
 # By the head of a column: the field that answers its question, and the key of `same_bits` with tensors that differ.
 QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BATCH_INVARIANT.name, "alone")}
 
@@ -354,7 +350,11 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
     return items.Table(
         name=view.file(word),
         title="Same bits",
-        caption=view.caption(ABOUT_BITS),
+        caption=view.caption(
+            "Same bits. Repeated: whether several calls on the same inputs gave the same bits; alone: whether an "
+            "element of the batch gave the same bits without the others. No: the tensors that did not. In brackets: "
+            "cases"
+        ),
         columns=list(columns),
         rows=rows,
         data=data_of(view, [answer for answer, _ in QUESTIONS.values()] + list(_bits_of(view.first))),

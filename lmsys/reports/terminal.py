@@ -124,8 +124,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
         ending = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
         if case["outcome"] != "ok":
             ending = f"{words.MEANINGS[case['outcome']]}: {case['reason']}"
-        shown = [cells.shown(part, name, case) for name in figures]
-        lines.append([_words(part, case, names)] + shown + [speed, ending])
+        lines.append([_words(part, case, names), *(cells.shown(part, x, case) for x in figures), speed, ending])
     return lines
 
 
