@@ -68,8 +68,7 @@ def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], str]
     """The fastest row by training, dtype, causal and shape; a case measured twice counts where it was last."""
     cases = []
     for x in records:
-        is_plain = x["benchmark"] == "attention" and not any(x.get(name) for name in OPTIONS)
-        if is_plain and "@" not in x["impl"]:
+        if x["benchmark"] == "attention" and "@" not in x["impl"] and not any(map(x.get, OPTIONS)):
             cases.append(((x["dtype"], x["causal"], *(x[name] for name in SHAPE)), x))
     fastest = {}
     for case, measured in fields.grouped(cases).items():

@@ -246,9 +246,9 @@ class Contest:
                 sizes.append(f"{words.label_of(known)} {words.exact(case[known.name])}")
             if known.role == "metric" and known.unit.endswith("/s") and case.get(known.name) and len(shown) == 1:
                 shown.append(known)
-        facts = {known.name: case[known.name] for known in shown}
         texts = [f"{words.number(words.scaled(x, case[x.name]))}\N{NO-BREAK SPACE}{words.unit_of(x)[0]}" for x in shown]
-        return facts | {"shape": ", ".join(sizes), "measured": (texts + [""])[:2]}  # (time, rate) in words
+        # "measured" is (time, rate) in words.
+        return {x.name: case[x.name] for x in shown} | {"shape": ", ".join(sizes), "measured": (texts + [""])[:2]}
 
 
 def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record]:

@@ -209,9 +209,8 @@ def machines_of(
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
         records = [
             {**dict.fromkeys(field.name for field in COMMON), **case, "machine": slug, "run": runs.index(run)}
-            for run, case in of_machine
+            for run, case in sorted(of_machine, key=lambda pair: [str(pair[1].get(name)) for name in IDENTITY])
         ]
-        records.sort(key=lambda line: [str(line.get(name)) for name in IDENTITY])
         yield Machine(slug, title, facts, records, fields, rows, layouts)
 
 

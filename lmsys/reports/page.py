@@ -278,14 +278,9 @@ def runs_of(machine: load.Machine) -> tuple[str, str]:
 def facts_of(runs: Sequence[Record]) -> tuple[Mapping[str, str], Mapping[str, list[str]]]:
     """The facts that all these runs have in common, by name; and for each other fact its text in each run."""
     facts = list(map(_of_run, runs))
-    common, differing = dict[str, str](), dict[str, list[str]]()
-    for name in dict.fromkeys(chain.from_iterable(facts)):
-        texts = [run.get(name, "–") for run in facts]
-        if len(set(texts)) > 1:
-            differing[name] = texts
-        else:
-            common[name] = texts[0]
-    return common, differing
+    common = {name: text for name, text in facts[0].items() if all(run.get(name) == text for run in facts)}
+    others = [name for name in dict.fromkeys(chain.from_iterable(facts)) if name not in common]
+    return common, {name: [run.get(name, "–") for run in facts] for name in others}
 
 
 def _of_run(run: Record) -> dict[str, str]:
