@@ -1,8 +1,8 @@
 """Texts of table cells, with footnotes and details; and the speedups that some of them show.
 
 `cell` makes the text of one field of one case, and numbers the footnotes that it needs in a `Notes`, which `below`
-turns into lines; `detail` is what a reader gets who points at the cell. Speedups are added to a view by `compared` (the
-steps `over` and `over_bases`), before `tables` and `plots` draw it: medians of the ratios of rounds that were sampled
+turns into lines; `detail` is what a reader gets who points at the cell. Speedups are added to a view by `compared`
+(layouts call it `over`), before `tables` and `plots` draw it: medians of the ratios of rounds that were sampled
 together. Their means are geometric. `tables`, `special`, `answers`, `against` and `terminal` call these functions.
 """
 
@@ -33,11 +33,6 @@ def baselines_of(view: views.View, otherwise: str = "") -> list[str]:
     return [name for name in dict.fromkeys([view.wanted] if view.wanted else ranked) if name in timed]
 
 
-def baseline_of(view: views.View, otherwise: str = "") -> str | None:
-    """The first of `baselines_of`; None without any."""
-    return next(iter(baselines_of(view, otherwise)), None)
-
-
 def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> views.View:
     """Adds the field `beside`: the case of the base that a case is compared with, None where it was not run.
 
@@ -50,19 +45,22 @@ def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequenc
 
 def compared(
     view: views.View,
-    base: str | None,
+    base: str | None = "",
     axis: str = "impl",
+    otherwise: str = "",
     same: Sequence[str] = (),
     medians: bool = False,
     name: str = SPEEDUP,
 ) -> views.View:
     """Adds the field `name`: the speedup of each case over the case of `base` that `beside` finds for it.
 
-    base, axis, same  as in `beside`
+    base        by default the first of `baselines_of(view, otherwise)`
+    axis, same  as in `beside`
 
     For cases that were not sampled together with the base it is None, or with `medians` the ratio of the two medians.
     The field `remark`, a footnote, says why a timed case has no speedup, and marks ratios of medians among others.
     """
+    base = base or next(iter(baselines_of(view, otherwise)), None)
     view, label = beside(view, base, axis, same), view.text(axis, base)
     for case in view.cases:
         other = case["beside"]

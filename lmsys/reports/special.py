@@ -156,9 +156,10 @@ def times_by_size(view: views.View) -> items.Items:
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
     """A table of speedups over the first word of the axis, such as eager; for the axis `impl` over the baseline row,
     else over a peer."""
-    base = cells.baseline_of(part, otherwise="peer") if axis == "impl" else next(iter(part.words[axis]))
-    part = cells.compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
-    return _grid(whole, part, cells.SPEEDUP, inside=axis, word=f"speedup-over-{base}")
+    base = "" if axis == "impl" else next(iter(part.words[axis]))
+    part = cells.compared(part, base, axis, otherwise="peer", medians=True)
+    others = part.only(lambda case: case[axis] != part.base)
+    return _grid(whole, others, cells.SPEEDUP, inside=axis, word=f"speedup-over-{part.base}")
 
 
 @steps.step

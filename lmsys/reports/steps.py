@@ -42,6 +42,7 @@ STEPS: dict[str, Any] = {  # by the name that layouts use; the decorator `step` 
     "named": views.View.named,
     "only": views.View.only,
     "ordered": views.View.ordered,
+    "over": cells.compared,
     "pivot": each_metric(tables.pivot),
     "quiet": views.View.quiet,
     "read_as": views.View.read_as,
@@ -207,16 +208,6 @@ def traits(view: views.View, row: str, trait: str) -> views.View:
 
 
 @step
-def over(view: views.View, base: str = "", axis: str = "impl", otherwise: str = "", **options: Any) -> views.View:
-    """Adds speedups over `base`, by default the baseline of the table of rows (`cells.compared`).
-
-    Where that was not timed, `otherwise` "peer" takes a peer, somebody else's row; "any" takes any row, a peer first.
-    axis, options  as in `cells.compared`
-    """
-    return cells.compared(view, base or cells.baseline_of(view, otherwise), axis, **options)
-
-
-@step
 def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str = "") -> views.View:
     """Adds `base`, by default the table's baseline, and `beside`, the case that has it on the axis (`cells.beside`)."""
     base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
@@ -269,7 +260,7 @@ def over_bases(
 
     keys       fields of the first columns
     same       as in `cells.beside`
-    otherwise  as in `over`
+    otherwise  as in `cells.baselines_of`
     """
     metrics, bases = view.metrics(), cells.baselines_of(view, otherwise)
     for base in bases:

@@ -16,7 +16,6 @@ from typing import Any
 from lmsys.bench.fields import PREFIXES, RATIOS, Field, Record
 
 NAMES = re.compile(r"\{(\w+)\}")  # a name in braces, for `filled`
-UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")  # what labels leave out of a field's name
 # Fields that follow from the samples, as all rates do.
 CLOCKED = "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
 # {outcome of a case: its word in tables and plots}; "ok" has none.
@@ -103,7 +102,7 @@ def scaled(field: Field, value: Any) -> float:
 
 def label_of(field: Field) -> str:
     """The label of a field, by default its name without the unit."""
-    return field.label or UNITS_IN_NAMES.sub("", field.name).replace("_", " ")
+    return field.label or re.sub(r"_(s|bytes|per_s|mhz|ratio)$", "", field.name).replace("_", " ")
 
 
 def head_of(field: Field) -> str:

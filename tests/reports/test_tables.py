@@ -221,7 +221,7 @@ def test_ratios_of_medians_are_told_apart(tmp_path: Path) -> None:
         record("model", "auto", 0.2, compile="eager", **apart),
         record("model", "auto", 0.1, compile="compiled", context=1024),
     ]
-    speedups = compared(view(tmp_path, records), "eager", "compile", ("context",), medians=True)
+    speedups = compared(view(tmp_path, records), "eager", "compile", same=("context",), medians=True)
     speeds = {(case["context"], case["compile"]): (case[SPEEDUP], case["remark"]) for case in speedups.cases}
     assert speeds[512, "compiled"] == (pytest.approx(3.0), "")
     assert speeds[1024, "compiled"][1] == "ratio of medians: not sampled together"
