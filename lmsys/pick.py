@@ -14,8 +14,8 @@ from typing import Any
 from lmsys import commands, files, values
 from lmsys.bench import fields, record
 
-# The fields of a case that make its shape, in the order in which `row_for` of MODULE has them.
-SHAPE = "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
+# The fields of a record that say which case it is, in the order in which `row_for` of MODULE has them.
+CASE = "dtype", "causal", "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
 # (training, the directions whose times are added up): of two for training the last that was measured counts.
 USES = (False, ("fwd",)), (True, ("fwdbwd",)), (True, ("fwd", "bwd"))
@@ -66,16 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], str]:
     """The fastest row by training, dtype, causal and shape; a case measured twice counts where it was last."""
-    cases = []
-    for x in records:
-        if x["benchmark"] == "attention" and "@" not in x["impl"] and not any(map(x.get, OPTIONS)):
-            cases.append(((x["dtype"], x["causal"], *(x[name] for name in SHAPE)), x))
-    fastest = {}
-    for case, measured in fields.grouped(cases).items():
+    fastest, plain = {}, filter(_is_plain, records)
+    for case, measured in fields.grouped((tuple(map(x.__getitem__, CASE)), x) for x in plain).items():
         for training, directions in USES:
             if times := _times(measured, directions):
                 fastest[training, *case] = min(times, key=times.__getitem__)
     return fastest
+
+
+def _is_plain(x: fields.Record) -> bool:
+    """True for a row of attention as it is today, in a case without options."""
+    return x["benchmark"] == "attention" and "@" not in x["impl"] and not any(map(x.get, OPTIONS))
 
 
 def _times(records: list[fields.Record], directions: tuple[str, ...]) -> dict[str, float]:
