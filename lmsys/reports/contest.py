@@ -17,7 +17,6 @@ from lmsys.reports import cells, expressions, load, words
 
 Rows = Sequence[fields.Record]  # cases that took turns, one for each row
 ROW = itemgetter("impl")
-NARROW = "bfloat16", "bf16"  # the precision that most readers ask for
 # Facts that a line does not state where all comparisons were disturbed: the machine may have been busy or slowed.
 # `Contest.line` explains them.
 UNSETTLED = dict.fromkeys(("row", "called", "over", "speedup", "next", "lead", "mfu")) | {"fastest": 0}
@@ -102,7 +101,7 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
     known = list(chain.from_iterable(words.values()))
     places = []
     for value in key:
-        first = 0 if value is None or value in NARROW else 1 + known.index(value) if value in known else 99
+        first = 0 if value in (None, "bfloat16", "bf16") else 1 + known.index(value) if value in known else 99
         places.append((first, float(value) if isinstance(value, int | float) else 0.0, str(value)))
     return places
 

@@ -244,14 +244,11 @@ def commit_of(run: Mapping[str, Any]) -> str:
     return f"commit {str(run.get('commit') or 'unknown')[:10]}" + (" with local changes" if run.get("dirty") else "")
 
 
-DAY, MINUTE, SECOND = 10, 16, 19  # how many characters of an ISO 8601 date reach up to these
-
-
 def run_names(machine: Machine, runs: Iterable[int]) -> dict[int, str]:
     """The date of each of these runs, with the time of day where the day alone would not tell them apart."""
     dates = {run: str(machine.runs[run].get("date") or "undated") for run in sorted(set(runs))}
-    for length in (DAY, MINUTE, SECOND):
-        names = {run: f"{date[:DAY]} {date[DAY + 1 : length]}".strip() for run, date in dates.items()}
+    for length in (10, 16, 19):  # characters of an ISO 8601 date up to the day, the minute, the second
+        names = {run: f"{date[:10]} {date[11:length]}".strip() for run, date in dates.items()}
         if len(set(names.values())) == len(names):
             return names
     return {run: f"{name} (run {run + 1})" for run, name in names.items()}

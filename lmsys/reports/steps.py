@@ -284,9 +284,7 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
     word   ends the file's name
     title  may have {bases} in it: the rows that the speedups are over
     """
-    compared_parts: list[views.View] = []
-    for steps in parts:
-        compared_parts += filter(cells.is_compared, applied(view, steps))
+    compared_parts: list[views.View] = list(filter(cells.is_compared, each(view, *parts)))
     bases = list(dict.fromkeys(part.text("impl", part.base) for part in compared_parts))
     cases: list[Record] = []
     for part in compared_parts:
@@ -304,8 +302,8 @@ def either(view: views.View, *items: Steps) -> items.Items:
 
 
 @step
-def each(view: views.View, *items: Steps) -> items.Items:
-    """The tables and plots of all these items."""
+def each(view: views.View, *items: Steps) -> list[Any]:
+    """What all these items make, such as tables and plots."""
     return sum(map(partial(applied, view), items), [])
 
 

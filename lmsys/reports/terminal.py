@@ -17,7 +17,6 @@ NARROW = 18  # the fewest characters that a setting gets, in a narrow terminal
 # Heads of columns.
 SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in cells.CEILINGS.items()}
 HEADS = SHARES | {fields.ERROR.name: "error"}
-SIZES = int, float  # types of values that are sizes
 ABOUT = (
     "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
     "all). Speed is over the fastest other row, of somebody else's if any took turns, by rounds; level: by medians the "
@@ -53,8 +52,8 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     for part in view.groups(["comparison"]).values():
         of_rows.update(filter(part.varies, view.axes()))
     of_settings = [name for name in view.axes() if name not in of_rows]
-    axes = sorted(of_settings, key=lambda name: (type(view.first[name]) in SIZES, -len(view.values(name))))
-    without_sizes = ["section"] + [name for name in axes if type(view.first[name]) not in SIZES]
+    axes = sorted(of_settings, key=lambda name: (type(view.first[name]) in (int, float), -len(view.values(name))))
+    without_sizes = ["section"] + [name for name in axes if type(view.first[name]) not in (int, float)]
     settings = view.ordered(*axes).groups(["comparison"] if every else without_sizes).values()
     parts = [max(part.groups(["comparison"]).values(), key=_size) for part in settings][: None if every else MOST]
     shown = view.of([part.first for part in parts])
