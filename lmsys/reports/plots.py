@@ -186,12 +186,11 @@ def lines(
         at = list(points if numbers else map(places.index, points))
         axes.plot(at, list(points.values()), **view.style(by, value).line() | dots, linewidth=3.0 - 1.6 * on_top)
     log = max(values) >= 10 * min(values) and unit != "%" and not unit.endswith("/s")
-    scaled = list(values)
     text, height = (view.first.get(name, name) for name in (ceilings or {}).get(metric, ("", None)))
     if height:
         _add_ceiling(axes, text, height, above=sum(value > height for value in values))
-        scaled += [height] * (not log)  # a logarithmic axis need not reach the ceiling
-    scale_values(axes, scaled, log, room=1.08)
+        values += [height] * (not log)  # a logarithmic axis need not reach the ceiling
+    scale_values(axes, values, log, room=1.08)
     if numbers:
         _scale_places(axes, places)
     else:
