@@ -192,8 +192,14 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     fastest = [min(part.cases, key=lambda case: case["time_s"] or math.inf)["id"] for part in groups]
     view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
     compared = cells.compared(view, theirs, same=same, medians=True)
-    names = {"theirs": theirs, "their_label": view.text("impl", theirs), "peers": theirs.capitalize()}
-    return [compared.only("not peer").with_facts(their_about=compared.fields[cells.SPEEDUP].about, **names)]
+    return [
+        compared.only("not peer").with_facts(
+            theirs=theirs,
+            their_label=view.text("impl", theirs),
+            their_about=compared.fields[cells.SPEEDUP].about,
+            peers=theirs.capitalize(),
+        )
+    ]
 
 
 @steps.step
@@ -249,8 +255,13 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(plots.plain)
-    head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
-    return plots.drawn(view, axes, head, word="timeline", caption=view.caption(about))
+    return plots.drawn(
+        view,
+        axes,
+        head=f"Memory in the course of one {view.text('mode', case['mode'])}, GiB",
+        word="timeline",
+        caption=view.caption(about),
+    )
 
 
 @steps.step
