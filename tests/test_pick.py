@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.bench import record
-from lmsys.pick import SHAPE, fastest_rows, main
+from lmsys.pick import CASE, fastest_rows, main
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "reports" / "results" / "nvidia-h200_20261126_attention-bf16.json.gz"
@@ -33,7 +33,7 @@ def records(draw: st.DrawFn) -> list[dict[str, Any]]:
             "time_s": st.integers(1, 100).map(float),
         }
     )
-    fixed = {"benchmark": "attention", "dtype": "float32", "causal": True} | dict.fromkeys(SHAPE, 1)
+    fixed = dict.fromkeys(CASE, 1) | {"benchmark": "attention", "dtype": "float32", "causal": True}
     return [fixed | x for x in draw(st.lists(drawn, max_size=30))]
 
 

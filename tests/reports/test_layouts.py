@@ -81,3 +81,10 @@ def test_an_error_names_the_step_of_other_mistakes(
     assert main([str(saved(tmp_path / "r.json", item=step)), "-o", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert f"the layout of 'loss', section large, step '{step[0]}': " in error and message in error
+
+
+def test_an_item_that_draws_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last step makes fewer records, not a table or plot."""
+    result = saved(tmp_path / "r.json", item=[["only", "time_s is not None"]])
+    assert main([str(result), "-o", str(tmp_path / "out")]) == 2
+    assert "the layout of 'loss': an item must end in a table or plot" in capsys.readouterr().err
