@@ -170,7 +170,7 @@ def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.Vie
 def computed(view: views.View, **texts: str) -> views.View:
     """Replaces the values of declared fields by those of expressions, each given as FIELD="expression"."""
     for name, text in texts.items():
-        view = view.redeclared([name], of=view.expression(text))
+        view = view.with_fields([view.fields[name].called(of=view.expression(text))])
     return view
 
 

@@ -148,10 +148,15 @@ class View:
             heads = words.filled(heading, part.constants(in_heading)), limit and f"memory limit {limit}", self.heading
             ends = words.filled(stem, part.first), limit.replace(" ", "").lower()
             end = "".join(f"-{text}" for text in ends if text)
-            part = replace(
-                part, heading=", ".join(filter(None, heads)), untold=self.untold + tuple(in_heading + limits)
+            parts.append(
+                replace(
+                    part,
+                    stem=self.stem + end * (not tail),
+                    tail=self.tail + end * tail,
+                    heading=", ".join(filter(None, heads)),
+                    untold=self.untold + tuple(in_heading + limits),
+                )
             )
-            parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts
 
     def file(self, word: str = "") -> str:
@@ -183,17 +188,13 @@ class View:
         """Sets the words for a field's values, in reading order: {value: word}, or pairs of these."""
         return replace(self, words={**self.words, name: dict(words)})
 
-    def redeclared(self, names: Iterable[str], **changes: Any) -> "View":
-        """Changes the declarations of these fields; `changes` are attributes of `Field`."""
-        return self.with_fields([self.fields[name].called(**changes) for name in names])
-
     def labelled(self, **labels: str) -> "View":
         """Gives some fields other labels."""
         return self.with_fields([self.fields[name].called(label=label) for name, label in labels.items()])
 
     def quiet(self, *names: str) -> "View":
         """Gives axes the role "detail": neither captions nor the key columns of tables show them."""
-        return self.redeclared(self.fields.keys() & names, role="detail")
+        return self.with_fields([self.fields[name].called(role="detail") for name in self.fields.keys() & names])
 
     def with_fields(self, fields: Iterable[Field]) -> "View":
         """Adds fields. One with `of` is computed for each case; None where the case lacks what `of` needs."""
