@@ -13,7 +13,7 @@ HEADS and `_standings`, the page in reports/templates/leaderboard.html.
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lmsys import commands, values
@@ -80,7 +80,7 @@ def ranked(
             places.append(_place(file, rows, workload, anchor, ours))
         except ValueError as error:
             refused[file] = str(error)
-    return _standings(sorted(places, reverse=True), machines), refused, workload
+    return list(_standings(sorted(places, reverse=True), machines)), refused, workload
 
 
 def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[Times, fields.Record]:
@@ -116,26 +116,22 @@ def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: 
     return totals[anchor] / totals[row], totals[row], row, file
 
 
-def _standings(places: Sequence[Place], machines: Mapping[str, fields.Record]) -> list[tuple[str, ...]]:
-    """The lines of the table, with a text for each of HEADS. `places` have the largest speed first."""
-    standings = list[tuple[str, ...]]()
+def _standings(places: Sequence[Place], machines: Mapping[str, fields.Record]) -> Iterator[tuple[str, ...]]:
+    """Yields the lines of the table, with a text for each of HEADS. `places` have the largest speed first."""
     for rank, (speed, time_s, row, file) in enumerate(places, start=1):
         here = sorted(
             s for _, s, _, other in places if load.hardware_of(machines[other]) == load.hardware_of(machines[file])
         )
-        standings.append(
-            (
-                str(rank),
-                str(here.index(time_s) + 1),
-                row,
-                f"{speed:.2f}",
-                words.number(1e3 * time_s),
-                load.title_of(machines[file]),
-                load.run_told(machines[file]),
-                file,
-            )
+        yield (
+            str(rank),
+            str(here.index(time_s) + 1),
+            row,
+            f"{speed:.2f}",
+            words.number(1e3 * time_s),
+            load.title_of(machines[file]),
+            load.run_told(machines[file]),
+            file,
         )
-    return standings
 
 
 if __name__ == "__main__":

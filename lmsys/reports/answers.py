@@ -257,21 +257,20 @@ def _wrong(machine: load.Machine) -> items.Table:
         rows = [[f"nothing was wrong: {len(ran):,} of {len(machine.records):,} cases ran, and {right}"]]
         columns = ["cases"]
     commands = [(f"Run of {name}", command) for name, command in load.commands(machine, runs).values()]
-    return _table_of_texts(machine, "wrong", "Wrong or failed", columns, rows, _right(machine), commands)
+    return _table_of_texts(machine, "wrong", "Wrong or failed", columns, rows, list(_right(machine)), commands)
 
 
-def _right(machine: load.Machine) -> list[str]:
-    """A sentence for each dtype of each benchmark with an axis `dtype`: the rows that were right in all its cases."""
+def _right(machine: load.Machine) -> Iterator[str]:
+    """Yields for each dtype of a benchmark with an axis `dtype` a sentence: which rows were right in all its cases."""
     axes = {name for name, known in machine.fields.items() if "dtype" in known and known["dtype"].role == "axis"}
     cases = [case for case in machine.records if case["benchmark"] in axes and case.get("dtype")]
-    by_dtype, lines = fields.grouped(((case["benchmark"], str(case["dtype"])), case) for case in cases), list[str]()
+    by_dtype = fields.grouped(((case["benchmark"], str(case["dtype"])), case) for case in cases)
     for benchmark, dtype in sorted(by_dtype, key=partial(reading_order, {})):
         by_row = fields.grouped((str(case["impl"]), case["outcome"]) for case in by_dtype[benchmark, dtype])
         rows = [row for row, ends in by_row.items() if "ok" in ends and not set(ends).intersection(verdict.FAILED)]
         if rows and rows != [dtype]:  # rows may be dtypes themselves
             what = f"{words.sentence(benchmark.replace('_', ' '))} that was right in {dtype}"
-            lines.append(f"{what}, in every case that ran: {', '.join(rows)}.")
-    return lines
+            yield f"{what}, in every case that ran: {', '.join(rows)}."
 
 
 def _not_run(machine: load.Machine) -> items.Table | None:

@@ -62,7 +62,9 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     figures = ["time_s"] + rates[:1] + list(filter(view.has, SHARES))[:1]
     figures += [fields.ERROR.name] * (every and view.has(fields.ERROR.name))
     most = len(view.cases) if every else max(1, MOST // len(parts))
-    groups = [(_words(part, part.first, axes), _lines(part, figures, most)) for part in parts]  # (setting, its lines)
+    groups = [
+        (_words(part, part.first, axes), list(_lines(part, figures, most))) for part in parts
+    ]  # (setting, its lines)
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(rows) for _, rows in groups)} of {len(view.cases)} that ran"
     heads = [HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures]
     yield from _aligned([("", [["row"] + heads + ["speed", ""]])] + groups, width)
@@ -81,15 +83,15 @@ def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
     return ", ".join(value if isinstance(value, str) else tables.value_head(part, name, value) for name, value in known)
 
 
-def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str]]:
-    """The cells of a line for each row, the fastest first: name, figures, speed over another row, and how it ended.
+def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
+    """Yields the cells of a line for each row, the fastest first: name, figures, speed over another, how it ended.
 
     part  the cases of one comparison
     most  the most lines
 
     A row of an earlier state of the code, `ROW@COMMIT`, follows that of today, and its speed is over that.
     """
-    names, lines = part.identifying(["impl"]), list[list[str]]()
+    names = part.identifying(["impl"])
     contenders = part.only("time_s and contends").cases
     rows = {_words(part, case, names): case for case in part.cases}
     today = {  # by a case's id: the case of today's row, which is itself unless it is of an earlier state
@@ -123,8 +125,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
         ending = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
         if case["outcome"] != "ok":
             ending = f"{words.MEANINGS[case['outcome']]}: {case['reason']}"
-        lines.append([_words(part, case, names), *(cells.shown(part, x, case) for x in figures), speed, ending])
-    return lines
+        yield [_words(part, case, names), *(cells.shown(part, x, case) for x in figures), speed, ending]
 
 
 def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) -> Iterator[str]:
