@@ -7,7 +7,7 @@ is run. In a table of sizes one of them may vary, and the values of the others a
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -122,16 +122,16 @@ def _grid(
 
 
 @steps.step
-def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> items.Items:
-    """Tables of each metric by size; of the metrics `drawn` also plots against context, a line for each size."""
-    figures: items.Items = []
+def by_size(
+    view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ()
+) -> Iterator[items.Table | items.Plot | None]:
+    """Yields tables of each metric by size; of the metrics `drawn` also plots against context, a line for each size."""
     for metric in view.chosen(metrics):
         for part in _varying(view, "compile"):
-            figures.append(_grid(view, part, metric))
+            yield _grid(view, part, metric)
             named = joined(_with_names(view, part), "line", ["size", "compile?"]).styled("line", row="size")
             facets = named.cut("B{batch}", "batch {batch}", tail=True) if part.varies("batch") else [named]
-            figures += [plots.lines(facet, metric, "context", "line") for facet in facets if metric in drawn]
-    return figures
+            yield from [plots.lines(facet, metric, "context", "line") for facet in facets if metric in drawn]
 
 
 @steps.step

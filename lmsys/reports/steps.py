@@ -1,12 +1,12 @@
 """The steps that a layout may name, such as ["cut", "N{tokens}", "{section}"]: STEPS has the function of each name.
 
-`layout` calls `applied`, which gives each function a view and the arguments that the layout holds. A function returns a
-view or a list of views, to which the next step is applied, or tables and plots (None: there is nothing to draw). To add
+`layout` calls `applied`, which gives each function a view and the arguments that the layout holds. A function returns
+or yields views, to which the next step is applied, or tables and plots (None: there is nothing to draw). To add
 a step, write a function here below `@step`, or in `special` one that serves a single benchmark. Arguments come from
 result files, thus are JSON: fields are given by name, tests and values as texts of `lmsys.reports.expressions`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -73,7 +73,7 @@ def applied(view: views.View, steps: Steps) -> list[Any]:
             sections = ", ".join(dict.fromkeys(map(str, part.column("section"))))
             with load.drawn_by_layout(view.benchmark, f", section {sections}, step {name!r}", known=part.fields):
                 result = STEPS[choice(name, STEPS)](part, *args, **options)
-            results += result if isinstance(result, list) else [result]
+                results += result if isinstance(result, list | Iterator) else [result]
     return results
 
 
