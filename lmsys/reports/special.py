@@ -109,7 +109,7 @@ def _with_names(whole: views.View, part: views.View) -> views.View:
             # "{NAME}", which `View.cut` fills in.
             stem += [f"{{{name}}}"] * (whole.values(name) != [PLAIN.get(name)])
             heading += [f"{{{name}}}"] * whole.varies(name)
-    return part.cut("-".join(stem), ", ".join(heading), tail=True)[0]
+    return list(part.cut("-".join(stem), ", ".join(heading), tail=True))[0]
 
 
 def _grid(

@@ -108,11 +108,13 @@ def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views
 @step
 def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.View]:
     """One of the parts that `View.cut` makes, by its place: 0 is the first, -1 the last."""
-    return view.cut(stem, heading)[place:][:1]
+    return list(view.cut(stem, heading))[place:][:1]
 
 
 @step
-def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[views.View]:
+def facets(
+    view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True
+) -> Iterator[views.View]:
     """Splits the view by these fields, and by the axes that tell apart cases which agree in these and in `others`.
 
     File names end in the values of these fields; with `stem` the field's name stands before its value.
@@ -248,7 +250,7 @@ def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
     if not numbers:
         return []
     axis = max(numbers, key=lambda name: len(view.values(name)))
-    parts = facets(view, ["@?", "-impl", f"-{axis}"], [axis, "impl"], stem=False)
+    parts = list(facets(view, ["@?", "-impl", f"-{axis}"], [axis, "impl"], stem=False))
     return [plots.lines(part, metric, axis) for metric in view.chosen(metrics) for part in parts]
 
 

@@ -7,7 +7,7 @@ A method that layouts may name is also listed in `steps.STEPS`; add one in both 
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -131,8 +131,8 @@ class View:
         """Puts several cases in place of each: for each record that `lines` returns for it, a copy with its fields."""
         return self.of([case | line for case in self.cases for line in lines(case)])
 
-    def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
-        """Splits the view by the fields that the two templates name in braces, and by memory limit.
+    def cut(self, stem: str, heading: str, tail: bool = False) -> "Iterator[View]":
+        """Yields the parts of the view by the fields that the two templates name in braces, and by memory limit.
 
         `cut("loss-N{tokens}", "{section}[, {precision}]")` makes a view for each section, precision and number of
         tokens. `heading` goes before each part's heading, filled with the words for its values, and `stem` behind the
@@ -142,22 +142,18 @@ class View:
         stem, heading = (OPTIONAL.sub(lambda part: part[1] * self.varies(part[2]), text) for text in (stem, heading))
         in_stem, in_heading = words.NAMES.findall(stem), words.NAMES.findall(heading)
         limits = [] if LIMIT in self.untold else [LIMIT]
-        parts = []
         for part in self.groups(in_heading + in_stem + limits).values():
             limit = part.text(LIMIT, part.first[LIMIT]) if limits else ""
             heads = words.filled(heading, part.constants(in_heading)), limit and f"memory limit {limit}", self.heading
             ends = words.filled(stem, part.first), limit.replace(" ", "").lower()
             end = "".join(f"-{text}" for text in ends if text)
-            parts.append(
-                replace(
-                    part,
-                    stem=self.stem + end * (not tail),
-                    tail=self.tail + end * tail,
-                    heading=", ".join(filter(None, heads)),
-                    untold=self.untold + tuple(in_heading + limits),
-                )
+            yield replace(
+                part,
+                stem=self.stem + end * (not tail),
+                tail=self.tail + end * tail,
+                heading=", ".join(filter(None, heads)),
+                untold=self.untold + tuple(in_heading + limits),
             )
-        return parts
 
     def file(self, word: str = "") -> str:
         """The name, without its ending, of a file that `word` distinguishes from others of this view."""
