@@ -62,9 +62,8 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     figures = ["time_s"] + rates[:1] + list(filter(view.has, SHARES))[:1]
     figures += [fields.ERROR.name] * (every and view.has(fields.ERROR.name))
     most = len(view.cases) if every else max(1, MOST // len(parts))
-    groups = [
-        (_words(part, part.first, axes), list(_lines(part, figures, most))) for part in parts
-    ]  # (setting, its lines)
+    # Of each setting its words and its lines.
+    groups = [(_words(part, part.first, axes), list(_lines(part, figures, most))) for part in parts]
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(rows) for _, rows in groups)} of {len(view.cases)} that ran"
     heads = [HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures]
     yield from _aligned([("", [["row"] + heads + ["speed", ""]])] + groups, width)
