@@ -341,7 +341,7 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
         name=f"{machine.slug}-mfu",
         title="MFU of every step, and its shares of what this machine reaches",
         caption=f"{ABOUT_STEPS} All: {alike}." if alike else ABOUT_STEPS,
-        columns=["in"] + view.heads(shown + ["impl", "time_s"] + shares),
+        columns=["in"] + [words.head_of(STEP_FIELDS[name]) for name in shown + ["impl", "time_s"] + shares],
         rows=rows,
         data=data,
         keys=2 + len(shown),

@@ -220,12 +220,14 @@ def _conditions(view: views.View, case: fields.Record) -> list[str]:
     usual = (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")
     facts = case | {"memory_clock_mhz": None} if case.get("memory_clock_mhz") == usual else case
     reasons, processes, share = map(case.get, ("clock_reasons", "other_processes", "others_cpu_share"))
-    others = sentences_of(
-        (reasons, f"clock held by {reasons}"),
-        (processes, f"other processes that had the device: {processes}"),
-        ((share or 0) >= 0.005, f"other programs took {share or 0:.0%} of the CPU"),
-    )
-    return state_of(facts) + list(others)
+    return [
+        *state_of(facts),
+        *sentences_of(
+            (reasons, f"clock held by {reasons}"),
+            (processes, f"other processes that had the device: {processes}"),
+            ((share or 0) >= 0.005, f"other programs took {share or 0:.0%} of the CPU"),
+        ),
+    ]
 
 
 def state_of(facts: fields.Record) -> list[str]:

@@ -83,7 +83,9 @@ def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
         for inner in declared.get("blocks", ()):
             yield from _blocks(part, inner)
         if "blocks" not in declared:
-            title = words.filled(declared.get("title", part.title), {"heading": part.heading and f", {part.heading}"})
+            title = words.filled(
+                declared.get("title", words.sentence(part.heading)), {"heading": part.heading and f", {part.heading}"}
+            )
             block = items.Block(title, *(steps.each(part, *declared.get(name, ())) for name in ("lead", "more")))
             hold(
                 *((isinstance(x, items.Table | items.Plot), "an item must end in a table or plot") for x in block.items)

@@ -290,7 +290,7 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
     bases = list(dict.fromkeys(part.text("impl", part.base) for part in compared_parts))
     cases: list[Record] = []
     for part in compared_parts:
-        head = part.title + f", over {part.text('impl', part.base)}" * (len(bases) > 1)
+        head = words.sentence(part.heading) + f", over {part.text('impl', part.base)}" * (len(bases) > 1)
         cases += part.with_facts(part=head).cases
     return tables.means(
         view.of(cases), row="impl", column="part", word=word, title=title.replace("{bases}", " or ".join(bases))

@@ -204,7 +204,7 @@ def about_of(field: fields.Field) -> str:
 
 def titled(head: str, view: views.View) -> str:
     """The title of a table or plot: its head, and what its cases have in common."""
-    return " · ".join(filter(None, [head, view.title]))
+    return " · ".join(filter(None, [head, words.sentence(view.heading)]))
 
 
 def listing(
@@ -248,7 +248,7 @@ def listing(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
         caption=view.caption(about or ". ".join(abouts), bool(clocked)),
-        columns=view.labels(keys) + view.heads(metrics),
+        columns=view.labels(keys) + list(map(words.head_of, shown)),
         rows=rows,
         data=data_of(view, list(data or metrics) + SPREAD * any(name in metrics for name in ("time_s", "mean_s"))),
         notes=cells.below(notes, rows),

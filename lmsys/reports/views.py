@@ -223,10 +223,6 @@ class View:
         """The labels of these fields, without units."""
         return [words.label_of(self.fields[name]) for name in names]
 
-    def heads(self, names: Iterable[str]) -> list[str]:
-        """Labels with units."""
-        return [words.head_of(self.fields[name]) for name in names]
-
     def has(self, name: str) -> bool:
         """True where any case has a value of the field, be it 0 or empty."""
         return self.column(name).count(None) < len(self.cases)
@@ -330,11 +326,6 @@ class View:
             labels = list(map(self.machine.called, part.cases))
         first, *others = dict.fromkeys(labels) or [style.label]
         return replace(style, label=" or ".join([first] + [label.removeprefix(f"{value}: ") for label in others]))
-
-    @property
-    def title(self) -> str:
-        """The heading with a capital first letter."""
-        return words.sentence(self.heading)
 
     def caption(self, about: str, clocked: bool = False) -> str:
         """The caption of a table or plot, in lines: what is shown, what is held constant, and how it was timed.
