@@ -218,8 +218,6 @@ COLLECTIVES: Layout = {
         }
     ],
 }
-# Fields of the entries of a record's list `sums`.
-SUMS = [{"name": "accumulator", "label": "sum"}, {"name": "addend"}, {"name": "result"}, {"name": "error"}]
 PRECISION: Layout = {
     "place": 50,
     "words": WORDS,
@@ -244,7 +242,16 @@ PRECISION: Layout = {
                                     {"name": "exact", "role": "detail", "of": 'f"{addend * times:g}"'},
                                 ],
                             ],
-                            ["unfolded", "sums", SUMS],  # in place of a case one for each entry of its list `sums`
+                            [  # in place of a case one for each entry of its list `sums`, which has these fields
+                                "unfolded",
+                                "sums",
+                                [
+                                    {"name": "accumulator", "label": "sum"},
+                                    {"name": "addend"},
+                                    {"name": "result"},
+                                    {"name": "error"},
+                                ],
+                            ],
                             ["one_of_each", ["accumulator", "addend", "result", "error"]],
                             [
                                 "fields",

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -202,19 +203,14 @@ class Figures:
     def parts(self, block: items.Block) -> list[list[items.Table | items.Plot]]:
         """[the first table and plot of a block, all others]: without sentences that stand further up in the block."""
         known = set[str]()
-        first = tables_of(block.lead)[:1] + plots_of(block.lead)[:1]
+        first = of_kind(items.Table, block.lead)[:1] + of_kind(items.Plot, block.lead)[:1]
         more = [item for item in block.items if item not in first]
         return [[_without_repeats(item, block.title, known) for item in group] for group in (first, more)]
 
 
-def tables_of(figures: Iterable[items.Table | items.Plot | None]) -> list[Any]:
-    """The tables among the items."""
-    return [item for item in figures if isinstance(item, items.Table)]
-
-
-def plots_of(figures: Iterable[items.Table | items.Plot | None]) -> list[Any]:
-    """The plots among the items."""
-    return [item for item in figures if isinstance(item, items.Plot)]
+def of_kind(kind: Any, figures: Iterable[items.Table | items.Plot | None]) -> list[Any]:
+    """The tables among the items, or the plots: `kind` is the class of either."""
+    return [item for item in figures if isinstance(item, kind)]
 
 
 def brief(item: items.Table | items.Plot) -> str:
@@ -314,8 +310,8 @@ TEMPLATES.filters |= {  # `value | name` in a template
     "lines": lines,
     "marks": marks,
     "names": names,
-    "plots": plots_of,
+    "plots": partial(of_kind, items.Plot),
     "runs": runs_of,
     "sentence": words.sentence,
-    "tables": tables_of,
+    "tables": partial(of_kind, items.Table),
 }
