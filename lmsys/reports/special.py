@@ -37,7 +37,7 @@ def least(view: views.View, name: str, of: str, by: str, among: str) -> views.Vi
 @steps.step
 def greatest(view: views.View, name: str, of: str) -> views.View:
     """Adds the field `name`: the greatest value of the field `of`; 0 where no case has any."""
-    return view.with_facts(**{name: max(filter(None, view.column(of)), default=0)})
+    return view.adding({name: max(filter(None, view.column(of)), default=0)})
 
 
 @steps.step
@@ -56,7 +56,7 @@ def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
 @steps.step
 def repeated(view: views.View, **facts: object) -> views.View:
     """The cases twice: first with these fields in place of their own, then as they are."""
-    return view.of(list(view.with_facts(**facts).cases) + list(view.cases))
+    return view.of(list(view.adding(facts).cases) + list(view.cases))
 
 
 @steps.step
@@ -75,7 +75,7 @@ def peak(view: views.View, dtype: str) -> views.View:
     """Adds `peak`, the rate of these runs' best matmul in the dtype that a field names, TFLOP/s, and `peak_text`."""
     runs = view.machine.runs_of(view.cases)
     rate = max(load.matmul_rates(run).get(view.first[dtype], 0.0) for run in runs) / 1e12 or None
-    return view.with_facts(peak=rate, peak_text=rate and f"matmul {words.number(rate)} TFLOP/s")
+    return view.adding({"peak": rate, "peak_text": rate and f"matmul {words.number(rate)} TFLOP/s"})
 
 
 # Steps for models
@@ -87,7 +87,7 @@ def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[
 
     shape  the fields that make a shape
     """
-    return view.with_facts(**{name: len(view.groups(shape)) == 1 and any(map(view.varies, ways))})
+    return view.adding({name: len(view.groups(shape)) == 1 and any(map(view.varies, ways))})
 
 
 @steps.step
@@ -193,11 +193,13 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
     compared = cells.compared(view, theirs, same=same, medians=True)
     return [
-        compared.only("not peer").with_facts(
-            theirs=theirs,
-            their_label=view.text("impl", theirs),
-            their_about=compared.fields[cells.SPEEDUP].about,
-            peers=theirs.capitalize(),
+        compared.only("not peer").adding(
+            {
+                "theirs": theirs,
+                "their_label": view.text("impl", theirs),
+                "their_about": compared.fields[cells.SPEEDUP].about,
+                "peers": theirs.capitalize(),
+            }
         )
     ]
 

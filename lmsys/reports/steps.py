@@ -213,7 +213,7 @@ def traits(view: views.View, row: str, trait: str) -> views.View:
 def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str = "") -> views.View:
     """Adds `base`, by default the table's baseline, and `beside`, the case that has it on the axis (`cells.beside`)."""
     base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
-    return cells.beside(view, base, axis, same).with_facts(base=base)
+    return cells.beside(view, base, axis, same).adding({"base": base})
 
 
 @step
@@ -291,7 +291,7 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
     cases: list[Record] = []
     for part in compared_parts:
         head = words.sentence(part.heading) + f", over {part.text('impl', part.base)}" * (len(bases) > 1)
-        cases += part.with_facts(part=head).cases
+        cases += part.adding({"part": head}).cases
     return tables.means(
         view.of(cases), row="impl", column="part", word=word, title=title.replace("{bases}", " or ".join(bases))
     )

@@ -119,13 +119,9 @@ class View:
         """The cases by their values of these fields; of several cases with the same values, the last."""
         return {key_of(case, names): case for case in self.cases}
 
-    def adding(self, facts: Callable[[Record], Record]) -> "View":
-        """The cases, each with the fields that `facts` returns for it."""
-        return self.of([case | facts(case) for case in self.cases])
-
-    def with_facts(self, **facts: Any) -> "View":
-        """The cases, each with these fields."""
-        return self.of([case | facts for case in self.cases])
+    def adding(self, facts: Callable[[Record], Record] | Record) -> "View":
+        """The cases, each with these fields, or with those that a function returns for it."""
+        return self.of([case | (facts(case) if callable(facts) else facts) for case in self.cases])
 
     def expanded(self, lines: Callable[[Record], Iterable[Record]]) -> "View":
         """Puts several cases in place of each: for each record that `lines` returns for it, a copy with its fields."""
