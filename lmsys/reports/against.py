@@ -111,9 +111,9 @@ def hold_alike(before: load.Machine, after: load.Machine) -> None:
         hold((was == now, f"before has {name} {was}, after has {name} {now}{ADVICE}"))
     clocks = {(case["benchmark"], case["id"]): case["clock"] for case in before.records if case["clock"]}
     for case in after.records:
-        was, now = clocks.get((case["benchmark"], case["id"])), case["clock"]
-        law = f"{case['id']} was timed by the clock {was!r} before, and by {now!r} after{ADVICE}"
-        hold((was == now or not was or not now, law))
+        old, new = clocks.get((case["benchmark"], case["id"])), case["clock"]
+        law = f"{case['id']} was timed by the clock {old!r} before, and by {new!r} after{ADVICE}"
+        hold((old == new or not old or not new, law))
 
 
 def of_one_side(pair: Compared) -> Iterator[str]:
