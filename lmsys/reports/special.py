@@ -338,7 +338,8 @@ def rivals(
     A line for each combination of values of the fields `settings`, a column for each pair that was timed. Below these
     lines stand geometric means of the lines whose names have the same end.
 
-    names  templates of the beginning and of the end of a line's name, with names of fields in braces
+    names        templates of the beginning and of the end of a line's name, with names of fields in braces
+    word, title  the end of the file's name, and the title, with names of fields in braces
     """
     data, by_end = list[Record](), dict[str, list[Record]]()
     pairs: dict[str, tuple[str, str]] = {}
