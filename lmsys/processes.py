@@ -29,9 +29,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from lmsys.outputs import Outputs
 
@@ -114,7 +115,7 @@ def tell(what: Any) -> None:
     _lines[0].send_bytes(pickle.dumps((None, Told(what)), protocol=5))
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager["Worker"]):
     """A process that runs one call after another; its modules keep their state. `call` starts a new one for a dead one.
 
     environment  variables besides those of this process
@@ -206,9 +207,6 @@ class Worker:
     def signal(self, number: int) -> None:
         """Sends a signal to the process alone, unless it has ended."""
         self._process.send_signal(number)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(GRACE_S if kind is None else 0.0)
@@ -319,20 +317,15 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and _callers_main:
-            from multiprocessing.spawn import prepare
-
-            prepare(_callers_main)
+            spawn.prepare(_callers_main)
             _callers_main.clear()  # it has been run
         return super().find_class(module, name)
 
 
 def _main_module() -> dict[str, str]:
     """This process's main module, as multiprocessing's `prepare` takes it."""
-    main = sys.modules["__main__"]
-    if (spec := getattr(main, "__spec__", None)) is not None:
-        return {"init_main_from_name": spec.name}
-    file = getattr(main, "__file__", None)
-    return {"init_main_from_path": os.path.abspath(file)} if file else {}
+    facts = spawn.get_preparation_data("worker")
+    return {name: fact for name, fact in facts.items() if name.startswith("init_main_from_")}
 
 
 def _read(line: Connection) -> bytes:
