@@ -43,17 +43,17 @@ def main() -> None:
         if facts[fact] is not None:
             print(f"{fact.removesuffix('_bytes').replace('_', ' '):12} {facts[fact]}")
     print("\nattention rows (1 batch, 2 heads, 128 queries and keys, head dimension 64, causal, with gradients)")
-    width = max(map(len, ATTENTION))
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    case, width = _case(device, capability), max(map(len, ATTENTION))
     rows: dict[str, list[str]] = {}  # by what is missing, in words: the names of the rows that need it
     for name, entry in ATTENTION.items():
-        reasons = _reasons(entry, device)
+        reasons = {dtype: entry.why_not(replace(case, dtype=dtype)) for dtype in ("float32", "float16", "bfloat16")}
         print(f"  {name:{width}}  {_verdict(reasons)}")
         if (reason := reasons["bfloat16"]) and all(reasons.values()):
             rows.setdefault(remedy(entry, reason, device, _case), []).append(name)
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
     print(f'\nimpl="auto" in bfloat16: {evidence(device, capability)}')
     for use, changes in USES.items():
-        print(f"  {use:{width}}  {ATTENTION.pick('auto', replace(_case(device, capability), **changes)).name}")
+        print(f"  {use:{width}}  {ATTENTION.pick('auto', replace(case, **changes)).name}")
     ranks = f"{facts['gpu_count']} GPUs, NCCL" if device == "cuda" else "processes on this CPU, gloo"
     print(f"\ndata-parallel strategies ({ranks})")
     for name, entry in STRATEGIES.items():
@@ -98,14 +98,8 @@ def _case(device: str, capability: tuple[int, int] | None = None) -> AttentionCa
     )
 
 
-def _reasons(entry: Entry, device: str) -> dict[str, str | None]:
-    """By dtype the reason why the row cannot run the case here; None: it can."""
-    case = _case(device, torch.cuda.get_device_capability() if device == "cuda" else None)
-    return {dtype: entry.why_not(replace(case, dtype=dtype)) for dtype in ("float32", "float16", "bfloat16")}
-
-
 def _verdict(reasons: dict[str, str | None]) -> str:
-    """The dtypes that run, and the reasons for the others, in a line."""
+    """The dtypes that run, and the reasons for the others, in a line. reasons: by dtype; None: it runs."""
     able = [dtype for dtype, reason in reasons.items() if reason is None]
     refused = dict.fromkeys(reason for reason in reasons.values() if reason is not None)
     return f"{'runs ' + ', '.join(able) if able else 'no'}{': ' if refused else ''}{'; '.join(refused)}"
