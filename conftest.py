@@ -18,7 +18,7 @@ if not torch.cuda.is_available():  # kernels are then interpreted; triton reads 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from benchmarks.axes import NAMED
-from lmsys.bench.fields import Sweep, add_axis_options, given_axes
+from lmsys.bench.fields import Sweep, given_axes
 from lmsys.bench.options import add_options, texts
 from lmsys.deterministic import CUBLAS_WORKSPACE
 
@@ -26,8 +26,7 @@ pytest_plugins = ["lmsys.bench.plugin"]  # also where the package is not install
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    add_options(parser)
-    add_axis_options(parser, NAMED)
+    add_options(parser, axes=NAMED)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -93,13 +93,6 @@ class Sweep:
     took_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:
-    """Gives each of these axes its own option, shown in `pytest --help`; call it in a conftest's pytest_addoption."""
-    group = parser.getgroup("lmsys")
-    for axis in axes:
-        group.addoption(axis.option, dest=OPTION + axis.option, help=axis.help, metavar=axis.metavar)
-
-
 def given_axes(axes: Sequence[Axis], texts: Mapping[str, str]) -> dict[str, Any]:
     """{axis name: values}, parsed from `texts`, {option (`--length`) or axis name: text}.
 
@@ -109,8 +102,12 @@ def given_axes(axes: Sequence[Axis], texts: Mapping[str, str]) -> dict[str, Any]
     readers = {axis.name: axis for axis in reversed(axes)} | {axis.option: axis for axis in axes if axis.option}
     for key in filter(texts.__contains__, readers):
         axis = readers[key]
-        is_twice = axis.single and axis.name in given
-        hold((not is_twice, f"{axis.flag} and --axis {axis.name}= give one value twice: give it once"))
+        hold(
+            (
+                not (axis.single and axis.name in given),
+                f"{axis.flag} and --axis {axis.name}= give one value twice: give it once",
+            )
+        )
         values = axis.values(texts[key])
         given[axis.name] = given[axis.name] + values if axis.name in given else values
     return given

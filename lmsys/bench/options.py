@@ -89,14 +89,17 @@ UNITS = {  # of memory
 }
 
 
-def add_options(parser: pytest.Parser, prefix: str = "--") -> None:
+def add_options(parser: pytest.Parser, prefix: str = "--", axes: Iterable[fields.Axis] = ()) -> None:
     """Adds all options: the plugin by their long names, such as --lmsys-sweep, which no other plugin has.
 
     A conftest whose folder holds benchmarks calls it in its pytest_addoption, and has the short names too: --sweep.
+    Each of `axes` gets its own option.
     """
     group = parser.getgroup("lmsys", "benchmarks (comma lists; an axis not named keeps its sweep's values)")
     for name, more in OPTIONS.items():
         group.addoption(prefix + name, dest="lmsys_" + name.replace("-", "_"), **more)
+    for axis in axes:
+        group.addoption(axis.option, dest=fields.OPTION + axis.option, help=axis.help, metavar=axis.metavar)
 
 
 def as_typed(config: pytest.Config, text: str) -> str:
@@ -216,13 +219,14 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
     if text is None:
         hold((share is None, f"--margin {share} is of verdicts: name what to compare by --against"))
         return None
-    for option, is_given in (
-        ("--no-isolation", config.getoption("lmsys_no_isolation")),
-        ("torchrun", on_ranks),
-        ("--nvtx", config.getoption("lmsys_nvtx")),
-        ("--repeat", config.getoption("lmsys_repeat") != 1),
-    ):
-        hold((not is_given, f"--against {text}: {option} cannot be with it: its rows run in a process of their own"))
+    others = {
+        "--no-isolation": config.getoption("lmsys_no_isolation"),
+        "torchrun": on_ranks,
+        "--nvtx": config.getoption("lmsys_nvtx"),
+        "--repeat": config.getoption("lmsys_repeat") != 1,
+    }
+    reason = "cannot be with it: its rows run in a process of their own"
+    hold(*((not is_given, f"--against {text}: {option} {reason}") for option, is_given in others.items()))
     folder = tempfile.TemporaryDirectory(prefix="lmsys-against-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     return Checkout(text, Path(folder.name))
