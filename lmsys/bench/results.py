@@ -486,9 +486,8 @@ def pace_of(took: Mapping[str, float], usual: Mapping[str, float]) -> float:
 
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:
     """(our part, pytest-benchmark's entries) of a result file, then of the journal of a killed run that resumed it."""
+    file = record.load_file(path)  # where there is no file, this is the journal
+    yield file["lmsys"], file.get("benchmarks", [])
     journal = path.with_name(path.name + ".partial")
-    if (path.suffix != ".partial" and path.is_file() and path.stat().st_size) or not journal.is_file():
-        file = record.load_file(path)
-        yield file["lmsys"], file.get("benchmarks", [])
     if journal.is_file():
         yield record.load(journal), []
