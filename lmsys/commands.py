@@ -116,12 +116,8 @@ def parser(name: str, program: str = "") -> argparse.ArgumentParser:
 
 def missing(command: str, module: str) -> str:
     """The error message about a module that a command needs and that is not installed, with how to install it."""
-    return f"{command} needs {module}, which is not installed here: {bringing(module)}"
-
-
-def bringing(module: str) -> str:
-    """The shell command that installs a module."""
-    return with_extra(EXTRAS[module]) if module in EXTRAS else f"{PIP} {module}"
+    advice = with_extra(EXTRAS[module]) if module in EXTRAS else f"{PIP} {module}"
+    return f"{command} needs {module}, which is not installed here: {advice}"
 
 
 def with_extra(extra: str) -> str:

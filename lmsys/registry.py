@@ -8,7 +8,6 @@ imported, so a machine that lacks a row's packages still lists and runs the othe
 """
 
 import difflib
-import importlib
 import importlib.metadata
 import importlib.util
 import inspect

@@ -112,7 +112,7 @@ def read_json(path: Path, **kinds: type) -> Any:
     return content
 
 
-def parse_setting(config: Any, setting: str) -> dict[str, Any]:
+def parse_setting(config: Any, setting: str) -> Any:
     """PATH=VALUE as `overlay` takes it: `train.lr=3e-4` -> {"train": {"lr": 0.0003}}.
 
     VALUE is JSON; text that is no JSON is a string, and needs no quotes. Where the config declares a string, VALUE is
@@ -131,10 +131,9 @@ def parse_setting(config: Any, setting: str) -> dict[str, Any]:
         value = text
     if str in (kinds := (hint, *get_args(hint))) and type(value) not in (*kinds, NoneType):
         value = text
-    nested: dict[str, Any] = {keys[-1]: value}
-    for key in reversed(keys[:-1]):
-        nested = {key: nested}
-    return nested
+    for key in reversed(keys):
+        value = {key: value}
+    return value
 
 
 def paths(config: Any, path: str = "") -> Iterator[str]:

@@ -192,10 +192,10 @@ def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
         record = records.get((info["benchmark"], info.get("id")))
         if record is None:
             yield str(info.get("id")), "pytest-benchmark has it, and no record"
-            continue
-        yield from ((record["id"], fault) for fault in _differences(info, record, "pytest-benchmark"))
-        if entry["stats"].get("data", record.get("samples_s")) != record.get("samples_s"):
-            yield record["id"], "pytest-benchmark has other samples"
+        else:
+            yield from ((record["id"], fault) for fault in _differences(info, record, "pytest-benchmark"))
+            if entry["stats"].get("data", record.get("samples_s")) != record.get("samples_s"):
+                yield record["id"], "pytest-benchmark has other samples"
 
 
 def _of_any_record(

@@ -120,7 +120,7 @@ def test_a_missing_package_is_reported_in_a_sentence(words: list[str]) -> None:
     done = lmsys(*words, without=missing)
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"{' '.join(['lmsys', *words[:1]])} needs {missing}, which is not installed here: ")
-    assert done.stderr.rstrip().endswith(commands.bringing(missing))
+    assert done.stderr.rstrip() == commands.missing(" ".join(["lmsys", *words[:1]]), missing)
 
 
 # A program that prints the help of each command that its arguments name, as JSON.

@@ -305,17 +305,15 @@ def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]
 
     In runs with `--against` the estimate is the ratio of today to earlier, and the id is today's.
     """
-    return {name: math.hypot(*shifts) / math.sqrt(len(shifts) or 1) for name, shifts in _shifts(runs).items()}
-
-
-def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
-    """{case id: differences of its estimate from each run to the next}."""
     known = list(map(list, runs))
+    # The differences of each case's estimate from run to run, by the case's id.
     if any(case.get("against") for case in chain.from_iterable(known)):
         estimates = _estimates(starmap(_change, chain.from_iterable(map(in_turns, known))))
-        return {name: [b - a for a, b in pairwise(shifts)] for name, shifts in estimates.items()}
-    pairs = [pair for run, later in pairwise(known) for pair in _pairs(run, later)]
-    return _estimates(change for change in starmap(_change, pairs) if change.beside)
+        shifts = {name: [b - a for a, b in pairwise(of_case)] for name, of_case in estimates.items()}
+    else:
+        pairs = [pair for run, later in pairwise(known) for pair in _pairs(run, later)]
+        shifts = _estimates(change for change in starmap(_change, pairs) if change.beside)
+    return {name: math.hypot(*of_case) / math.sqrt(len(of_case) or 1) for name, of_case in shifts.items()}
 
 
 def _estimates(changes: Iterable[Change]) -> dict[str, list[float]]:

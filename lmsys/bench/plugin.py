@@ -315,13 +315,12 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[st
     """
     if SESSION not in config.stash:
         return
-    ours = config.stash[SESSION].results.keys()
-    known = [(entry["extra_info"].get("benchmark"), entry["extra_info"].get("id")) in ours for entry in benchmarks]
-    for entry, is_ours in zip(benchmarks, known, strict=True):
-        if is_ours:
-            entry["params"] = entry["extra_info"] | entry["params"]
+    keys = config.stash[SESSION].results.keys()
+    ours = [x for x in benchmarks if (x["extra_info"].get("benchmark"), x["extra_info"].get("id")) in keys]
+    for entry in ours:
+        entry["params"] = entry["extra_info"] | entry["params"]
     if not options.wants_tables(config):
-        benchmarks[:] = [entry for entry, is_ours in zip(benchmarks, known, strict=True) if not is_ours]
+        benchmarks[:] = [entry for entry in benchmarks if entry not in ours]
 
 
 @pytest.hookimpl(optionalhook=True, trylast=True)  # the seal is of what other plugins have written, too
