@@ -87,8 +87,8 @@ class Candidate:
     compile_s    seconds of the first call
     interpreted  True if the first call ran kernels in Triton's interpreter
     notes        fields that all its records get
-    watch        runs one of its calls, as `lmsys.bench.watch.Watch.attempt`: (result, None) or (None, how it failed).
-                 None: calls run without a heartbeat and a deadline
+    watched      watched(call, *args) is call(*args), as this row's work: (result, None), or (None, how it failed). The
+                 trial sets it: `lmsys.bench.watch.Watch.attempt`, for this row
     """
 
     case: Any
@@ -100,7 +100,7 @@ class Candidate:
     compile_s: float | None = None
     interpreted: bool = False
     notes: Record = field(default_factory=dict)
-    watch: Callable[..., tuple[Any, Failure | None]] | None = None
+    watched: Callable[..., tuple[Any, Failure | None]] = field(init=False, repr=False)
 
     @property
     def entry(self) -> Entry:
@@ -115,12 +115,6 @@ class Candidate:
         self.error_ratio, wrong = verdict(ratios, judged_as)
         if wrong:
             self.failed(*wrong)
-
-    def watched(self, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
-        """call(*args), as this row's work: the result, or how it failed."""
-        from lmsys.measure.compare import attempt
-
-        return (self.watch or attempt)(call, *args)
 
     def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
         """The result of call(*args); where that fails, None, and the candidate has failed."""

@@ -116,9 +116,11 @@ def as_typed(config: pytest.Config, text: str) -> str:
 
 def refuse(config: pytest.Config, device: str) -> None:
     """ValueError for options that mean nothing here, or that need what is not installed."""
-    refused = [(option, f"{option} is not for these benchmarks: {reason}") for option, reason in REFUSED.items()]
     hold(
-        *((not _given(config, option), sentence) for option, sentence in refused),
+        *(
+            (not _given(config, option), f"{option} is not for these benchmarks: {reason}")
+            for option, reason in REFUSED.items()
+        ),
         (
             not config.getoption("benchmark_histogram") or find_spec("pygal") is not None,
             "--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal",

@@ -58,7 +58,7 @@ class Trial:
         on_gpu = self.settings.device == "cuda" and runner.is_watched
         self.watch = watch.Watch(self.candidates.values(), self.settings, runner.heartbeat, on_gpu)
         for candidate in self.candidates.values():
-            candidate.watch = partial(self.watch.attempt, candidate)
+            candidate.watched = partial(self.watch.attempt, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
         self._readings: list[sensors.Reading] = []  # of the turn that is sampled

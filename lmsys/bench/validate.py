@@ -190,8 +190,8 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
         if role != "detail":
             raise ValueError(f"{where}={shortly(value)} must be one value")
     elif isinstance(value, str | bool):
-        if role == "metric":  # an axis may have a word beside its numbers, such as a size of "auto"
-            raise ValueError(f"{where}={shortly(value)} must be a number")
+        # An axis may have a word beside its numbers, such as a size of "auto".
+        hold((role != "metric", f"{where}={shortly(value)} must be a number"))
         check_text(where, str(value), 10 * MOST_CHARACTERS if role == "detail" else MOST_CHARACTERS)
     elif field["name"] == "time_s":
         measured(where, value, above=0)

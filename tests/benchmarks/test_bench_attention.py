@@ -23,6 +23,7 @@ from lmsys.attention import ATTENTION
 from lmsys.bench import Candidate, Entry, Grid, Settings
 from lmsys.bench.fields import OPTION
 from lmsys.deterministic import CUBLAS_WORKSPACE
+from lmsys.measure import compare
 from tests.support import processes
 from tests.support.harness import cases_of, results
 from tests.support.processes import ROOT
@@ -268,6 +269,7 @@ def test_a_row_of_the_table_is_checked_with_extreme_scores_before_it_is_timed(
     from_file = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:{name}"
     for target, outcome in ((f"tests.support.wrong_kernels:{name}", of_table), (from_file, "wrong")):
         candidate = Candidate(case=replace(case, entry=Entry(name, target)))
+        candidate.watched = compare.attempt
         check_small([candidate])
         assert candidate.outcome == outcome and (message in str(candidate.reason)) == (outcome == "wrong")
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lmsys.bench import Candidate, Field
 from lmsys.bench.ranks import Ranks, times
 from lmsys.measure import clock as clocks
+from lmsys.measure import compare
 from lmsys.measure.clock import CpuClock, CudaClock
 from lmsys.measure.step import Step, nothing
 from tests.support.device import FakeDevice
@@ -177,6 +178,7 @@ def one_rank() -> Iterator[Ranks]:
 @pytest.mark.parametrize("strangers", [0, 2])
 def test_ranks_say_it_too(strangers: int, one_rank: Ranks) -> None:
     candidate = Candidate(case=None)
+    candidate.watched = compare.attempt
     candidate.attempt(one_rank.run, 1, "gloo", take_calls, strangers)
     assert candidate.outcome == "error" and "a span of calls took 1.0000 s" in str(candidate.reason)
     assert ("other programs used the device (processes: 2)" in str(candidate.reason)) == bool(strangers)
