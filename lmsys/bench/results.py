@@ -62,7 +62,6 @@ class Session:
     repeats   how often each group is measured, each time in a fresh process; the last measurement is kept
     checkout  an earlier state of the code, whose rows take turns with today's (--against)
     margin    for verdicts of --against: a smaller change of time, as a share, counts as none
-    moved     sentences on ceilings of the machine that moved between the beginning and the end of the run
     fail_on   outcomes that make a run fail
     faults    sentences on why the result could not be written
     benchmarks  by name, those that have been added
@@ -82,7 +81,6 @@ class Session:
     repeats: int = 1
     checkout: "Checkout | None" = None
     margin: float = MARGIN_IN_TURNS
-    moved: list[str] = field(default_factory=list)
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
@@ -300,8 +298,9 @@ class Session:
             try:
                 self._rate_again(self.entries_of_carried + output_json["benchmarks"])
             except (KeyboardInterrupt, Ended) as error:  # what is measured stands
-                self.moved = [f"ceilings were not measured again: {str(error) or 'interrupted'}"]
-                self.runner.machine["ceilings_moved"] = self.moved
+                self.runner.machine["ceilings_moved"] = [
+                    f"ceilings were not measured again: {str(error) or 'interrupted'}"
+                ]
             self.runner.machine["took_s"] = self._took
         output_json["benchmarks"] = self.entries_of_carried + output_json["benchmarks"]
         content = self.content | {"others": record.others_seal(output_json)}
@@ -366,7 +365,6 @@ class Session:
         }
         machine, records = self.runner.ask("rate_again", list(asked.values()))
         self.runner.machine.update(machine)
-        self.moved = machine["ceilings_moved"]
         rated = {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
         self.carried |= {key: answer for key, answer in rated.items() if key in self.carried}
         for key, result in self.results.items():
@@ -426,7 +424,8 @@ class Session:
             yield from _changes().lines(self.changes, self.margin)
         if self.settings.nvtx:
             yield "no case was timed: --nvtx calls each in ranges of its id, for nsys and ncu"
-        yield from (f"at the end of the run {text}" for text in self.moved)
+        machine = self.runner.machine if self.results else {}
+        yield from (f"at the end of the run {text}" for text in machine.get("ceilings_moved", ()))
         yield from self.failing
         yield from self._checks()
         if self.output and not self.faults and self.records:
