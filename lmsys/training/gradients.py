@@ -11,7 +11,7 @@ Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -68,11 +68,6 @@ def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], None] | Non
     return compute
 
 
-def _kind(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and the dtype of an input, which must be those of the capture."""
-    return tuple(x.shape), x.dtype
-
-
 class GraphedGradients:
     """`compute(*inputs)`, such as `backward_of` a loss, captured on the first call and replayed on every later one.
 
@@ -93,7 +88,7 @@ class GraphedGradients:
     ) -> None:
         self._function, self._warm_ups = compute, warm_ups
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None  # a torch.cuda.CUDAGraph, once it is recorded
 
     def record(self, *inputs: Tensor) -> None:
         """Captures the graph, unless that has been done; the first call does it by itself."""
@@ -118,14 +113,13 @@ class GraphedGradients:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Replays the graph; returns the loss, which the next call overwrites."""
         self.record(*inputs)
-        given, recorded = list(map(_kind, inputs)), list(map(_kind, self._inputs))
+        given, recorded = ([(tuple(x.shape), x.dtype) for x in tensors] for tensors in (inputs, self._inputs))
         if given != recorded:
             raise ValueError(f"inputs of {given} for a graph that was recorded with {recorded}")
         for x, into in zip(inputs, self._inputs, strict=True):
             into.copy_(x)
         for copies in self._read:  # weights may have been updated since the copies were made
             copies.refresh()
-        assert self._graph is not None
         self._graph.replay()
         buckets.set_gradients(self._parameters, self._gradients)
         return self._loss
@@ -154,10 +148,10 @@ class Gradients:
         loss_of: Callable[..., Tensor],
         divisor: int,
         scale: Callable[[Tensor], Tensor],
-        tree: Iterable[torch.nn.Parameter] | None = None,
+        tree: Sequence[torch.nn.Parameter] | None = None,
     ):
         self._strategy, self._loss_of, self._divisor, self._scale = strategy, loss_of, divisor, scale
-        self._tree = None if tree is None else list(tree)
+        self._tree = tree
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
         """The mean of the weighted losses of micro-batches, after the backward of each.
@@ -165,38 +159,23 @@ class Gradients:
         batches  by micro-batch the arguments of `loss_of`
         weights  by micro-batch the factor of its loss; 1 but for documents (`lmsys.training.data.Batches.weight`)
         """
-        add = self._accumulate if self._tree is None else self._add_in_pairs
-        return torch.stack(add(batches, weights)).mean()
-
-    def _accumulate(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> list[Tensor]:
-        """The weighted loss of each micro-batch, after the backward of each; the last one synchronizes."""
-        *others, last = zip(batches, weights, strict=True)
-        losses = []
-        for inputs, weight in others:
-            with self._strategy.no_sync():
-                losses.append(self._backward(inputs, weight))
-        losses.append(self._backward(*last))
-        self._strategy.finish()
-        return losses
-
-    def _add_in_pairs(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> list[Tensor]:
-        """Like `_accumulate`, but gradients are added in pairs, as `Tree` does: for one rank alone."""
-        losses, sums, parameters = [], Tree(), self._tree or []
+        losses, sums = list[Tensor](), Tree()
         for inputs, weight in zip(batches, weights, strict=True):
-            losses.append(self._backward(inputs, weight))
-            self._strategy.finish()
-            sums.add([p.grad for p in parameters])
-            buckets.clear_gradients(parameters)
-        buckets.set_gradients(parameters, sums.total)
-        return losses
-
-    def _backward(self, inputs: tuple[Any, ...], weight: float) -> Tensor:
-        """The loss of a micro-batch, whose gradients are added to those that are there."""
-        loss = self._loss_of(*inputs)
-        if weight != 1:
-            loss = loss * weight
-        self._scale(loss / self._divisor).backward()
-        return loss.detach()
+            synchronizes = self._tree is not None or len(losses) == len(batches) - 1
+            with nullcontext() if synchronizes else self._strategy.no_sync():
+                loss = self._loss_of(*inputs)
+                if weight != 1:
+                    loss = loss * weight
+                self._scale(loss / self._divisor).backward()
+            losses.append(loss.detach())
+            if synchronizes:
+                self._strategy.finish()
+            if self._tree is not None:
+                sums.add([p.grad for p in self._tree])
+                buckets.clear_gradients(self._tree)
+        if self._tree is not None:
+            buckets.set_gradients(self._tree, sums.total)
+        return torch.stack(losses).mean()
 
 
 class ReplayedGradients:

@@ -1,8 +1,8 @@
 """From text to a trained model, in steps: tokenizer, tokenize and train leave their results in the run's folder, and
 evaluate and generate print what they find.
 
-`lmsys train` calls `run` on every rank. A step is a function of a `RunContext`; its name is in STEPS, and `_take` calls
-it.
+`lmsys train` calls `run` on every rank. A step is a function of a `RunContext`; its name is in STEPS, its function in
+FUNCTIONS, and `_take` calls it.
 
     OUTPUT/tokenizer/      vocab.json, merges.txt
     OUTPUT/tokens/         train.npy, valid.npy, or a shard of each for every rank that made them; made.json
@@ -13,6 +13,7 @@ A result that is there, and was made with the same settings, is taken as it is: 
 """
 
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from lmsys import checkpointing, doing, files, strict_json, values
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, collectives
-from lmsys.tokenizer import Tokenizer, chunks, engines, train
+from lmsys.tokenizer import chunks, engines, train
 from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible
 from lmsys.training.config import RunConfig
 from lmsys.training.run_context import RunContext
@@ -44,7 +45,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     """
     doing.now(doing.AT_FIRST)  # the line that errors show, until a step begins
     world_size, rank = collectives.size_and_rank(None)
-    context = RunContext(config, rank, world_size)
+    context = RunContext(config, rank, world_size, anew=len(steps) == 1)
     _agree(config, steps, skip_data)
     config.train.accumulation(world_size)  # a ValueError comes here, not after the data has been made
     STRATEGIES.select([config.train.strategy])  # ValueError for a strategy that is not known
@@ -60,7 +61,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
             if rank == 0:
                 ending.callback(files.claim(config.folder / "log.jsonl"))  # one run at a time writes in the output
         left = [step for step in steps if not (skip_data and step in DATA_STEPS)]
-        return _take(context, left, alone=len(steps) == 1)
+        return _take(context, left)
 
 
 def _check_folder(folder: Path) -> None:
@@ -75,33 +76,20 @@ def _check_folder(folder: Path) -> None:
     )
 
 
-def _take(context: RunContext, steps: list[str], alone: bool) -> int:
-    """Runs the steps in order, and returns the exit code.
-
-    alone  True: one step was asked for; `tokenizer` and `tokenize` then make their result anew even if one is there
-    """
+def _take(context: RunContext, steps: list[str]) -> int:
+    """Runs the steps in order, and returns the exit code."""
     if "train" in steps:
         saved = checkpoint.newest(context.checkpoints, verified=False)
         if saved is not None:
             saved.require(**loop.facts_of(context.config))  # before its data would be replaced
-    if "tokenizer" in steps:
-        doing.now("in 'tokenizer'")
-        make_tokenizer(context, anew=alone)
-    if "generate" in steps:
-        _prompt(context, context.tokenizer())  # too long a prompt is refused here, not after the training
-    if "tokenize" in steps:
-        doing.now("in 'tokenize'")
-        make_tokens(context, anew=alone)
-    if "train" in steps:
-        doing.now("at the beginning of 'train'")
-        outcome = train_model(context)
-        if outcome.why.startswith("SIG"):  # the name of a signal
-            return 128 + signal.Signals[outcome.why]
-    for step, function in (("evaluate", evaluate_model), ("generate", print_sample)):
-        if step in steps:
-            doing.now(f"in {step!r}")
-            if context.rank == 0:
-                function(context)
+    for step in steps:
+        if "generate" in steps and step != "tokenizer":
+            _prompt(context)  # too long a prompt is refused here, not after the training
+        doing.now(f"in {step!r}")
+        if context.rank == 0 or step in WRITERS:  # the other steps print, which rank 0 does alone
+            code = FUNCTIONS[step](context)
+            if code:
+                return code
     context.wait()
     return 0
 
@@ -124,19 +112,19 @@ def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
     )
 
 
-def make_tokenizer(context: RunContext, anew: bool) -> None:
-    """Rank 0 trains a tokenizer on the training text, unless settings name one. anew: also where one is there."""
+def make_tokenizer(context: RunContext) -> None:
+    """Rank 0 trains a tokenizer on the training text, unless settings name one."""
     if context.config.data.tokenizer is not None or context.rank != 0:
         return context.wait()
     corpus, vocab_size = context.corpus(), context.config.model.vocab_size
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
     record = context.config.folder / "tokenizer" / "made.json"
-    if anew or _read(record) != made:
+    if context.anew or _read(record) != made:
         context.say(
             f"training a tokenizer of {vocab_size:,} tokens on {sum(file.size for file in corpus.train) / 1e6:,.1f} MB"
         )
         tokenizer = train(corpus.train, vocab_size, [corpora.END_OF_TEXT], processes=context.processes)
-        saved = None if anew else checkpoint.newest(context.checkpoints, verified=False)
+        saved = None if context.anew else checkpoint.newest(context.checkpoints, verified=False)
         values.hold(
             (
                 saved is None or saved.facts.get("tokenizer") == tokenizer.fingerprint,
@@ -149,12 +137,12 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
     context.wait()
 
 
-def make_tokens(context: RunContext, anew: bool) -> None:
-    """Each rank tokenizes its share of the text. anew: also where the tokens are there."""
+def make_tokens(context: RunContext) -> None:
+    """Each rank tokenizes its share of the text."""
     if context.rank == 0:
         context.corpus()  # one rank makes or downloads it
     context.wait()
-    corpus, tokenizer, folder = context.corpus(), context.tokenizer(), context.config.folder / "tokens"
+    corpus, tokenizer, folder = context.corpus(), context.tokenizer, context.config.folder / "tokens"
     made, *_ = collectives.gather_objects(  # ranks on other machines may have copies of the text
         {
             "tokenizer": tokenizer.fingerprint,
@@ -163,8 +151,8 @@ def make_tokens(context: RunContext, anew: bool) -> None:
         },
         None,
     )
-    if not anew:
-        before = _read(folder / "made.json") or {}  # it has what is in `made`, and the number of shards
+    if not context.anew:
+        before = _read(folder / "made.json")  # it has what is in `made`, and the number of shards
         if before | made == before:
             return
         possible.check_text(context.config, corpus, tokenizer)
@@ -188,17 +176,16 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     context.wait()
 
 
-def train_model(context: RunContext) -> loop.Outcome:
-    """Trains to the end, from the newest checkpoint if there is one. Returns how it ended."""
-    config, tokenizer = context.config, context.tokenizer()
-    source, windows = _data(context, tokenizer)
+def train_model(context: RunContext) -> int:
+    """Trains to the end, from the newest checkpoint if there is one. Returns the exit code."""
+    config, (source, windows) = context.config, _data(context)
     # Rank 0 alone looks for the newest checkpoint, as it reads all files of one to verify it.
     saved = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
     (manifest, *_) = collectives.gather_objects(saved and saved.manifest, None)
     if context.rank > 0 and manifest is not None:
         saved = checkpoint.read(manifest)
     trainer = loop.Trainer(
-        config, source, windows, context.device, saved=saved, facts={"tokenizer": tokenizer.fingerprint}
+        config, source, windows, context.device, saved=saved, facts={"tokenizer": context.tokenizer.fingerprint}
     )
     if saved is not None:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
@@ -222,15 +209,23 @@ def train_model(context: RunContext) -> loop.Outcome:
         else nullcontext() as lines
     ):
         outcome = trainer.fit(context.checkpoints, lines, context.say)
-    _tell_outcome(context, trainer, outcome)
-    return outcome
+    if outcome.why.startswith("SIG"):  # the name of a signal
+        context.say(
+            f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there"
+        )
+        return 128 + signal.Signals[outcome.why]
+    if outcome.why == "time" and outcome.valid is not None:
+        tokens = outcome.step * config.train.batch_size * config.model.context_length
+        mfu = trainer.progress().mfu(", ", outcome.seconds / outcome.step)
+        context.say(
+            f"speedrun: {tokens:,} tokens in {outcome.seconds:.1f} s{mfu}, validation loss {outcome.valid.loss:.4f}"
+        )
+    return 0
 
 
 def evaluate_model(context: RunContext) -> None:
     """Prints the newest checkpoint's loss on the held-out windows, and that of a unigram model. Rank 0 calls it."""
-    config, tokenizer = context.config, context.tokenizer()
-    source, windows = _data(context, tokenizer)
-    model, step = _trained(context, tokenizer)
+    config, (source, windows), (model, step) = context.config, _data(context), _trained(context)
     valid = evaluation.evaluate(model, windows, config.evaluate.batch_size, context.autocast)
     least = evaluation.unigram(source, windows, config.model.vocab_size)
     context.say(
@@ -241,9 +236,8 @@ def evaluate_model(context: RunContext) -> None:
 
 def print_sample(context: RunContext) -> None:
     """Prints how the newest checkpoint continues the prompt. Rank 0 calls it."""
-    config, tokenizer = context.config.generate, context.tokenizer()
-    model, step = _trained(context, tokenizer)
-    prompt = _prompt(context, tokenizer)
+    config, tokenizer, prompt = context.config.generate, context.tokenizer, _prompt(context)
+    model, step = _trained(context)
     with context.autocast():
         (made,) = generation.generate(
             model, [prompt], min(config.max_new_tokens, model.config.context_length - len(prompt)),
@@ -253,10 +247,10 @@ def print_sample(context: RunContext) -> None:
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 
-def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
+def _prompt(context: RunContext) -> list[int]:
     """The ids of generate.prompt; an end of text where it is empty. ValueError where it is too long."""
     prompt, most = context.config.generate.prompt, context.config.model.context_length
-    ids = tokenizer.encode(prompt or corpora.END_OF_TEXT)
+    ids = context.tokenizer.encode(prompt or corpora.END_OF_TEXT)
     values.hold(
         (
             len(ids) <= most,
@@ -266,35 +260,21 @@ def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _tell_outcome(context: RunContext, trainer: loop.Trainer, outcome: loop.Outcome) -> None:
-    """Prints how a training ended that a signal or train.max_seconds has stopped; nothing where all steps are done."""
-    if outcome.why.startswith("SIG"):
-        context.say(
-            f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there"
-        )
-    elif outcome.why == "time" and outcome.valid is not None:
-        tokens = outcome.step * context.config.train.batch_size * context.config.model.context_length
-        mfu = trainer.progress().mfu(", ", outcome.seconds / outcome.step)
-        context.say(
-            f"speedrun: {tokens:,} tokens in {outcome.seconds:.1f} s{mfu}, validation loss {outcome.valid.loss:.4f}"
-        )
-
-
-def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, int]:
+def _trained(context: RunContext) -> tuple[TransformerLM, int]:
     """(the model of the newest checkpoint, its step). ValueError where there is none, or it is of another run."""
     saved = checkpoint.newest(context.checkpoints)
     if saved is None:
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
-    saved.require(model=loop.facts_of(context.config)["model"], tokenizer=tokenizer.fingerprint)
+    saved.require(model=loop.facts_of(context.config)["model"], tokenizer=context.tokenizer.fingerprint)
     model = TransformerLM(context.config.model, device=context.device)
     model.load_state_dict(saved.shared("model")["model"])
     return model, saved.step
 
 
-def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, evaluation.Windows]:
+def _data(context: RunContext) -> tuple[data.TokenFiles, evaluation.Windows]:
     """(the tokens to train on, the windows to evaluate on). ValueError where they have not been made."""
     folder, config = context.config.folder / "tokens", context.config
-    made = _read(folder / "made.json") or {}
+    made = _read(folder / "made.json")
     values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
     for name, text in _names(config).items():
         was = made.get(name, text)  # files of earlier versions have no names
@@ -302,8 +282,10 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
             context.say(
                 f"{folder}: has the tokens of {name}={was!r}, not of {text!r}; the step `tokenize` makes them anew"
             )
-    source = data.TokenFiles(data.shards(folder / "train.npy", made["shards"]), tokenizer)
-    valid = data.TokenFiles(data.shards(folder / "valid.npy", made["shards"]), tokenizer)
+    source, valid = (
+        data.TokenFiles(data.shards(folder / f"{part}.npy", made["shards"]), context.tokenizer)
+        for part in ("train", "valid")
+    )
     return source, data.fixed_windows(
         valid, config.model.context_length, config.evaluate.windows,
         end_of_text=valid.end_of_text if config.data.packing == "documents" else None,
@@ -320,10 +302,14 @@ def _names(config: RunConfig) -> dict[str, str | None]:
     return {"data.corpus": config.data.corpus, "data.valid": config.data.valid}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a made.json, which a step writes last; None where the step has not come to its end."""
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a made.json, which a step writes last; {} where the step has not come to its end."""
     try:
-        facts = strict_json.read_json(path)
+        return strict_json.read_json(path, text=list)
     except ValueError:
-        return None
-    return facts if isinstance(facts, dict) else None
+        return {}
+
+
+FUNCTIONS: dict[str, Callable[[RunContext], int | None]] = dict(
+    zip(STEPS, (make_tokenizer, make_tokens, train_model, evaluate_model, print_sample), strict=True)
+)

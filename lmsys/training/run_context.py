@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -26,11 +26,15 @@ DOWNLOAD_LINES_S = 5.0  # seconds between two lines on the progress of a downloa
 
 @dataclass(frozen=True)
 class RunContext:
-    """The settings of a run and this process's rank among `world_size`, with what stages derive from them."""
+    """The settings of a run and this process's rank among `world_size`, with what stages derive from them.
+
+    anew  True: the stages `tokenizer` and `tokenize` make their result anew even if one is there
+    """
 
     config: RunConfig
     rank: int
     world_size: int
+    anew: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -92,6 +96,7 @@ class RunContext:
 
         return corpora.corpus_of(self.config.data, tell)
 
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the folder data.tokenizer, or the run's own.
 

@@ -35,7 +35,7 @@ RUNS = {
 # Steps, evaluations and saves all come often, so that faults fall into each of them.
 ENDLESS = ("train.steps=1000000", "evaluate.interval=2", "checkpoint.interval=3")
 STRATEGIES = ROOT / "tests" / "support" / "raising_strategies.py"
-DOING = r"(as it began|at the beginning of 'train'|in step [\d,]+|in the (evaluation|save) after step [\d,]+)"
+DOING = r"(as it began|in 'train'|in step [\d,]+|in the (evaluation|save) after step [\d,]+)"
 MESSAGES = {
     "kill": rf"rank 1 (died: |was )killed by SIGKILL, {DOING}",
     "stop": rf"rank 1 was stopped \(SIGSTOP\) for \d+ s, {DOING}",
