@@ -132,24 +132,17 @@ def save(
     folder = values.path("folder", folder)
     manifest = folder / f"step-{step:08}.json"
     parts = {**({"shared": shared} if rank == 0 else {}), f"rank-{rank}": own or {}}
-    written: dict[str, dict[str, Any]] = {}
-    failure = _failure_of(_write_parts, folder, step, parts, written)
-    reports = gather((written, failure))  # by rank; the failure is None where there was none
+    reports = gather(_attempt(_write_parts, folder, step, parts))  # by rank: (entries of the manifest, failure or None)
+    failure = None
     if rank == 0 and not any(failed for _, failed in reports):
         files = {name: entry for entries, _ in reports for name, entry in entries.items()}
-        failure = _failure_of(
-            _commit,
-            manifest,
-            {"format": _FORMAT, "step": step, "world_size": world_size, "facts": facts or {}, "files": files},
-        )
+        content = {"format": _FORMAT, "step": step, "world_size": world_size, "facts": facts or {}, "files": files}
+        _, failure = _attempt(_commit, manifest, content)
     reports += gather((None, failure))
-    failures = dict.fromkeys(failed for _, failed in reports if failed)
-    if failures:
-        for entry in written.values():
-            (folder / entry["file"]).unlink(missing_ok=True)
-        raise SaveError(f"{manifest}: could not be saved: {'; '.join(failures)}; earlier checkpoints stand")
     if rank == 0:
-        _tidy(folder, step, keep)
+        _tidy(folder, step, keep)  # after a failure, too: parts have been written that no manifest names
+    if failures := dict.fromkeys(failed for _, failed in reports if failed):
+        raise SaveError(f"{manifest}: could not be saved: {'; '.join(failures)}; earlier checkpoints stand")
     return manifest
 
 
@@ -199,19 +192,16 @@ def read(manifest: Path) -> Checkpoint:
     return Checkpoint(Path(manifest), content["step"], content["world_size"], content["facts"], content["files"])
 
 
-def _write_parts(folder: Path, step: int, parts: Mapping[str, State], written: dict[str, dict[str, Any]]) -> None:
-    """Writes each part to a file.
-
-    written  gets the manifest's entry of each part: the file's name before it is written, so that `save` can remove it
-             after a failure, and then its size and SHA-256
-    """
+def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[str, dict[str, Any]]:
+    """Writes each part to a file; returns the manifest's entry of each part."""
     folder.mkdir(parents=True, exist_ok=True)
+    entries = {}
     for name, state in parts.items():
         path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
-        written[name] = {"file": path.name}
         with files.replacing(path) as file:
             torch.save(state, file)
-        written[name] |= {"bytes": path.stat().st_size, "sha256": files.sha256_of(path)}
+        entries[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": files.sha256_of(path)}
+    return entries
 
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
@@ -235,17 +225,16 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _failure_of(function: Callable[..., None], *arguments: Any) -> str | None:
-    """Calls the function; returns None, or what failed as text: an error here would leave the other ranks waiting."""
+def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+    """(what the function returns, None), or (None, what failed): an error here would leave the other ranks waiting."""
     try:
-        function(*arguments)
+        return function(*arguments), None
     except Exception as error:
         cause: BaseException | None = error  # torch hides the reason of a failed write behind an error of its own
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__
         cause = cause or error
-        return f"{type(cause).__name__}: {cause}"
-    return None
+        return None, f"{type(cause).__name__}: {cause}"
 
 
 def _tidy(folder: Path, step: int, keep: int | None) -> None:
@@ -267,7 +256,7 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
             manifest.unlink(missing_ok=True)
         else:
             named |= {entry["file"] for entry in files.values()}
-    for path in folder.iterdir():
+    for path in folder.glob("step-*"):  # none where the folder could not be made
         written = _WRITTEN.fullmatch(path.name)
         if written and path.name not in named and int(written[1]) not in unknown and not path.is_dir():
             path.unlink(missing_ok=True)

@@ -94,16 +94,16 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
     values.hold((train.size, f"there is no text in {path}"))
     if valid is not None:
         return Corpus((train,), (chunks.whole(values.path("valid", valid)),))
-    with train.path.open("rb") as file:
-        after = train.size * (HELD_OUT - 1) // HELD_OUT
-        border = chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, train.stop)
+    first = next(
+        chunks.chunks([train], pretokens.Pretokenizer([END_OF_TEXT]), train.size * (HELD_OUT - 1) // HELD_OUT)
+    )
     values.hold(
         (
-            border < train.stop,
+            first.stop < train.stop,
             f"{path}: its last twentieth has no whitespace to divide it at: name a longer text, or data.valid",
         )
     )
-    return Corpus((chunks.Chunk(train.path, 0, border),), (chunks.Chunk(train.path, border, train.stop),))
+    return Corpus((first,), (replace(train, start=first.stop),))
 
 
 def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Corpus:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from lmsys.deterministic import deterministic_mode
+from lmsys.kernels import HAS_TRITON
 from lmsys.parallel.collectives import Group, size_and_rank
-from lmsys.training.optimizer import HAS_TRITON
 
 BITS = 62  # of a sum of whole numbers: int64 does not overflow
 
