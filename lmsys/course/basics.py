@@ -80,8 +80,12 @@ def embedding() -> Questions:
 
 def silu() -> Questions:
     x = drawn("x", 2, 5)
-    mistakes = {"it is the sigmoid alone: x is not multiplied": x.sigmoid(), "it is GELU": F.gelu(x)}
-    yield asked("SiLU", partial(adapter("run_silu"), x), F.silu(x), mistakes)
+    yield asked(
+        "SiLU",
+        partial(adapter("run_silu"), x),
+        F.silu(x),
+        {"it is the sigmoid alone: x is not multiplied": x.sigmoid(), "it is GELU": F.gelu(x)},
+    )
 
 
 def softmax() -> Questions:
@@ -113,28 +117,26 @@ def rotate(
 def rope() -> Questions:
     x = drawn("x", B, S, M)
     for about, positions in {"from 0 on": torch.arange(S), "from 3 on": torch.arange(S) + 3}.items():
-        mistakes = {
-            "channels turn in halves (i with i + d / 2), not in neighbours (2 i with 2 i + 1)": rotate(
-                x, positions, rotary.HALVES
-            ),
-            "it turns in the other direction": rotate(x, positions, sign=-1.0),
-            "the exponent of theta is k / d, not 2 k / d": rotate(x, positions, theta=THETA**0.5),
-            "the first position is 1": rotate(x, positions + 1),
-            "token_positions are not used": rotate(x, torch.arange(S)),
-            "x is not rotated": x,
-        }
         yield asked(
             f"positions {about}",
             partial(adapter("run_rope"), M, THETA, LONGEST, x, positions),
             rotate(x, positions),
-            mistakes,
+            {
+                "channels turn in halves (i with i + d / 2), not in neighbours (2 i with 2 i + 1)": rotate(
+                    x, positions, rotary.HALVES
+                ),
+                "it turns in the other direction": rotate(x, positions, sign=-1.0),
+                "the exponent of theta is k / d, not 2 k / d": rotate(x, positions, theta=THETA**0.5),
+                "the first position is 1": rotate(x, positions + 1),
+                "token_positions are not used": rotate(x, torch.arange(S)),
+                "x is not rotated": x,
+            },
         )
     batched = torch.stack([torch.arange(S) + i for i in range(B)])
-    expected = torch.stack([rotate(x[i], batched[i]) for i in range(B)])
     yield asked(
         "positions of each sequence",
         partial(adapter("run_rope"), M, THETA, LONGEST, x, batched),
-        expected,
+        torch.stack([rotate(x[i], batched[i]) for i in range(B)]),
         beyond=True,
     )
 
@@ -182,18 +184,17 @@ def heads(x: Tensor, weights: Sequence[Tensor], rotated: str = "", mask: Tensor 
 def multihead() -> Questions:
     x, weights = drawn("x", B, S, M), projections("attention")
     q, k, v = ((x @ w.mT).reshape(B, H, S, -1) for w in weights[:3])
-    mistakes = {
-        "there is no causal mask": heads(x, weights, mask=None),
-        "the mask hides the past, not the future": heads(x, weights, mask=CAUSAL.mT),
-        "heads are cut by view alone, without a transpose: they mix positions": (
-            attended(q, k, v, CAUSAL).transpose(1, 2).flatten(-2) @ weights[3].mT
-        ),
-    }
     yield asked(
         "causal, 4 heads",
         partial(adapter("run_multihead_self_attention"), M, H, *weights, x),
         heads(x, weights),
-        mistakes,
+        {
+            "there is no causal mask": heads(x, weights, mask=None),
+            "the mask hides the past, not the future": heads(x, weights, mask=CAUSAL.mT),
+            "heads are cut by view alone, without a transpose: they mix positions": (
+                attended(q, k, v, CAUSAL).transpose(1, 2).flatten(-2) @ weights[3].mT
+            ),
+        },
     )
 
 
@@ -250,16 +251,15 @@ def block_of(x: Tensor, weights: Mapping[str, Tensor], rotated: str = "qk", form
 
 def block() -> Questions:
     x, weights = drawn("x", B, S, M), weights_of(0)
-    mistakes = {
-        "norms come behind the sublayers (post-norm), not before them": block_of(x, weights, form="post"),
-        "there are no residual connections": block_of(x, weights, form="none"),
-        "RoPE is not applied": block_of(x, weights, rotated=""),
-    }
     yield asked(
         "a block",
         partial(adapter("run_transformer_block"), M, H, FF, LONGEST, THETA, weights, x),
         block_of(x, weights),
-        mistakes,
+        {
+            "norms come behind the sublayers (post-norm), not before them": block_of(x, weights, form="post"),
+            "there are no residual connections": block_of(x, weights, form="none"),
+            "RoPE is not applied": block_of(x, weights, rotated=""),
+        },
     )
 
 

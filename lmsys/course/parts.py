@@ -16,13 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lmsys import commands, registry, testing
 from lmsys.bench.findings import interpreted_kernels
 from lmsys.check import attention, kinds
 from lmsys.check.question import DIRECTIONS, Fault, Holds, Options, Question, poison
-from lmsys.commands import PIP
 from lmsys.course import basics, basics_training, checkout, systems
-from lmsys.registry import Entry
-from lmsys.testing import Inputs
 
 BEYOND_S = 20.0  # seconds of a part, after which nothing is asked that goes beyond the handout
 # Verdicts on a part.
@@ -69,7 +67,7 @@ def _of_kind(kind: str, name: str, asked: str) -> basics.Questions:
     name  the function or class of systems.py that is asked; it calls the adapter
     """
     for question in kinds.KINDS[kind].questions(
-        Entry(name, f"{systems.__name__}:{name}"), Options(grad=False, dtypes=("float32", "bfloat16"))
+        registry.Entry(name, f"{systems.__name__}:{name}"), Options(grad=False, dtypes=("float32", "bfloat16"))
     ):
         yield question, not re.match(asked, question.about)
 
@@ -80,7 +78,7 @@ def _of_flash(name: str, backward: bool) -> basics.Questions:
     name  "flash_pytorch" or "flash_triton", a class of systems.py
     The handout allows the function in PyTorch to ignore the causal mask.
     """
-    entry = Entry(name, f"{systems.__name__}:{name}")
+    entry = registry.Entry(name, f"{systems.__name__}:{name}")
     causal = name == "flash_triton"
     with interpreted_kernels() as launched:  # a list of the kernels that Triton's interpreter runs
         for question in attention.of_a_handout(
@@ -95,7 +93,7 @@ def _of_flash(name: str, backward: bool) -> basics.Questions:
     yield from ((question, True) for question in attention.of_a_handout(entry, options, causal, attention.SHORT))
 
 
-def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+def saved_lse(call: Callable[..., Tensor], inputs: testing.Inputs, grad: bool) -> dict[str, Tensor]:
     """The outputs by name: the result o, and lse, the log-sum-exp that the call saves for its backward.
 
     The function is a `lmsys.check.cases.Use`, which is done in place of a single call and its backward. ValueError
@@ -260,7 +258,9 @@ def _fault_of(question: Question) -> Fault | None:
 def _failed(text: str, fault: Fault) -> dict[str, Any]:
     """The fields of a part that fails. Paths are relative to the checkout; a missing package gets its pip command."""
     text, missing = text.replace(f"{Path.cwd()}/", ""), re.search(r"No module named '(\w+)", text)
-    advice = f"; {PIP} {INSTALLED_AS.get(missing[1], missing[1])}" if missing and "cs336" not in missing[1] else ""
+    advice = (
+        f"; {commands.PIP} {INSTALLED_AS.get(missing[1], missing[1])}" if missing and "cs336" not in missing[1] else ""
+    )
     return {"verdict": verdict_of(text, fault.raises), "text": text + advice, "mistake": fault.mistake}
 
 

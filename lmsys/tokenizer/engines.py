@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lmsys import values
-from lmsys.commands import PIP
+from lmsys import commands, values
 from lmsys.tokenizer import chunks, codec, pretokens
 
 PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece of text; pieces that `choose` compares: the first, and drawn
@@ -165,7 +164,7 @@ def choose(
             engine.name += f", its ids compared with ours on {part:,} of {whole:,} bytes"
             return engine
         except Exception as error:  # a package may refuse a vocabulary by any kind of error
-            advice = f"; {PIP} {candidate} brings it" if isinstance(error, ImportError) else ""
+            advice = f"; {commands.PIP} {candidate} brings it" if isinstance(error, ImportError) else ""
             # An engine that was asked for by its name must work: only "auto" passes it over.
             values.hold((name == "auto", f"engine={name!r}: {error}{advice}"))
             say(f"{candidate} is not used: {error}{advice}")

@@ -94,9 +94,7 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
     values.hold((train.size, f"there is no text in {path}"))
     if valid is not None:
         return Corpus((train,), (chunks.whole(values.path("valid", valid)),))
-    first = next(
-        chunks.chunks([train], pretokens.Pretokenizer([END_OF_TEXT]), train.size * (HELD_OUT - 1) // HELD_OUT)
-    )
+    first = next(chunks.chunks([train], pretokens.Pretokenizer([END_OF_TEXT]), train.size * (HELD_OUT - 1) // HELD_OUT))
     values.hold(
         (
             first.stop < train.stop,

@@ -22,7 +22,7 @@ from lmsys import doing, values
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import TransformerLM
-from lmsys.parallel import collectives
+from lmsys.parallel import StrategyTraits, collectives
 from lmsys.training import (
     checkpoint,
     data,
@@ -38,7 +38,6 @@ from lmsys.training import (
     training_state,
 )
 from lmsys.training.config import RunConfig
-from lmsys.traits import StrategyTraits
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # a model's fields that a resumed run may change
 Say = Callable[[str], None]
@@ -67,17 +66,6 @@ class Step:
     lr: float
     scale: float
     taken: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended. why: done, time, or the name of a signal; valid: the last evaluation, None if there was no
-    step; seconds: wall time of all steps, those before a resume too."""
-
-    step: int
-    why: str
-    valid: evaluation.Evaluation | None
-    seconds: float
 
 
 class Trainer:
@@ -130,11 +118,10 @@ class Trainer:
         self.strategy, self.optimizer, self.autocast = prepared
         possible.check_accumulation(config, self.world_size, able=self.strategy.can_stay_local)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        tree = self._parameters if train.reproducible and self.world_size == 1 else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "fp16")
         self._gradients: Any = gradients.Gradients(
             self.strategy, prepared.loss, divisor=train.leaves if train.reproducible else micro_batches,
-            scale=self.scaler.scale, tree=tree,
+            scale=self.scaler.scale, tree=self._parameters if train.reproducible and self.world_size == 1 else None,
         )  # fmt: skip
         if train.graph:
             self._gradients = gradients.ReplayedGradients(self._gradients, self.strategy)
@@ -258,8 +245,12 @@ class Trainer:
             gather=lambda mine: collectives.gather_objects(mine, self.group),
         )  # fmt: skip
 
-    def fit(self, folder: Path, log: log.JsonLines | None = None, say: Say = lambda _: None) -> Outcome:
+    def fit(
+        self, folder: Path, log: log.JsonLines | None = None, say: Say = lambda _: None
+    ) -> tuple[str, evaluation.Evaluation | None]:
         """Trains until all steps are done, a signal comes or max_seconds are over; the last step is always saved.
+
+        Returns why it ended: done, time, or the name of a signal; and the last evaluation, None if there was no step.
 
         folder  of the checkpoints
         log     where a line for every step is written; None: nowhere
@@ -290,7 +281,7 @@ class Trainer:
             digest = reproducible.weights_sha256(self.strategy.full_state_dict())
             write(step=self.step, weights_sha256=digest)
             say(f"weights after step {self.step}: sha256 {digest}")
-        return Outcome(self.step, why, valid, self.seconds)
+        return why, valid
 
     def progress(self) -> log.Progress:
         """Makes the lines on progress for the reader, measured from this step on."""

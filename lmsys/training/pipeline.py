@@ -208,18 +208,15 @@ def train_model(context: RunContext) -> int:
         if context.rank == 0
         else nullcontext() as lines
     ):
-        outcome = trainer.fit(context.checkpoints, lines, context.say)
-    if outcome.why.startswith("SIG"):  # the name of a signal
-        context.say(
-            f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there"
-        )
-        return 128 + signal.Signals[outcome.why]
-    if outcome.why == "time" and outcome.valid is not None:
-        tokens = outcome.step * config.train.batch_size * config.model.context_length
-        mfu = trainer.progress().mfu(", ", outcome.seconds / outcome.step)
-        context.say(
-            f"speedrun: {tokens:,} tokens in {outcome.seconds:.1f} s{mfu}, validation loss {outcome.valid.loss:.4f}"
-        )
+        why, valid = trainer.fit(context.checkpoints, lines, context.say)
+    step, seconds = trainer.step, trainer.seconds
+    if why.startswith("SIG"):  # the name of a signal
+        context.say(f"interrupted by {why}; saved at step {step:,}: the same command goes on from there")
+        return 128 + signal.Signals[why]
+    if why == "time" and valid is not None:
+        tokens = step * config.train.batch_size * config.model.context_length
+        mfu = trainer.progress().mfu(", ", seconds / step)
+        context.say(f"speedrun: {tokens:,} tokens in {seconds:.1f} s{mfu}, validation loss {valid.loss:.4f}")
     return 0
 
 
@@ -273,7 +270,7 @@ def _trained(context: RunContext) -> tuple[TransformerLM, int]:
 
 def _data(context: RunContext) -> tuple[data.TokenFiles, evaluation.Windows]:
     """(the tokens to train on, the windows to evaluate on). ValueError where they have not been made."""
-    folder, config = context.config.folder / "tokens", context.config
+    folder, config, tokenizer = context.config.folder / "tokens", context.config, context.tokenizer
     made = _read(folder / "made.json")
     values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
     for name, text in _names(config).items():
@@ -283,8 +280,7 @@ def _data(context: RunContext) -> tuple[data.TokenFiles, evaluation.Windows]:
                 f"{folder}: has the tokens of {name}={was!r}, not of {text!r}; the step `tokenize` makes them anew"
             )
     source, valid = (
-        data.TokenFiles(data.shards(folder / f"{part}.npy", made["shards"]), context.tokenizer)
-        for part in ("train", "valid")
+        data.TokenFiles(data.shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in ("train", "valid")
     )
     return source, data.fixed_windows(
         valid, config.model.context_length, config.evaluate.windows,
