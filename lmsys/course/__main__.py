@@ -171,8 +171,8 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
     )
 
 
-# A file of rows is written from ROWS: it has a name for each part that can be measured, by which ATTENTION and
-# CONTAINERS give the part to a benchmark.
+# A file of rows is written from ROWS: it has a name for each part that can be measured, by which WORKLOADS gives the
+# part to a benchmark.
 ROWS = '''"""The parts of {root} as rows of a benchmark."""
 
 import sys
@@ -200,21 +200,19 @@ def __getattr__(name):
         raise AttributeError(name)
     return getattr(systems, PARTS[name])
 '''
-ATTENTION = {  # by part: the name of its row
-    "FlashAttention in PyTorch, backward": "student_pytorch",
-    "FlashAttention in Triton, backward": "student_triton",
-}
-CONTAINERS = {  # by part: the name of its row
-    "DDP": "student_ddp",
-    "DDP, each parameter": "student_individual",
-    "DDP, bucketed": "student_bucketed",
-}
 # By benchmark: (names of rows by part, options, options that make it smaller where there is no GPU). --no-check leaves
 # checks out, since what goes beyond the handout may be wrong; the timed calls are judged all the same.
 WORKLOADS = {
-    "attention": (ATTENTION, "-k leaderboard --sweep full --no-check", "--length 256 --head-dim 16 --dtype float32"),
+    "attention": (
+        {
+            "FlashAttention in PyTorch, backward": "student_pytorch",
+            "FlashAttention in Triton, backward": "student_triton",
+        },
+        "-k leaderboard --sweep full --no-check",
+        "--length 256 --head-dim 16 --dtype float32",
+    ),
     "data_parallel": (
-        CONTAINERS,
+        {"DDP": "student_ddp", "DDP, each parameter": "student_individual", "DDP, bucketed": "student_bucketed"},
         "-k buckets --sweep full --world-size 2",
         "--size tiny --context 32 --batch 2 --bucket-mb 1",
     ),

@@ -57,18 +57,6 @@ def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int) -> Ite
                 start = stop
 
 
-def plan(parts: Sequence[Chunk], processes: int) -> tuple[int, int]:
-    """(bytes of a chunk, processes to start): each process gets several chunks, and memory is bounded.
-
-    There are no more processes than chunks, as starting one takes as long as reading some megabytes. ValueError for
-    processes < 1.
-    """
-    values.whole("processes", processes, least=1)
-    total = sum(part.size for part in parts)
-    size = max(SMALLEST, min(LARGEST, total // (4 * processes)))
-    return size, max(1, min(processes, -(-total // size)))
-
-
 def no_text(parts: Iterable[Chunk]) -> ValueError:
     """The error to raise where all files are empty, or none are given."""
     paths = ", ".join(str(part.path) for part in parts)
@@ -123,12 +111,17 @@ def each_chunk(
 ) -> Generator[Result, None, None]:
     """Yields function(chunk) for each chunk of the files, in order; with processes=1 it runs in this process.
 
-    With more, the function and its results are pickled.
+    With more, the function and its results are pickled. ValueError for processes < 1.
     """
+    values.whole("processes", processes, least=1)
     parts = list(map(whole, files))
-    size, processes = plan(parts, processes)
+    total = sum(part.size for part in parts)
+    # Each process gets several chunks, and memory is bounded.
+    size = max(SMALLEST, min(LARGEST, total // (4 * processes)))
+    # No more processes than chunks: to start one takes as long as to read some megabytes.
+    processes = min(processes, -(-total // size))
     pieces = chunks(parts, Pretokenizer(special_tokens), size)
-    if processes == 1:
+    if processes <= 1:
         yield from map(function, pieces)
     else:
         # numpy's OpenBLAS would start a thread for each core in every process.

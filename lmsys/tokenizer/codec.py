@@ -203,8 +203,12 @@ class Tokenizer:
                     raise ValueError(f"merge {values.shortly(merge)}: no merge before it makes {values.shortly(token)}")
             made.add(b"".join(merge))
         for special in self.special_tokens:
-            is_special = len(special.encode()) != 1 and special.encode() not in made
-            values.hold((is_special, f"special token {special!r} is an ordinary token of this vocabulary"))
+            values.hold(
+                (
+                    len(special.encode()) != 1 and special.encode() not in made,
+                    f"special token {special!r} is an ordinary token of this vocabulary",
+                )
+            )
 
     def _forget(self) -> None:
         """Drops the pre-tokens that are kept. Word number i has _lengths[i] ids, from _flat[_places[i]] on."""

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from lmsys import config, strict_json, values
 
 MATMUL_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what matmuls read, by precision
-OPTIMIZERS = ("adamw", "muon")
 ENGINES = ("own", "auto", "gigatoken", "fastokens", "tiktoken", "tokenizers")  # see `lmsys.tokenizer.engines`
 MATRIX_SCALES = ("original", "match_rms_adamw")  # of `lmsys.training.muon.Muon`: its adjust_lr_fn
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
@@ -128,7 +127,7 @@ class TrainConfig(strict_json.Checked):
     micro_batch_size: values.Count = 8
     reproducible: bool = False
     leaves: values.Count = 4
-    optimizer: Annotated[str, partial(values.one_of, known=OPTIMIZERS)] = "adamw"
+    optimizer: Annotated[str, partial(values.one_of, known=("adamw", "muon"))] = "adamw"
     lr: values.Amount = 3e-3
     min_lr: values.Amount = 3e-4
     matrix_lr: values.Amount = 0.02

@@ -77,8 +77,12 @@ class AdamW(Optimizer):
         """Loads the state, as any optimizer does. ValueError for that of another algorithm."""
         for name, other in self.other_algorithms.items():
             for group in state_dict["param_groups"]:
-                is_ours = group.get(name) is not other
-                hold((is_ours, f"the state dict is not {type(self).__name__}'s: its param group has {name}={other}"))
+                hold(
+                    (
+                        group.get(name) is not other,
+                        f"the state dict is not {type(self).__name__}'s: its param group has {name}={other}",
+                    )
+                )
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -140,9 +140,7 @@ class FusedAdamW:
         device = params[0].device
         self.sizes, self.owners, self.chunks = chunks_of(tuple(p.numel() for p in params), BLOCK, device)
         self.rates = torch.empty(2, len(params), device=device)
-        self._addresses: list[int] = []
-        self._table: Tensor | None = None
-        self._aligned = False
+        self._addresses: list[int] = []  # those of `_table`, which `_locate` makes
 
     def step(
         self,

@@ -21,7 +21,6 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.seen: int = 0
-        self._seen_at_s = 0.0
         self._over = threading.Event()
         self._before: dict[int, Any] = {}
 
