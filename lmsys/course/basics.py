@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys import draws
-from lmsys.check import rotary
-from lmsys.check.question import Fault, Question, worst
+from lmsys.check import question, rotary
 from lmsys.course.checkout import adapter
 
-Questions = Iterator[tuple[Question, bool]]  # (question, True where it goes beyond the handout)
+Questions = Iterator[tuple[question.Question, bool]]  # (question, True where it goes beyond the handout)
 # The sizes of the legend, blocks of a model, the longest sequence, and the theta of rotary positions.
 B, S, M, H, FF, V, LAYERS, LONGEST, THETA = 4, 12, 64, 4, 128, 97, 2, 16, 10000.0
 ROOM = 1e-4  # tolerance as a share of the largest value, as in the course's tests
@@ -38,7 +37,7 @@ def asked(
     expected: Tensor,
     mistakes: Mapping[str, Tensor] | None = None,
     beyond: bool = False,
-) -> tuple[Question, bool]:
+) -> tuple[question.Question, bool]:
     """(a question whose answer is a tensor, `beyond`), as the functions below yield it.
 
     call      asks the adapter
@@ -46,20 +45,20 @@ def asked(
     mistakes  by mistake, in words, the result that it gives
     beyond    the question goes beyond the handout
     """
-    return Question(about, partial(_fault, call, expected, mistakes or {})), beyond
+    return question.Question(about, partial(_fault, call, expected, mistakes or {})), beyond
 
 
-def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Tensor]) -> Fault | None:
+def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Tensor]) -> question.Fault | None:
     """The fault of the result, with the mistake if it is known; None if it is right."""
     x = call()
     if not isinstance(x, Tensor) or x.shape != expected.shape:
         kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__}"
-        return Fault(f"  the result is {kind}; expected a tensor of shape {tuple(expected.shape)}")
+        return question.Fault(f"  the result is {kind}; expected a tensor of shape {tuple(expected.shape)}")
     x = x.detach().double()
-    at, known = worst(x, expected.double()), (words for words, other in mistakes.items() if _same(x, other))
+    at, known = question.worst(x, expected.double()), (words for words, other in mistakes.items() if _same(x, other))
     text = f"  at [{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {x[at].item():.6g}"
     nan = x.isnan().any() and "elements are unwritten, as of torch.empty, or NaN"
-    return None if _same(x, expected) else Fault(text, next(known, nan or None))
+    return None if _same(x, expected) else question.Fault(text, next(known, nan or None))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -4,7 +4,6 @@ __main__.py calls `root_of` and `path_of`. All else runs in processes that ask a
 the benchmarks of its --measure.
 """
 
-import importlib
 import importlib.metadata
 import os
 import sys

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 
 import torch
-from torch.optim import Optimizer
 
 from lmsys import files, strict_json, values
 
@@ -283,7 +282,7 @@ class Stateful(Protocol):
         """The state, as `torch.save` takes it."""
 
 
-def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int, out: File) -> None:
+def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: File) -> None:
     """Saves a dictionary of `model`, `optimizer` (their state dicts) and `iteration` to a path or a binary file.
 
     A path's folder is made, and its file is replaced only once the new one is whole. ValueError unless iteration is a
@@ -301,7 +300,7 @@ def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int
         torch.save(state, file)
 
 
-def load_checkpoint(src: File, model: torch.nn.Module, optimizer: Optimizer) -> int:
+def load_checkpoint(src: File, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """The iteration that `save_checkpoint` was given; model and optimizer get the state that they had, in place.
 
     No code of the file runs. ValueError for a file that holds something else, or the state of another model.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from lmsys import config, values
 from lmsys.attention import Documents
@@ -48,11 +47,11 @@ def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    model: torch.nn.Module,
     windows: Windows,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    loss_of: Callable[..., Tensor] | None = None,
+    loss_of: Callable[..., torch.Tensor] | None = None,
 ) -> Evaluation:
     """The mean loss over all targets of the windows; `batch_size`, sequences of a forward, does not change it.
 
@@ -67,7 +66,7 @@ def evaluate(
         (len(inputs), "there must be at least one window"),
         (_count(targets), "no token of the windows has a target: name a longer text to evaluate on"),
     )
-    device = next(values.instance("model", model, nn.Module).parameters()).device
+    device = next(values.instance("model", model, torch.nn.Module).parameters()).device
     values.instance("autocast", autocast, Callable)
     loss_function = values.instance("loss_of", model.loss if loss_of is None else loss_of, Callable)
     was_training, total = model.training, 0.0

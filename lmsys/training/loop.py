@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from lmsys import doing, values
 from lmsys.cost.operations import model_flops
@@ -188,7 +187,7 @@ class Trainer:
         self.step += 1
         return step, stop
 
-    def _gradient_norm(self) -> Tensor:
+    def _gradient_norm(self) -> torch.Tensor:
         """The norm of all ranks' gradients, a scalar tensor; in a reproducible training bitwise equal for any number of
         ranks."""
         if not self.config.train.reproducible:
@@ -200,7 +199,7 @@ class Trainer:
     def _batch(self, step: int, micro: int) -> tuple[Any, ...]:
         return evaluation.model_inputs(*self.batches.batch(step, micro), self.device)
 
-    def _agree(self, loss: Tensor, norm: Tensor, stop: int) -> tuple[float, bool, int]:
+    def _agree(self, loss: torch.Tensor, norm: torch.Tensor, stop: int) -> tuple[float, bool, int]:
         """(mean over ranks of the loss, True if the norm is finite on all, the largest `stop` of any rank)."""
         if self.world_size == 1:
             return loss.item(), math.isfinite(norm), stop
@@ -347,13 +346,13 @@ class NonFiniteError(ValueError):
     """The loss, a gradient or a weight is NaN or inf; the message names the step, and a module or weight if known."""
 
 
-def first_nonfinite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
+def first_nonfinite(model: torch.nn.Module, forward: Callable[[], Any]) -> str | None:
     """The name and class of the first module of `model` whose output holds NaN or inf while `forward` runs, or None."""
     names = {module: name or "the whole" for name, module in model.named_modules()}
     broken: list[str] = []
 
-    def hook(module: nn.Module, _: Any, output: Any) -> None:
-        floating = isinstance(output, Tensor) and output.is_floating_point()
+    def hook(module: torch.nn.Module, _: Any, output: Any) -> None:
+        floating = isinstance(output, torch.Tensor) and output.is_floating_point()
         if module in names and floating and not output.isfinite().all():
             broken.append(f"{names[module]} ({type(module).__name__})")
 

@@ -143,16 +143,14 @@ def make_tokens(context: RunContext) -> None:
         context.corpus()  # one rank makes or downloads it
     context.wait()
     corpus, tokenizer, folder = context.corpus(), context.tokenizer, context.config.folder / "tokens"
-    made, *_ = collectives.gather_objects(  # ranks on other machines may have copies of the text
-        {
-            "tokenizer": tokenizer.fingerprint,
-            "text": [_facts(corpus.train), _facts(corpus.valid)],
-            **_names(context.config),
-        },
+    facts = [_facts(corpus.train), _facts(corpus.valid)]
+    # Those of rank 0, as ranks on other machines may have copies of the text. `before` has what is in `made`, and the
+    # number of shards.
+    (made, before), *_ = collectives.gather_objects(
+        ({"tokenizer": tokenizer.fingerprint, "text": facts, **_names(context.config)}, _read(folder / "made.json")),
         None,
     )
     if not context.anew:
-        before = _read(folder / "made.json")  # it has what is in `made`, and the number of shards
         if before | made == before:
             return
         possible.check_text(context.config, corpus, tokenizer)
@@ -161,7 +159,6 @@ def make_tokens(context: RunContext) -> None:
     )
     by = f" by {engine.name}" if engine else ""
     context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB{by}")
-    context.wait()  # all have read made.json
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
     context.wait()  # it is gone before any shard is written over
@@ -180,10 +177,7 @@ def train_model(context: RunContext) -> int:
     """Trains to the end, from the newest checkpoint if there is one. Returns the exit code."""
     config, (source, windows) = context.config, _data(context)
     # Rank 0 alone looks for the newest checkpoint, as it reads all files of one to verify it.
-    saved = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
-    (manifest, *_) = collectives.gather_objects(saved and saved.manifest, None)
-    if context.rank > 0 and manifest is not None:
-        saved = checkpoint.read(manifest)
+    saved, *_ = collectives.gather_objects(checkpoint.newest(context.checkpoints) if context.rank == 0 else None, None)
     trainer = loop.Trainer(
         config, source, windows, context.device, saved=saved, facts={"tokenizer": context.tokenizer.fingerprint}
     )

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lmsys.config import ModelConfig
 from lmsys.cost.memory import fit
@@ -93,12 +92,12 @@ class Prepared(NamedTuple):
     optimizer: torch.optim.Optimizer
     autocast: Callable[[], torch.autocast]
 
-    def loss(self, *inputs: Any) -> Tensor:
+    def loss(self, *inputs: Any) -> torch.Tensor:
         """The model's loss under the strategy and autocast."""
         with self.autocast():
             return self.strategy(*inputs)
 
-    def gradients(self, graph: bool = False) -> Callable[..., Tensor]:
+    def gradients(self, graph: bool = False) -> Callable[..., torch.Tensor]:
         """A function of a batch that sets gradients to the mean of all ranks' and returns the loss. Benchmarks call it.
 
         graph  True: it is a `GraphedGradients`, which replays one CUDA graph

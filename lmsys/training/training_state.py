@@ -5,7 +5,6 @@ strategy that numbers optimizer state in a way of its own is handled here.
 """
 
 import torch
-from torch.optim import Optimizer
 
 from lmsys.parallel import adapter, fsdp, sharded_optimizer
 from lmsys.training.checkpoint import Checkpoint, State
@@ -20,7 +19,7 @@ def optimizer_layout(strategy: adapter.Adapter) -> str:
     return "flat" if isinstance(strategy.wrapper, fsdp.Fsdp) else "whole"
 
 
-def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
+def capture(strategy: adapter.Adapter, optimizer: torch.optim.Optimizer, rank: int) -> tuple[State, State]:
     """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
     # Strategies wrap lmsys.model.Loss, in which the model is the attribute `model`.
     shared: State = {"model": {name.removeprefix("model."): x for name, x in strategy.full_state_dict().items()}}
@@ -32,7 +31,12 @@ def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple
 
 
 def restore_optimizer(
-    strategy: adapter.Adapter, optimizer: Optimizer, saved: Checkpoint, shared: State, rank: int, world_size: int
+    strategy: adapter.Adapter,
+    optimizer: torch.optim.Optimizer,
+    saved: Checkpoint,
+    shared: State,
+    rank: int,
+    world_size: int,
 ) -> None:
     """Loads the optimizer's state from a checkpoint, saved by any number of ranks under any strategy.
 
