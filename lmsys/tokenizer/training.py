@@ -48,9 +48,11 @@ def train(
     if not counts:
         raise chunks.no_text(map(chunks.whole, files))
     merges = learn_merges(counts, vocab_size - smallest)
-    vocab = [bytes([byte]) for byte in range(_NUM_BYTES)]
-    vocab += dict.fromkeys(left + right for left, right in merges)  # two merges may give one token
-    vocab += [token.encode() for token in special_tokens]
+    vocab = [
+        *(bytes([byte]) for byte in range(_NUM_BYTES)),
+        *dict.fromkeys(left + right for left, right in merges),  # two merges may give one token
+        *(token.encode() for token in special_tokens),
+    ]
     return codec.Tokenizer(dict(enumerate(vocab)), merges, special_tokens)
 
 
@@ -59,26 +61,24 @@ def count_pretokens(
 ) -> dict[bytes, int]:
     """How often each pre-token occurs in the files, without special tokens. processes: as in `train`."""
     counts: defaultdict[bytes, int] = defaultdict(int)
-    for text, lengths, numbers in chunks.each_chunk(
+    for words, numbers in chunks.each_chunk(
         partial(_count, pretokens.Pretokenizer(special_tokens)), files, special_tokens, processes
     ):
-        start = 0
-        for length, count in zip(lengths.tolist(), numbers.tolist(), strict=True):
-            counts[text[start : start + length]] += count
-            start += length
+        for word, count in zip(words, numbers, strict=True):
+            counts[word] += count
     for token in special_tokens:
         counts.pop(token.encode(), None)
     return dict(counts)
 
 
-def _count(pretokenizer: pretokens.Pretokenizer, chunk: chunks.Chunk) -> tuple[bytes, np.ndarray, np.ndarray]:
-    """(the distinct pre-tokens of a chunk in one string of bytes, the length of each, how often each occurs)."""
+def _count(pretokenizer: pretokens.Pretokenizer, chunk: chunks.Chunk) -> tuple[list[bytes], list[int]]:
+    """(the distinct pre-tokens of a chunk, how often each occurs)."""
     words, counts = pretokens.Words(), np.zeros(0, np.int64)
     for block in pretokenizer.blocks(chunk.read()):
         numbers = words.numbers(block, pretokenizer.starts(block))
         # Words that are new in this block get a place at the end of the counts.
         counts = np.pad(counts, (0, len(words) - len(counts))) + np.bincount(numbers, minlength=len(words))
-    return b"".join(words.list), np.fromiter(map(len, words.list), np.int64, len(words)), counts
+    return words.list, counts.tolist()
 
 
 def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[bytes, bytes]]:

@@ -158,11 +158,12 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     words = f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
     values.hold((facts["tokens"] == len(ids), values.shortened(words)))
     if tokenizer and facts["tokenizer"] != tokenizer.fingerprint:
-        words = (
-            f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"
-            f" {tokenizer.vocab_size:,}: tokenize the text anew"
+        raise ValueError(
+            values.shortened(
+                f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"
+                f" {tokenizer.vocab_size:,}: tokenize the text anew"
+            )
         )
-        raise ValueError(values.shortened(words))
     return ids
 
 

@@ -25,12 +25,7 @@ from lmsys.training.reproducible import Tree
 from lmsys.values import hold
 
 WARM_UPS = 3  # calls before the capture: in them, first uses compile, tune and allocate what stays
-
-
-@cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream that all graphs of the current device are captured on. `device`, its number, is only the cache key."""
-    return torch.cuda.Stream()
+_capture_stream = cache(torch.cuda.Stream)  # by the number of a device: the stream that its graphs are captured on
 
 
 @contextmanager
