@@ -140,7 +140,8 @@ def save(
     reports += gather((None, failure))
     if rank == 0:
         _tidy(folder, step, keep)  # after a failure, too: parts have been written that no manifest names
-    if failures := dict.fromkeys(failed for _, failed in reports if failed):
+    failures = dict.fromkeys(failed for _, failed in reports if failed)
+    if failures:
         raise SaveError(f"{manifest}: could not be saved: {'; '.join(failures)}; earlier checkpoints stand")
     return manifest
 

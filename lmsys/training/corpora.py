@@ -178,7 +178,8 @@ def download(
     each of `pauses_s`. ConnectionError when the last try fails too; ValueError for a SHA-256 other than `sha256`, and
     for a URL that the server does not have.
     """
-    for pause_s in (*pauses_s, None):  # after the last try there is no pause
+    for pause_s in (0.0, *pauses_s):  # before the first try there is no pause
+        time.sleep(pause_s)
         try:
             return _fetch(url, Path(path), sha256, progress)
         except urllib.error.HTTPError as error:
@@ -186,8 +187,6 @@ def download(
             values.hold((error.code >= 500 or error.code in (408, 429), f"{url}: the server says {failure}"))
         except CUT as error:
             failure = str(error) or type(error).__name__
-        if pause_s is not None:
-            time.sleep(pause_s)
     raise ConnectionError(f"{url}: {failure}, in {len(pauses_s) + 1} tries")
 
 
