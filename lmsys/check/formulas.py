@@ -9,7 +9,7 @@ in it. Most mistakes are computed in float64; those that only a narrow dtype sho
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,16 +33,15 @@ DTYPES = (torch.float32,) + NARROW  # the dtypes of cases; the kinds take the fi
 class Case:
     """A case of a function.
 
-    about    the case in words
+    about    the case in words; with `extreme` the kind of extreme inputs, a key of a table in `lmsys.extremes`
     shape    the sizes of the case; the docstring of each kind's module says of which tensor
-    extreme  the kind of extreme inputs, a key of a table in `lmsys.extremes`; "": ordinary inputs
     more     other settings of the case, by name, which the kind reads
     """
 
     about: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    extreme: str = ""
+    extreme: bool = False
     more: Settings = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -50,41 +49,35 @@ class Case:
         return f"{self.about} ({str(self.dtype)[6:]}, shape {self.shape}{more})"  # [6:] drops "torch."
 
 
-def in_narrow_dtypes(about: str, shape: tuple[int, ...], more: Settings | None = None) -> tuple[Case, ...]:
-    """A case in each dtype of NARROW."""
-    return tuple(Case(about, shape, dtype, more=more or {}) for dtype in NARROW)
-
-
-def on_extreme_inputs(
-    kinds: Iterable[str],
+def cases_in(
+    dtypes: Sequence[torch.dtype],
+    abouts: Iterable[str],
     shape: tuple[int, ...],
-    dtypes: Sequence[torch.dtype] = DTYPES,
     more: Settings | None = None,
+    extreme: bool = False,
 ) -> tuple[Case, ...]:
-    """A case for each kind of extreme inputs, by its name, in each of these dtypes."""
-    return tuple(
-        Case(about=kind, shape=shape, dtype=dtype, extreme=kind, more=more or {}) for dtype in dtypes for kind in kinds
-    )
+    """A case for each of `abouts`, which are its words, in each of these dtypes. The rest is as in `Case`."""
+    return tuple(Case(about, shape, dtype, extreme, more or {}) for dtype in dtypes for about in abouts)
 
 
 def questions_of(
     cases: Iterable[Case],
     judged: Callable[[Case], question.Fault | None],
     options: question.Options,
-    reason: Callable[[Case], str | None] = lambda case: None,
+    lacking: Collection[str] = (),
 ) -> Iterator[question.Question]:
     """A question for each case in the dtypes of `options`.
 
-    judged  the fault of the implementation in a case, or None
-    reason  None, or why the implementation is not asked about a case
+    judged   the fault of the implementation in a case, or None
+    lacking  settings that the implementation has no parameter for: it is not asked about cases that have them
     """
     for case in (x for x in cases if str(x.dtype)[6:] in options.dtypes):
         yield question.Question(
             about=f"{case.about}, {str(case.dtype)[6:]}",
             judge=partial(judged, case),
             shape=str(case),
-            reason=reason(case),
-            extreme=bool(case.extreme),
+            reason=next((f"it takes no {name}" for name in case.more if name in lacking), None),
+            extreme=case.extreme,
         )
 
 
@@ -120,7 +113,7 @@ class Problem:
             {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()},
             grad_output.to(device, case.dtype),
             grad=options.grad,
-            extreme=bool(case.extreme),
+            extreme=case.extreme,
         )
 
 
@@ -169,9 +162,8 @@ def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
 
 
 def _with_ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
-    """The gradients of the formula for a grad_output of ones."""
-    outputs = outputs_of(formula, replace(exact, grad_output=torch.ones_like(exact.grad_output)))
-    return {name: outputs[name] for name in exact.inputs}
+    """The outputs of the formula for a grad_output of ones."""
+    return outputs_of(formula, replace(exact, grad_output=torch.ones_like(exact.grad_output)))
 
 
 def _backward(formula: Formula, gradients_of: Gradients, problem: Problem) -> Outputs:

@@ -56,8 +56,8 @@ CASES = (
         formulas.Case("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
     )
     + OPTION_CASES
-    + formulas.in_narrow_dtypes("an odd vocabulary size", ODD)
-    + formulas.on_extreme_inputs(KINDS, ODD, formulas.DTYPES[:2])  # float32 and bfloat16
+    + formulas.cases_in(formulas.NARROW, ["an odd vocabulary size"], ODD)
+    + formulas.cases_in(formulas.DTYPES[:2], KINDS, ODD, extreme=True)  # float32 and bfloat16
     + (formulas.Case("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),)
 )
 
@@ -71,11 +71,8 @@ def questions(
         signature.built(implementation, {}, {}) if signature.is_module(implementation) else implementation,
         roles_of(implementation),
     )
-
-    def reason(case: formulas.Case) -> str | None:
-        return next((f"it takes no {name}" for name in case.more if name != "ignored" and not call.has(name)), None)
-
-    return formulas.questions_of(cases, partial(_fault_of, call, options), options, reason)
+    lacking = [name for name in ("ignore_index", *loss_mistakes.OPTIONS) if not call.has(name)]
+    return formulas.questions_of(cases, partial(_fault_of, call, options), options, lacking)
 
 
 def faults_of_options(entry: registry.Entry) -> dict[str, float]:
@@ -84,10 +81,7 @@ def faults_of_options(entry: registry.Entry) -> dict[str, float]:
     A function from a file is asked all cases in float32, a row of a table only the cases of options that it has.
     """
     cases = CASES if ".py:" in entry.target else OPTION_CASES
-    taken = signature.names_of(signature.parameters_of(entry.load())) & {
-        name for option in loss_mistakes.OPTIONS for name in ROLES[option]
-    }
-    chosen = questions(entry, question.Options(dtypes=("float32",)), cases) if taken or cases is CASES else ()
+    chosen = questions(entry, question.Options(dtypes=("float32",)), cases)
     return {x.about: fault.error_ratio or math.inf for x in chosen if x.reason is None and (fault := x.judge())}
 
 
@@ -96,8 +90,9 @@ def roles_of(implementation: object) -> signature.Roles:
 
     An autograd Function is not asked for options, since it takes no keywords.
     """
-    parameters = signature.parameters_of(implementation)
-    needed = signature.names_of(name for name, x in parameters.items() if x.default is x.empty)
+    needed = signature.names_of(
+        name for name, x in signature.parameters_of(implementation).items() if x.default is x.empty
+    )
     roles = OF_LOGITS if needed.isdisjoint(ROLES["weight"]) else ROLES
     left_out = loss_mistakes.OPTIONS if signature.is_function(implementation) else ()
     return {role: names for role, names in roles.items() if role not in left_out}
@@ -115,7 +110,7 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
     targets = draws.whole_numbers(draws.key(options.seed, "targets"), first=0, count=tokens, below=vocabulary - 1)
     if case.extreme:
         write_head(weight, targets)
-        write_kind(KINDS[case.extreme], hidden)
+        write_kind(KINDS[case.about], hidden)
     targets[:ignored] = ignore_index
     logits = hidden.to(case.dtype).double() @ weight.to(case.dtype).double().mT
     inputs = {"hidden": hidden, "weight": weight} if call.has("weight") else {"logits": logits}
@@ -160,7 +155,9 @@ def _no_token_counts(call: signature.Called, problem: formulas.Problem) -> quest
         return question.Fault(f"  the loss is {loss:.6g} where no token counts; expected NaN, as torch has it, or 0")
     for name, x in outputs.items():
         if x.count_nonzero():
-            mistake = "gradients are divided by the number of tokens that count, which is 0"
-            place = f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ..."
-            return question.Fault.explained(place, mistake, None)
+            return question.Fault.explained(
+                f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ...",
+                "gradients are divided by the number of tokens that count, which is 0",
+                None,
+            )
     return None

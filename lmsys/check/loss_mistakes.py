@@ -96,20 +96,17 @@ def at_target(x: Tensor, settings: Settings) -> Tensor:
     return x.gather(1, settings["targets"].where(counts(settings), 0)[:, None])[:, 0]
 
 
-def of_sum(lse: Callable[[Tensor], Tensor]) -> Formula:
+def of_sum(inputs: Inputs, settings: Settings, lse: Callable[[Tensor], Tensor]) -> Tensor:
     """The loss with `lse` in place of the logarithm of the sum of exponentials of the logits."""
-
-    def formula(inputs: Inputs, settings: Settings) -> Tensor:
-        logits = logits_of(inputs)
-        return mean(lse(logits) - at_target(logits, settings), settings)
-
-    return formula
+    logits = logits_of(inputs)
+    return mean(lse(logits) - at_target(logits, settings), settings)
 
 
 def losses(inputs: Inputs, settings: Settings) -> Tensor:
     """(N,): the loss of each token, 0 if it is ignored."""
-    targets, ignored = settings["targets"], settings["ignore_index"]
-    return F.cross_entropy(logits_of(inputs), targets, ignore_index=ignored, reduction="none")
+    return F.cross_entropy(
+        logits_of(inputs), settings["targets"], ignore_index=settings["ignore_index"], reduction="none"
+    )
 
 
 def mistakes(problem: Problem) -> Mistakes:
@@ -127,10 +124,13 @@ def mistakes(problem: Problem) -> Mistakes:
     counted = counts(problem.settings)
     tokens, vocabulary = logits_of(problem.inputs).shape
     smoothed = {
-        **{f"labels are smoothed by {amount:g}": _smoothed(1.0 - amount, amount) for amount in SMOOTHINGS},
+        **{
+            f"labels are smoothed by {amount:g}": partial(_smoothed, of_label=1.0 - amount, of_all=amount)
+            for amount in SMOOTHINGS
+        },
         **{
             f"label smoothing adds the mean over classes times 1, not times {amount:g}:"
-            f" target probabilities sum to {2 - amount:g}": _smoothed(1.0 - amount, 1.0)
+            f" target probabilities sum to {2 - amount:g}": partial(_smoothed, of_label=1.0 - amount, of_all=1.0)
             for amount in SMOOTHINGS
         },
     }
@@ -173,26 +173,24 @@ FIRST_FOR_ALL: dict[str, Gradients] = {  # mistakes in the backward of a loss wi
 }
 
 
-def _shifted_by(top: Callable[[Tensor], Tensor]) -> Formula:
-    """The loss that subtracts `top(logits)`, (N, 1), from the logits before the exponential."""
-
-    def lse(logits: Tensor) -> Tensor:
-        shift = top(logits.detach())
-        return (logits - shift).exp().sum(dim=-1).log() + shift[..., 0]
-
-    return of_sum(lse)
+def _shifted(inputs: Inputs, settings: Settings, by: Callable[[Tensor], Tensor]) -> Tensor:
+    """The loss that subtracts `by(logits)`, (N, 1), from the logits before the exponential."""
+    shift = by(logits_of(inputs).detach())
+    return of_sum(inputs, settings, lambda logits: (logits - shift).exp().sum(dim=-1).log() + shift[..., 0])
 
 
 MAXIMUM = {  # mistakes in what is subtracted before the exponential
-    "no maximum is subtracted before the exponential, which overflows": _shifted_by(
-        lambda x: torch.zeros_like(x[:, :1])
+    "no maximum is subtracted before the exponential, which overflows": (
+        partial(_shifted, by=lambda x: torch.zeros_like(x[:, :1]))
     ),
     "the maximum begins at 0, not at -inf: logits far below 0 underflow": (
-        _shifted_by(lambda x: x.amax(dim=-1, keepdim=True).clamp(min=0))
+        partial(_shifted, by=lambda x: x.amax(dim=-1, keepdim=True).clamp(min=0))
     ),
-    "the first logit is subtracted, not the largest: the exponential overflows": _shifted_by(lambda x: x[:, :1]),
+    "the first logit is subtracted, not the largest: the exponential overflows": (
+        partial(_shifted, by=lambda x: x[:, :1])
+    ),
     "one maximum is taken over all tokens, not one per token: exponentials of other tokens underflow": (
-        _shifted_by(lambda x: x.amax().expand(len(x), 1))
+        partial(_shifted, by=lambda x: x.amax().expand(len(x), 1))
     ),
 }
 
@@ -218,11 +216,7 @@ def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
 
     def padded(more: int, by: float = 0.0) -> Formula:
         """The loss with `more` classes appended, whose logits are `by`; a negative `more` drops the last classes."""
-        return of_sum(lambda x: F.pad(x, (0, more), value=by).logsumexp(dim=-1))
-
-    def repeated(times: int) -> Formula:
-        """The loss in which every class counts `times` times."""
-        return lambda x, s: right(x, s) + math.log(times)
+        return partial(of_sum, lse=lambda x: F.pad(x, (0, more), value=by).logsumexp(dim=-1))
 
     return {
         **{
@@ -234,7 +228,12 @@ def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
             f"classes from {classes} on do not count in the sum of exponentials": padded(classes - vocabulary)
             for classes in cut(vocabulary)
         },
-        **{f"every class counts {times} times in the sum of exponentials": (repeated(times)) for times in (2, 4, 8)},
+        **{
+            f"every class counts {times} times in the sum of exponentials": (
+                lambda x, s, times=times: right(x, s) + math.log(times)
+            )
+            for times in (2, 4, 8)
+        },
     }
 
 
@@ -257,14 +256,10 @@ def _mean_of_means(inputs: Inputs, settings: Settings, size: int) -> Tensor:
     return torch.stack([x.sum() / some.sum().clamp(min=1) for x, some in zip(chunks, counted, strict=True)]).mean()
 
 
-def _smoothed(of_label: float, of_all: float) -> Formula:
+def _smoothed(inputs: Inputs, settings: Settings, of_label: float, of_all: float) -> Tensor:
     """The loss for smoothed targets: `of_label` at the label, and `of_all` divided among all classes."""
-
-    def formula(inputs: Inputs, settings: Settings) -> Tensor:
-        at_all = -logits_of(inputs).log_softmax(dim=-1).mean(dim=-1)
-        return mean(losses(inputs, settings) * of_label + at_all * of_all, settings)
-
-    return formula
+    at_all = -logits_of(inputs).log_softmax(dim=-1).mean(dim=-1)
+    return mean(losses(inputs, settings) * of_label + at_all * of_all, settings)
 
 
 def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
@@ -275,18 +270,22 @@ def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
         return lambda problem, right: {name: right[name] * factor for name in problem.inputs}
 
     count, all_counted = int(counted.sum()), bool(counted.all())
-    gradients = {
+    gradients: dict[str, Gradients] = {
         "gradients are not divided by the number of tokens, though the loss is a mean": times(count),
         "gradients are divided by the number of tokens twice": times(1 / count),
         "gradients are divided by the number of all tokens, ignored ones too": times(count / len(counted)),
         "the sign of the gradients is wrong": times(-1.0),
-        "the backward uses p in place of p - onehot(target)": _through_the_head(lambda p, one_hot: p, counted),
+        "the backward uses p in place of p - onehot(target)": (
+            partial(_through_the_head, of_logits=lambda p, one_hot: p, tokens=counted)
+        ),
         "in the backward ignored tokens have a gradient, which must be 0": (
-            _through_the_head(lambda p, one_hot: p - one_hot, torch.ones_like(counted))
+            partial(_through_the_head, of_logits=torch.sub, tokens=torch.ones_like(counted))
         ),
         # y is the log-softmax, exp(y) = p, and dy = -onehot(target) is the loss's gradient with respect to y.
-        "the backward of y = log_softmax is dy - sum(dy * y), not dy - exp(y) * sum(dy)": (
-            _through_the_head(lambda p, one_hot: -one_hot + (one_hot * p.log()).sum(dim=-1, keepdim=True), counted)
+        "the backward of y = log_softmax is dy - sum(dy * y), not dy - exp(y) * sum(dy)": partial(
+            _through_the_head,
+            of_logits=lambda p, one_hot: -one_hot + (one_hot * p.log()).sum(dim=-1, keepdim=True),
+            tokens=counted,
         ),
     }
     # The word "ignored" marks the mistakes that need ignored tokens.
@@ -294,35 +293,38 @@ def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
 
 
 def _through_the_head(
-    of_logits: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, names: tuple[str, ...] = ("hidden", "weight")
-) -> Gradients:
+    problem: Problem,
+    _: Outputs,
+    of_logits: Callable[[Tensor, Tensor], Tensor],
+    tokens: Tensor,
+    names: tuple[str, ...] = ("hidden", "weight"),
+) -> Outputs:
     """Gradients of the inputs, from gradients of the logits: of the logits themselves, or with a head of `names`.
 
     of_logits  (p, targets as one-hot rows), (N, V) each -> gradients of the logits (N, V)
     tokens     (N,), boolean: the tokens that add to the gradients
     """
-
-    def gradients(problem: Problem, _: Outputs) -> Outputs:
-        inputs, counted, logits = problem.inputs, counts(problem.settings), logits_of(problem.inputs)
-        one_hot = F.one_hot(problem.settings["targets"].where(counted, 0), logits.shape[-1])
-        one_hot = one_hot.to(logits).where(counted[:, None], 0)
-        d_logits = of_logits(logits.softmax(dim=-1), one_hot).where(tokens[:, None], 0)
-        d_logits = d_logits * problem.grad_output / counted.sum()
-        if "logits" in inputs:
-            return {"logits": d_logits}
-        both = {"hidden": d_logits @ inputs["weight"], "weight": d_logits.mT @ inputs["hidden"]}
-        return {name: both[name] for name in names}
-
-    return gradients
+    inputs, counted, logits = problem.inputs, counts(problem.settings), logits_of(problem.inputs)
+    one_hot = F.one_hot(problem.settings["targets"].where(counted, 0), logits.shape[-1])
+    one_hot = one_hot.to(logits).where(counted[:, None], 0)
+    d_logits = of_logits(logits.softmax(dim=-1), one_hot).where(tokens[:, None], 0)
+    d_logits = d_logits * problem.grad_output / counted.sum()
+    if "logits" in inputs:
+        return {"logits": d_logits}
+    both = {"hidden": d_logits @ inputs["weight"], "weight": d_logits.mT @ inputs["hidden"]}
+    return {name: both[name] for name in names}
 
 
 def _of_weights(counted: Tensor) -> dict[str, Gradients]:
     """Mistakes in the gradient of the head's weight, a sum over tokens from which a part is left out."""
-    tokens = len(counted)
-    sizes = {math.ceil(tokens / parts) for parts in (2, 4, 8)}.union(CHUNKS)
-    gradients = {}
-    for text, rows in parts_of_sum("tokens", tokens, sorted(sizes)).items():
-        tokens_left = torch.zeros_like(counted)
-        tokens_left[rows] = counted[rows]
-        gradients[text] = _through_the_head(lambda p, one_hot: p - one_hot, tokens_left, ("weight",))
-    return gradients
+    places = torch.arange(len(counted), device=counted.device)
+    sizes = {math.ceil(len(counted) / parts) for parts in (2, 4, 8)}.union(CHUNKS)
+    return {
+        text: partial(
+            _through_the_head,
+            of_logits=torch.sub,  # p - onehot(target)
+            tokens=counted & torch.isin(places, places[rows]),
+            names=("weight",),
+        )
+        for text, rows in parts_of_sum("tokens", len(counted), sorted(sizes)).items()
+    }

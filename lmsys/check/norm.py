@@ -38,8 +38,8 @@ CASES: tuple[formulas.Case, ...] = (
         formulas.Case("small rows, to which eps counts", (33, 96), more={"size": 2.0**-6}),
         formulas.Case("three dimensions", (5, 7, 64)),
     )
-    + formulas.in_narrow_dtypes("an odd width", ODD)
-    + formulas.on_extreme_inputs(ROWS, ODD)
+    + formulas.cases_in(formulas.NARROW, ["an odd width"], ODD)
+    + formulas.cases_in(formulas.DTYPES, ROWS, ODD, extreme=True)
 )
 EXTREME = ROWS | {"rows with a large mean": large_mean}  # by kind of extreme rows: the function that writes them
 
@@ -54,7 +54,9 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
     )
     return formulas.questions_of(
         # LayerNorm is asked about one more kind of extreme rows, those with a large mean, in float32.
-        CASES + formulas.on_extreme_inputs(EXTREME.keys() - ROWS, ODD, formulas.DTYPES[:1]) if with_bias else CASES,
+        CASES + formulas.cases_in(formulas.DTYPES[:1], EXTREME.keys() - ROWS, ODD, extreme=True)
+        if with_bias
+        else CASES,
         partial(_fault_of, implementation, with_bias, options),
         options,
     )
@@ -104,7 +106,7 @@ def _problem(case: formulas.Case, options: question.Options, with_bias: bool) ->
     if with_bias:
         inputs["bias"] = formulas.drawn(options, "bias", width)
     if case.extreme:
-        EXTREME[case.extreme](inputs["x"])
+        EXTREME[case.about](inputs["x"])
     return formulas.Problem.of(
         case,
         options,
@@ -142,19 +144,20 @@ def layer_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
 
 
 def of_parts(
-    divisor: Divisor, centred: bool, weighted: Callable[[Tensor, Tensor], Tensor] = torch.mul, bias: float = 1.0
-) -> formulas.Formula:
+    inputs: formulas.Inputs,
+    settings: formulas.Settings,
+    divisor: Divisor,
+    centred: bool,
+    weighted: Callable[[Tensor, Tensor], Tensor] = torch.mul,
+    bias: float = 1.0,
+) -> Tensor:
     """A norm: x is divided by `divisor(x, eps)` and `weighted` by the weight; then `bias` times the bias is added.
 
     centred: the mean of x is subtracted first.
     """
-
-    def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
-        x = less_mean(inputs["x"], centred)
-        y = weighted(x / divisor(x, settings["eps"]), inputs["weight"])
-        return y + bias * inputs["bias"] if "bias" in inputs else y
-
-    return formula
+    x = less_mean(inputs["x"], centred)
+    y = weighted(x / divisor(x, settings["eps"]), inputs["weight"])
+    return y + bias * inputs["bias"] if "bias" in inputs else y
 
 
 def mean_of(x: Tensor) -> Tensor:
@@ -175,11 +178,20 @@ def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     x = problem.inputs["x"]
     return {
         **formulas.forwards(
-            {"the mean is subtracted, as in LayerNorm; RMSNorm subtracts none": of_parts(rms, centred=True)}
+            {
+                "the mean is subtracted, as in LayerNorm; RMSNorm subtracts none": (
+                    partial(of_parts, divisor=rms, centred=True)
+                )
+            }
         ),
         # The formula is right. Computed in the dtype of x, not in float64, it is the mistake.
         **formulas.forwards(
-            {"squares overflow in the dtype of x: x must be squared in float32": of_parts(rms, centred=False)}, x.dtype
+            {
+                "squares overflow in the dtype of x: x must be squared in float32": (
+                    partial(of_parts, divisor=rms, centred=False)
+                )
+            },
+            x.dtype,
         ),
         **formulas.forwards(_forward_mistakes(x.shape[-1], centred=False)),
         **formulas.backwards(rms_norm, _dx_mistakes(centred=False) | _weight_gradient_mistakes(x, centred=False)),
@@ -190,15 +202,17 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """Mistakes in LayerNorm, the plainest first."""
     x, width = problem.inputs["x"], problem.inputs["x"].shape[-1]
     plainest: dict[str, formulas.Formula] = {
-        "the mean is not subtracted: the result is that of RMSNorm": of_parts(rms, centred=False),
-        "the mean is subtracted, but the variance is mean(x^2), not mean((x - mean)^2)": _with_squares_of_mean(1.0),
-        "the variance is the sum of squares over width - 1, not over the width": of_parts(
-            _over(width, width - 1), centred=True
+        "the mean is not subtracted: the result is that of RMSNorm": partial(of_parts, divisor=rms, centred=False),
+        "the mean is subtracted, but the variance is mean(x^2), not mean((x - mean)^2)": (
+            partial(_with_squares_of_mean, times=1.0)
+        ),
+        "the variance is the sum of squares over width - 1, not over the width": (
+            partial(of_parts, divisor=_over(width, width - 1), centred=True)
         ),
     }
     padded = {
         f"{more} padded columns count in the variance, as (0 - mean)^2; they must not count": (
-            _with_squares_of_mean(more / width)
+            partial(_with_squares_of_mean, times=more / width)
         )
         for more in formulas.padding(width)
     }
@@ -208,7 +222,7 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
         **formulas.forwards(
             {"the variance is mean(x^2) - mean(x)^2, which cancels; use mean((x - mean)^2)": _one_pass}, x.dtype
         ),
-        **formulas.forwards({"the bias is not added": of_parts(rms, centred=True, bias=0.0)}),
+        **formulas.forwards({"the bias is not added": partial(of_parts, divisor=rms, centred=True, bias=0.0)}),
         **formulas.backwards(
             layer_norm,
             _dx_mistakes(centred=True)
@@ -222,14 +236,10 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     }
 
 
-def _with_squares_of_mean(times: float) -> formulas.Formula:
+def _with_squares_of_mean(inputs: formulas.Inputs, settings: formulas.Settings, times: float) -> Tensor:
     """LayerNorm whose variance is too large by `times` the square of the mean."""
-
-    def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
-        more = times * mean_of(inputs["x"]).square()
-        return of_parts(lambda x, eps: (mean_of(x * x) + more + eps).sqrt(), centred=True)(inputs, settings)
-
-    return formula
+    more = times * mean_of(inputs["x"]).square()
+    return of_parts(inputs, settings, lambda x, eps: (mean_of(x * x) + more + eps).sqrt(), centred=True)
 
 
 def _one_pass(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
@@ -292,8 +302,9 @@ def _forward_mistakes(width: int, centred: bool) -> dict[str, formulas.Formula]:
         "the weight is applied twice": lambda y, w: y * w * w,
         "the result is divided by the weight, not multiplied": torch.div,
     }
-    return {text: of_parts(divisor, centred) for text, divisor in divisors.items()} | {
-        text: of_parts(rms, centred, weighted) for text, weighted in weights.items()
+    return {
+        **{text: partial(of_parts, divisor=divisor, centred=centred) for text, divisor in divisors.items()},
+        **{text: partial(of_parts, divisor=rms, centred=centred, weighted=by) for text, by in weights.items()},
     }
 
 
@@ -305,15 +316,13 @@ def _dx_mistakes(centred: bool) -> dict[str, formulas.Gradients]:
     less, squares = partial(less_mean, centred=centred), "var" if centred else "mean(x^2)"
     n_is, root = ("n = (x - mean) / sqrt(var + eps)", "root") if centred else ("n = x / rms", "rms")
 
-    def with_dx(dx_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:
+    def with_dx(
+        exact: formulas.Problem, _: formulas.Outputs, dx_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    ) -> formulas.Outputs:
         """The gradient of x by a function as in `dx`, below."""
-
-        def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
-            dy, x = exact.grad_output, less(exact.inputs["x"])
-            r = 1 / rms(x, exact.settings["eps"])
-            return {"x": dx_of(dy * exact.inputs["weight"], x * r, r, dy)}
-
-        return gradients
+        dy, x = exact.grad_output, less(exact.inputs["x"])
+        r = 1 / rms(x, exact.settings["eps"])
+        return {"x": dx_of(dy * exact.inputs["weight"], x * r, r, dy)}
 
     dx: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {  # (g, n, r, dy) -> dx
         f"dx lacks the term n mean(dy w n), {n_is}: the {root} is treated as a constant": (
@@ -336,26 +345,33 @@ def _dx_mistakes(centred: bool) -> dict[str, formulas.Gradients]:
         ),
     }
     # The words "term of the mean" mark the mistakes that only LayerNorm can have.
-    return {text: with_dx(dx_of) for text, dx_of in dx.items() if centred or "term of the mean" not in text}
+    return {
+        text: partial(with_dx, dx_of=dx_of) for text, dx_of in dx.items() if centred or "term of the mean" not in text
+    }
 
 
 def _weight_gradient_mistakes(x: Tensor, centred: bool) -> dict[str, formulas.Gradients]:
     """Mistakes in the gradients of weight and bias, which are sums over the rows of x."""
 
-    def of(rows: slice, normalised: bool = True, times: float = 1.0) -> formulas.Gradients:
+    def summed(
+        exact: formulas.Problem,
+        _: formulas.Outputs,
+        rows: slice = slice(None),
+        normalised: bool = True,
+        times: float = 1.0,
+    ) -> formulas.Outputs:
         """The gradients of weight and bias, `times` their sum over `rows`. normalised False: made of x itself."""
-
-        def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
-            x = less_mean(exact.inputs["x"], centred)
-            n = x / rms(x, exact.settings["eps"]) if normalised else x
-            each = {"weight": exact.grad_output * n, "bias": exact.grad_output}
-            return {name: times * each[name].flatten(0, -2)[rows].sum(0) for name in each.keys() & exact.inputs.keys()}
-
-        return gradients
+        x = less_mean(exact.inputs["x"], centred)
+        n = x / rms(x, exact.settings["eps"]) if normalised else x
+        each = {"weight": exact.grad_output * n, "bias": exact.grad_output}
+        return {name: times * each[name].flatten(0, -2)[rows].sum(0) for name in each.keys() & exact.inputs.keys()}
 
     count = x.numel() // x.shape[-1]
     return {
-        "the weight's gradient is made of x, not of the normalised x": of(slice(None), normalised=False),
-        "the weight's gradient is averaged over rows, not summed": of(slice(None), times=1 / count),
-        **{text: of(rows) for text, rows in formulas.parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS)).items()},
+        "the weight's gradient is made of x, not of the normalised x": partial(summed, normalised=False),
+        "the weight's gradient is averaged over rows, not summed": partial(summed, times=1 / count),
+        **{
+            text: partial(summed, rows=rows)
+            for text, rows in formulas.parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS)).items()
+        },
     }

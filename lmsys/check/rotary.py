@@ -9,7 +9,6 @@ that of x. ROLES and BUILT list the names that parameters may have; new mistakes
 Legend: B batch, H heads, S sequence length, D head dimension.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -44,9 +43,9 @@ CASES = (
         formulas.Case("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
         formulas.Case("late positions", ODD, more=LATE),
     )
-    + formulas.in_narrow_dtypes("a few tokens", SMALL)
-    + formulas.in_narrow_dtypes("late positions", ODD, LATE)
-    + formulas.on_extreme_inputs(ROWS, ODD, formulas.DTYPES[:2], {"first position": 3})  # float32 and bfloat16
+    + formulas.cases_in(formulas.NARROW, ["a few tokens"], SMALL)
+    + formulas.cases_in(formulas.NARROW, ["late positions"], ODD, LATE)
+    + formulas.cases_in(formulas.DTYPES[:2], ROWS, ODD, {"first position": 3}, extreme=True)  # float32 and bfloat16
 )
 
 
@@ -54,12 +53,8 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
     """A question for each case. The first case also shows which pairs the implementation rotates."""
     implementation = entry.load()
     call = None if signature.is_module(implementation) else signature.called(implementation, ROLES)
-    takes_theta = call is None or call.has("theta") or call.has("cos")
-
-    def reason(case: formulas.Case) -> str | None:
-        return "it takes no theta" if "theta" in case.more and not takes_theta else None
-
-    return formulas.questions_of(CASES, partial(_fault_of, implementation, options), options, reason)
+    lacking = [] if call is None or call.has("theta") or call.has("cos") else ["theta"]
+    return formulas.questions_of(CASES, partial(_fault_of, implementation, options), options, lacking)
 
 
 def remark(entry: registry.Entry, options: question.Options) -> str:
@@ -107,7 +102,7 @@ def _problem(case: formulas.Case, options: question.Options, pairs: str) -> form
     head_dim, theta = case.shape[-1], case.more.get("theta", THETA)
     x = formulas.drawn(options, "x", *case.shape)
     if case.extreme:
-        ROWS[case.extreme](x.view(-1, head_dim))
+        ROWS[case.about](x.view(-1, head_dim))
     positions = torch.arange(case.shape[2]) * case.more.get("step", 1) + case.more.get("first position", 0)
     angles = angles_of(x.double(), {"positions": positions, "theta": theta})
     return formulas.Problem.of(
@@ -178,7 +173,7 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
     """
     plainest: dict[str, formulas.Formula] = {
         "x is turned the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
-        "sine and cosine are exchanged": by(lambda x, s: math.pi / 2 - angles_of(x, s)),
+        "sine and cosine are exchanged": by(lambda x, s: torch.pi / 2 - angles_of(x, s)),
         "x is returned unchanged": lambda inputs, _: inputs["x"] * 1,
         "pairs are mixed up: cos and sin are ordered for pairs (2i, 2i + 1), but x is turned in pairs (i, i + D / 2)": (
             _mixed(HALVES, NEIGHBOURS)

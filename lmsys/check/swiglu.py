@@ -33,8 +33,8 @@ CASES: tuple[formulas.Case, ...] = (
         formulas.Case("a few rows", (8, 64)),
         formulas.Case("an odd width", ODD),
     )
-    + formulas.in_narrow_dtypes("an odd width", ODD)
-    + formulas.on_extreme_inputs(GATES, ODD)
+    + formulas.cases_in(formulas.NARROW, ["an odd width"], ODD)
+    + formulas.cases_in(formulas.DTYPES, GATES, ODD, extreme=True)
 )
 
 
@@ -69,23 +69,21 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
             inputs["x"][:, 0] = 1.0
             inputs["w1"].zero_()
     if case.extreme:
-        GATES[case.extreme](gates)
+        GATES[case.about](gates)
     return formulas.Problem.of(case, options, inputs, {}, formulas.drawn(options, "upstream", rows, columns))
 
 
-def of_halves(activate: Callable[[Tensor, Tensor], Tensor]) -> formulas.Formula:
-    """The formula of SwiGLU, or of the whole feed-forward, with `activate(gate, up)` in place of silu(gate) · up."""
-
-    def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
-        if "gate" in inputs:
-            return activate(inputs["gate"], inputs["up"])
-        gate, up = (F.linear(inputs["x"], inputs[name]) for name in ("w1", "w3"))
-        return F.linear(activate(gate, up), inputs["w2"])
-
-    return formula
+def of_halves(
+    inputs: formulas.Inputs, settings: formulas.Settings, activate: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """SwiGLU, or the whole feed-forward, with `activate(gate, up)` in place of silu(gate) · up."""
+    if "gate" in inputs:
+        return activate(inputs["gate"], inputs["up"])
+    gate, up = (F.linear(inputs["x"], inputs[name]) for name in ("w1", "w3"))
+    return F.linear(activate(gate, up), inputs["w2"])
 
 
-right = of_halves(lambda gate, up: F.silu(gate) * up)
+right = partial(of_halves, activate=lambda gate, up: F.silu(gate) * up)
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -109,11 +107,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "up is left out: silu(gate)": lambda a, b: F.silu(a) + 0 * b,
     "gate and up are read from alternate columns of [gate, up]; gate is the first half, up the second": _interleaved,
 }
-# As ACTIVATIONS. On paper these products are right: in {}, the dtype that they are computed in, they overflow.
-OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sigmoid is exp(x) / (1 + exp(x)), which overflows {}": lambda a, b: a * (a.exp() / (1 + a.exp())) * b,
+# Formulas that are right on paper: in {}, the dtype that they are computed in, they overflow.
+OVERFLOWS: dict[str, formulas.Formula] = {
+    "sigmoid is exp(x) / (1 + exp(x)), which overflows {}": (
+        partial(of_halves, activate=lambda a, b: a * (a.exp() / (1 + a.exp())) * b)
+    ),
     "sigmoid is written 1 / (1 + exp(-x)), whose backward gives inf · 0 = NaN in {}; use torch.sigmoid": (
-        lambda a, b: a / (1 + (-a).exp()) * b
+        partial(of_halves, activate=lambda a, b: a / (1 + (-a).exp()) * b)
     ),
 }
 
@@ -121,19 +121,16 @@ OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """The mistakes for a problem, the plainest first."""
     return {
-        **formulas.forwards(_of_activations(ACTIVATIONS)),
+        **formulas.forwards({text: partial(of_halves, activate=product) for text, product in ACTIVATIONS.items()}),
         **{
             text.format(str(dtype)[6:]): outputs_with  # [6:] drops "torch."
             for dtype in (torch.float32, problem.dtype)
-            for text, outputs_with in formulas.forwards(_of_activations(OVERFLOWS), dtype).items()
+            for text, outputs_with in formulas.forwards(OVERFLOWS, dtype).items()
         },
-        **formulas.backwards(right, {text: _gradients(backward) for text, backward in BACKWARDS.items()}),
+        **formulas.backwards(
+            right, {text: partial(_gradients, backward=backward) for text, backward in BACKWARDS.items()}
+        ),
     }
-
-
-def _of_activations(activations: dict[str, Callable[[Tensor, Tensor], Tensor]]) -> dict[str, formulas.Formula]:
-    """The formula with each of these in place of silu(gate) · up, by the mistake in words."""
-    return {text: of_halves(activate) for text, activate in activations.items()}
 
 
 # Mistakes in d_gate = g up s (1 + gate (1 - s)) and d_up = g silu(gate), where g is the gradient of the result and
@@ -153,15 +150,15 @@ BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Te
 }
 
 
-def _gradients(backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> formulas.Gradients:
+def _gradients(
+    exact: formulas.Problem,
+    _: formulas.Outputs,
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> formulas.Outputs:
     """The gradients that follow from `backward`, as in BACKWARDS: those of gate and up, or of x, w1 and w3."""
-
-    def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
-        x, g = exact.inputs, exact.grad_output
-        if "gate" in x:
-            return dict(zip(("gate", "up"), backward(g, x["gate"], x["up"], x["gate"].sigmoid()), strict=True))
-        a, b = F.linear(x["x"], x["w1"]), F.linear(x["x"], x["w3"])
-        d_gate, d_up = backward(g @ x["w2"], a, b, a.sigmoid())
-        return {"x": d_gate @ x["w1"] + d_up @ x["w3"], "w1": d_gate.mT @ x["x"], "w3": d_up.mT @ x["x"]}
-
-    return gradients
+    x, g = exact.inputs, exact.grad_output
+    if "gate" in x:
+        return dict(zip(("gate", "up"), backward(g, x["gate"], x["up"], x["gate"].sigmoid()), strict=True))
+    a, b = F.linear(x["x"], x["w1"]), F.linear(x["x"], x["w3"])
+    d_gate, d_up = backward(g @ x["w2"], a, b, a.sigmoid())
+    return {"x": d_gate @ x["w1"] + d_up @ x["w3"], "w1": d_gate.mT @ x["x"], "w3": d_up.mT @ x["x"]}

@@ -177,7 +177,7 @@ def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[
 
 
 def test_extreme_cases_come_last_except_the_one_without_tokens() -> None:
-    extreme = [bool(case.extreme) for case in CASES]
+    extreme = [case.extreme for case in CASES]
     first = extreme.index(True)
     assert not any(extreme[:first]) and all(extreme[first:-1])  # the last case has no tokens
 
