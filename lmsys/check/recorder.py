@@ -9,11 +9,11 @@ that a missing wait() shows as wrong weights.
 """
 
 import datetime
+import itertools
 import sys
-import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -67,23 +67,20 @@ class Recorder:
     names: dict[int, str] = field(default_factory=dict)
     unwaited: dict[Any, str] = field(default_factory=dict)
     raced: list[str] = field(default_factory=list)
-    _counts: Counter[str] = field(default_factory=Counter)
-    _lock: Any = field(default_factory=threading.Lock)
+    _numbers: dict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[object]:
         """A context in which this rank's collectives are recorded."""
         group = dist.ProcessGroup
         recorded: dict[str, Any] = {
             name: self._recorded(name, getattr(group, name)) for name in KINDS if name in vars(group)
         }
-        with mock.patch.multiple(group, **recorded):
-            yield
+        return mock.patch.multiple(group, **recorded)
 
     def fail(self, error: BaseException) -> None:
         """Notes for the other ranks that this rank has failed, so that they do not wait for it."""
         # A note that begins with "!" is that of a failure: `mark` reads it.
-        self._note(f"!{type(error).__name__}", self.group, self._counts[self.group.group_name])
+        self._note(f"!{type(error).__name__}", self.group, next(self._numbers[self.group.group_name]))
 
     def others_end(self, timeout_s: float) -> bool:
         """Notes that this rank has ended. True once every rank has, False after `timeout_s`."""
@@ -148,9 +145,7 @@ class Recorder:
         Raises Mismatch if another rank's next note is different, and PeerFailed if another rank has failed.
         """
         group = self.group if group is None else group
-        with self._lock:
-            number = self._counts[group.group_name]
-            self._counts[group.group_name] += 1
+        number = next(self._numbers[group.group_name])  # of this group; two threads get two numbers
         keys = self._note(what, group, number)
         if (noted := _read(keys, PEER_S)) is None:
             missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]

@@ -22,12 +22,11 @@ from types import SimpleNamespace
 import torch
 
 from lmsys.check import question, recorder, strategy_mistakes, trained
-from lmsys.extremes.strategy import OPTIMIZERS, Trial, trials
+from lmsys.extremes.strategy import Trial, trials
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
 WORLD_SIZE = 2  # ranks of a trial
-ORDER = "ranks do not call the same collectives in the same order"  # the mistake that `recorder.Mismatch` means
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # environment of ranks: otherwise a wait that times out prints four lines
 START_S, TRIAL_S = 120.0, 12.0  # timeouts: for ranks to start and import; for a trial, which takes milliseconds
 
@@ -37,13 +36,11 @@ def questions(
     options: question.Options,
     ranks: "Ranks | None" = None,
     trials: Callable[[int, int], Sequence[Trial]] = trials,
-    rules: strategy_mistakes.Rules = strategy_mistakes.rules,
 ) -> Iterator[question.Question]:
     """A question for each trial, from the simplest to the rarest. Ranks are started again only if a trial ended them.
 
     ranks   ranks that run already, and are not ended here; None: they start here, and end after the last question
     trials  (world size, seed) -> the trials
-    rules   the known mistakes
     """
     row, device = entry.load(), "cuda" if torch.cuda.device_count() >= WORLD_SIZE else "cpu"
     with nullcontext(ranks) if ranks else Ranks() as running:
@@ -51,12 +48,12 @@ def questions(
             reason = entry.why_not(SimpleNamespace(device=device)) or trained.why_not(entry, trial, row)
             results = running.ask(entry, trial) if reason is None else []
             failure = blamed(results)
-            may_refuse = trial.extreme or trial.micro_batches > 1  # trials that a strategy need not support
-            if may_refuse and failure is not None and failure.refuses:
+            # A strategy need not support trials that are extreme or have micro-batches.
+            if failure is not None and failure.refuses and (trial.extreme or trial.micro_batches > 1):
                 reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
             yield question.Question(
                 trial.about,
-                partial(fault, partial(running.ask, entry), trial, results, rules),
+                partial(fault, partial(running.ask, entry), trial, results),
                 f"{trial.about}, {WORLD_SIZE} ranks",
                 reason,
                 trial.extreme,
@@ -115,16 +112,13 @@ def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
     return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 
 
-def fault(
-    ask: strategy_mistakes.Ask,
-    trial: Trial,
-    results: Sequence[trained.Result],
-    rules: strategy_mistakes.Rules = strategy_mistakes.rules,
-) -> question.Fault | None:
+def fault(ask: strategy_mistakes.Ask, trial: Trial, results: Sequence[trained.Result]) -> question.Fault | None:
     """The fault of the ranks' results of a trial; None if they are right. `ask` runs shorter trials that explain it."""
     failure = blamed(results)
     if failure is not None and failure.kind == recorder.Mismatch.__name__:
-        return question.Fault.explained(f"  {failure.text}, {failure.doing}", ORDER, None)
+        return question.Fault.explained(
+            f"  {failure.text}, {failure.doing}", "ranks do not call the same collectives in the same order", None
+        )
     if failure is not None:
         return question.Fault(f"  {failure}")
     # What is right after the last step, exact and with ordinary errors.
@@ -134,7 +128,7 @@ def fault(
             return question.Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
     if not (wrong := trained.wrong_parameters(results, last.weights, ordinary.weights)):
         return None
-    name, mistake = max(wrong, key=lambda name: wrong[name]), strategy_mistakes.explain(ask, trial, rules)
+    name, mistake = max(wrong, key=lambda name: wrong[name]), strategy_mistakes.explain(ask, trial)
     # Frozen parameters and buffers are counted only if they alone are wrong.
     tensors, kind = (
         (last.grads, "trained parameters") if wrong.keys() & last.grads.keys() else (last.weights, "tensors")
@@ -147,64 +141,5 @@ def fault(
     return question.Fault.explained(text, mistake, wrong[name])
 
 
-CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
-
-
-def optimizer_rules(steps: Sequence[trained.Before]) -> list[strategy_mistakes.Rule]:
-    """A `strategy_mistakes.Rule` for each known mistake of a sharded optimizer: (its words, the weights after a step).
-
-    steps  the right training before each step, up to the first wrong one; the weights are those after that step
-    {names} in the words stands for parameters.
-    """
-    last, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
-    means, world_size, options_given = last.means, trial.world_size, OPTIMIZERS[trial.optimizer]
-    wrong_options: dict[str, dict[str, object]] = {
-        "a group's own options are ignored: the first group's options are used": last.optimizer.param_groups[0],
-        "a group's own options are ignored: the constructor's defaults are used": last.optimizer.defaults,
-        "the options of the constructor are ignored: torch's defaults are used": (
-            getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
-        ),
-    }
-    changes = [
-        (
-            f"changes of {' and '.join(names)} in param_groups are not used",
-            last.after(means, {name: options_given[name] for name in names}),
-        )
-        for names in (CHANGED if trial.schedule and not is_first else ())
-    ]
-    averaged = [
-        (
-            "the optimizer sums gradients over ranks again; they are averaged already",
-            last.after({name: world_size * x for name, x in means.items()}),
-        ),
-        (
-            "the optimizer divides gradients by the number of ranks; they are averaged already",
-            last.after({name: x / world_size for name, x in means.items()}),
-        ),
-    ]
-    of_options = [
-        (words, last.after(means, {name: value for name, value in options.items() if name != "params"}))
-        for words, options in wrong_options.items()
-    ]
-    known = [("no rank updates {names}", last.weights)] + changes + averaged + of_options
-    if not is_first:
-        earlier_means = steps[-2].means
-        known += [
-            ("the optimizer's state is lost between steps", last.after(means, afresh=True)),
-            (
-                "zero_grad() leaves gradients of parameters that other ranks own, and the next step's are added to"
-                " them",
-                last.after(
-                    {name: x + earlier_means[name] * (world_size - 1) / world_size for name, x in means.items()}
-                ),
-            ),
-            (
-                "zero_grad() leaves gradients, and the next step's are added to them",
-                last.after({name: x + earlier_means[name] for name, x in means.items()}),
-            ),
-        ]
-    return known + [("the update is applied twice", last.after(means, times=2))]
-
-
 # As `questions`, for a sharded optimizer.
-optimizer_questions = partial(questions, trials=partial(trials, sharded=True), rules=optimizer_rules)
+optimizer_questions = partial(questions, trials=partial(trials, sharded=True))

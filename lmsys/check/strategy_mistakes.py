@@ -3,15 +3,15 @@
 `strategy.py` calls `explain`. It trains for 0, 1, 2, ... steps until the weights are wrong. Before the first wrong step
 the weights are right, so each rank's gradients in that step are known, and so are the weights that each mistake would
 lead to, parameter by parameter. Mistakes of a strategy are listed in MISTAKES and `rules`, those of a sharded optimizer
-in `strategy.optimizer_rules`.
+in `optimizer_rules`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from lmsys.check.trained import Before, Result, State, plain, ratio, wrong_parameters
+from lmsys.check.trained import Before, Result, State, StepGradients, over_ranks, plain, ratio, wrong_parameters
 from lmsys.extremes.strategy import OPTIMIZERS, Trial
 from lmsys.values import sentences_of
 
@@ -20,57 +20,6 @@ Ask = Callable[[Trial], Sequence[Result]]  # trains on the ranks; the results by
 # mistake, by parameter). Weights are (...) for all ranks, or (world_size, ...). Parameters that a rule lacks cannot
 # have the mistake.
 Rule = tuple[str, State]
-Rules = Callable[[Sequence[Before]], Iterable[Rule]]  # makes rules from the right steps up to the first wrong one
-
-
-@dataclass(frozen=True)
-class StepGradients:
-    """The gradients of one parameter in a step, from all ranks.
-
-    grads    (world_size, micro_batches, ...)
-    early    (world_size, ...): for a weight that is used twice, the part that a backward makes first; else 0
-    used     (world_size, 1, ..., 1): 1 for ranks that use the parameter, else 0; its length is world_size
-    sizes    (world_size, 1, ..., 1): the examples in each rank's batch
-    weights  the parameter before the step
-    """
-
-    grads: torch.Tensor
-    early: torch.Tensor
-    used: torch.Tensor
-    sizes: torch.Tensor
-    weights: torch.Tensor
-
-    @property
-    def local(self) -> torch.Tensor:
-        """(world_size, ...): each rank's gradient."""
-        return self.grads.sum(dim=1)
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """(1, ...): the mean over ranks, which is the right gradient on all of them."""
-        return over_ranks(self.local)
-
-    def resummed(self, factor: float) -> torch.Tensor:
-        """(1, ...): the sum over ranks, if each micro-batch multiplies the sum of earlier ones by `factor`."""
-        summed = torch.zeros_like(self.mean)
-        for micro in self.grads.unbind(dim=1):
-            summed = factor * summed + micro.sum(dim=0)
-        return summed
-
-    def holds(self, condition: str) -> bool:
-        """True if a mistake with this condition, the first item in MISTAKES, can be made here."""
-        return {
-            "": True,
-            "unused": bool(0 < self.used.sum() < len(self.used)),  # some ranks, but not all, use the parameter
-            "uneven": self.sizes.unique().numel() > 1,  # ranks have batches of different sizes
-            "micro": self.grads.shape[1] > 1,  # there are several micro-batches
-            "twice": bool(self.early.any()),  # the forward uses the weight twice
-        }[condition]
-
-
-def over_ranks(x: torch.Tensor) -> torch.Tensor:
-    """The mean over ranks of x (world_size, ...): (1, ...)."""
-    return x.mean(dim=0, keepdim=True)
 
 
 NOT_SHARED = "no broadcast or all-gather brings the updated weights to all ranks"
@@ -169,56 +118,99 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] =
         lambda s: len(s.used) * s.mean - (len(s.used) - 1) * over_ranks(s.early),
     ),
     ("", "are not used: the weights stay as they are", lambda s: torch.zeros_like(s.mean)),
-    (
-        "",
-        "contain gradient + weight: the flat buffer held weights and was not zeroed first",
-        lambda s: s.mean + s.weights,
-    ),
     ("", "are counted twice", lambda s: 2 * s.mean),
     ("", "are multiplied by the number of ranks twice", lambda s: len(s.used) ** 2 * s.mean),
     ("", "have the wrong sign: weights move along the gradient, not against it", lambda s: -s.mean),
 )
 
 
-def rules(steps: Sequence[Before]) -> Iterator[Rule]:
+def rules(steps: Sequence[Before]) -> Iterable[Rule]:
     """A rule for each known mistake of a strategy, in the last of `steps`, the first that is wrong."""
     before = steps[-1]
-    known = {name: _gradients_of(before, name) for name in before.grads}
     for condition, words, gradient in MISTAKES:
-        yield (
-            "{gradients} " + words,
-            _stepped(before, {name: gradient(s) for name, s in known.items() if s.holds(condition)}),
-        )
+        grads = {name: gradient(s) for name, s in before.grads.items() if s.holds(condition)}
+        yield "{gradients} " + words, _stepped(before, grads)
+    words = "{gradients} contain gradient + weight: the flat buffer held weights and was not zeroed first"
+    yield words, _stepped(before, {name: s.mean + before.weights[name] for name, s in before.grads.items()})
     for rank in range(before.trial.world_size):
         words = f"{{gradients}} come from rank {rank} alone on every rank: they are not averaged"
-        yield words, _stepped(before, {name: s.local[rank : rank + 1] for name, s in known.items()})
+        yield words, _stepped(before, {name: s.local[rank : rank + 1] for name, s in before.grads.items()})
     for dtype in (torch.bfloat16, torch.float16):  # sums may be in this dtype, or what is sent, or the result
         words = f"{{gradients}} are communicated in {str(dtype).removeprefix('torch.')}"
-        yield words, _stepped(before, {name: s.local.to(dtype).sum(dim=0) / len(s.used) for name, s in known.items()})
-        yield words, _stepped(before, {name: over_ranks(s.local.to(dtype).to(s.mean)) for name, s in known.items()})
-        yield words, _stepped(before, {name: s.mean.to(dtype) for name, s in known.items()})
-
-
-def _gradients_of(before: Before, name: str) -> StepGradients:
-    """The gradients of the parameter `name` in a step."""
-    g, trial = before.grads[name], before.trial
-    examples = torch.tensor([trial.examples(rank) for rank in range(trial.world_size)])
-    used, sizes = (x.to(g.dtype).view(-1, *[1] * (g.dim() - 2)) for x in (before.used[name], examples))
-    return StepGradients(g, before.early.get(name, torch.zeros_like(g)).sum(dim=1), used, sizes, before.weights[name])
+        sent = {name: s.local.to(dtype) for name, s in before.grads.items()}
+        yield words, _stepped(before, {name: x.sum(dim=0, keepdim=True) / len(x) for name, x in sent.items()})
+        yield words, _stepped(before, {name: over_ranks(x.to(before.weights[name])) for name, x in sent.items()})
+        yield words, _stepped(before, {name: s.mean.to(dtype) for name, s in before.grads.items()})
 
 
 def _stepped(before: Before, grads: Mapping[str, torch.Tensor]) -> State:
-    """The weights after a step of SGD by these gradients, (world_size, ...) or (1, ...) each."""
-    named, options = dict(before.module.named_parameters()), OPTIMIZERS["SGD"]
-    after = State()
-    for name, g in grads.items():
-        weights = named[name].detach()
-        momentum = before.optimizer.state[named[name]].get("momentum_buffer", torch.zeros_like(weights))
-        after[name] = weights - options["lr"] * (options["momentum"] * momentum + g.to(weights.dtype))
-    return after
+    """The weights (world_size, ...) after a step by these gradients, which are (world_size, ...) or (1, ...) each."""
+    weights, ranks = before.weights, range(before.trial.world_size)
+    after = [before.after({name: g[rank % len(g)].to(weights[name]) for name, g in grads.items()}) for rank in ranks]
+    return {name: torch.stack([of_rank[name] for of_rank in after]) for name in grads}
 
 
-def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
+CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
+
+
+def optimizer_rules(steps: Sequence[Before]) -> Iterable[Rule]:
+    """A rule for each known mistake of a sharded optimizer, as in `rules`.
+
+    steps  the right training before each step, up to the first wrong one; the weights are those after that step
+    {names} in the words stands for parameters.
+    """
+    last, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
+    means, world_size, options_given = last.means, trial.world_size, OPTIMIZERS[trial.optimizer]
+    known = [
+        ("no rank updates {names}", last.weights),
+        *(
+            (
+                f"changes of {' and '.join(names)} in param_groups are not used",
+                last.after(means, {name: options_given[name] for name in names}),
+            )
+            for names in (CHANGED if trial.schedule and not is_first else ())
+        ),
+        (
+            "the optimizer sums gradients over ranks again; they are averaged already",
+            last.after({name: world_size * x for name, x in means.items()}),
+        ),
+        (
+            "the optimizer divides gradients by the number of ranks; they are averaged already",
+            last.after({name: x / world_size for name, x in means.items()}),
+        ),
+        (
+            "a group's own options are ignored: the first group's options are used",
+            last.after(means, last.optimizer.param_groups[0]),
+        ),
+        (
+            "a group's own options are ignored: the constructor's defaults are used",
+            last.after(means, last.optimizer.defaults),
+        ),
+        (
+            "the options of the constructor are ignored: torch's defaults are used",
+            last.after(means, getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults),
+        ),
+    ]
+    if not is_first:
+        earlier_means = steps[-2].means
+        known += [
+            ("the optimizer's state is lost between steps", last.after(means, afresh=True)),
+            (
+                "zero_grad() leaves gradients of parameters that other ranks own, and the next step's are added to"
+                " them",
+                last.after(
+                    {name: x + earlier_means[name] * (world_size - 1) / world_size for name, x in means.items()}
+                ),
+            ),
+            (
+                "zero_grad() leaves gradients, and the next step's are added to them",
+                last.after({name: x + earlier_means[name] for name, x in means.items()}),
+            ),
+        ]
+    return known + [("the update is applied twice", last.after(means, times=2))]
+
+
+def explain(ask: Ask, trial: Trial) -> str | None:
     """The known mistake that explains the wrong result of a trial, in words; None if there is none.
 
     ask  runs shorter trials on the ranks, to find the first step that is wrong
@@ -234,7 +226,7 @@ def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
         if raced := [call for result in results for call in result.raced]:
             return f"a tensor is written while its {raced[0]} is still running: wait() comes too late"
         if wrong:
-            mistake = _step(results, wrong, exact[:steps], ordinary[:steps], rules)
+            mistake = _step(results, wrong, exact[:steps], ordinary[:steps])
             return mistake and (mistake if steps == 1 else f"{mistake} (from step {steps} on)")
     return None
 
@@ -254,7 +246,7 @@ def _beginning(trial: Trial, wrong: Sequence[str], exact: Before) -> str:
 
 
 def _step(
-    results: Sequence[Result], wrong: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before], rules: Rules
+    results: Sequence[Result], wrong: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before]
 ) -> str | None:
     """The mistakes of the last step of `exact`, in words, for all parameters `wrong`; None if none is known.
 
@@ -264,7 +256,7 @@ def _step(
     unexplained = [name for name in wrong if name not in trial.twins]
     if frozen := [name for name in unexplained if name not in exact[-1].grads]:
         return f"frozen parameters or buffers are changed by training: {listed(frozen)}"
-    fitting, sentences = _fitting(results, unexplained, exact, ordinary, rules), list[str]()
+    fitting, sentences = _fitting(results, unexplained, exact, ordinary), list[str]()
     while unexplained:
         rule = max(fitting, key=lambda rule: len(fitting[rule] & set(unexplained)))
         if not (names := [name for name in unexplained if name in fitting[rule]]):
@@ -283,7 +275,7 @@ def _step(
 
 
 def _fitting(
-    results: Sequence[Result], names: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before], rules: Rules
+    results: Sequence[Result], names: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before]
 ) -> dict[str, set[str]]:
     """By mistake, the parameters of `names` whose weights it explains on every rank.
 
@@ -302,7 +294,8 @@ def _fitting(
         ]
 
     fitting: dict[str, set[str]] = {}
-    for (rule, wide), (_, narrow) in zip(rules(exact), rules(ordinary), strict=True):
+    known = optimizer_rules if exact[-1].trial.sharded else rules
+    for (rule, wide), (_, narrow) in zip(known(exact), known(ordinary), strict=True):
         fitting.setdefault(rule, set()).update(
             name for name in names if name in wide and len(ranks(name, wide, narrow)) == len(results)
         )

@@ -8,9 +8,8 @@ mistakes from.
 import copy
 import inspect
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -89,9 +88,9 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
     """
     group = torch.distributed.group.WORLD if group is None else group
     module = probe(trial, torch.distributed.get_rank(group)).to(device())
-    counts = Counter(p.numel() for p in module.parameters())
+    sizes = [p.numel() for p in module.parameters()]
     # Only parameters whose number of elements no other has: the recorder finds a name by this number.
-    alone = {p.numel(): name for name, p in module.named_parameters() if counts[p.numel()] == 1}
+    alone = {p.numel(): name for name, p in module.named_parameters() if sizes.count(p.numel()) == 1}
     recorder = Recorder(number, group, alone)
     try:
         with recorder.recording():
@@ -157,9 +156,8 @@ def _trained(
 
 def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
     """None, or why the row cannot run the trial. `loaded` is what the row's entry loads."""
-    strategy, takes_sizes, accumulates = traits.StrategyTraits.of(entry), True, trial.micro_batches > 1
-    with suppress(TypeError, ValueError):
-        takes_sizes = not {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters)
+    strategy, accumulates = traits.StrategyTraits.of(entry), trial.micro_batches > 1
+    takes_sizes = not {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters)
     return next(
         values.sentences_of(
             (not strategy.synchronizes, "it synchronizes nothing"),
@@ -174,21 +172,65 @@ def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
 
 
 @dataclass(frozen=True)
+class StepGradients:
+    """The gradients of one parameter in a step, from all ranks.
+
+    grads    (world_size, micro_batches, ...): of the loss that each backward is called on
+    early    (world_size, ...): for a weight that is used twice, the part that a backward makes first; else 0
+    used     (world_size, 1, ..., 1): 1 for ranks that use the parameter, which have a gradient that is not 0, else 0
+    sizes    (world_size, 1, ..., 1): the examples in each rank's batch
+    """
+
+    grads: torch.Tensor
+    early: torch.Tensor
+    used: torch.Tensor
+    sizes: torch.Tensor
+
+    @property
+    def local(self) -> torch.Tensor:
+        """(world_size, ...): each rank's gradient."""
+        return self.grads.sum(dim=1)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """(1, ...): the mean over ranks, which is the right gradient on all of them."""
+        return over_ranks(self.local)
+
+    def resummed(self, factor: float) -> torch.Tensor:
+        """(1, ...): the sum over ranks, if each micro-batch multiplies the sum of earlier ones by `factor`."""
+        summed = torch.zeros_like(self.mean)
+        for micro in self.grads.unbind(dim=1):
+            summed = factor * summed + micro.sum(dim=0)
+        return summed
+
+    def holds(self, condition: str) -> bool:
+        """True if a mistake with this condition, the first item in `strategy_mistakes.MISTAKES`, can be made here."""
+        return {
+            "": True,
+            "unused": bool(0 < self.used.sum() < len(self.used)),  # some ranks, but not all, use the parameter
+            "uneven": self.sizes.unique().numel() > 1,  # ranks have batches of different sizes
+            "micro": self.grads.shape[1] > 1,  # there are several micro-batches
+            "twice": bool(self.early.any()),  # the forward uses the weight twice
+        }[condition]
+
+
+def over_ranks(x: torch.Tensor) -> torch.Tensor:
+    """The mean over ranks of x (world_size, ...): (1, ...)."""
+    return x.mean(dim=0, keepdim=True)
+
+
+@dataclass(frozen=True)
 class Before:
     """The state of the training on one process just before an optimizer's step, in one dtype.
 
     module, optimizer  with the weights and the state of this moment
-    grads  by parameter (world_size, micro_batches, ...): gradients of the loss that each backward is called on
-    early  by weight that the forward uses twice: the part of `grads` from the second use, which a backward makes first
-    used   by parameter (world_size,): True for the ranks that use it
+    grads              by parameter: the gradients of the step
     """
 
     trial: Trial
     module: Probe
     optimizer: torch.optim.Optimizer
-    grads: State
-    early: State
-    used: State
+    grads: dict[str, StepGradients]
 
     @property
     def weights(self) -> State:
@@ -197,21 +239,21 @@ class Before:
     @property
     def means(self) -> State:
         """By parameter, the mean over ranks of each rank's gradient. Parameters that no rank uses are left out."""
-        return {name: g.sum(dim=1).mean(dim=0) for name, g in self.grads.items() if self.used[name].any()}
+        return {name: s.mean[0] for name, s in self.grads.items() if s.used.any()}
 
     def after(
         self, grads: State, options: Mapping[str, Any] | None = None, afresh: bool = False, times: int = 1
     ) -> State:
         """The weights after `times` steps by `grads`.
 
-        options  options of all param groups that replace the optimizer's
+        options  options of all param groups that replace the optimizer's; its "params" are left out
         afresh   the optimizer's state is cleared before
         """
         module, optimizer = copy.deepcopy((self.module, self.optimizer))
         for name, p in module.named_parameters():
             p.grad = grads.get(name)
         for group in optimizer.param_groups:
-            group.update(options or {})
+            group.update({name: value for name, value in (options or {}).items() if name != "params"})
         if afresh:
             optimizer.state.clear()
         for _ in range(times):
@@ -233,11 +275,8 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
     for step in range(trial.steps + 1):
         weights = module.state_dict()
         apart.load_state_dict(weights | {twin: weights[first] for twin, first in trial.twins.items()})
-        by_use, used = _gradients(apart, trial, step)
-        early = {first: by_use[twin] for twin, first in trial.twins.items()}
-        grads = {n: g + early[n] if n in early else g for n, g in by_use.items() if n not in trial.twins}
         # Copied together, so that the copy of the optimizer has the parameters of the copy of the module.
-        steps.append(Before(trial, *copy.deepcopy((module, optimizer)), grads, early, used))
+        steps.append(Before(trial, *copy.deepcopy((module, optimizer)), _gradients(apart, trial, step)))
         for name, p in module.named_parameters():
             p.grad = steps[-1].means.get(name)
         optimizer.step()
@@ -246,8 +285,8 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
     return steps
 
 
-def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
-    """(grads, used) of a step, by parameter: as in `Before`.
+def _gradients(module: Probe, trial: Trial, step: int) -> dict[str, StepGradients]:
+    """The gradients of a step, by parameter.
 
     `module` is built with `apart`, so that each use of a weight is a parameter of its own.
     """
@@ -255,13 +294,20 @@ def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
     backwards, shape = [], (trial.world_size, trial.micro_batches)
     for rank, micro in itertools.product(*map(range, shape)):
         loss = module(batch(trial, step, micro, rank), **trial.switches(rank, micro)) / trial.micro_batches
-        backwards.append(torch.autograd.grad(loss, list(named.values()), allow_unused=True))
-    grads, used = State(), State()
-    for number, (name, p) in enumerate(named.items()):
-        parts = [gradients[number] for gradients in backwards]
-        used[name] = torch.tensor([x is not None for x in parts]).view(shape).any(dim=1)
-        grads[name] = torch.stack([torch.zeros_like(p) if x is None else x for x in parts]).view(*shape, *p.shape)
-    return grads, used
+        backwards.append(torch.autograd.grad(loss, list(named.values()), materialize_grads=True))
+    by_use = {
+        name: torch.stack(g).view(*shape, *g[0].shape)
+        for name, g in zip(named, zip(*backwards, strict=True), strict=True)
+    }
+    # By weight, the part of its gradient from its second use, which a backward makes first.
+    second = {name: by_use.pop(twin) for twin, name in trial.twins.items()}
+    sizes, made = torch.tensor([trial.examples(rank) for rank in range(trial.world_size)]), {}
+    for name, g in by_use.items():
+        early = second.get(name, torch.zeros_like(g))
+        used = (g + early).flatten(start_dim=1).any(dim=1)
+        of_ranks = (x.to(g.dtype).view(-1, *[1] * (g.dim() - 2)) for x in (used, sizes))
+        made[name] = StepGradients(g + early, early.sum(dim=1), *of_ranks)
+    return made
 
 
 def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -> dict[str, float]:

@@ -21,9 +21,11 @@ EXAMPLES, FEW = 4, 1  # sequences in a batch, and in a smaller batch of the last
 EXPONENTS = (-66, -33, 0, 33)  # sizes of gradients: 2**-66 = 1.4e-20, 2**33 = 8.6e+9
 # By part: the name of its layer in a `Probe`.
 LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}
-# By the name of the second use of a weight in a `Probe` with `apart`: the weight's own name.
-TIED = {"head.weight": "embed.weight"}
-TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
+# By part, and by the name of the second use of a weight in a `Probe` with `apart`: the weight's own name.
+TWINS = {
+    "tied": {"head.weight": "embed.weight"},
+    "twice": {"again.weight": "shared.weight", "again.bias": "shared.bias"},
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Trial:
     @property
     def twins(self) -> dict[str, str]:
         """By the name of a second use of a weight in a `Probe` with `apart`: the weight's own name."""
-        return (TIED if "tied" in self.parts else {}) | (TWICE if "twice" in self.parts else {})
+        return {twin: name for part, twins in TWINS.items() if part in self.parts for twin, name in twins.items()}
 
     def switches(self, rank: int, micro_batch: int) -> dict[str, bool]:
         """The keyword arguments of `Probe.forward` on a rank: True for layers that it uses."""
@@ -211,5 +213,4 @@ def made_optimizer(trial: Trial, module: nn.Module, make: Callable[..., Any]) ->
 def change_options(optimizer: Any) -> None:
     """Multiplies learning rate and momentum by SLOWER, after each step of a trial with `schedule`. For SGD only."""
     for group in optimizer.param_groups:
-        group["lr"] *= SLOWER
-        group["momentum"] *= SLOWER
+        group.update(lr=SLOWER * group["lr"], momentum=SLOWER * group["momentum"])
