@@ -66,23 +66,15 @@ def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int) -> optimizer
         return None  # the questions report the exception
     if not all(bool(p.isfinite().all()) for of_step in made for p in of_step):
         return None
-    begins = [list(run.parameters)] + made[:-1]
-    counts = [_followed(form, run, begins, made) for form in optimizer_formula.FORMS[claim.algorithm]]
+    counts = [_followed(form, run, made) for form in optimizer_formula.FORMS[claim.algorithm]]
     return optimizer_formula.FORMS[claim.algorithm][counts.index(max(counts))] if max(counts) else None
 
 
-def _followed(
-    form: optimizer_formula.Form,
-    run: optimizer_formula.Run,
-    begins: optimizer_formula.Trace,
-    made: optimizer_formula.Trace,
-) -> int:
-    """The number of steps, from the first on, that agree with the form.
-
-    begins, made  the parameters before and after each step, as the optimizer made them
-    """
+def _followed(form: optimizer_formula.Form, run: optimizer_formula.Run, made: optimizer_formula.Trace) -> int:
+    """The number of steps, from the first on, that agree with the form. `made`: what the optimizer made of the run."""
     exact, plain = (
-        optimizer_formula.Formula(form.rule).trace(run, begins, dtype) for dtype in (torch.float64, torch.float32)
+        optimizer_formula.Formula(form.rule).trace(run, [list(run.parameters)] + made[:-1], dtype)
+        for dtype in (torch.float64, torch.float32)
     )
     pairs = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
     right = [all(testing.error_ratio(*of) <= 1 for of in of_step) for of_step in pairs]
@@ -206,7 +198,7 @@ def explain(
             optimizer_formula.Formula(rule, weights=torch.bfloat16),
         )
         for mistake, formula in chain(
-            [unkept] if case.masters else [], mistakes(claim.algorithm, rule), others.items()
+            [unkept] if case.masters else [], mistakes(claim.algorithm, rule).items(), others.items()
         ):
             if _gives(formula.trace(run, begins), traces):
                 return mistake
@@ -370,13 +362,12 @@ KEEPINGS: Mapping[str, Changes] = {  # mistakes by algorithm, as changes of the 
 
 def mistakes(
     algorithm: str, rule: optimizer_formula.Adam | optimizer_formula.Sgd
-) -> Iterator[tuple[str, optimizer_formula.Formula]]:
-    """Each known mistake as (words, the formula with the mistake), the plainest first.
+) -> dict[str, optimizer_formula.Formula]:
+    """The formula with each known mistake, by the mistake in words, the plainest first.
 
     algorithm  "AdamW", "Adam" or "SGD"
     rule       the arithmetic of the form in which the mistakes are made
     """
-    yield from (
-        (words, optimizer_formula.Formula(replace(rule, **changes))) for words, changes in RULES[algorithm].items()
-    )
-    yield from ((words, optimizer_formula.Formula(rule, **changes)) for words, changes in KEEPINGS[algorithm].items())
+    return {
+        words: optimizer_formula.Formula(replace(rule, **changes)) for words, changes in RULES[algorithm].items()
+    } | {words: optimizer_formula.Formula(rule, **changes) for words, changes in KEEPINGS[algorithm].items()}

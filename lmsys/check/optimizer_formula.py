@@ -19,7 +19,6 @@ make the same one:
   handout; transformers' AdamW).
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -215,7 +214,7 @@ class Form:
 
 def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: float, eps: float) -> Tensor:
     """`Adam.update` with eps added before bias correction."""
-    return (m * (math.sqrt(correction2) / correction1)) / (v.sqrt() + eps)
+    return (m * (correction2**0.5 / correction1)) / (v.sqrt() + eps)
 
 
 _ADAMW = Adam()

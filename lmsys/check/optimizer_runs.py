@@ -63,10 +63,12 @@ def claim_of(optimizer: Any) -> Claim:
         ("sgd" in name.lower(), "SGD", "it takes no betas"),
     ]
     fitting = [(algorithm, why) for fits, algorithm, why in claims if fits]
-    takes = ", ".join(parameters) or "no settings"
     values.hold(
         (not other, f"{name} looks like {other}: AdamW, Adam and SGD can be checked"),
-        (fitting, f"{name} takes {takes}: neither betas (AdamW, Adam) nor momentum (SGD)"),
+        (
+            fitting,
+            f"{name} takes {', '.join(parameters) or 'no settings'}: neither betas (AdamW, Adam) nor momentum (SGD)",
+        ),
     )
     return Claim(
         *fitting[0],  # the algorithm, and why
@@ -138,10 +140,13 @@ class Case:
     def why_not(self, claim: Claim) -> str | None:
         """None, or why an optimizer with this claim is not asked this case."""
         lacking = sorted(set().union(*self.given, *self.changes.values()) - claim.settings)
-        unkept = "it claims no float32 masters: its bfloat16 weights round as torch's do"
         return next(
             values.sentences_of(
-                (lacking, f"it takes no {', '.join(lacking)}"), (self.masters and claim.masters is None, unkept)
+                (lacking, f"it takes no {', '.join(lacking)}"),
+                (
+                    self.masters and claim.masters is None,
+                    "it claims no float32 masters: its bfloat16 weights round as torch's do",
+                ),
             ),
             None,
         )
@@ -167,11 +172,19 @@ def cases_of(claim: Claim) -> list[Case]:
         Case("a large eps", 4, ({"eps": 0.5},)),
         Case("other betas", 4, ({"betas": (0.5, 0.8)},)),
     ]
-    apart = stateful | {"lr": 0.1}, claim.taken({"lr": 0.025, "weight_decay": 0.0})
-    missing = {0: frozenset({1, 2}), 1: frozenset({2}), 3: frozenset({0})}
     of_all = [
-        Case("two param groups, of different settings", 4, apart, ((0,), (1, 2))),
-        Case("parameters without a gradient in some steps", 6, (stateful,), missing=missing),
+        Case(
+            "two param groups, of different settings",
+            4,
+            (stateful | {"lr": 0.1}, claim.taken({"lr": 0.025, "weight_decay": 0.0})),
+            ((0,), (1, 2)),
+        ),
+        Case(
+            "parameters without a gradient in some steps",
+            6,
+            (stateful,),
+            missing={0: frozenset({1, 2}), 1: frozenset({2}), 3: frozenset({0})},
+        ),
         Case("lr changed between steps", 6, (stateful,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}}),
         Case(
             "lr and weight decay changed between steps",
@@ -192,16 +205,15 @@ def cases_of(claim: Claim) -> list[Case]:
             Case(f"{about}, after others", 6, (decay,), sizes={2: size, 3: size}),
         )
     ]
-    about, before_each = "float32 masters, saved and loaded before each of many tiny steps", range(1, MASTER_STEPS)
-    given, dtype = ({"lr": MASTER_LR},), torch.bfloat16
-    tiny = Case("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
-    return (
-        [Case("several steps", 6)]
-        + (of_sgd if sgd else of_adam)
-        + of_all
-        + of_extremes
-        + [tiny, replace(tiny, about=about, reloads=frozenset(before_each))]
+    tiny = Case(
+        "float32 masters, many tiny steps", MASTER_STEPS, ({"lr": MASTER_LR},), dtype=torch.bfloat16, masters=True
     )
+    reloaded = replace(
+        tiny,
+        about="float32 masters, saved and loaded before each of many tiny steps",
+        reloads=frozenset(range(1, MASTER_STEPS)),
+    )
+    return [Case("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, tiny, reloaded]
 
 
 def run_of(case: Case, seed: int) -> Run:

@@ -69,7 +69,7 @@ def test_every_mistake_shows_in_some_run(algorithm: str, form: Form) -> None:
     able = [case for case in cases_of(claim) if case.why_not(claim) is None]
     runs = [run_of(case, 0) for case in able]
     rights = [Formula(form.rule).trace(run) for run in runs]
-    for words, formula in mistakes(algorithm, form.rule):
+    for words, formula in mistakes(algorithm, form.rule).items():
         shown = (values(formula.trace(run)) != values(right) for run, right in zip(runs, rights, strict=True))
         assert any(shown), words
 
