@@ -98,7 +98,7 @@ def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simpl
     `simple` is the task by which this is tried, `launched` the list of kernels that Triton has interpreted.
     """
     row, simple = adapt(entry.load()), simple or next(_cases(options))
-    row = _of_sequences(row) if options.layout == "bshd" else row
+    row = partial(_of_sequences, row) if options.layout == "bshd" else row
 
     def score(row: Any) -> int:
         """0 to 3: a point each for results, for no fault, and for a kernel that was launched."""
@@ -111,16 +111,15 @@ def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simpl
     return row if entry.supports or not options.uses else laptop.fitting(row, score)
 
 
-def _of_sequences(row: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A row for (B, S, H, D) as a row for (B, H, S, D). Contiguous inputs reach it contiguous."""
+def _of_sequences(
+    row: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """A row for (B, S, H, D), called with tensors (B, H, S, D). Contiguous inputs reach it contiguous."""
 
     def exchanged(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2).contiguous() if x.is_contiguous() else x.transpose(1, 2)
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        return row(*map(exchanged, (q, k, v)), **options).transpose(1, 2)
-
-    return call
+    return row(*map(exchanged, (q, k, v)), **options).transpose(1, 2)
 
 
 def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str | None:

@@ -25,8 +25,6 @@ ONLINE_TILES = (8, *TILES, 48, 96, 192)  # tile sizes of an online softmax, in k
 # A rounding is named if it leaves at most this share of an error unexplained: the kernel's tiles and order of sums are
 # unknown, and a number halfway between two others may be rounded either way.
 UNEXPLAINED = 0.25
-GRADIENTS = ("dq", "dk", "dv")
-Outputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,30 +32,25 @@ class Formula:
     """softmax(scale q kᵀ, masked) v, with fields for what a mistaken kernel does otherwise.
 
     visible  (indices of queries, of keys) -> True where the query sees the key
-    heads    query head -> the key head that it reads
-    read     keys or values, (B, H, K, D) -> as the kernel reads them
+    read     (keys or values (B, Hkv, K, D), H) -> (B, H, K, D), as the kernel reads them for each query head
     hidden   the score of a key that is not visible
     axis     the axis of (B, H, Q, K) that the softmax runs over
     """
 
     scale: float
     visible: Callable[[Tensor, Tensor], Tensor]
-    heads: Callable[[int], int]
-    read: Callable[[Tensor], Tensor] = lambda keys: keys
+    read: Callable[[Tensor, int], Tensor] = repeat_heads
     hidden: float = -math.inf
     axis: int = -1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.scores(q, k).softmax(dim=self.axis).nan_to_num(0.0) @ self._of_heads(v, q)
+        return self.scores(q, k).softmax(dim=self.axis).nan_to_num(0.0) @ self.read(v, q.shape[1])
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """(B, H, Q, K), masked."""
-        scores = q @ self._of_heads(k, q).mT * self.scale
+        scores = q @ self.read(k, q.shape[1]).mT * self.scale
         i, j = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
         return scores.masked_fill(~self.visible(i[:, None], j), self.hidden)
-
-    def _of_heads(self, x: Tensor, q: Tensor) -> Tensor:
-        return self.read(x[:, [self.heads(head) for head in range(q.shape[1])]])
 
 
 def online(
@@ -115,7 +108,7 @@ def right(case: AttentionCase) -> Formula:
     """The formula without a mistake."""
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     visible = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)  # j >= 0: all keys
-    return Formula(scale=scale, visible=visible, heads=lambda head: head // (case.heads // case.kv_heads))
+    return Formula(scale, visible)
 
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
@@ -128,22 +121,22 @@ def mistakes(case: AttentionCase) -> dict[str, Formula]:
         **{words: {"visible": visible} for words, visible in _masks(case).items()},
         **({"masked scores are set to 0, not to -inf": {"hidden": 0.0}} if case.causal else {}),
         **{
-            f"keys from {keys} on are ignored": {"read": lambda x, n=keys: x[:, :, :n]}
+            f"keys from {keys} on are ignored": {"read": lambda x, heads, n=keys: repeat_heads(x[:, :, :n], heads)}
             for keys in sorted(ends & set(range(1, case.keys)))
         },
         **{
             f"{more} keys past the last one are read as zeros: their scores must be -inf": {
-                "read": partial(torch.nn.functional.pad, pad=(0, 0, 0, more))
+                "read": lambda x, heads, n=more: repeat_heads(torch.nn.functional.pad(x, (0, 0, 0, n)), heads)
             }
             for more in sorted({-case.keys % tile for tile in TILES} - {0})
         },
     }
     if case.heads != case.kv_heads:
         changes["query head h reads key head h % kv_heads, not h // group"] = {
-            "heads": lambda head: head % case.kv_heads
+            "read": lambda x, heads: x.repeat(1, heads // x.shape[1], 1, 1)
         }
     if case.kv_heads > 1:
-        changes["every query head reads key head 0"] = {"heads": lambda head: 0}
+        changes["every query head reads key head 0"] = {"read": lambda x, heads: x[:, :1].expand(-1, heads, -1, -1)}
     return {words: replace(right(case), **change) for words, change in changes.items()}
 
 
@@ -198,7 +191,8 @@ def outputs_of(forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inpu
     """o = forward(q, k, v), and its gradients dq, dk, dv for `inputs.do`, by name, in float64."""
     q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     o = forward(q, k, v)
-    return {"o": o.detach(), **dict(zip(GRADIENTS, torch.autograd.grad(o, (q, k, v), inputs.do.double()), strict=True))}
+    gradients = torch.autograd.grad(o, (q, k, v), inputs.do.double())
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients), strict=True))
 
 
 def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
@@ -263,7 +257,7 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
     return gradients
 
 
-def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, budget: float) -> str | None:
+def explain(case: AttentionCase, inputs: Inputs, outputs: Mapping[str, Tensor], name: str, budget: float) -> str | None:
     """The known mistake that gives the wrong `outputs[name]`, in words; else the factor or the places of the error.
 
     None if none of these describes it.
