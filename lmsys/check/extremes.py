@@ -96,7 +96,7 @@ def _fault(
     ]
     if others := [KINDS[other] for other in wrong if other != kind]:
         lines.append(f"  wrong too: {'; '.join(others)}")
-    return question.Fault("\n".join(lines), mistake, ratio, backward=name != "o")
+    return question.Fault("\n".join(lines), mistake, ratio if math.isfinite(ratio) else None, backward=name != "o")
 
 
 def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> str | None:

@@ -8,7 +8,6 @@ benchmark of attention. The course's grading asks the questions of KINDS itself.
 import importlib
 import inspect
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,22 +43,23 @@ class Kind:
         return remark(entry, options) if remark else None
 
 
-OURS = {  # by kind: our own implementation, the only row of a kind that has no table elsewhere
-    "sharded_optimizer": registry.Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
-    "optimizer": registry.Entry("AdamW", "lmsys.training.optimizer:AdamW"),
-    "loss": registry.Entry("linear_cross_entropy", "lmsys.model.loss:linear_cross_entropy"),
-    "norm": registry.Entry("RMSNorm", "lmsys.model.transformer:RMSNorm"),
-}
 KINDS = {
     "attention": Kind(attention.ATTENTION, "lmsys.check.attention:questions"),
     "strategy": Kind(parallel.STRATEGIES, "lmsys.check.strategy:questions"),
-    "sharded_optimizer": Kind(
-        registry.Table("sharded_optimizer", [OURS["sharded_optimizer"]]),
-        "lmsys.check.strategy:optimizer_questions",
-    ),
-} | {
-    name: Kind(registry.Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
-    for name in ("optimizer", "loss", "norm", "rotary", "swiglu")
+} | {  # kinds that have no table elsewhere: our own implementation is the only row
+    name: Kind(registry.Table(name, [registry.Entry(*ours) for ours in rows.items()]), f"lmsys.check.{asks}")
+    for name, asks, rows in (
+        (
+            "sharded_optimizer",
+            "strategy:optimizer_questions",
+            {"ShardedOptimizer": "lmsys.parallel.sharded_optimizer:ShardedOptimizer"},
+        ),
+        ("optimizer", "optimizer:questions", {"AdamW": "lmsys.training.optimizer:AdamW"}),
+        ("loss", "loss:questions", {"linear_cross_entropy": "lmsys.model.loss:linear_cross_entropy"}),
+        ("norm", "norm:questions", {"RMSNorm": "lmsys.model.transformer:RMSNorm"}),
+        ("rotary", "rotary:questions", {}),
+        ("swiglu", "swiglu:questions", {}),
+    )
 }
 # By kind, names of parameters by which `kind_of` recognises it: one of the call, or of the class's constructor, is
 # enough. The first kind that fits is taken.
@@ -108,9 +108,13 @@ def kind_of(implementation: Any) -> str:
         ),
         "",
     )
-    name = getattr(implementation, "__name__", implementation)
-    advice = f"say --kind, one of {', '.join(KINDS)}; attention is a function of q, k, v, not a module"
-    values.hold((kind, f"it cannot be told what {name!r} is: {advice}"))
+    values.hold(
+        (
+            kind,
+            f"it cannot be told what {getattr(implementation, '__name__', implementation)!r} is: say --kind, one of"
+            f" {', '.join(KINDS)}; attention is a function of q, k, v, not a module",
+        )
+    )
     return kind
 
 
@@ -172,11 +176,13 @@ def check(
     # "refused" is a verdict in the table of `Holds`.
     remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(held) else None
     seconds = time.perf_counter() - start
-    other_layout = "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd"
     lines = values.sentences_of(
         (answer.fault, f"the first wrong case: {answer.fault}"),
         (remark, str(remark)),
-        (held is not None and not answer.right and options.layout == "bhsd", other_layout),
+        (
+            held is not None and not answer.right and options.layout == "bhsd",
+            "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd",
+        ),
         # Texts of cases that an exception refused begin with "refused": see the end of `verdict_on`.
         *((True, x if x.startswith("refused") else f"not asked: {x}") for x in answer.refused),
     )
@@ -262,9 +268,16 @@ def verdict_on(
             )
         else:
             shape = case.shape or case.about
-            fields = {"shape": shape, "text": fault.text, "mistake": fault.mistake, "error_ratio": _number(fault)}
-            text = f"\n{shape}\n{fault.text}\n{ALLOWED * (_number(fault) is not None)}" + "\n" * (held is not None)
-            say("wrong\n" + ("" if wrong else text), case=case.about, verdict="wrong", **fields)
+            text = f"\n{shape}\n{fault.text}\n{ALLOWED * (fault.error_ratio is not None)}" + "\n" * (held is not None)
+            say(
+                "wrong\n" + ("" if wrong else text),
+                case=case.about,
+                verdict="wrong",
+                shape=shape,
+                text=fault.text,
+                mistake=fault.mistake,
+                error_ratio=fault.error_ratio,
+            )
             wrong = wrong or f"{case.about}: {fault.line}"
             if held is None:
                 break
@@ -277,8 +290,3 @@ def verdict_on(
         wrong,
         asked,
     )
-
-
-def _number(fault: question.Fault) -> float | None:
-    """The fault's error ratio, for JSON: None if it is not finite."""
-    return fault.error_ratio if fault.error_ratio is not None and math.isfinite(fault.error_ratio) else None

@@ -43,7 +43,7 @@ class Fault:
 
     text         where, and the values expected and given, in lines for a reader
     mistake      the known mistake that gives this answer, in words; None if there is none
-    error_ratio  the largest error over its budget; None if no number is wrong
+    error_ratio  the largest error over its budget; None if no number is wrong, or if it is not finite
     raises       the implementation raised an exception instead of an answer
     backward     the fault is in the backward alone: the forward is right
     """
@@ -57,10 +57,8 @@ class Fault:
     @classmethod
     def raised(cls, error: Exception, backward: bool = False) -> "Fault":
         """The fault of an implementation that raises an exception: its type, its first line, and where in its file."""
-        line = registry.message_of(error).splitlines()[0]
-        text = (
-            f"  {'its backward' if backward else 'it'} raises {type(error).__name__}: {line}{registry.place_of(error)}"
-        )
+        what, line = "its backward" if backward else "it", registry.message_of(error).splitlines()[0]
+        text = f"  {what} raises {type(error).__name__}: {line}{registry.place_of(error)}"
         return cls(text, raises=True, backward=backward)
 
     @classmethod
@@ -74,7 +72,8 @@ class Fault:
         """
         likely = f"\n  likely mistake: {mistake}" if mistake else "\n  no known mistake gives this result"
         more = f"\n  right in the same answer: {', '.join(before)}" * bool(before)
-        return cls(place + likely * (mistake != "") + more, mistake or None, error_ratio, backward=bool(before))
+        ratio = error_ratio if error_ratio is not None and math.isfinite(error_ratio) else None
+        return cls(place + likely * (mistake != "") + more, mistake or None, ratio, backward=bool(before))
 
     @property
     def line(self) -> str:
