@@ -27,13 +27,12 @@ class ExtremeTokens:
     """The extreme tokens of a draw, and their classes. All are ranges, so that no index is copied to a device.
 
     tokens   the indices of the extreme tokens, among all N
-    targets  for each extreme token its target, the class with the lowest logit
-    top      the class with the highest logit, which follows the targets
+    classes  for each extreme token its target, the class with the lowest logit; after these top, the class with the
+             highest. Extreme tokens add next to nothing to the gradients of other classes.
     """
 
     tokens: range
-    targets: range
-    top: int
+    classes: range
 
     @classmethod
     def of(cls, draw: int, num_tokens: int, vocab_size: int) -> "ExtremeTokens":
@@ -43,19 +42,13 @@ class ExtremeTokens:
         chance = random.Random(f"{draw} extreme tokens")
         tokens = range(chance.randrange(min(EVERY, num_tokens)), num_tokens, EVERY)[: vocab_size - 1]
         first = chance.randrange(vocab_size - len(tokens))
-        top = first + len(tokens)
-        return cls(tokens, range(first, top), top)
-
-    @property
-    def classes(self) -> range:
-        """The targets and top. Extreme tokens add next to nothing to the gradients of other classes."""
-        return range(self.targets.start, self.top + 1)
+        return cls(tokens, range(first, first + len(tokens) + 1))
 
     def write_weight(self, weight: Tensor) -> None:
         """Writes the rows of `classes` into weight (V, M), in place. The row of top keeps the signs of its draw."""
-        top = weight.data[self.top]
+        top = weight.data[self.classes[-1]]
         top.copy_(torch.copysign(torch.full_like(top, 2.0 ** round(-math.log2(weight.shape[1]) / 2)), top))
-        weight.data[self.targets.start : self.targets.stop] = -top
+        weight.data[self.classes.start : self.classes[-1]] = -top
 
     def write_tokens(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         """Writes the extreme tokens into hidden (N, M) and targets (N), in place.
@@ -63,8 +56,8 @@ class ExtremeTokens:
         weight (V, M) is as `write_weight` leaves it.
         """
         here = slice(self.tokens.start, self.tokens.stop, EVERY)
-        hidden.data[here] = weight.data[self.top] * SCALE
-        targets.data[here] = torch.arange(self.targets.start, self.targets.stop, device=targets.device)
+        hidden.data[here] = weight.data[self.classes[-1]] * SCALE
+        targets.data[here] = torch.arange(self.classes.start, self.classes[-1], device=targets.device)
 
 
 def is_extreme(places: range, length: int) -> Tensor:
