@@ -96,10 +96,15 @@ def at_target(x: Tensor, settings: Settings) -> Tensor:
     return x.gather(1, settings["targets"].where(counts(settings), 0)[:, None])[:, 0]
 
 
-def of_sum(inputs: Inputs, settings: Settings, lse: Callable[[Tensor], Tensor]) -> Tensor:
-    """The loss with `lse` in place of the logarithm of the sum of exponentials of the logits."""
+def of_sum(
+    inputs: Inputs,
+    settings: Settings,
+    lse: Callable[[Tensor], Tensor] = lambda logits: logits.logsumexp(dim=-1),
+    times: int = 1,
+) -> Tensor:
+    """The loss with `lse` in place of the logarithm of the sum of exponentials, to which each class adds `times`."""
     logits = logits_of(inputs)
-    return mean(lse(logits) - at_target(logits, settings), settings)
+    return mean(lse(logits) + math.log(times) - at_target(logits, settings), settings)
 
 
 def losses(inputs: Inputs, settings: Settings) -> Tensor:
@@ -228,12 +233,7 @@ def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
             f"classes from {classes} on do not count in the sum of exponentials": padded(classes - vocabulary)
             for classes in cut(vocabulary)
         },
-        **{
-            f"every class counts {times} times in the sum of exponentials": (
-                lambda x, s, times=times: right(x, s) + math.log(times)
-            )
-            for times in (2, 4, 8)
-        },
+        **{f"every class counts {n} times in the sum of exponentials": partial(of_sum, times=n) for n in (2, 4, 8)},
     }
 
 
