@@ -6,7 +6,7 @@ The sizes are in `benchmarks/sweeps.py`, the rows in `lmsys.attention.ATTENTION`
 axis is a field of `AttentionTest`, an entry of `Attention.axes` and one of `Attention.fields`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from lmsys.bench import (
     Traits,
     bench,
     fields,
+    foreign,
 )
 from lmsys.cost import operations
 from lmsys.extremes.attention import AttentionDraws
@@ -181,7 +182,7 @@ class Attention(Benchmark):
         for shape, options, entry in product(
             shapes(grid),
             grid.product("dtype", "causal", "direction", *patterns.OPTIONS, "deterministic"),
-            rows_of(grid),
+            rows_of(grid, partial(foreign.Foreign.of, settings) if settings.apart else None),
         ):
             case = AttentionTest(grid.name, entry, settings.device, *shape, *options)
             yield replace(case, offset=max(0, case.keys - case.queries)) if case.offset == axes.END else case
@@ -264,13 +265,15 @@ class Attention(Benchmark):
             "bwd": {"run": backward, "prepare": forward, "like": inference},
             "fwdbwd": {"run": lambda _: backward(forward())},
         }[case.direction]
-        return Step(
+        step = Step(
             **parts,
             redraw=partial(setup.draws.fill, names=("q", "k", "v")),
             redraw_late=partial(setup.draws.fill, names=("do",)),
             keep=partial(setup.keep, case.direction != "fwd"),
             num_kept=check.NUM_KEPT,
         )
+        asked = case.direction, setup.inputs.tensors, {"scale": None} | options, step
+        return call.step(*asked) if isinstance(call, foreign.Process) else step
 
     def outputs(self, candidate: Candidate, setup: check.Spots, element: int | None = None) -> Mapping[str, Tensor]:
         inputs, pattern = setup.inputs, setup.pattern
@@ -296,6 +299,8 @@ class Attention(Benchmark):
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Record:
         """Peak bytes of the timed call above what was live before, bytes that a forward saves for its backward, and the
         time to make masks and the like before any call."""
+        if isinstance(candidate.call, foreign.Process):
+            return candidate.call.bytes(case.direction)
         step = self.step(case, candidate, setup)
         peak, _ = compare.attempt(lambda: memory.peak_bytes(partial(step.run, step.prepare()), case.device))
         bytes_of_call: Record = {"peak_bytes": peak, "saved_bytes": None}
@@ -338,12 +343,15 @@ def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
             yield batch, *pair, queries, keys, head_dim
 
 
-def rows_of(grid: Grid) -> list[Entry]:
-    """The rows that the command line names, in its order; else those of the grid, by default all, without `without`."""
+def rows_of(grid: Grid, apart: Callable[[Entry], Entry] | None = None) -> list[Entry]:
+    """The rows that the command line names, in its order; else those of the grid, by default all, without `without`.
+
+    apart  makes rows of other people's code, as `Table.select` does
+    """
     if "attention" in grid.given:
-        return ATTENTION.select(name for name in grid["attention"] if name not in axes.MODELS_ONLY)
+        return ATTENTION.select((name for name in grid["attention"] if name not in axes.MODELS_ONLY), apart)
     names = grid["attention"] or list(ATTENTION)
-    return [entry for name, entry in ATTENTION.items() if name in names and name not in grid["without"]]
+    return ATTENTION.select((name for name in ATTENTION if name in names and name not in grid["without"]), apart)
 
 
 test_attention = bench(Attention)

@@ -166,9 +166,9 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def receive(self) -> tuple[Failure | None, Any]:
         """Waits for the worker: (how the call failed or None, its result or what it has `Told`)."""
-        answer = _read(self._line)
+        answer = read(self._line)
         if not answer:
-            return Failure(DIED, self._how_it_ended()), None
+            return Failure(DIED, self.ending()), None
         try:
             return pickle.loads(answer)
         except Exception as error:
@@ -180,10 +180,10 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def kill(self) -> None:
         """Kills the process and what it has started."""
-        if self._watcher.poll() is None:  # while the watcher lives, the group's number cannot be another group's
+        if self.watcher.poll() is None:  # while the watcher lives, the group's number cannot be another group's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._watcher.communicate()  # it was killed, too: waits for it, and closes its input
+            self.watcher.communicate()  # it was killed, too: waits for it, and closes its input
         self._process.wait()
 
     def close(self, grace_s: float = GRACE_S) -> None:
@@ -227,7 +227,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 cwd=self._folder,
             )
         # The shell is in the worker's process group. It learns that this process ends from its closed standard input.
-        self._watcher = subprocess.Popen(
+        self.watcher = subprocess.Popen(
             ["sh", "-c", WATCH.format(self._last_words)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -241,7 +241,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         with contextlib.suppress(OSError):  # the process has ended, which the next `receive` reports
             self._line.send_bytes(message)
 
-    def _how_it_ended(self) -> str:
+    def ending(self) -> str:
         """How the process ended, in words, after its connection was closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
@@ -328,7 +328,7 @@ def _main_module() -> dict[str, str]:
     return {name: fact for name, fact in facts.items() if name.startswith("init_main_from_")}
 
 
-def _read(line: Connection) -> bytes:
+def read(line: Connection) -> bytes:
     """The next message; b"" when the other end has sent an empty one or is gone."""
     try:
         return line.recv_bytes()
@@ -343,7 +343,7 @@ def _serve(number: int, callers_main: dict[str, str]) -> None:
     line = Connection(number)
     _lines.append(line)
     outputs = Outputs()
-    while request := _read(line):
+    while request := read(line):
         _answer(line, request)
         outputs.mend()  # a call may have closed sys.stdout
         with contextlib.suppress(AttributeError, OSError):  # there may be none, or nobody reads it

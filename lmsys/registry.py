@@ -203,6 +203,7 @@ class Entry:
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
     extra     the extra of lmsys that installs the packages that the row needs
     install   what pip installs for it, where no extra does
+    apart     True of rows whose code runs in a process of its own (`lmsys.bench.foreign`), and is never loaded here
     traits    an instance of the table's class of traits: it states all of them. Or a mapping by name: it states some,
               and attributes of the row's function or class may state others; it is empty for a user's file. Read
               traits by `Traits.of`, which knows both
@@ -216,6 +217,7 @@ class Entry:
     extra: str = ""
     install: str = ""
     traits: Traits | Mapping[str, Any] = field(default_factory=dict, hash=False)  # a mapping cannot be hashed
+    apart = False
 
     @property
     def stated(self) -> Mapping[str, Any]:
@@ -293,22 +295,24 @@ class Table(Mapping[str, Entry]):
     def __len__(self) -> int:
         return len(self._all_rows)
 
-    def select(self, names: Iterable[str]) -> list[Entry]:
+    def select(self, names: Iterable[str], apart: Callable[[Entry], Entry] | None = None) -> list[Entry]:
         """The rows of these names. "path.py:attr" makes a row of the user's code, named by its attribute.
 
         ValueError for an unknown name, and for two rows of one name.
+
+        apart  makes the rows of other people's code, which is then not loaded here
         """
         # ".py" anywhere names a file: `load_target` refuses a path without ":attr" better than `self[name]` would.
-        entries = [self._from_file(name) if ".py" in name else self[name] for name in names]
+        entries = [self._from_file(name, apart is None) if ".py" in name else self[name] for name in names]
         selected: dict[str, Entry] = {}
         for entry in entries:
             first = selected.setdefault(entry.name, entry).target
             hold((first == entry.target, f"two rows are called {entry.name!r}: {first} and {entry.target}"))
-        return list(selected.values())
+        return [apart(x) if apart and name not in self._own_rows else x for name, x in selected.items()]
 
-    def _from_file(self, target: str) -> Entry:
+    def _from_file(self, target: str, is_loaded: bool) -> Entry:
         """The row of a user's code, loaded at once: what is wrong with it must not show in the middle of a sweep."""
-        implementation, name = load_target(target), target.rpartition(":")[2]
+        implementation, name = load_target(target) if is_loaded else len, target.rpartition(":")[2]
         hold(
             (callable(implementation), f"{target=} must name a function or a class; it is {implementation!r}"),
             (
@@ -317,7 +321,7 @@ class Table(Mapping[str, Entry]):
             ),
         )
         entry = Entry(name, target)
-        self.traits.of(entry)
+        is_loaded and self.traits.of(entry)
         return entry
 
     def pick(self, name: str, case: Any) -> Entry:

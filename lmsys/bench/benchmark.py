@@ -52,6 +52,7 @@ class Settings:
     sustained        what the machine reaches under its power limit is measured, too
     checks_files     rows from files are first asked the quick part of `lmsys check`
     earlier          rows are those of an earlier state of the code, which may lack some
+    apart            rows from files and of other packages get processes of their own, where the benchmark has it so
     """
 
     device: str = "cpu"
@@ -68,6 +69,7 @@ class Settings:
     sustained: bool = False
     checks_files: bool = True
     earlier: bool = False
+    apart: bool = False
 
 
 Cases = Sequence[Any]

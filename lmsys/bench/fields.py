@@ -340,6 +340,11 @@ COMMON = columns(  # the fields of every record, whatever was measured
         " ones; none: not asked",
     ),
     Field("alone", role="detail", about="Whether it was timed by itself, not in turns with its comparison"),
+    Field(
+        "own_process",
+        role="detail",
+        about="Whether the row's code ran in a process of its own, and was timed and judged by another",
+    ),
     details("same_bits", "proof", "seal"),
     REPEATABLE,
     BATCH_INVARIANT,

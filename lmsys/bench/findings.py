@@ -35,7 +35,11 @@ OF_OTHERS = "energy is measured of calls that the bench's own process makes agai
 def source_of(entry: Entry) -> fields.Record:
     """{"name", "sha256"} of the file that defines a row's implementation; {} if there is no such file."""
     try:
-        path = Path(inspect.getsourcefile(inspect.unwrap(entry.load())) or "")
+        # The code of a row in a process of its own is not loaded here: its target names the file.
+        path = Path(
+            (entry.target.rpartition(":")[0] if entry.apart else inspect.getsourcefile(inspect.unwrap(entry.load())))
+            or ""
+        )
         return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     except (ImportError, OSError, TypeError):
         return {}

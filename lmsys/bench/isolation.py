@@ -13,7 +13,6 @@ Limits are the constants below. A new way in which a worker can end is a case in
 import faulthandler
 import os
 import pickle
-import re
 import signal
 import sys
 import tempfile
@@ -21,7 +20,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from lmsys import doing
@@ -55,9 +53,10 @@ def begin(shared: int, trace: int, settings: Settings, machine: fields.Record | 
     global _runner, _turns
     faulthandler.enable(file=trace)
     faulthandler.register(signal.SIGUSR1, file=trace)
-    from lmsys.bench.runner import Runner
+    from lmsys.bench import foreign, runner
 
-    _runner = Runner(settings, tell, watch.Heartbeat(shared))
+    _runner = runner.Runner(settings, tell, watch.Heartbeat(shared))
+    foreign.Process.heartbeat = _runner.heartbeat
     if line is not None:
         _turns = turns.Turns(Connection(line[0]), is_first=line[1], rest=_runner.heartbeat.rest)
     if machine is not None:
@@ -86,7 +85,6 @@ def answer(path: list[str], pickled: bytes) -> None:
 POLL_S = 0.1  # seconds between two looks at a worker that sends nothing
 QUIET_S = 20.0  # after so long without a line for the user, a line says which row is at work
 MOST_HELD = 0.9  # of the memory that was free when a worker started: a worker that holds more is ended as "oom"
-ROOT = Path(__file__).parents[2]
 
 
 class Ended(RuntimeError):
@@ -272,7 +270,9 @@ class Isolated:
     def _place(self) -> str:
         """ ", at file:line in function" of the user's code that the worker was in; empty if no trace was written."""
         self._trace.seek(0)
-        place = place_in(self._trace.read().decode(errors="replace"), self.checkout.folder if self.checkout else ROOT)
+        place = watch.place_in(
+            self._trace.read().decode(errors="replace"), self.checkout.folder if self.checkout else watch.ROOT
+        )
         return f", at {place}" if place else ""
 
 
@@ -327,17 +327,3 @@ class Group:
                 endings |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
         self.isolated.close(0.0)
         return endings
-
-
-def place_in(trace: str, root: Path = ROOT) -> str:
-    """`file:line in function` of the innermost frame outside of libraries and our packages; empty if there is none.
-
-    trace  text that `faulthandler` has written, innermost frames first
-    root   the folder that our packages stand in
-    """
-    for path, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', trace, re.MULTILINE):
-        ours = any(Path(path).is_relative_to(root / package) for package in ("lmsys", "benchmarks", "dev"))
-        library = "site-packages" in Path(path).parts or path.startswith((sys.base_prefix, "<"))
-        if not ours and not library:
-            return f"{Path(path).name}:{line} in {function}"
-    return ""

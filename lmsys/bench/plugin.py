@@ -235,6 +235,7 @@ def _session(config: pytest.Config) -> results.Session:
     name, nvtx = config.getoption("lmsys_sweep"), config.getoption("lmsys_nvtx")
     sweeps = config.hook.pytest_lmsys_sweeps() or {"default": {device: fields.Sweep()}}
     sweep: fields.Sweep = sweeps[choice(name, sweeps, f"--sweep {name!r}: ")][device]
+    isolated = not (config.getoption("lmsys_no_isolation") or config.getoption("collectonly") or group is not None)
     disabled = config.getoption("benchmark_disable") and not config.getoption("benchmark_enable")
     session = results.Session(
         Settings(
@@ -249,6 +250,11 @@ def _session(config: pytest.Config) -> results.Session:
             ),
             nvtx=nvtx,
             energy=config.getoption("lmsys_energy"),
+            # On a GPU the exchange with a row's process has not been tried yet. Memory that is shared needs Linux.
+            apart=isolated
+            and device == "cpu"
+            and not (nvtx or config.getoption("lmsys_against"))
+            and hasattr(os, "memfd_create"),
             checks_files=not config.getoption("lmsys_no_check"),
             sustained=config.getoption("lmsys_energy") or sweep.sustained,
             command="python -m pytest " + shlex.join(str(word) for word in config.invocation_params.args),
@@ -258,7 +264,7 @@ def _session(config: pytest.Config) -> results.Session:
         texts=options.texts(config),
         say=lambda text: _say(config, text),
         fail_on=options.outcomes(config.getoption("lmsys_fail_on")),
-        isolated=not (config.getoption("lmsys_no_isolation") or config.getoption("collectonly") or group is not None),
+        isolated=isolated,
         retries=config.getoption("lmsys_retry_crashed"),
         repeats=options.repeats(config, group is not None),
         checkout=options.checkout(config, group is not None),

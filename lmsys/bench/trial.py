@@ -122,7 +122,10 @@ class Trial:
                 self.benchmark.open(candidate, self.setup)
             self.runner.kernels.setdefault(candidate.entry.target, {}).update(kernels)
             clock.synchronize(self.settings.device)
-            candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
+            candidate.compile_s, candidate.interpreted = (
+                time.perf_counter() - start,
+                bool(launched) or getattr(candidate.call, "interpreted", False),
+            )
 
         candidate.attempt(first_call)
         self._mend([candidate])
@@ -357,6 +360,7 @@ class Trial:
             "compile_s": candidate.compile_s,
             "error_ratio": candidate.error_ratio,
             "memory_limit_bytes": self.settings.memory_limit_bytes,
+            "own_process": candidate.entry.apart,
         }
         record |= candidate.notes | ({"alone": True} if benchmark.streams else {})
         if samples:

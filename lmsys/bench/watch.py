@@ -14,11 +14,14 @@ WARM_S and TIMES_EXPECTED.
 
 import ctypes
 import math
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from lmsys.measure.step import Failure, Step, nothing
 
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # the phrase of a beat during timed calls; `row_on_device` compares with it
+ROOT = Path(__file__).parents[2]
 COPY_S = 0.05  # seconds between two copies of the row that the GPU has reached
 
 
@@ -83,14 +87,14 @@ class Heartbeat:
     """
 
     def __init__(self, file: int = -1):
-        self._now = Beat.from_buffer(map_file(file))
-        self._now.gpu_row = NOBODY
+        self.now = Beat.from_buffer(map_file(file))
+        self.now.gpu_row = NOBODY
         self.rest()
 
     def beat(self, row: int, doing: str, seconds: float) -> None:
         """The row at this index is at work, for at most `seconds`; `doing` completes "it crashed ..."."""
-        self._now.until, self._now.row, self._now.phrase = time.monotonic() + seconds, row, doing.encode()[:128]
-        self._now.number += 1  # last: who reads a beat before it is whole sees that its number changes
+        self.now.until, self.now.row, self.now.phrase = time.monotonic() + seconds, row, doing.encode()[:128]
+        self.now.number += 1  # last: who reads a beat before it is whole sees that its number changes
 
     def rest(self) -> None:
         """No row is at work: the bench itself may take as long as it needs."""
@@ -98,12 +102,12 @@ class Heartbeat:
 
     def renew(self, seconds: float) -> None:
         """Extends the current row's deadline to `seconds` from now."""
-        self.beat(self._now.row, self._now.doing, seconds if self._now.row != NOBODY else math.inf)
+        self.beat(self.now.row, self.now.doing, seconds if self.now.row != NOBODY else math.inf)
 
     @cached_property
     def gpu(self) -> "GpuRow":
         """Tells which row the GPU is at, which is behind the host."""
-        return GpuRow(self._now)
+        return GpuRow(self.now)
 
 
 class GpuRow:
@@ -256,3 +260,17 @@ def copied(result: Any, key: int | None) -> Any:
     if key is None:
         return None
     return result.clone() if isinstance(result, torch.Tensor) else [copied(part, key) for part in result]
+
+
+def place_in(trace: str, root: Path = ROOT) -> str:
+    """`file:line in function` of the innermost frame outside of libraries and our packages; empty if there is none.
+
+    trace  text that `faulthandler` has written, innermost frames first
+    root   the folder that our packages stand in
+    """
+    for path, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', trace, re.MULTILINE):
+        ours = any(Path(path).is_relative_to(root / package) for package in ("lmsys", "benchmarks", "dev"))
+        library = "site-packages" in Path(path).parts or path.startswith((sys.base_prefix, "<"))
+        if not ours and not library:
+            return f"{Path(path).name}:{line} in {function}"
+    return ""

@@ -59,7 +59,9 @@ class Fault:
         """The fault of an implementation that raises an exception: its type, its first line, and where in its file."""
         what, line = "its backward" if backward else "it", registry.message_of(error).splitlines()[0]
         text = f"  {what} raises {type(error).__name__}: {line}{registry.place_of(error)}"
-        return cls(text, raises=True, backward=backward)
+        # Of a row in a process of its own, a result that is not as promised is an exception that says "wrong".
+        failure = getattr(error, "failure", None)
+        return cls(text, raises=not (isinstance(failure, tuple) and failure[:1] == ("wrong",)), backward=backward)
 
     @classmethod
     def explained(

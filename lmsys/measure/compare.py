@@ -133,6 +133,7 @@ def interleave(
     expect  called with the seconds that the sampling should take
     turns   takes turns with another process, which samples rows of these names, too: as many rounds, on equal inputs
     """
+    apart = {name for name, step in steps.items() if step.clock is not Step.clock}
     taken = _Taken(steps, clock)
     if not (costs := taken.costs(trials)):
         return taken.result
@@ -158,12 +159,13 @@ def interleave(
     until = time.monotonic() + MOST_OF_EXPECTED * expected_s
     for index in range(-warming, max(rounds.values())):  # rounds below 0 only warm the device
         order = _order(index, [name for name in taken.pending if index < rounds[name]], theirs)
+        order.sort(key=apart.__contains__)  # the device is idle behind rows in processes of their own: they come last
         if not order or (index >= min_rounds and time.monotonic() > until and not turns.together):
             break
         draw = turns.before(index, _ENTROPY.getrandbits(53))  # the number that all inputs of the round are drawn from
         looks = index % distance == 0
         host_s = looks * look_cost.host_s + sum(costs[name].host_s for name in order)
-        if turns.together:  # the device is idle; the first call after a wait is slower, so it is no sample
+        if turns.together or apart:  # the device is idle; the first call after a wait is slower, so it is no sample
             clock.wait(2 * (host_s + costs[order[0]].host_s))
             taken.call(order[0], draw)
         else:
@@ -187,7 +189,7 @@ class _Taken:
 
     def __init__(self, steps: Mapping[str, Step], clock: Clock):
         self.result, self.pending = Sampled(), dict[str, list[Any]]()
-        self._steps, self._clock = steps, clock
+        self._steps, self._clocks = steps, {name: step.clock(clock) for name, step in steps.items()}
 
     def costs(self, trials: int) -> dict[str, Cost]:
         """The cost of a call of each row, by a few trial calls; rows that fail are left out."""
@@ -209,14 +211,14 @@ class _Taken:
     def call(self, name: str, draw: int) -> None:
         """Calls a row once, and takes no sample."""
         if sample := self._attempt(_sample, name, draw):
-            self._clock.forget([sample[0]])
+            self._clocks[name].forget([sample[0]])
 
     def _attempt(self, call: Callable[..., Any], name: str, *args: Any) -> Any:
         """What `call` returns for a row's step; None where the row has failed, whose samples are then dropped."""
-        result, failure = attempt(call, self._steps[name], self._clock, *args)
+        result, failure = attempt(call, self._steps[name], self._clocks[name], *args)
         if failure:
             self.result.failures[name] = failure
-            self._clock.forget(self.pending.pop(name))
+            self._clocks[name].forget(self.pending.pop(name))
             del self.result.kept[name]
         return result
 
@@ -238,14 +240,18 @@ def _read_marks(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], 
     The time that the clock itself adds is subtracted. For rows of short calls it is measured here, row by row.
     """
     readings_of = {}
-    for name, (_, marks) in pending.items():
-        readings, failure = attempt(clock.read, marks, 0.0)  # 0.0: nothing is subtracted yet
+    for name, (step, marks) in pending.items():
+        readings, failure = attempt(step.clock(clock).read, marks, 0.0)  # 0.0: nothing is subtracted yet
         if failure:
             result.failures[name] = failure
         else:
             readings_of[name] = readings[warming:]
     raw = {name: [reading.run_s for reading in readings] for name, readings in readings_of.items()}
-    short = {name: pending[name][0] for name, samples in raw.items() if statistics.median(samples) < SHORT_S}
+    short = {
+        name: pending[name][0]
+        for name, samples in raw.items()
+        if statistics.median(samples) < SHORT_S and pending[name][0].clock is Step.clock
+    }
     shares = (attempt(clock.shares, partial(rounds_of, short, clock))[0] or {}) if short else {}
     for name, samples in raw.items():
         share_s = result.share_s[name] = shares.get(name, clock.share_s)
@@ -274,7 +280,7 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
     compared. On a busy machine the comparison is repeated up to three times. A step whose `like` is None is not judged;
     one without a `prepare` of its own may take no time there.
     """
-    like = nothing if step.prepare is nothing else step.like
+    like, clock = nothing if step.prepare is nothing else step.like, step.clock(clock)
     if like is None:
         return None
     for _ in range(3):

@@ -25,6 +25,8 @@ class Step:
                  key selects; the row cannot know which calls those are. With None it only checks the result's form.
                  ValueError unless the result is what was promised
     num_kept     how many calls are checked. Of 3 calls a row that is wrong in half of its calls passes 1 time in 8
+    clock        makes the clock of the run the clock of this step, which may run in another process
+                 (`lmsys.bench.foreign`)
     like         the row's own part of `prepare`, timed alone as a reference: if `prepare` takes much longer than this,
                  the row did timed work there, and is wrong
     """
@@ -37,6 +39,7 @@ class Step:
     keep: Callable[[Any, int | None], Any] = nothing
     num_kept: int = 3
     like: Callable[[], Any] | None = None
+    clock: Callable[[Any], Any] = lambda clock: clock
 
 
 @dataclass

@@ -22,10 +22,10 @@ import torch
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys import processes
 from lmsys.bench import Entry, Settings
-from lmsys.bench.isolation import Isolated, place_in
+from lmsys.bench.isolation import Isolated
 from lmsys.bench.record import load
 from lmsys.bench.results import Session
-from lmsys.bench.watch import NOBODY, TIMED, Beat
+from lmsys.bench.watch import NOBODY, TIMED, Beat, place_in
 from lmsys.doing import map_file, shared_file
 from lmsys.measure.host import available_bytes
 from tests.support.faults import FAULTS

@@ -1,0 +1,531 @@
+"""Rows of other people: each runs in a process of its own, and is timed, checked and judged from outside.
+
+A *foreign row* is a row from a file or of another package. The *judge* is the process that runs our own rows. It never
+imports a foreign row's code: it draws inputs, copies them into memory that it shares with the row's process, and says
+"call". The row's process has the function, this memory and the loop `serve`; it has no seed, draw, oracle or result.
+It answers in JSON how long the call took. Then the judge has the results copied into memory that it has made, of the
+shape and dtype that it wants. Which calls are checked is drawn in the judge, and nobody else learns it.
+
+`ApartClock.read` holds what the row's process says of time against the judge's own clock. Between questions the row's
+process is stopped, with all that it has started in its process group: it works only while it is asked.
+
+`Foreign.of` makes an entry of such a row, as benchmarks/bench_attention.py asks for it. Its `load` returns a `Process`,
+a function of q, k and v by which checks call the row as any other; `Process.step` is what is timed.
+"""
+
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import inspect
+import itertools
+import json
+import math
+import mmap
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import connection, reduction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmsys import processes, traits
+from lmsys.attention import contract, pattern
+from lmsys.bench import Entry, Record, Settings, Step, findings, plain, watch
+from lmsys.measure import clock, compare, memory
+from lmsys.measure.step import nothing
+
+# The judge may wait for a call longer than the row's process says, by what it waits for a call of `null`, and by this
+# margin: seconds, and a share of the wait for `null`. On two busy cores of a virtual machine, waits for honest calls of
+# 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the median. DOUBT: how many more calls may be late
+# than early, in standard deviations of a fair coin.
+MARGIN_S, MARGIN_SHARE, DOUBT = 1e-4, 0.25, 3.0
+LEAD_S = 5e-3  # on a GPU, how long inputs stay away, so that the row's process launches ahead of them
+MOST_BYTES, MOST_S = 2**16, 600.0  # of an answer
+WAYS = {"fwd": "inference", "bwd": "backward", "fwdbwd": "both"}  # ways to call a row, by direction; or "forward"
+# By way: the groups of shared tensors that the call reads anew, and the group of its results.
+READS = {"inference": ["inputs"], "forward": ["inputs"], "backward": ["upstream"], "both": ["inputs", "upstream"]}
+RESULTS = {"inference": "results", "forward": "results", "backward": "gradients", "both": "gradients"}
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The layout of a block of memory for such tensors: (dtype, shape, strides, first byte, bytes) of each.
+
+    Strides and alignment are as they are now.
+    """
+    spans = [1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in tensors.values()]
+    sizes = [span * x.element_size() for span, x in zip(spans, tensors.values(), strict=True)]
+    begins = itertools.accumulate((64 * math.ceil(size / 64) + 64 for size in sizes), initial=0)
+    return {
+        name: (x.dtype, tuple(x.shape), x.stride(), begin + x.data_ptr() % 64, size)
+        for (name, x), size, begin in zip(tensors.items(), sizes, begins, strict=False)
+    }
+
+
+def _placed(block: Tensor, layout: Mapping[str, Any], copied: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+    """(its memory as one dimension, the tensor) of each tensor of a block; copied: in memory of its own."""
+
+    def placed(dtype: torch.dtype, shape: Any, strides: Any, begin: int, size: int) -> tuple[Tensor, Tensor]:
+        memory = block[begin - begin % 64 : begin + size]
+        flat = (memory.clone() if copied else memory)[begin % 64 :].view(dtype)
+        return flat, flat.as_strided(shape, strides)
+
+    return {name: placed(*where) for name, where in layout.items()}
+
+
+def _mapped(file: Any) -> Tensor:
+    """The memory of a file that is shared, as bytes."""
+    return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+
+# In the row's process.
+
+
+def serve(number: int, trace: int) -> None:
+    """What a row's process runs: answers the judge's questions until it hangs up.
+
+    number, trace  descriptors of the connection, and of the file for traces of crashes
+    """
+    faulthandler.enable(file=trace)
+    faulthandler.register(signal.SIGUSR1, file=trace)
+    os.set_inheritable(number, False)
+    line = connection.Connection(number)
+    with findings.interpreted_kernels() as launched:
+        row = _Row(line, launched)
+        while request := processes.read(line):
+            name, args = pickle.loads(request)
+            answer, failure = compare.attempt(getattr(row, name), *args)
+            line.send_bytes(json.dumps({"failure": failure} if failure else answer or {}).encode())
+
+
+class _Row:
+    """A row in its process. The public methods are the judge's questions; what they return is the answer."""
+
+    def __init__(self, line: connection.Connection, launched: list[Any]):
+        self._line, self._launched = line, launched
+        self._options: dict[str, Any] = {}  # keywords of all calls
+        self._kept: Any = None  # the results of the last call
+        # Tensors by (owner, group), as `_placed` returns them: those that are shared, and those that calls read.
+        self._shared: dict[Any, Any] = {}
+        self._own: dict[Any, Any] = {}
+
+    def load(self, entry: Entry, device: str, limit_bytes: int | None) -> Record:
+        """Loads the row's code, and says what others may know of it."""
+        if device == "cpu":
+            memory.cap_host_memory()
+        elif limit_bytes:
+            memory.cap_gpu_memory(limit_bytes)
+        self._device = device
+        self._clock: Any = clock.clock_of(device, ahead=False)
+        if missing := entry.why_not(None):
+            return {"missing": missing}
+        self._call = contract.adapt(entry.load())
+        gc.freeze()
+        return {
+            "traits": traits.AttentionTraits.of(entry).changed,
+            "parameters": list(inspect.signature(self._call).parameters),
+        }
+
+    def place(self, key: tuple[str, str], layout: dict[str, Any], handle: Any) -> None:
+        """Takes a group of tensors that is shared from now on. handle: of a GPU's memory; None: a file follows."""
+        block = handle[0](*handle[1]) if handle else _mapped(os.fdopen(reduction.recv_handle(self._line), "r+b"))
+        # A GPU reads inputs where they arrive. On a CPU they are copied first, as inputs of our own rows are drawn:
+        # into memory of the process, by threads that are then awake.
+        self._shared[key], self._own[key] = _placed(block, layout), _placed(block, layout, self._device == "cpu")
+        self._own[key[0], "leaves" if key[1] == "inputs" else "others"] = {
+            name: (flat, x.detach().requires_grad_()) for name, (flat, x) in self._own[key].items()
+        }
+
+    def tell(self, options: dict[str, Any], arrived: bytes | None) -> None:
+        """Takes the keywords of all calls that follow, and the handle of the judge's event. Frees memory."""
+        self._options, self._kept = options, None
+        compare.release_memory()
+        self._arrive: Callable[..., Any] = nothing
+        if arrived is not None:
+            event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", torch.cuda.current_device()), arrived)
+            self._arrive = partial(torch.cuda.current_stream().wait_event, event)
+
+    def read(self, owner: str, way: str) -> None:
+        """Takes what is new in the call that comes next: on a CPU copies it."""
+        for key in [(owner, group) for group in READS[way]] if self._device == "cpu" else ():
+            for name, (flat, _) in self._own[key].items():
+                flat.copy_(self._shared[key][name][0])
+
+    def call(self, owner: str, way: str, more_s: float = 0.0) -> Record:
+        """Makes a call that takes some seconds more, and says how long it took."""
+        mark, self._kept = self._clock.sample(lambda call: call(), partial(self._way, owner, way), self._arrive)
+        took_s = self._clock.read([mark], trusted=True)[0].run_s + more_s
+        until = time.perf_counter() + more_s
+        while time.perf_counter() < until:
+            pass
+        return {"took_s": took_s, "interpreted": bool(self._launched)}
+
+    def _way(self, owner: str, way: str) -> Callable[[], Any]:
+        """A way of calling the row, as a function without arguments."""
+        leaves, inputs, upstream = (
+            [x for _, x in self._own.get((owner, group), {}).values()] for group in ("leaves", "inputs", "upstream")
+        )
+        forward = partial(self._call, *leaves, **self._options)
+        return {
+            "inference": torch.no_grad()(partial(self._call, *inputs, **self._options)),
+            "forward": forward,
+            "backward": partial(torch.autograd.grad, self._kept, leaves, upstream),
+            "both": lambda: torch.autograd.grad(forward(), leaves, upstream),
+        }[way]
+
+    def copy(self, owner: str, way: str) -> None:
+        """Copies the results of the last call to where the judge wants them."""
+        own, shared = self._own[owner, "inputs"], self._shared[owner, "inputs"]
+        results = self._kept if isinstance(self._kept, tuple) else (self._kept,)
+        for (name, (_, place)), x in zip(self._shared[owner, RESULTS[way]].items(), results, strict=True):
+            plain.check_plain(name, x, place, [x for _, x in own.values()])
+            place.copy_(x.detach())
+        clock.synchronize(self._device)
+        if not all(torch.equal(x, shared[name][1]) for name, (_, x) in own.items()):
+            raise plain.NotAsPromised("the row changes its inputs")
+
+    def bytes(self, owner: str, way: str) -> Record:
+        """The peak memory of a call, and what a forward saves for its backward."""
+        forward = self._way(owner, "forward")
+        self._kept = forward() if way == "backward" else None
+        peak = compare.attempt(memory.peak_bytes, self._way(owner, way), self._device)[0]
+        return {"peak_bytes": peak, "saved_bytes": compare.attempt(memory.saved_bytes, forward)[0]}
+
+
+# In the judge.
+
+
+class Refused(RuntimeError):
+    """Raised for what a row's process has not done as asked, with an outcome and a reason."""
+
+    failure = property(lambda self: self.args)
+
+
+class Block:
+    """Memory that the judge shares with rows' processes, and the tensors in it.
+
+    file, handle  by which another process finds it: a file, for memory of the host, or a handle of CUDA
+    """
+
+    def __init__(self, layout: dict[str, Any], device: str):
+        self.layout = layout
+        self.file: Any = None
+        self.handle: Any = None
+        size = 64 + max(begin + size for *_, begin, size in layout.values())
+        if device == "cuda":
+            self._pool = torch.cuda.MemPool()  # a handle opens all of an allocation, in which nothing else may lie
+            with torch.cuda.use_mem_pool(self._pool):
+                block = torch.empty(size, dtype=torch.uint8, device=device)
+            self.handle = torch.multiprocessing.reductions.reduce_tensor(block)
+        else:
+            self.file = os.fdopen(os.memfd_create("lmsys", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
+            self.file.truncate(size)
+            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # a row cannot cut it
+            block = _mapped(self.file)
+        self.placed = _placed(block, layout)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> "Block":
+        """Copies tensors of this layout into the block."""
+        for name, x in tensors.items():
+            flat, _ = self.placed[name]
+            # By one thread on a CPU: OpenMP's go on for milliseconds, on the CPUs that the row needs next.
+            if x.is_cuda:
+                flat.copy_(x.detach().as_strided(flat.shape, (1,)))
+            else:
+                ctypes.memmove(flat.data_ptr(), x.data_ptr(), flat.nbytes)
+        return self
+
+
+class Process:
+    """A row's process, which is started when it is asked, and the row as a function whose calls run there.
+
+    heartbeat  the judge's: it knows what is done, and by when that must be done
+    windows    {question: seconds that passed here until the last answer to it}; "took", and ways of calling: seconds
+               that a call took, as the process says
+    """
+
+    heartbeat = watch.Heartbeat()
+
+    def __init__(self, entry: Entry, settings: Settings):
+        # The entry goes to the row's process, which must not know all of the settings.
+        self.entry, self.settings = Entry(entry.name, entry.target), settings
+        self.interpreted = False  # True: a call ran kernels in Triton's interpreter
+        self.windows: dict[str, float] = {}
+        self.placed: dict[Any, Block] = {}  # by (owner, group)
+        self._worker: Any = None
+
+    def start(self) -> "Process":
+        """Starts the process, unless it runs, and has it load the row."""
+        if self._worker is None:
+            ours, theirs = socket.socketpair()
+            self._line, self._trace = connection.Connection(ours.detach()), tempfile.TemporaryFile()  # noqa: SIM115
+            with theirs:
+                self._worker = processes.Worker(open_files=[theirs.fileno(), self._trace.fileno()])
+                self._worker.send(serve, theirs.fileno(), self._trace.fileno())
+            self.facts = self.ask("load", self.entry, self.settings.device, self.settings.memory_limit_bytes)
+            self.__signature__ = inspect.Signature(  # as `contract` reads it
+                [inspect.Parameter(x, inspect.Parameter.POSITIONAL_ONLY) for x in "qkv"]
+                + [
+                    inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY)
+                    for x in ("causal", "scale", "pattern", *pattern.OPTIONS)
+                    if x in ("causal", "scale", *self.facts.get("parameters", ()))
+                ]
+            )
+        return self
+
+    def ask(self, name: str, *args: Any, file: Any = None, stops: bool = True) -> Record:
+        """The answer to a question; Refused if that is none.
+
+        file   is sent behind the question
+        stops  the process is stopped afterwards; False: the next question comes at once
+        """
+        worker, request, begin = self.start()._worker, pickle.dumps((name, args)), time.perf_counter()
+        try:
+            os.killpg(worker.pid, signal.SIGCONT)
+            self._line.send_bytes(request)
+            if file is not None:
+                reduction.send_handle(self._line, file.fileno(), worker.pid)
+            if not self._line.poll(min(0.9 * (self.heartbeat.now.until - time.monotonic()), MOST_S)):
+                worker.signal(signal.SIGUSR1)  # it writes down where it is
+                time.sleep(1.0)
+                raise TimeoutError
+            text = self._line.recv_bytes(MOST_BYTES)
+            self.windows[name] = time.perf_counter() - begin
+            if stops:
+                os.killpg(worker.pid, signal.SIGSTOP)
+                worker.watcher.send_signal(signal.SIGCONT)  # it must see it if this process ends
+            answer = dict(json.loads(text))
+        except (OSError, EOFError, ValueError, TypeError, RecursionError) as error:
+            is_late = isinstance(error, TimeoutError)
+            how = "no answer within the deadline" if is_late else f"its process {worker.ending()}"
+            place = watch.place_in(os.pread(self._trace.fileno(), MOST_BYTES, 0).decode(errors="replace"))
+            self.close()
+            raise Refused("error", f"{how} {self.heartbeat.now.doing}{place and f', at {place}'}") from None
+        if "failure" in answer:
+            raise Refused(*map(str, answer["failure"]))
+        return answer
+
+    def close(self) -> None:
+        """Ends the process; the next question starts another one."""
+        if self._worker is not None:
+            self._worker.close(0.0)
+        self._worker, self.placed = None, {}
+
+    def put(self, group: str, tensors: Mapping[str, Tensor], *others: "Process") -> Block:
+        """Copies tensors to where this process, and others, find them as its group of this name."""
+        key, layout, rows = (self.entry.target, group), layout_of(tensors), (self, *others)
+        block = self.placed.get(key)
+        if block is None or block.layout != layout or any(row.placed.get(key) is not block for row in rows):
+            block = Block(layout, self.settings.device)
+            for row in rows:
+                row.ask("place", key, layout, block.handle, file=block.file)
+                row.placed[key] = block
+        return block.fill(tensors)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """Calls the row outside of all timing; the results are this process's, and their backward asks the row."""
+        is_pair = options.get("return_lse") or getattr(options.get("pattern"), "return_lse", False)
+        self.ask("tell", options, None)
+        results = _Remote.apply(self, torch.is_grad_enabled() and q.requires_grad, is_pair, q, k, v)
+        return results if is_pair else results[0]
+
+    def results(self, way: str, like: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Calls the row, and returns its results, which are as `like`."""
+        block = self.put(RESULTS[way], like)
+        clock.synchronize(self.settings.device)
+        self.ask("read", self.entry.target, way)
+        self.interpreted |= self.ask("call", self.entry.target, way).get("interpreted") is True
+        self.ask("copy", self.entry.target, way)
+        return tuple(x.clone() for _, x in block.placed.values())
+
+    def step(self, direction: str, tensors: Mapping[str, Tensor], options: dict[str, Any], step: Step) -> Step:
+        """The step with calls that run in the row's process. tensors: q, k, v and do, which the step draws."""
+        null, owner = process_of(Entry("null", f"{__name__}:null"), self.settings), self.entry.target
+        drawn = {"inputs": {x: tensors[x] for x in "qkv"}, "upstream": {"0": tensors["do"]}}
+        wanted = {"results": {"o": tensors["do"]}, "gradients": {f"d{x}": tensors[x] for x in "qkv"}}
+        blocks = {group: self.put(group, xs, null) for group, xs in (drawn | wanted).items()}
+        arrived = torch.cuda.Event(interprocess=True) if self.settings.device == "cuda" else None
+        for row in (null, self):
+            row.ask("tell", options, arrived and arrived.ipc_handle())
+
+        def ask(way: str, pair: Any = None) -> Any:
+            """Makes a call, and returns its results. pair: the process, by default the row's, and the clock."""
+            row, base = pair or (self, clock.CpuClock())
+            more_s = self.windows.get(way, 0.0) if row is null else 0.0  # so that both use the CPU alike
+
+            def arrive() -> None:
+                for group in READS[way] if row is self else ():
+                    blocks[group].fill(drawn[group])
+                row.ask("read", owner, way, stops=False)
+
+            def call(_: Any) -> Record:
+                return clock.in_turn(
+                    arrived.record if arrived else nothing, partial(row.ask, "call", owner, way, more_s)
+                )[-1]
+
+            if way != "backward":  # the process has rested, which makes a call slower: first comes one on old inputs
+                _settle()
+                row.ask("call", owner, way, more_s)
+            base.wait(LEAD_S)
+            mark, answer = base.sample(call, late=arrive)
+            took_s, waited_s = answer.get("took_s"), base.read([mark], 0.0, trusted=True)[0].run_s
+            if not (isinstance(took_s, float) and 0.0 <= took_s <= waited_s):
+                raise Refused("wrong", f"its process says that a call took {took_s!r} s, of {waited_s:.3g} that passed")
+            row.ask("copy", owner, way)
+            row.windows |= {way: took_s, "took": took_s, "call": waited_s}
+            results = [x for _, x in blocks[RESULTS[way]].placed.values()]
+            return tuple(results) if len(results) > 1 else results[0]
+
+        parts: dict[str, Any] = {"run": partial(ask, WAYS[direction]), "clock": partial(ApartClock, null, self)} | (
+            {"prepare": partial(ask, "forward"), "like": partial(ask, "inference")} if direction == "bwd" else {}
+        )
+        return replace(step, **parts)
+
+    def bytes(self, direction: str) -> Record:
+        """The peak memory of a call, and what its forward saves for its backward, as the process says."""
+        answer = self.ask("bytes", self.entry.target, WAYS[direction])
+        return {
+            name: answer[name]
+            for name in ("peak_bytes", "saved_bytes")[: 1 + (direction != "fwd")]
+            if type(answer.get(name)) is int
+        }
+
+
+def _settle() -> None:
+    """Waits until no thread of this process is at work: OpenMP's go on for milliseconds, and take CPUs from a row."""
+    for _ in range(20):
+        used_s = time.process_time()
+        time.sleep(1e-3)
+        if time.process_time() - used_s < 3e-4:
+            break
+
+
+class _Remote(torch.autograd.Function):
+    """A call of a row in its process, with its backward there."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Process, grad: bool, is_pair: bool, *inputs: Tensor) -> Any:
+        ctx.row, ctx.inputs, (q, _, v) = row, dict(zip("qkv", inputs, strict=True)), inputs
+        block = row.put("inputs", ctx.inputs)
+        like = {"o": q.new_empty(*q.shape[:-1], v.shape[-1])}
+        like |= {"lse": q.new_empty(q.shape[:-1], dtype=torch.float32)} if is_pair else {}
+        results = row.results("forward" if grad else "inference", like)
+        if not all(torch.equal(x, ctx.inputs[name]) for name, (_, x) in block.placed.items()):
+            raise plain.NotAsPromised("the row changes its inputs")
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        ctx.row.put("upstream", {str(at): x for at, x in enumerate(upstream)})
+        # The gradients of what `forward` gets: none of row, grad and is_pair.
+        return *[None] * 3, *ctx.row.results("backward", {f"d{x}": y.new_empty(y.shape) for x, y in ctx.inputs.items()})
+
+
+@dataclass(frozen=True)
+class Seen(clock.Reading):
+    """A timed call of a foreign row.
+
+    run_s      how long the call took, as the row's process says
+    prepare_s  how long the judge waited for what comes before it
+    late_s     how much longer than `run_s` the judge waited, less the same of a call of `null`; and the margin of this
+    copy_s     how much longer it waited for the results than for those of `null`; and the margin
+    """
+
+    late_s: tuple[float, float]
+    copy_s: tuple[float, float]
+
+
+class ApartClock(clock.CpuClock):
+    """The clock of a row in a process of its own: that process says how long calls took, and the judge doubts it.
+
+    base  the clock of the run
+    """
+
+    def __init__(self, null: Process, row: Process, base: Any):
+        self._rows, self._base = (null, row), base
+
+    def sample(
+        self, run: Callable[[Any], Any], prepare: Any = nothing, late: Callable[[], Any] = nothing
+    ) -> tuple[Any, Any]:
+        for row in self._rows:
+            late()  # the row's process sees this only when it is called
+            prepare((row, self._base))
+            prepare_s = 0.0 if prepare is nothing else row.windows["call"]
+            result = run((row, self._base))
+        of_null, of_row = (x.windows["call"] - x.windows["took"] for x in self._rows)
+        copy_of_null, copy_of_row = (x.windows["read"] + x.windows["copy"] for x in self._rows)
+        late_s = of_row - of_null, MARGIN_S + MARGIN_SHARE * of_null
+        copy_s = copy_of_row - copy_of_null, MARGIN_S + copy_of_null
+        return Seen(row.windows["took"], prepare_s, late_s, copy_s), result
+
+    def read(self, pending: Any, share_s: float | None = None, trusted: bool = False) -> list[Any]:
+        """The calls. ClockError if the judge waited longer than the row's process can explain.
+
+        An honest row's calls differ from those of `null`, which come right before, by chance: by little on a calm
+        machine, by more on a busy one, and in both directions. So of the calls whose difference is above the margin as
+        many are late as early. A row that works before or behind its calls is late in all of them.
+        """
+        for name, text in {
+            "late_s": "works outside of its calls",
+            "copy_s": "makes its results after its calls",
+        }.items():
+            differences = [getattr(seen, name) for seen in pending]
+            late, early = (sum(sign * by_s > most_s for by_s, most_s in differences) for sign in (1, -1))
+            if not trusted and late - early > DOUBT * (late + early) ** 0.5:
+                by_s = sorted(by_s for by_s, _ in differences)[len(differences) // 2]
+                raise clock.ClockError(
+                    f"it {text}: {late} of {len(pending)} took {by_s * 1e6:.0f} us longer than it says"
+                )
+        return list(pending)
+
+
+@dataclass(frozen=True)
+class Foreign(Entry):
+    """A row whose code this process never imports.
+
+    settings  of the run
+    missing   why the row cannot run here, as users read it; empty: it can
+    """
+
+    settings: Settings = Settings()
+    missing: str = ""
+    apart = True
+
+    @classmethod
+    def of(cls, settings: Settings, entry: Entry) -> "Foreign":
+        """The foreign row of an entry. ValueError if its code cannot be loaded."""
+        try:
+            facts = process_of(entry, settings).start().facts
+        except Refused as refused:
+            raise ValueError(f"{entry.target}: {refused.args[1]}") from None
+        # The trait `mask` names a function that this process would have to import.
+        stated = {name: tuple(x) if isinstance(x, list) else x for name, x in facts.get("traits", {}).items()}
+        checked = traits.AttentionTraits.checked(entry.name, stated | {"mask": ""})
+        return cls(entry.name, entry.target, traits=checked, settings=settings, missing=str(facts.get("missing", "")))
+
+    def load(self) -> Process:
+        return process_of(self, self.settings).start()
+
+    def why_not(self, case: Any) -> str | None:
+        return self.missing or None
+
+
+_processes = dict[str, Process]()  # by target
+
+
+def process_of(entry: Entry, settings: Settings) -> Process:
+    """The process of a row."""
+    return _processes.setdefault(entry.target, Process(entry, settings))
+
+
+def null(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """A row of ours that does next to nothing. In a process of its own it shows what any call costs the judge."""
+    return q + 0 * (k[..., :1, :1].sum() + v[..., :1, :1].sum())

@@ -1,0 +1,307 @@
+"""Rows in processes of their own (`lmsys.bench.foreign`): the law of their times, their memory, and how they end."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.bench_attention import Attention, AttentionTest
+from lmsys.attention.naive import naive
+from lmsys.bench import Entry, Settings, Table, foreign
+from lmsys.bench.findings import source_of
+from lmsys.measure.clock import ClockError, CpuClock
+from lmsys.testing import MEMORY, make_inputs
+from tests.support import harness
+
+SHAPE = (1, 2, 1, 40, 40, 16)
+MARGIN = foreign.MARGIN_S
+FILE = """
+import os, time
+import torch
+from lmsys.attention.naive import naive
+
+calls = 0
+
+
+def row(q, k, v, *, causal=False, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+
+
+row.color, row.mask = "#123456", "mine:steals"
+
+
+def with_options(q, k, v, *, pattern=None, causal=False, scale=None):
+    return naive(q, k, v, scale=scale, **({"causal": causal} if pattern is None else {"pattern": pattern}))
+
+
+def wrong(q, k, v, *, causal=False, scale=None):
+    return 1.01 * row(q, k, v, causal=causal, scale=scale)
+
+
+def dies(q, k, v, *, causal=False, scale=None):
+    global calls
+    calls += 1
+    if calls == 20:
+        os.abort()
+    return row(q, k, v, causal=causal, scale=scale)
+
+
+def hangs(q, k, v, *, causal=False, scale=None):
+    time.sleep(600)
+
+
+def double(q, k, v, *, causal=False, scale=None):
+    return row(q, k, v, causal=causal, scale=scale).double()
+"""
+
+
+@pytest.fixture(autouse=True)
+def end_processes() -> Iterator[None]:
+    yield
+    for target, process in foreign._processes.items():
+        if not target.endswith("foreign:null"):
+            process.close()
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A file with rows."""
+    (tmp_path / "mine.py").write_text(FILE)
+    return tmp_path / "mine.py"
+
+
+def row_of(file: Path, name: str) -> foreign.Foreign:
+    return foreign.Foreign.of(Settings(), Entry(name, f"{file}:{name}"))
+
+
+def records(file: Path, *names: str, direction: str = "fwd", **settings: Any) -> dict[str, dict[str, Any]]:
+    """{row: its record} of rows of the file, beside a row of ours."""
+    rows = [Entry("naive", "lmsys.attention.naive:naive"), *(row_of(file, name) for name in names)]
+    cases = [AttentionTest("s", row, "cpu", *SHAPE, "float32", True, direction) for row in rows]
+    return harness.records(Attention(), cases, seconds_per_row=0.02, **settings)
+
+
+def seen(late: Sequence[float], copies: Sequence[float]) -> list[foreign.Seen]:
+    """Calls that were late by so many margins, whose results were late by so many."""
+    return [
+        foreign.Seen(1e-3, 0.0, (MARGIN * x, MARGIN), (MARGIN * y, MARGIN)) for x, y in zip(late, copies, strict=True)
+    ]
+
+
+def judged(calls: list[foreign.Seen], **options: Any) -> str:
+    """What the clock says against the calls; "" if it believes them."""
+    clock: Any = foreign.ApartClock(None, None, CpuClock())  # type: ignore[arg-type]
+    try:
+        assert clock.read(calls, **options) == calls
+    except ClockError as error:
+        assert error.failure[0] == "wrong"
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("size", [1.1, 50.0])
+def test_calls_that_are_all_late_are_refused(size: float) -> None:
+    assert "works outside of its calls: 10 of 10" in judged(seen([size] * 10, [0] * 10))
+    assert "makes its results after its calls" in judged(seen([0] * 10, [size] * 10))
+    assert not judged(seen([size] * 10, [size] * 10), trusted=True)
+
+
+def test_calls_that_are_late_within_the_margin_are_believed() -> None:
+    assert not judged(seen([0.9] * 200, [-0.9] * 200))
+
+
+def test_one_call_that_is_very_late_or_early_hides_nothing() -> None:
+    assert judged(seen([1.5] * 30 + [1e6], [0] * 31)) and judged(seen([1.5] * 30 + [-1e6], [0] * 31))
+
+
+def test_a_third_of_the_calls_late_on_a_calm_machine_is_refused() -> None:
+    assert judged(seen([2.0, 0.1, -0.1] * 20, [0] * 60))
+
+
+def test_noise_in_both_directions_is_no_cheat() -> None:
+    """On a busy machine calls are late and early by chance, by far more than the margin."""
+    chance, refused = random.Random(0), 0
+    for _ in range(300):
+        noise = [[chance.choice((-1, 1)) * chance.expovariate(0.2) for _ in range(40)] for _ in range(2)]
+        refused += bool(judged(seen(*noise)))
+    assert refused <= 5
+
+
+def test_work_between_calls_shows_in_noise() -> None:
+    chance = random.Random(0)
+    late = [chance.choice((-1, 1)) * chance.expovariate(1.0) + 4.0 for _ in range(40)]
+    assert judged(seen(late, [0] * 40))
+
+
+class Told:
+    """In place of a process: its calls take what they are told, by an injected clock."""
+
+    def __init__(self, **windows: float):
+        self.windows = windows
+
+
+def test_what_the_judge_waits_is_compared_with_the_null_row() -> None:
+    null, row = Told(call=3e-3, took=2.9e-3, read=1e-4, copy=1e-4), Told(call=5e-3, took=1e-3, read=2e-4, copy=3e-4)
+    clock: Any = foreign.ApartClock(null, row, CpuClock())  # type: ignore[arg-type]
+    asked: list[Any] = []
+    taken, result = clock.sample(lambda pair: asked.append(pair[0]) or "o")
+    assert asked == [null, row] and result == "o" and taken.run_s == 1e-3 and taken.prepare_s == 0.0
+    assert taken.late_s == pytest.approx((3.9e-3, MARGIN + foreign.MARGIN_SHARE * 1e-4))
+    assert taken.copy_s == pytest.approx((3e-4, MARGIN + 2e-4))
+
+
+def test_this_process_never_imports_the_file(mine: Path) -> None:
+    mine.write_text(FILE + "\nimport sys\nsys.modules['stolen'] = sys\n")
+    import sys
+
+    row = row_of(mine, "row")
+    assert records(mine, "row")["row"]["outcome"] == "ok"
+    assert "stolen" not in sys.modules and not any("mine" in name for name in sys.modules)
+    assert row.to_json() == {"name": "row", "label": "row", "peer": False, "color": "#123456"}
+    assert source_of(row)["name"] == "mine.py" and row.why_not(None) is None
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
+def test_an_honest_row_is_measured_beside_ours_and_a_wrong_one_is_named(direction: str, mine: Path) -> None:
+    measured = records(mine, "row", "wrong", "double", direction=direction)
+    assert {name: record["outcome"] for name, record in measured.items()} == {
+        "naive": "ok",
+        "row": "ok",
+        "wrong": "wrong",
+        "double": "wrong",
+    }, measured["row"]["reason"]
+    assert [measured[name]["own_process"] for name in ("naive", "row")] == [False, True]
+    row = measured["row"]
+    assert row["time_s"] > 0 and row["repeatable"] and len(row["proof"]["calls"]) == 8 and row["peak_bytes"] > 0
+    assert "times the allowed error" in measured["wrong"]["reason"]
+    assert measured["double"]["reason"] == "o must have dtype torch.float32; got torch.float64"
+
+
+def test_a_row_that_dies_or_hangs_costs_its_own_cases(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = records(mine, "dies", "row")
+    assert "killed by SIGABRT" in measured["dies"]["reason"] and ", at mine.py:" in measured["dies"]["reason"]
+    assert measured["row"]["outcome"] == "ok" and measured["naive"]["outcome"] == "ok"
+    process = row_of(mine, "hangs").load()
+    monkeypatch.setattr("lmsys.bench.foreign.MOST_S", 0.5)
+    with pytest.raises(foreign.Refused, match="no answer within the deadline .*, at mine.py:"):
+        process(*(torch.ones(1, 1, 4, 4) for _ in "qkv"), causal=False, scale=None)
+
+
+def test_the_options_of_attention_are_asked_there_too(mine: Path) -> None:
+    """The quick check asks a row that knows windows, documents, masks, a log-sum-exp that is returned, and so on."""
+    measured = records(mine, "row", "with_options", direction="fwdbwd", timed=False)
+    assert measured["with_options"]["outcome"] == "ok", measured["with_options"]["reason"]
+    cases = [int(measured[name]["quick_check"].removesuffix(" cases")) for name in ("row", "with_options")]
+    assert cases[0] + 10 <= cases[1]
+
+
+def test_a_file_that_cannot_be_loaded_is_a_bad_value(mine: Path) -> None:
+    with pytest.raises(ValueError, match="mine.py:missing"):
+        row_of(mine, "missing")
+    mine.write_text("import os; os._exit(3)")
+    with pytest.raises(ValueError, match="exit code 3"):
+        row_of(mine, "row")
+
+
+def test_a_row_of_a_missing_package_cannot_run_here() -> None:
+    row = foreign.Foreign.of(Settings(), Entry("row", "no_such_package:row"))
+    assert "no_such_package" in (row.why_not(None) or "")
+
+
+def test_a_process_is_stopped_between_questions(mine: Path) -> None:
+    process = row_of(mine, "row").load()
+    stat = Path(f"/proc/{process._worker.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":  # the signal is on its way
+        os.sched_yield()
+    os.killpg(process._worker.pid, signal.SIGKILL)
+    with pytest.raises(foreign.Refused, match="SIGKILL"):
+        process.ask("tell", {}, None)
+    assert process.ask("tell", {}, None) == {}  # a new one
+
+
+@pytest.mark.parametrize("memory", ["", *MEMORY])
+def test_inputs_have_their_layout_in_memory_there_too(memory: str) -> None:
+    case = AttentionTest("s", Entry("naive", ""), "cpu", 2, 4, 2, 9, 7, 5, "float32", False, "fwdbwd").asked
+    inputs = make_inputs(case, 0, memory=memory)
+    layout = foreign.layout_of(inputs.tensors)
+    block = foreign.Block(layout, "cpu").fill(inputs.tensors)
+    for copied in (False, True):
+        mapped = foreign._mapped(block.file)
+        for name, (_, x) in foreign._placed(mapped, layout, copied).items():
+            like = inputs.tensors[name]
+            assert torch.equal(x, like) and x.stride() == like.stride() and (x.data_ptr() - like.data_ptr()) % 64 == 0
+    with pytest.raises(OSError):
+        os.ftruncate(block.file.fileno(), 1)  # type: ignore[attr-defined]
+
+
+def test_a_call_outside_of_all_timing_has_a_backward(mine: Path) -> None:
+    q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in "qkv")
+    do = torch.randn(1, 2, 9, 8)
+    process = row_of(mine, "row").load()
+    o = process(q, k, v, causal=True, scale=0.3)
+    right = naive(q, k, v, causal=True, scale=0.3)
+    torch.testing.assert_close(o, right)
+    torch.testing.assert_close(torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(right, (q, k, v), do))
+    assert foreign.inspect.signature(process).parameters.keys() == {*"qkv", "causal", "scale"}
+
+
+def test_what_the_row_is_told_is_no_seed_and_no_draw(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All questions of a whole run, as they are sent: names of settings, oracles and draws are not among them."""
+    sent: list[bytes] = []
+    dumps = foreign.pickle.dumps
+
+    def noted(what: Any, **options: Any) -> bytes:
+        sent.append(dumps(what, **options))
+        return sent[-1]
+
+    monkeypatch.setattr("lmsys.bench.foreign.pickle.dumps", noted)
+    assert records(mine, "row")["row"]["outcome"] == "ok"
+    assert len(sent) > 50 and not any(word in text for text in sent for word in (b"seed", b"draw", b"Settings"))
+
+
+def test_answers_are_json_that_nothing_unpickles(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = row_of(mine, "row").load()
+    for text in (json.dumps([1]), "null", "{", "[" * 50000, "\x80\x04."):
+        monkeypatch.setattr("lmsys.bench.foreign.json.loads", lambda _, text=text: json.JSONDecoder().decode(text))
+        with pytest.raises(foreign.Refused):
+            process.ask("tell", {}, None)
+
+
+def test_files_and_rows_of_other_packages_are_foreign_and_ours_are_not(mine: Path) -> None:
+    table = Table("attention", [Entry("naive", "lmsys.attention.naive:naive")])
+    vars(table)["_all_rows"] = table._own_rows | {"plugin": Entry("plugin", "plugin:row")}  # as entry points add them
+    apart: list[str] = []
+
+    def foreign_row(entry: Entry) -> Entry:
+        apart.append(entry.name)
+        return entry
+
+    names = ["naive", "plugin", f"{mine}:row"]
+    assert [row.name for row in table.select(names, foreign_row)] == ["naive", "plugin", "row"]
+    assert apart == ["plugin", "row"]
+    with pytest.raises(ValueError, match="a row 'naive' of its own"):
+        table.select([f"{mine}:naive"], foreign_row)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
+@pytest.mark.parametrize("length", [256, 4096])
+def test_on_a_gpu_a_row_takes_as_long_in_its_own_process(direction: str, length: int, mine: Path) -> None:
+    """The same function in both: within a tenth and 5 us. Figures of a GPU that others use say nothing."""
+    settings = Settings(device="cuda")
+    rows = [
+        Entry("ours", "lmsys.attention.peers:sdpa"),
+        replace(foreign.Foreign.of(settings, Entry("row", f"{mine}:row")), name="theirs"),
+    ]
+    shape = 1, 16, 16, length, length, 64, "bfloat16", True
+    cases = [AttentionTest("s", row, "cuda", *shape, direction) for row in rows]
+    ours, theirs = harness.records(Attention(), cases, device="cuda", seconds_per_row=0.5).values()
+    assert ours["outcome"] == theirs["outcome"] == "ok", (ours["reason"], theirs["reason"])
+    assert theirs["time_s"] == pytest.approx(ours["time_s"], rel=0.1, abs=5e-6)
