@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmsys.measure import memory
 from lmsys.model import loss
 from lmsys.model.loss import IGNORED, MOST_SOFTCAP, REDUCTIONS, cross_entropy, linear_cross_entropy
 from lmsys.testing import error_ratio
@@ -68,16 +67,21 @@ PATHS: dict[str, Loss] = {
 
 @st.composite
 def cases(draw: Any, *dtypes: torch.dtype, vocabularies: tuple[int, ...] = (1, 2, 33, 517, 1100)) -> dict[str, Any]:
-    """Sizes, a dtype and options of a loss; std: the standard deviation of hidden states."""
+    """Sizes, a dtype and options of a loss.
+
+    std    the standard deviation of hidden states
+    small  drawn weights of tokens are so small that in float16 gradients of logits would be 0 with them
+    """
     return {
         "tokens": draw(st.integers(1, 12)),
         "vocabulary": draw(st.sampled_from(vocabularies)),
         "dtype": draw(st.sampled_from(dtypes)),
         "ignored": draw(st.sampled_from(["none", "some", "all"])),
         "weights": draw(st.sampled_from([None, None, "drawn", "with a gradient"])),
-        "chunk": draw(st.integers(1, 13)),
+        "chunk": draw(st.none() | st.integers(1, 13)),
         "seed": draw(st.integers(0, 2**31)),
         "std": draw(st.sampled_from([0.1, 1.0, 4.0])),
+        "small": draw(st.booleans()),
         "options": {
             "reduction": draw(st.sampled_from(REDUCTIONS)),
             "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 0.9, 1.0])),
@@ -96,8 +100,10 @@ def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
     weight = torch.randn(vocabulary, WIDTH, generator=generator).to(device, dtype)
     targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
     targets[: {"none": 0, "some": tokens // 2, "all": tokens}[case["ignored"]]] = options["ignore_index"]
-    token_weights = torch.rand(tokens, generator=generator).to(device) + 0.1 if case["weights"] else None
+    small = 2.0**-23 if case["small"] and case["weights"] == "drawn" else 1.0
+    token_weights = (torch.rand(tokens, generator=generator).to(device) + 0.1) * small if case["weights"] else None
     upstream = torch.randn(tokens if options["reduction"] == "none" else (), generator=generator).to(device)
+    upstream /= 1.0 if options["reduction"] == "mean" else small  # a mean divides by the weights
 
     def results(compute: torch.dtype, call: Loss, **more: Any) -> list[Tensor]:
         """[the loss, its z-loss, the gradients] of a call with inputs in the dtype `compute`."""
@@ -122,8 +128,25 @@ def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
         assert error_ratio(x / size, reference / size, (low / size).to(judged)) <= 1
 
 
+SMALL: dict[str, Any] = {
+    "tokens": 6,
+    "vocabulary": 33,
+    "dtype": torch.float16,
+    "ignored": "none",
+    "weights": "drawn",
+    "chunk": 4,
+    "seed": 0,
+    "std": 1.0,
+    "small": True,
+    "options": {"reduction": "sum", "ignore_index": IGNORED},
+}
+
+
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=30)
+@example(case=SMALL)
+@example(case=SMALL | {"options": {"reduction": "mean", "ignore_index": IGNORED}})
+@example(case=SMALL | {"options": {"reduction": "none", "ignore_index": IGNORED}})
 @given(case=cases(torch.float32, torch.float16, torch.bfloat16, torch.float64))
 def test_all_options_together_equal_the_formula(path: str, case: dict[str, Any]) -> None:
     if path.startswith("kernel"):  # the kernel takes no float64, and the interpreter computes bfloat16 wrongly
@@ -168,13 +191,6 @@ def test_a_bad_value_is_named(path: str, options: dict[str, Any], message: str) 
         PATHS[path](*inputs(), chunk=3, **options)
 
 
-def test_ignore_index_may_be_a_class_and_other_targets_must_be_classes() -> None:
-    hidden, weight, targets = inputs()
-    for call in (linear_cross_entropy, partial(by_logits, chunk=3)):
-        with pytest.raises(ValueError, match=r"from 0 to 19, or 7; got -100"):
-            call(hidden, weight, targets.index_fill(0, torch.tensor(2), IGNORED), ignore_index=7)
-
-
 def test_values_at_ignored_tokens_are_not_read() -> None:
     hidden, weight, targets = inputs()
     targets[2], token_weights = IGNORED, torch.rand(6)
@@ -186,37 +202,3 @@ def test_values_at_ignored_tokens_are_not_read() -> None:
             assert value.isfinite().all() and of_weight.isfinite().all() and not of_hidden[2].any()
             with_nan = hidden.detach().index_fill(0, torch.tensor(2), float("nan"))
             assert call(with_nan, weight, targets, z_loss=0.1, reduction=reduction).isfinite().all()
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_small_factors_lose_nothing_in_float16(reduction: str) -> None:
-    """With weights or gradients of 1e-7, gradients of logits in float16 would be 0."""
-    hidden, weight, targets = inputs()
-    leaves = [x.detach().half().requires_grad_() for x in (hidden, weight)]
-    token_weights = torch.rand(6) * 1e-7 if reduction != "none" else None
-    upstream = torch.rand(6) * 1e-7 if reduction == "none" else torch.ones(())
-    value = linear_cross_entropy(*leaves, targets, reduction=reduction, token_weights=token_weights)
-    scale = 1.0 if reduction == "mean" else 2.0**20  # a mean divides by the weights, so it needs none
-    gradients = torch.autograd.grad(scale * value, leaves, upstream)
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    reference, _ = formula(*wide, targets, reduction=reduction, token_weights=token_weights)
-    exact = torch.autograd.grad(scale * reference, wide, upstream.double())
-    for x, right in zip(gradients, exact, strict=True):
-        assert error_ratio(x, right, right.half()) <= 1
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_losses_of_tokens_hold_one_chunk_of_logits(reduction: str) -> None:
-    """The backward, which computes logits again, holds one chunk, too."""
-    hidden, weight, targets = inputs(vocabulary=500, tokens=1024)
-    peak = memory.peak_bytes(
-        lambda: linear_cross_entropy(hidden, weight, targets, 64, reduction=reduction).sum().backward(), "cpu"
-    )
-    assert peak - hidden.nbytes - weight.nbytes < 1.7 * 4 * 64 * 500  # 64 tokens, 500 classes, 4 bytes a logit
-
-
-def test_a_second_derivative_of_a_token_is_refused() -> None:
-    hidden, weight, targets = inputs()
-    losses = linear_cross_entropy(hidden, weight, targets, reduction="none")
-    with pytest.raises(RuntimeError, match="LinearCrossEntropy is differentiable once"):
-        torch.autograd.grad(losses.sum(), hidden, create_graph=True)

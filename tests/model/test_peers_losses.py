@@ -82,52 +82,33 @@ def held_to_torch(
 # Values and gradients, one option after another and some together ---------------------------------------------------
 
 
-@both
-@everywhere
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_reduction_and_gradients_that_differ_from_token_to_token(
-    loss: Loss, device: str, dtype: torch.dtype, reduction: str
-) -> None:
-    """With a gradient of ones, a loss that uses only the first of them would pass."""
-    for shape in SHAPES[device]:
-        held_to_torch(loss, drawn(device, *shape, dtype), dtype, reduction=reduction)
-
-
-@both
-@everywhere
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("ignore_index", [IGNORED, -123, 2])
-def test_ignored_targets_also_where_a_class_is_ignored(
-    loss: Loss, device: str, reduction: str, ignore_index: int
-) -> None:
-    for shape in SHAPES[device]:
-        inputs = drawn(device, *shape, torch.float32)
-        inputs[2][torch.randperm(len(inputs[2]))[: len(inputs[2]) // 3]] = ignore_index
-        held_to_torch(loss, inputs, torch.float32, reduction=reduction, ignore_index=ignore_index)
+SMOOTHED = {"label_smoothing": 0.1, "ignore_index": 1}
+OPTIONS: list[dict[str, Any]] = [
+    *({"reduction": name} for name in REDUCTIONS),
+    *({"reduction": name, "ignore_index": ignored} for name in REDUCTIONS for ignored in (IGNORED, -123, 2)),
+    *({"label_smoothing": share, **more} for share in (0.1, 0.5) for more in ({}, {"ignore_index": 1})),
+    *({"reduction": name, "softcap": 2.0} for name in REDUCTIONS),
+    *({"reduction": name, "upstream": 3 * 0.7310586} for name in ("mean", "sum")),  # it is not the last function
+    *({"reduction": name, "upstream": 3 * 0.7310586, "softcap": 5.0, **SMOOTHED} for name in ("mean", "sum")),
+]
 
 
 @both
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("smoothing", [0.1, 0.5])
-def test_smoothed_labels_with_ignored_ones_and_without(
-    loss: Loss, device: str, dtype: torch.dtype, smoothing: float
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_alone_and_together_equal_torchs(
+    loss: Loss, device: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
+    """Gradients that come in differ from token to token: a loss that uses only the first of them is wrong.
+
+    A third of the targets is ignored where `ignore_index` is given, which may be a class.
+    """
     for shape in SHAPES[device]:
         inputs = drawn(device, *shape, dtype)
-        held_to_torch(loss, inputs, dtype, label_smoothing=smoothing)
-        inputs[2][::3] = 1
-        held_to_torch(loss, inputs, dtype, label_smoothing=smoothing, ignore_index=1)
-
-
-@both
-@everywhere
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_soft_cap(loss: Loss, device: str, dtype: torch.dtype, reduction: str) -> None:
-    for shape in SHAPES[device]:
-        held_to_torch(loss, drawn(device, *shape, dtype), dtype, reduction=reduction, softcap=2.0)
+        if "ignore_index" in options:
+            inputs[2][::3] = options["ignore_index"]
+        held_to_torch(loss, inputs, dtype, **options)
 
 
 def with_z(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, **options: Any) -> tuple[Tensor, Tensor]:
@@ -145,7 +126,7 @@ def with_z(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, **opt
 @both
 @everywhere
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("others", [{}, {"label_smoothing": 0.1, "ignore_index": 1}])
+@pytest.mark.parametrize("others", [{}, SMOOTHED])
 def test_a_z_loss_alone_and_beside_other_options(
     loss: Loss, device: str, reduction: str, others: dict[str, Any]
 ) -> None:
@@ -157,16 +138,6 @@ def test_a_z_loss_alone_and_beside_other_options(
         value, z = loss(*inputs, return_z_loss=True, **options)
         assert torch.equal(value, loss(*inputs, **options)) and not z.requires_grad
         torch.testing.assert_close(z, with_z(*inputs, **options)[1])
-
-
-@both
-def test_a_loss_alone_is_a_tensor_and_with_its_z_loss_a_pair(loss: Loss) -> None:
-    inputs = drawn("cpu", 3, 3, torch.float32)
-    inputs[0].requires_grad_()
-    value, z = loss(*inputs, return_z_loss=True)
-    assert value.shape == z.shape == () and not z
-    value.backward()
-    assert inputs[0].grad is not None and torch.equal(value, loss(*inputs))
 
 
 @both
@@ -211,16 +182,6 @@ def test_tokens_scaled_by_their_probabilities(loss: Loss, device: str, reduction
         held_to_torch(ours, (hidden, weight, targets), torch.float32, scaled, reduction=reduction)
 
 
-@both
-@everywhere
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("others", [{}, {"label_smoothing": 0.1, "ignore_index": 1, "softcap": 5.0}])
-def test_where_it_is_not_the_last_function(loss: Loss, device: str, reduction: str, others: dict[str, Any]) -> None:
-    for shape in SHAPES[device]:
-        inputs = drawn(device, *shape, torch.float32)
-        held_to_torch(loss, inputs, torch.float32, upstream=3 * 0.7310586, reduction=reduction, **others)
-
-
 # Evaluation, dtypes, what is no class --------------------------------------------------------------------------------
 
 
@@ -251,18 +212,20 @@ def test_inside_all_is_float32(device: str, dtype: torch.dtype) -> None:
     assert of_narrow.dtype == dtype and torch.equal(of_narrow, of_wide.to(dtype))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@everywhere
 @pytest.mark.parametrize("ignore_index", [2, -123])
-def test_a_target_out_of_bounds_is_an_error_or_nan(device: str, ignore_index: int) -> None:
+@pytest.mark.parametrize("target", [96, -1, -99, IGNORED])
+def test_a_target_out_of_bounds_is_an_error_or_nan(device: str, ignore_index: int, target: int) -> None:
     """On a GPU the loss of the head is NaN instead, since an error would have to wait for the GPU."""
     inputs = drawn(device, 24, 96, torch.bfloat16)
-    inputs[2][:8], inputs[2][8:12] = ignore_index, 97
+    inputs[2][:8], inputs[2][8:12] = ignore_index, target
     if device == "cuda":
         losses = of_head(*inputs, ignore_index=ignore_index, reduction="none")
         assert losses.isnan().tolist() == [8 <= token < 12 for token in range(24)]
         return
     for loss in LOSSES:
-        with pytest.raises(ValueError, match=f"targets must be class indices from 0 to 95, or {ignore_index}; got 97"):
+        message = f"targets must be class indices from 0 to 95, or {ignore_index}; got {target}"
+        with pytest.raises(ValueError, match=message):
             loss(*inputs, ignore_index=ignore_index)
 
 
