@@ -5,6 +5,7 @@ owns. A kind is whatever all parameters of a bucket must share, such as their dt
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -48,17 +49,19 @@ def test_the_first_and_the_last_bucket_are_small() -> None:
     assert plan([1] * 12, range(12), 5, 2) == [(0, 1), (2, 3, 4, 5, 6), (7, 8, 9), (10, 11)]
 
 
-@pytest.mark.parametrize("limit", [0, -1, math.nan])
-def test_a_limit_that_holds_nothing_is_refused(limit: float) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        plan([1], [0], limit, 1)
-    with pytest.raises(ValueError, match="must be positive"):
-        plan_segments([1], [0], limit, 2)
-
-
-def test_an_order_without_each_index_once_is_refused() -> None:
-    with pytest.raises(ValueError, match="each of 2 indices once"):
-        plan([1, 1], [0, 0], 5, 5)
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        *((plan, ([1], [0], limit, 1), "must be positive") for limit in (0, -1, math.nan)),
+        *((plan_segments, ([1], [0], limit, 2), "must be positive") for limit in (0, -1, math.nan)),
+        (plan, ([1, 1], [0, 0], 5, 5), "each of 2 indices once"),
+    ],
+)
+def test_a_limit_that_holds_nothing_and_an_order_without_each_index_are_refused(
+    function: Any, arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)
 
 
 @given(sizes)

@@ -1,4 +1,4 @@
-"""Strategies over copy engines train as one process does, and their buckets stay where they are in memory.
+"""Buckets of strategies over copy engines stay where they are in memory, and weights have the bits of those with NCCL.
 
 Copy engines copy memory between GPUs without a kernel. On CPUs the stand-in of tests/support/engines.py takes their
 place, which sends buckets over gloo.
@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from lmsys.parallel import STRATEGIES as TABLE
@@ -19,46 +17,7 @@ from lmsys.parallel.group import WorkerGroup, device
 from lmsys.training.gradients import GraphedGradients, backward_of
 from tests.support import ranks as on_ranks
 from tests.support.engines import EnginesOverGloo
-from tests.support.ranks import Net, Recipe, Training, group_of, on_first, stand_in, train, worst_ratio
-
-flags = st.booleans()
-STRATEGIES = st.sampled_from(["copy_engine", "copy_engine_zero1"])
-recipes = st.builds(Recipe, width=st.integers(1, 9), tied=flags, frozen=flags, unused=flags, rare=flags, mixed=flags)
-
-
-@settings(max_examples=8)
-@given(
-    strategy=STRATEGIES,
-    recipe=recipes,
-    bucket_mb=st.sampled_from([1e-5, 1e-4, 5e-4, 1.0]),
-    world_size=st.integers(2, 3),
-    microbatches=st.integers(1, 2),
-    set_to_none=flags,
-    recorded=flags,
-    seed=st.integers(0, 99),
-)
-def test_strategies_train_as_one_process_on_the_whole_batch(
-    ranks: WorkerGroup,
-    strategy: str,
-    recipe: Recipe,
-    bucket_mb: float,
-    world_size: int,
-    microbatches: int,
-    set_to_none: bool,
-    recorded: bool,
-    seed: int,
-) -> None:
-    training = Training(
-        strategy,
-        {"bucket_mb": bucket_mb},
-        world_size,
-        "momentum",
-        steps=4,
-        microbatches=microbatches,
-        set_to_none=set_to_none or strategy != "copy_engine",
-        recorded=recorded and strategy != "copy_engine",
-    )
-    assert worst_ratio(ranks.run(train, recipe, training, seed), recipe, training, seed) <= 1
+from tests.support.ranks import Net, Recipe, Training, backward, group_of, on_first, stand_in, train, worst_ratio
 
 
 @on_first(2)
@@ -71,8 +30,7 @@ def _places(group: Any, comm_dtype: torch.dtype | None) -> Any:
     with stand_in():
         wrapper = CopyEngine(Net(Recipe(width=8)), group, 1e-4, comm_dtype)
         for to_none in (True, True, False, True):
-            wrapper(torch.randn(3, 8)).backward()
-            wrapper.finish_gradient_synchronization()
+            backward(wrapper, torch.randn(3, 8))
             flats = wrapper.transport._exchange.flats
             bases = {id(p.grad._base) for p in wrapper.trainable}
             by_step.append((bases == {id(flat) for flat in flats}, [flat.data_ptr() for flat in flats]))
@@ -95,18 +53,17 @@ def test_buckets_keep_their_memory_and_gradients_are_views_of_them(
     assert sent == {comm_dtype or torch.float32} and dtypes == {torch.float32}
 
 
-def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
+@on_first(2)
+def _kept_graphs(group: Any, strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
     """On a rank: for each bucket, after steps with create_graph=True, True if it is part of autograd's graph."""
-    group, in_graph = group_of(2), []
-    if dist.get_rank() < 2:
-        with stand_in():
-            options = {"comm_dtype": comm_dtype} if strategy == "copy_engine" else {}
-            wrapper = TABLE[strategy].load()(Net(Recipe(width=8)), group, 1e-4, **options)
-            for _ in range(2):
-                wrapper(torch.randn(3, 8)).backward(create_graph=True)
-                wrapper.finish_gradient_synchronization()
-                in_graph += [x.requires_grad for x in wrapper.transport._exchange.flats]
-                wrapper.zero_grad()
+    in_graph, options = [], {"comm_dtype": comm_dtype} if strategy == "copy_engine" else {}
+    with stand_in():
+        wrapper = TABLE[strategy].load()(Net(Recipe(width=8)), group, 1e-4, **options)
+        for _ in range(2):
+            wrapper(torch.randn(3, 8)).backward(create_graph=True)
+            wrapper.finish_gradient_synchronization()
+            in_graph += [x.requires_grad for x in wrapper.transport._exchange.flats]
+            wrapper.zero_grad()
     return in_graph
 
 
@@ -120,10 +77,10 @@ def test_buckets_do_not_keep_autograds_graph(ranks: WorkerGroup, strategy: str, 
     assert in_graph and not any(in_graph)
 
 
-def _refused() -> str:
+@on_first(2)
+def _refused(group: Any) -> str:
     """On a rank: the error of making a strategy where there are no copy engines."""
-    group = group_of(2)
-    return on_ranks.error_of(CopyEngine, Net(Recipe()), group) if dist.get_rank() < 2 else ""
+    return on_ranks.error_of(CopyEngine, Net(Recipe()), group)
 
 
 def test_machines_without_copy_engines_are_refused(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +135,7 @@ def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str,
         else:
             with wrapper.no_sync():
                 wrapper(x + 1).backward()
-            wrapper(x).backward()
-            wrapper.finish_gradient_synchronization()
+            backward(wrapper, x)
         torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)  # in place, as by clipping
         optimizer.step()
         optimizer.zero_grad(set_to_none=graphed or "zero1" in strategy or step % 2 == 0)

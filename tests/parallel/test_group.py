@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,10 +81,6 @@ def _sleeps(rank: int) -> None:
         time.sleep(600)
 
 
-def pids(group: WorkerGroup) -> list[int]:
-    return group.pids
-
-
 def ended(pids: list[int]) -> bool:
     """True if none of these processes is left, not even as a zombie."""
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -150,7 +147,7 @@ def test_a_rank_that_fails_ends_the_others_on_nccl(  # type: ignore[no-untyped-d
 def _fails_within_seconds(backend: str, function, kind: str, message: str) -> None:  # type: ignore[no-untyped-def]
     """AssertionError unless rank 1, which fails in `function`, ends a group of two with this error within 15 s."""
     group = WorkerGroup(2, backend, timeout_s=PATIENCE_S)
-    processes, watch = pids(group), Stopwatch()
+    processes, watch = group.pids, Stopwatch()
     with pytest.raises(WorkerError, match=f"(?s){message}") as caught:
         group.run(function, 1, timeout_s=3 if function is _sleeps else None)
     assert (caught.value.rank, caught.value.kind) == (1, kind)
@@ -176,23 +173,27 @@ def test_a_wrong_limit_for_stopped_ranks_is_refused(text: str, monkeypatch: pyte
 
 def test_closing_leaves_no_process() -> None:
     with WorkerGroup(1, "gloo") as group:
-        processes = pids(group)
+        processes = group.pids
         assert group.run(_facts, 3) == [(0, 1, 3.0)]
     assert ended(processes)
 
 
-def test_groups_that_the_machine_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="backend='mpi' must be one of"):
-        check_backend("mpi", 2)
-    with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
-        check_backend("gloo", 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="'nccl' needs CUDA, and this machine has no CUDA device"):
-        WorkerGroup(2, "nccl")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="world_size=3 is more than the 2 GPUs"):
-        WorkerGroup(3, "nccl")
+@pytest.mark.parametrize(
+    ("make", "world_size", "backend", "gpus", "message"),
+    [
+        (check_backend, 2, "mpi", 0, "backend='mpi' must be one of"),
+        (check_backend, 0, "gloo", 0, "world_size=0 must be at least 1"),
+        (WorkerGroup, 2, "nccl", 0, "'nccl' needs CUDA, and this machine has no CUDA device"),
+        (WorkerGroup, 3, "nccl", 2, "world_size=3 is more than the 2 GPUs"),
+    ],
+)
+def test_groups_that_the_machine_cannot_run_are_refused(
+    make: Any, world_size: int, backend: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=message):
+        make(backend=backend, world_size=world_size)
 
 
 @pytest.mark.parametrize(("text", "state"), [(None, "is not set"), ("", "is ''"), ("one", "is 'one'")])

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup
-from lmsys.parallel.sharded_optimizer import flat_share, whole_state
+from lmsys.parallel.sharded_optimizer import whole_state
+from tests.support.modules import divided
 from tests.support.ranks import on_first
 
 RANKS, STEPS, EXAMPLES, WORDS, WIDTH = 2, 4, 10, 100, 64  # EXAMPLES of a rank; WORDS of the vocabulary
@@ -100,12 +101,7 @@ def test_an_optimizers_state_is_divided_among_ranks_and_joined_again() -> None:
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
-    state = optimizer.state_dict()
-    shares = [flat_share(state, model, rank, RANKS, [list(model.parameters())]) for rank in range(RANKS)]
-    restored = whole_state(shares, model, [list(model.parameters())])["state"]
-    assert restored.keys() == state["state"].keys()
-    for number, held in state["state"].items():
-        assert all(torch.equal(restored[number][name], x) for name, x in held.items())
+    shares = divided(optimizer, model, RANKS)
     block[1].reads_own_dtype = False
     with pytest.raises(ValueError, match="of 3 flat parts, and the module has 2: .* reads_own_dtype"):
         whole_state(shares, model, [list(model.parameters())])

@@ -28,7 +28,7 @@ from lmsys.parallel.wrapper import whole
 from lmsys.testing import ratio_of
 from lmsys.training.muon import Muon, matrix_groups
 from tests.support import ranks as on_ranks
-from tests.support.ranks import Net, Recipe, group_of
+from tests.support.ranks import Net, Recipe, on_first, on_some, step
 
 flags = st.booleans()
 recipes = st.builds(
@@ -45,7 +45,8 @@ def _owned(strategy: str, wrapper: Any, net: Net, group: Any, **options: Any) ->
     return ShardedOptimizer(grouped(net, matrix_groups(net)), Muon, collectives.unwrapped(group), **options)
 
 
-def _steps(recipe: Recipe, strategy: str, world_size: int, owned: bool, batched: bool, seed: int) -> Any:
+@on_some
+def _steps(group: Any, recipe: Recipe, strategy: str, owned: bool, batched: bool, seed: int) -> Any:
     """On a rank: (before, after, held, owners, gathers).
 
     before, after  the model's state before and after three steps
@@ -53,10 +54,7 @@ def _steps(recipe: Recipe, strategy: str, world_size: int, owned: bool, batched:
     owners         for each parameter, the rank that owns it
     gathers        all-gathers of a step
     """
-    group, rank = group_of(world_size), dist.get_rank()
-    if rank >= world_size:
-        return None
-    tree = collectives.TreeSums(group)
+    tree, rank, world_size = collectives.TreeSums(group), dist.get_rank(), dist.get_world_size(group)
     torch.manual_seed(seed)
     net = Net(recipe).to(device())
     wrapper = STRATEGIES[strategy].load()(net, tree)
@@ -74,10 +72,7 @@ def _steps(recipe: Recipe, strategy: str, world_size: int, owned: bool, batched:
     data = torch.randn(3, world_size, 4, recipe.width, generator=torch.Generator().manual_seed(seed)).to(device())
     with on_ranks.use((collectives, "all_gather", counting)):
         for x in data:
-            wrapper(x[rank if strategy != "none" else 0]).backward()
-            wrapper.finish_gradient_synchronization()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(wrapper, optimizer, x[rank if strategy != "none" else 0])
         after = on_ranks.copies(wrapper.full_state_dict())
     params = [p for params_of in optimizer.param_groups for p in params_of["params"]]
     held = {number for number, p in enumerate(params) if optimizer.state.get(p)}
@@ -98,8 +93,8 @@ def test_owners_step_as_ranks_that_do_all_the_work(
 ) -> None:
     """Bits are equal if each matrix is orthogonalized by itself. A batch of other matrices may round otherwise."""
     plain = "none" if strategy == "none" else "naive"
-    replicated = ranks.run(_steps, recipe, plain, world_size, False, batched, seed)[:world_size]
-    owned = ranks.run(_steps, recipe, strategy, world_size, True, batched, seed)[:world_size]
+    replicated = ranks.run(_steps, world_size, recipe, plain, False, batched, seed)[:world_size]
+    owned = ranks.run(_steps, world_size, recipe, strategy, True, batched, seed)[:world_size]
     for rank, (reference, result) in enumerate(zip(replicated, owned, strict=True)):
         (before, expected, *_), (start, state, held, owners, gathers) = reference, result
         assert all(torch.equal(before[name], x) for name, x in start.items())
@@ -126,11 +121,9 @@ def test_replicated_ranks_of_any_number_step_as_one(ranks: WorkerGroup, world_si
     assert all(torch.equal(x, y) for parameters in results for x, y in zip(*parameters, strict=True))
 
 
-def _given_gradients(world_size: int) -> Any:
+@on_some
+def _given_gradients(group: Any) -> Any:
     """On a rank: [a model's parameters after three steps by owners, those after steps by this rank alone]."""
-    group = group_of(world_size)
-    if dist.get_rank() >= world_size:
-        return None
     ends = []
     for owned in (True, False):
         torch.manual_seed(0)
@@ -149,8 +142,8 @@ def _given_gradients(world_size: int) -> Any:
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_the_whole_state_has_the_names_and_numbers_of_one_process(ranks: WorkerGroup, strategy: str) -> None:
     """It also loads under another strategy. Before the first step it is zero."""
-    expected, _ = ranks.run(_whole_states, "naive", 2)[0]
-    for first, last in ranks.run(_whole_states, strategy, 2)[:2]:
+    expected, _ = ranks.run(_whole_states, "naive")[0]
+    for first, last in ranks.run(_whole_states, strategy)[:2]:
         for state in (first, last):
             assert state.keys() == expected.keys()
             for name, tensors in expected.items():
@@ -158,12 +151,10 @@ def test_the_whole_state_has_the_names_and_numbers_of_one_process(ranks: WorkerG
                 assert all(torch.equal(state[name][key], x) for key, x in tensors.items()), name
 
 
-def _whole_states(strategy: str, world_size: int) -> Any:
+@on_first(2)
+def _whole_states(group: Any, strategy: str) -> Any:
     """On a rank: [the optimizer's whole state after two steps, the same once loaded into another strategy]."""
-    tree = collectives.TreeSums(group_of(world_size))
-    if dist.get_rank() >= world_size:
-        return None
-    states, held = [], None
+    tree, states, held = collectives.TreeSums(group), [], None
     for name in (strategy, "fsdp" if strategy == "zero1" else "zero1"):
         torch.manual_seed(0)
         net = Net(Recipe(width=5, tied=True)).to(device())
@@ -173,10 +164,7 @@ def _whole_states(strategy: str, world_size: int) -> Any:
         assert not any(state["momentum_buffer"].any() for state in zeros.values() if "momentum_buffer" in state)
         if held is None:
             for x in torch.randn(2, 2, 4, 5, generator=torch.Generator().manual_seed(1)).to(device()):
-                wrapper(x[dist.get_rank()]).backward()
-                wrapper.finish_gradient_synchronization()
-                optimizer.step()
-                optimizer.zero_grad()
+                step(wrapper, optimizer, x[dist.get_rank()])
         else:
             wrapper.load_optimizer_state_dict(optimizer, held)
         held = wrapper.full_optimizer_state_dict(optimizer)
@@ -201,14 +189,12 @@ def test_torchs_muon_steps_on_ranks_as_in_one_process(
         assert (moved - exact).norm() <= 4 * torch.finfo(torch.bfloat16).eps * exact.norm()
 
 
-def _steps_of_torch(recipe: Recipe, strategy: str, seed: int) -> Any:
+@on_first(2)
+def _steps_of_torch(group: Any, recipe: Recipe, strategy: str, seed: int) -> Any:
     """On a rank: how far three steps by given gradients move parameters, under the strategy and in float64 without it.
 
     Gradients are of full rank: rounding decides how far a step goes in directions that a gradient lacks.
     """
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return None
     moved = []
     options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-2}
     for is_exact in (False, True):

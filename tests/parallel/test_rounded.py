@@ -22,7 +22,7 @@ from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.structure import flats_by_block, read_rounded
-from tests.support.ranks import group_of, on_first
+from tests.support.ranks import backward, group_of, on_first
 
 # (strategy, its options): ranks that hold whole weights, and ranks that gather rounded ones.
 WHOLE, ROUNDED = ("bucketed", {}), ("fsdp", {"compute_dtype": torch.bfloat16})
@@ -112,16 +112,9 @@ def _gathers() -> list[tuple[int, torch.dtype]]:
     torch.manual_seed(0)
     model, tokens = build()
     wrapper = Fsdp(Loss(model), group_of(1), compute_dtype=torch.bfloat16)
-    seen: list[FlatShard] = []
-    gather = FlatShard.gather
-
-    def counted(self: FlatShard) -> None:
-        gather(self)
-        seen.append(self)
-
-    with patch.object(FlatShard, "gather", counted):
-        wrapper(tokens[0, :, :-1], tokens[0, :, 1:]).backward()
-        wrapper.finish_gradient_synchronization()
+    with patch.object(FlatShard, "gather", autospec=True, side_effect=FlatShard.gather) as gather:
+        backward(wrapper, tokens[0, :, :-1], tokens[0, :, 1:])
+    seen = [call.args[0] for call in gather.call_args_list]
     return [(seen.count(flat), flat.whole.dtype) for flat in wrapper._units[0].flats]
 
 

@@ -106,8 +106,3 @@ def test_rows_have_the_traits_that_others_act_on(name: str) -> None:
 def test_the_default_baseline_is_one_row() -> None:
     largest = max(StrategyTraits.of(row).baseline for row in ROWS.values())
     assert largest and [StrategyTraits.of(row).baseline for row in ROWS.values()].count(largest) == 1
-
-
-def test_rows_have_colors_of_their_own() -> None:
-    colors = [StrategyTraits.of(row).color for row in ROWS.values()]
-    assert len(set(colors)) == len(colors)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_grad_norm
-from tests.support.ranks import error_of, on_first, stand_in
+from tests.support.ranks import Trained, error_of, on_first, stand_in
 
 WIDTH, EXAMPLES = 4, 3
 BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()  # kinds that every strategy supports
@@ -298,12 +298,11 @@ class Net(nn.Module):
 
 
 @dataclass
-class Player:
+class Player(Trained):
     """A model, wrapped by a strategy or plain, that is trained in some ways.
 
     ranks  the ranks whose batches it trains on: its own, or for a plain model all
     wrap   wraps another module in the same way
-    seen   what can be seen from outside, such as state dicts and norms, in order
     drawn  how many batches were drawn
     """
 
@@ -315,39 +314,15 @@ class Player:
     drawn: int = 0
 
     def __post_init__(self) -> None:
-        self.optimizer = self.optimizer_of(self.model)
-
-    def optimizer_of(self, model: Any) -> torch.optim.Optimizer:
         cls, options = OPTIMIZERS[self.net.graph.optimizer]
         groups = groups_of if self.net.graph.optimizer == "grouped" else None
-        if hasattr(model, "make_optimizer"):
-            return model.make_optimizer(cls, groups, **options)
-        if groups is None:
-            return cls(model.parameters(), **options)
-        return cls([{"params": [p], **groups(name, p)} for name, p in model.named_parameters()], **options)
+        self.optimizer = self.optimizer_by(cls, groups, **options)
 
     def play(self, ways: Sequence[str]) -> list[dict[str, Tensor]]:
         for way in ways:
             getattr(self, way)()
         self.see(**self.whole())
         return self.seen
-
-    @property
-    def is_plain(self) -> bool:
-        return isinstance(self.model, Net)
-
-    @property
-    def net(self) -> Any:
-        return self.model if self.is_plain else self.model.module
-
-    def whole(self) -> dict[str, Tensor]:
-        return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
-
-    def see(self, **values: Tensor) -> None:
-        """Appends copies of these values to `seen`; complex numbers as pairs, FSDP2's DTensors as whole tensors."""
-        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in values.items()}
-        real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in whole.items()}
-        self.seen.append({name: x.detach().cpu().clone() for name, x in real.items()})
 
     def batch(self) -> list[Tensor]:
         """A batch for each of `ranks`; all players draw the same."""
@@ -368,18 +343,10 @@ class Player:
     def loss(self) -> Tensor:
         return self.mean(self.outputs(self.batch()))
 
-    def finish(self) -> None:
-        if not self.is_plain:
-            self.model.finish_gradient_synchronization()
-
     def update(self) -> None:
         """End a step after its last backward: gradients are synchronized, and the optimizer steps."""
         self.finish()
         self.apply()
-
-    def apply(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def gradients(self) -> None:
         """A forward, a backward, and the synchronization of gradients, without a step of the optimizer."""
@@ -401,17 +368,14 @@ class Player:
         (self.loss() + self.loss()).backward()
         self.update()
 
-    def two_backwards(self) -> None:
-        first, second = self.loss(), self.loss()
-        first.backward()
-        second.backward()
+    def two_backwards(self, order: int = 1) -> None:
+        losses = [self.loss(), self.loss()]
+        for loss in losses[::order]:
+            loss.backward()
         self.update()
 
     def two_backwards_in_reverse(self) -> None:
-        first, second = self.loss(), self.loss()
-        second.backward()
-        first.backward()
-        self.update()
+        self.two_backwards(order=-1)
 
     def sync_then_not(self) -> None:
         first, second = self.loss(), self.loss()

@@ -20,9 +20,9 @@ from lmsys.parallel import STRATEGIES
 from lmsys.parallel.collectives import Pending
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import device
-from lmsys.parallel.sharded_optimizer import FlatBuffer
+from lmsys.parallel.sharded_optimizer import FlatBuffer, flat_share, whole_state
 from lmsys.parallel.zero1 import Zero1
-from tests.support.ranks import Net, Recipe, error_of, group_of, on_first, stand_in, use
+from tests.support.ranks import Net, Recipe, Trained, backward, error_of, on_first, on_some, stand_in, step, use
 
 WIDTH = 5
 RECIPE = Recipe(width=WIDTH, tied=True, frozen=True)  # with two weights that are one, and one that is not trained
@@ -30,11 +30,10 @@ LR = 0.05
 
 
 @dataclass
-class Player:
+class Player(Trained):
     """A model, wrapped by a strategy or plain, on which a program of operations is done.
 
     ranks  the ranks whose batches it trains on: its own, or for a plain model all
-    seen   what can be seen from outside, such as state dicts and gradients, in order
     saved  the state dict that `save` has written
 
     `play` sets `batch` (ranks, micro-batches, examples, WIDTH) before each operation.
@@ -59,33 +58,18 @@ class Player:
         self.state()
         return self.seen
 
-    @property
-    def is_plain(self) -> bool:
-        return isinstance(self.model, Net)
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that the strategy wraps."""
-        return self.model if self.is_plain else self.model.module
-
     def loss(self, micro: int) -> Tensor:
         """The mean loss of `ranks` on this micro-batch."""
         return torch.stack([self.model(self.batch[rank, micro]) for rank in self.ranks]).mean()
 
-    def see(self, **values: Tensor) -> None:
-        """Appends these tensors to `seen`."""
-        self.seen.append({name: x.detach().cpu().clone() for name, x in values.items()})
-
     def backward(self) -> None:
         """The backward of the first micro-batch, and the synchronization of gradients."""
         self.loss(0).backward()
-        if not self.is_plain:
-            self.model.finish_gradient_synchronization()
+        self.finish()
 
     def step(self) -> None:
         self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.apply()
 
     def late_step(self) -> None:
         """A step with a forward between its gradients and the optimizer, which outdates what that forward gathered."""
@@ -93,8 +77,7 @@ class Player:
         if isinstance(self.model, Fsdp):
             self.model.finish_gradient_synchronization()  # there is nothing to do: gradients stay as they are
         self.look()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.apply()
 
     def accumulate(self) -> None:
         """A step with the gradients of both micro-batches, which are synchronized once."""
@@ -109,15 +92,14 @@ class Player:
         """Appends to `seen` the gradients that this rank has at the module's parameters, with fsdp after `unshard`."""
         self.backward()
         if isinstance(self.model, Fsdp):
-            parts = {name: p.grad for name, p in self.module.named_parameters() if p.requires_grad}
+            parts = {name: p.grad for name, p in self.net.named_parameters() if p.requires_grad}
             assert all(x is not None and x.dim() == 1 for x in parts.values())
             self.model.unshard()
         if isinstance(self.model, Zero1):
             own = [p for p, owner in self.model.owners.items() if owner == self.model.rank]
-            assert {id(p) for p in own} == {id(p) for p in self.module.parameters() if p.grad is not None}
-        self.see(**{f"gradient of {n}": p.grad for n, p in self.module.named_parameters() if p.grad is not None})
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            assert {id(p) for p in own} == {id(p) for p in self.net.parameters() if p.grad is not None}
+        self.see(**{f"gradient of {n}": p.grad for n, p in self.net.named_parameters() if p.grad is not None})
+        self.apply()
 
     def evaluate(self) -> None:
         """Appends the result of the model in evaluation to `seen`."""
@@ -134,8 +116,8 @@ class Player:
         """Appends to `seen` the module's parameters, by named_parameters() and by state_dict()."""
         if isinstance(self.model, Fsdp):
             self.model.unshard()
-        self.see(**dict(self.module.named_parameters()))
-        self.see(**self.module.state_dict())
+        self.see(**dict(self.net.named_parameters()))
+        self.see(**self.net.state_dict())
 
     def step_after_unshard(self) -> None:
         """A step after `unshard`: parameters that were whole before the step are sharded again after it."""
@@ -144,18 +126,13 @@ class Player:
         self.backward()
         if isinstance(self.model, Fsdp):
             self.model.unshard()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.apply()
         if isinstance(self.model, Fsdp):
-            assert "was read that fsdp has divided" in error_of(lambda: self.module.first.weight.sum())
+            assert "was read that fsdp has divided" in error_of(lambda: self.net.first.weight.sum())
         self.state()
 
     def state(self) -> None:
         self.see(**self.whole())
-
-    def whole(self) -> dict[str, Tensor]:
-        """The state dict with whole tensors."""
-        return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
 
     def save(self) -> None:
         file = io.BytesIO()
@@ -167,11 +144,7 @@ class Player:
         assert not result.missing_keys and not result.unexpected_keys
 
     def new_optimizer(self) -> None:
-        options = {"lr": LR, "momentum": 0.9}
-        if self.is_plain:
-            self.optimizer: Any = torch.optim.SGD(self.model.parameters(), **options)
-        else:
-            self.optimizer = self.model.make_optimizer(torch.optim.SGD, **options)
+        self.optimizer = self.optimizer_by(torch.optim.SGD, lr=LR, momentum=0.9)
 
     def zero(self) -> None:
         """Computes gradients, and drops them."""
@@ -182,7 +155,7 @@ class Player:
         """Calls that must return the model itself, and leave its parameters as they are."""
         assert self.model.to(self.dtype) is self.model and self.model.train() is self.model
         assert "Linear" in repr(self.model)
-        assert len(list(self.module.parameters())) == len(list(Net(RECIPE).parameters()))
+        assert len(list(self.net.parameters())) == len(list(Net(RECIPE).parameters()))
 
 
 OPERATIONS = (
@@ -307,9 +280,7 @@ def _step_over_module(wrapper: nn.Module, _: Any) -> str:
 def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Does a training step; a text that says if it changed the last weight, and to equal values on both ranks."""
     before = wrapper.full_state_dict()["last.weight"].clone()
-    wrapper(_ones()).backward()
-    wrapper.finish_gradient_synchronization()
-    optimizer.step()
+    step(wrapper, optimizer, _ones())
     after = wrapper.full_state_dict()["last.weight"]
     # Both ranks call this, which communicates: on a GPU one alone may have noticed that a parameter was replaced.
     compared = _compare_ranks(wrapper, after)
@@ -317,8 +288,7 @@ def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _zero_grad(wrapper: nn.Module, _: Any) -> str:
-    wrapper(_ones()).backward()
-    wrapper.finish_gradient_synchronization()
+    backward(wrapper, _ones())
     wrapper.zero_grad()
     left = sum(float(p.grad.abs().sum()) for p in wrapper.parameters() if p.grad is not None)
     return f"gradients left: {left}"
@@ -401,23 +371,19 @@ def do(group: Any, strategy: str, operation: str) -> str:
 # Checkpoints of torch.distributed.checkpoint, from one strategy to another.
 
 
-def save_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
-    """Saves a model, on one of two ranks, and returns its whole state dict; {} on a rank outside of `world_size`."""
-    group, rank = group_of(world_size), dist.get_rank()
-    if rank >= world_size:
-        return {}
-    torch.manual_seed(rank)
+@on_some
+def save_checkpoint(group: Any, strategy: str, folder: str) -> dict[str, Tensor]:
+    """Saves a model, on a rank, and returns its whole state dict."""
+    torch.manual_seed(dist.get_rank())
     state, whole = _state_of(_built(strategy, group), strategy)
     dcp.save(state, checkpoint_id=folder, process_group=group)
     return whole
 
 
-def load_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
-    """Loads that checkpoint into a model with other weights, and returns its whole state dict; {} as above."""
-    group, rank = group_of(world_size), dist.get_rank()
-    if rank >= world_size:
-        return {}
-    torch.manual_seed(100 + rank)
+@on_some
+def load_checkpoint(group: Any, strategy: str, folder: str) -> dict[str, Tensor]:
+    """Loads that checkpoint into a model with other weights, and returns its whole state dict."""
+    torch.manual_seed(100 + dist.get_rank())
     model = _built(strategy, group)
     state, _ = _state_of(model, strategy)
     dcp.load(state, checkpoint_id=folder, process_group=group)
@@ -441,3 +407,22 @@ def _state_of(model: nn.Module, strategy: str) -> tuple[dict[str, Any], dict[str
         return state, {name: x.clone() for name, x in state.items()}
     state = model.module.state_dict() if strategy == "torch_fsdp2" else model.sharded_state_dict()
     return state, {name: x.clone() for name, x in model.full_state_dict().items()}
+
+
+# Optimizer states, divided among ranks.
+
+
+def divided(optimizer: torch.optim.Optimizer, module: nn.Module, *world_sizes: int) -> list[Any]:
+    """The shares of an optimizer's state for the last number of ranks.
+
+    AssertionError unless the state is equal once it was divided and joined for each number of ranks in turn.
+    """
+    groups, state = [[*module.parameters()]], optimizer.state_dict()
+    for world_size in world_sizes:
+        shares = [flat_share(state, module, rank, world_size, groups) for rank in range(world_size)]
+        assert len({len(share["state"][0]["exp_avg"]) for share in shares}) == 1
+        state = whole_state(shares, module, groups)
+        counters = [held["step"] for held in state["state"].values()]
+        assert len(set(map(id, counters))) == len(counters)  # no two are one tensor: each is incremented in place
+    torch.testing.assert_close(state["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+    return shares

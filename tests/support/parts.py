@@ -19,7 +19,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.parallel.peers import TorchFSDP2
 from lmsys.training.optimizer import AdamW, clip_grad_norm
-from tests.support.ranks import Net, Recipe, error_of, group_of, on_first, stand_in
+from tests.support.ranks import Net, Recipe, Trained, by_hand, error_of, group_of, on_first, stand_in
 
 RECIPE, MAX_NORM = Recipe(width=5), 0.05  # the model, and the norm to which gradients are clipped
 State = dict[str, Tensor]  # weights by name
@@ -31,60 +31,40 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 @dataclass
-class Trained:
+class Run(Trained):
     """A model and its optimizer, and the ranks whose batches it trains on."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     ranks: Sequence[int]
 
-    @property
-    def is_plain(self) -> bool:
-        return isinstance(self.model, Net)
-
     def backward(self, step: int, scale: Callable[[Tensor], Tensor] = lambda loss: loss, factor: float = 1) -> None:
         """A backward of scale(mean loss of all ranks * factor), and the synchronization of gradients."""
         like = next(self.model.parameters())
         losses = [self.model(batch(step, rank).to(like)) for rank in self.ranks]
         scale(torch.stack(losses).mean() * factor).backward()
-        if not self.is_plain:
-            self.model.finish_gradient_synchronization()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.finish()
 
     def step(self, step: int) -> None:
         self.backward(step)
-        self.update()
-
-    def whole(self) -> State:
-        """Copies of the whole weights, on the CPU."""
-        state = self.model.state_dict() if self.is_plain else self.model.full_state_dict()
-        return {name: x.detach().cpu().clone() for name, x in state.items()}
+        self.apply()
 
 
-def made(strategy: str, cls: Any = torch.optim.SGD, recipe: Recipe = RECIPE, seed: int = 0, **options: Any) -> Trained:
+def made(strategy: str, cls: Any = torch.optim.SGD, net: nn.Module | None = None, seed: int = 0, **options: Any) -> Run:
     """A model and its optimizer `cls`, for a strategy on this rank.
 
     "alone" is a plain model on one process that trains on the batches of all ranks; "exact" is that in float64.
     """
     torch.manual_seed(seed)
-    net, options = Net(recipe), {"lr": 0.1, **({} if cls in (torch.optim.SGD, Plain) else {"eps": 1e-2}), **options}
+    net = Net(RECIPE) if net is None else net
+    options = {"lr": 0.1, **({} if cls in (torch.optim.SGD, Plain) else {"eps": 1e-2}), **options}
     if strategy in ("alone", "exact"):
         net = net.double() if strategy == "exact" else net
         groups = options.pop("groups", None)
-        return Trained(net, cls(by_hand(net, groups), **options), (0, 1))
+        return Run(net, cls(by_hand(net, groups), **options), (0, 1))
     with stand_in():
         wrapper = STRATEGIES[strategy].load()(net.to(device()), group_of(2))
-    return Trained(wrapper, wrapper.make_optimizer(cls, **options), (dist.get_rank(),))
-
-
-def by_hand(net: nn.Module, groups: Any) -> Any:
-    """An optimizer's first argument: the parameters, or with `groups` a param group for each, with groups(name, p)."""
-    if groups is None:
-        return net.parameters()
-    return [{"params": [p], **groups(name, p)} for name, p in net.named_parameters()]
+    return Run(wrapper, wrapper.make_optimizer(cls, **options), (dist.get_rank(),))
 
 
 # Trainings, each of which returns what can be compared.
@@ -97,7 +77,7 @@ def clipped(strategy: str) -> tuple[Tensor, State]:
         run.backward(step)
         of = run.model.parameters() if run.is_plain else run.model
         norms.append(clip_grad_norm(of, MAX_NORM).cpu())
-        run.update()
+        run.apply()
     return torch.stack(norms), run.whole()
 
 
@@ -106,7 +86,7 @@ def scaled(strategy: str) -> tuple[list[float], State]:
     run, scales = made(strategy, AdamW), []
     scaler = torch.amp.GradScaler(next(run.model.parameters()).device.type, init_scale=1024.0)
     for step in range(3):
-        weight = run.model.last.weight if run.is_plain else run.model.module.last.weight
+        weight = run.net.last.weight
         hook = weight.register_hook(lambda grad, step=step: grad * (torch.inf if step == 1 else 1))
         run.backward(step, scaler.scale)
         hook.remove()
@@ -176,18 +156,16 @@ def with_batches_run_out(strategy: str) -> State:
         like = next(run.model.parameters())
         losses = [f * run.model(batch(step, rank).to(like)) for f, rank in zip(factors, run.ranks, strict=True)]
         torch.stack(losses).mean().backward()
-        if not run.is_plain:
-            run.model.finish_gradient_synchronization()
-        run.update()
+        run.finish()
+        run.apply()
     return run.whole()
 
 
 def with_a_late_group(strategy: str) -> State:
     """An optimizer of the last layer, which gets the other parameters as a group after two steps."""
     run = made(strategy)
-    net = run.model if run.is_plain else run.model.module
-    last = [net.last.weight]
-    others = [p for p in net.parameters() if p is not net.last.weight]
+    last = [run.net.last.weight]
+    others = [p for p in run.net.parameters() if p is not last[0]]
     if run.is_plain or strategy == "naive":
         run.optimizer = torch.optim.SGD(last, lr=0.1, momentum=0.9)
     else:
@@ -214,27 +192,18 @@ class Few(nn.Module):
 
 def scaled_with_few_parameters(strategy: str) -> tuple[list[float], State]:
     """Three steps of `Few` under GradScaler; rank 1 has an inf in the second. (scales, weights)."""
-    net, ranks, scales = Few(), (0, 1), list[float]()
-    net = net.double() if strategy == "exact" else net
-    model: Any = net
-    if strategy not in ("alone", "exact"):
-        ranks = (dist.get_rank(),)
-        model = STRATEGIES[strategy].load()(net.to(device()), group_of(2))
-    make = getattr(model, "make_optimizer", lambda cls, **options: cls(model.parameters(), **options))
-    run = Trained(model, make(torch.optim.SGD, lr=0.1, momentum=0.9), ranks)
+    run, scales = made(strategy, net=Few(), momentum=0.9), list[float]()
     scaler = torch.amp.GradScaler(device().type, init_scale=16.0)
     for step in range(3):
-        xs = [torch.full((3,), step + rank + 1.0, device=device()) for rank in ranks]
-        factors = [torch.inf if step == rank == 1 else 1.0 for rank in ranks]
-        scaler.scale(torch.stack([model(x) * f for x, f in zip(xs, factors, strict=True)]).mean()).backward()
-        if model is not net:
-            model.finish_gradient_synchronization()
+        xs = [torch.full((3,), step + rank + 1.0, device=device()) for rank in run.ranks]
+        factors = [torch.inf if step == rank == 1 else 1.0 for rank in run.ranks]
+        scaler.scale(torch.stack([run.model(x) * f for x, f in zip(xs, factors, strict=True)]).mean()).backward()
+        run.finish()
         scaler.step(run.optimizer)
         scaler.update()
         run.optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    whole = net.state_dict() if model is net else model.full_state_dict()
-    return scales, {name: x.detach().cpu().clone() for name, x in whole.items()}
+    return scales, run.whole()
 
 
 class Plain(torch.optim.Optimizer):
@@ -259,8 +228,7 @@ def by_a_plain_optimizer(strategy: str) -> tuple[State, int, int]:
         run.backward(step)
         run.optimizer.step(factor=0.5)
         run.optimizer.zero_grad()
-    make = Plain if run.is_plain else run.model.make_optimizer
-    other = Plain(run.model.parameters(), lr=0.1) if run.is_plain else make(Plain, lr=0.1)
+    other = run.optimizer_by(Plain, lr=0.1)
     other.load_state_dict(run.optimizer.state_dict())
     run.optimizer = other
     run.step(2)
@@ -288,7 +256,7 @@ def with_averages(strategy: str) -> list[State]:
     """
     run = made(strategy, torch.optim.SGD, momentum=0.9)
     show, hide = (getattr(run.model, name, lambda: None) for name in ("unshard", "reshard"))
-    net, seen = run.model if run.is_plain else run.model.module, []
+    net, seen = run.net, []
     show()
     average = [p.detach().clone() for p in net.parameters()]
     hide()
@@ -325,20 +293,18 @@ def refused_states(strategy: str) -> list[str]:
     other.backward(1)
     share = error_of(other.optimizer.load_state_dict, sent[0])
     if strategy == "fsdp":
-        share = error_of(other.update)
+        share = error_of(other.apply)
     whole = run.model.full_optimizer_state_dict(run.optimizer)
     grouped = made(strategy, AdamW, groups=decayed)
     errors = [error_of(grouped.model.load_optimizer_state_dict, grouped.optimizer, whole)]
     del whole["param_groups"][0]["params"][0]
-    errors.append(error_of(run.model.load_optimizer_state_dict, run.optimizer, whole))
-    errors.append(share)
+    errors += [error_of(run.model.load_optimizer_state_dict, run.optimizer, whole), share]
     if strategy == "fsdp":
         errors.append(error_of(get_optimizer_state_dict, run.model, run.optimizer))
         params = list(run.model.parameters())
         parts = [{"params": [p for p in params if p.dim() > 1]}, {"params": params, "weight_decay": 0.0}]
         run.optimizer = torch.optim.AdamW(parts)
-        errors.append(error_of(run.step, 1))
-        errors.append(error_of(lambda: run.model.make_optimizer(AdamW, groups=decayed)))
+        errors += [error_of(run.step, 1), error_of(lambda: run.model.make_optimizer(AdamW, groups=decayed))]
     return errors
 
 

@@ -1,15 +1,16 @@
 """Trainings of a small model by data parallelism on ranks, and on one process to compare with. Ranks import this file.
 
 Tests draw a `Recipe` and a `Training`, run `train` on ranks, and compare by `worst_ratio`. Other helpers of tests on
-ranks are here too: `group_of`, `on_first`, `use`, `stand_in` and `error_of`.
+ranks are here too: `group_of`, `on_first`, `on_some`, `backward`, `step`, `Trained`, `use`, `stand_in` and `error_of`.
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -135,11 +136,86 @@ def on_first(world_size: int) -> Callable[[Callable[..., Any]], Callable[..., An
     return decorate
 
 
+def on_some(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of functions for ranks that are called with (a world size, *args): see `on_first`."""
+
+    @wraps(function)
+    def run(world_size: int, *args: Any) -> Any:
+        return on_first(world_size)(function)(*args)
+
+    return run
+
+
+def by_hand(net: nn.Module, groups: Any) -> Any:
+    """An optimizer's first argument: the parameters, or with `groups` a param group for each, with groups(name, p)."""
+    if groups is None:
+        return net.parameters()
+    return [{"params": [p], **groups(name, p)} for name, p in net.named_parameters()]
+
+
 def batches(recipe: Recipe, training: Training, seed: int) -> Tensor:
     """The inputs of a training: (steps, microbatches, ranks, examples, width)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (training.steps, training.microbatches, training.world_size, 4, recipe.width)
     return torch.randn(shape, generator=generator)
+
+
+def backward(wrapper: Any, *inputs: Any) -> None:
+    """A forward, the backward of its sum, and the synchronization of gradients."""
+    wrapper(*inputs).sum().backward()
+    wrapper.finish_gradient_synchronization()
+
+
+def step(wrapper: Any, optimizer: torch.optim.Optimizer, *inputs: Any) -> None:
+    """A training step: `backward`, and an update after which there are no gradients."""
+    backward(wrapper, *inputs)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Trained:
+    """What a plain model and one that a strategy wraps have in common. A subclass sets `model` and `optimizer`.
+
+    seen  what can be seen from outside, such as state dicts and norms, in order
+    """
+
+    model: Any
+    optimizer: Any
+    seen: list[dict[str, Tensor]]
+
+    @property
+    def is_plain(self) -> bool:
+        return not hasattr(self.model, "finish_gradient_synchronization")
+
+    @property
+    def net(self) -> Any:
+        """The module that the strategy wraps."""
+        return self.model if self.is_plain else self.model.module
+
+    def optimizer_by(self, cls: Any, groups: Any = None, **options: Any) -> Any:
+        """An optimizer of the whole model."""
+        if self.is_plain:
+            return cls(by_hand(self.model, groups), **options)
+        return self.model.make_optimizer(cls, groups=groups, **options)
+
+    def finish(self) -> None:
+        if not self.is_plain:
+            self.model.finish_gradient_synchronization()
+
+    def apply(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def whole(self) -> dict[str, Tensor]:
+        """Copies of the whole state, on the CPU."""
+        state = self.model.state_dict() if self.is_plain else self.model.full_state_dict()
+        return {name: x.detach().cpu().clone() for name, x in state.items()}
+
+    def see(self, **values: Tensor) -> None:
+        """Appends copies of these values to `seen`; complex numbers as pairs, FSDP2's DTensors as whole tensors."""
+        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in values.items()}
+        real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in whole.items()}
+        self.seen.append({name: x.detach().cpu().clone() for name, x in real.items()})
 
 
 def build_optimizer(wrapper: Any, training: Training, group: Any) -> torch.optim.Optimizer:
@@ -201,20 +277,13 @@ def worst_ratio(results: list[Any], recipe: Recipe, training: Training, seed: in
     )
 
 
-def use(*targets: tuple[Any, str, Callable[[Any], Any]]) -> Any:
+@contextmanager
+def use(*targets: tuple[Any, str, Callable[[Any], Any]]) -> Iterator[None]:
     """A context in which attributes are changed. Each target is (owner, name, change): the new value is change(old)."""
-
-    class Changed:
-        def __enter__(self) -> None:
-            self.before = [getattr(owner, name) for owner, name, _ in targets]
-            for (owner, name, change), old in zip(targets, self.before, strict=True):
-                setattr(owner, name, change(old))
-
-        def __exit__(self, *_: object) -> None:
-            for (owner, name, _), old in zip(targets, self.before, strict=True):
-                setattr(owner, name, old)
-
-    return Changed()
+    with ExitStack() as patches:
+        for owner, name, change in targets:
+            patches.enter_context(patch.object(owner, name, change(getattr(owner, name))))
+        yield
 
 
 def stand_in() -> Any:
