@@ -23,6 +23,7 @@ from lmsys.attention import ATTENTION, Documents, Pattern
 from lmsys.measure.repeats import MOST, repeated
 from lmsys.testing import Oracle, make_inputs, run
 from tests.support.attention_rows import Row, assert_within_budget, growing
+from tests.support.gluon_simulator import gluon
 
 ROW = Row("flash_gluon", "cuda")
 REASON = ROW.why_not(ROW.case(head_dim=64)) if torch.cuda.is_available() else "needs a CUDA device, and there is none"
@@ -44,13 +45,6 @@ shapes = st.fixed_dictionaries(
         "seed": st.integers(0, 2**31),
     }
 )
-
-
-def gluon() -> Any:
-    """The module that launches the kernels. Without Triton it cannot be imported, so the file does not import it."""
-    from lmsys.attention.flash_gluon import launch
-
-    return launch
 
 
 def drawn(shape: dict[str, Any], make: Callable[..., Tensor]) -> list[Tensor]:

@@ -24,14 +24,18 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from lmsys.attention import AttentionCase, Pattern  # noqa: E402
+from lmsys.attention.flash_gluon import plans, selftest, support  # noqa: E402
 from lmsys.attention.flash_gluon.support import flash_gluon_supports  # noqa: E402
 from lmsys.attention.naive import naive  # noqa: E402
+from lmsys.kernels import trial  # noqa: E402
 from lmsys.kernels.tritons import KNOWN_TRITON, ON_GPUS, is_known, version  # noqa: E402
 from lmsys.registry import load_target  # noqa: E402
 from lmsys.testing import Oracle, make_inputs, run  # noqa: E402
+from tests.support import gluon_simulator  # noqa: E402
 from tests.support.attention_rows import assert_within_budget, growing  # noqa: E402
-from tests.support.gluon_simulator import plans_taken, simulated  # noqa: E402
+from tests.support.gluon_simulator import assert_right, gluon, plans_taken, simulated  # noqa: E402
 from tests.support.processes import ROOT, compiling  # noqa: E402
+from tests.support.trials import COUNT  # noqa: E402
 from tests.support.variants import some  # noqa: E402
 
 known = pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written")
@@ -49,16 +53,7 @@ cases = st.builds(
 )
 
 
-def gluon() -> Any:
-    """The module that launches the kernels. Without Triton it cannot be imported, so the file does not import it."""
-    from lmsys.attention.flash_gluon import launch
-
-    return launch
-
-
 def every_plan(direction: str) -> list[tuple[int, bool, Any]]:
-    from lmsys.attention.flash_gluon import plans
-
     table = plans.FORWARD if direction == "forward" else plans.BACKWARD
     return [(*key, plan) for key, entries in table.items() for _, plan in entries]
 
@@ -79,10 +74,7 @@ def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: 
 @pytest.mark.parametrize(("head_dim", "causal", "plan"), some(every_plan("forward"), 6))
 def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int, seed: int, group: int) -> None:
     case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal)
-    inputs = make_inputs(case, seed)
-    with simulated():
-        o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
-    assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
+    assert_right(case, make_inputs(case, seed), forward=plan)
 
 
 def small_tiles() -> list[tuple[int, Any]]:
@@ -106,14 +98,10 @@ def test_small_tiles_of_keys(
     head_dim: int, plan: Any, queries: int, keys: int, seed: int, group: int, causal: bool, dynamic: bool
 ) -> None:
     """On a GPU of two multiprocessors, so that a CTA comes to several tiles."""
-    from tests.support import gluon_simulator
-
     case = AttentionCase(2, 3, 3 // group, queries, keys, head_dim, "bfloat16", causal)
-    inputs = make_inputs(case, seed)
     plan = replace(plan, dynamic=dynamic, l2_mib=seed % 2)
-    with patch.object(gluon_simulator, "PROCESSORS", 2), simulated():
-        o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
-    assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
+    with patch.object(gluon_simulator, "PROCESSORS", 2):
+        assert_right(case, make_inputs(case, seed), forward=plan)
 
 
 @known
@@ -125,10 +113,7 @@ def test_small_tiles_of_keys(
 )
 @example(growth=[7.9] * 8, seed=0)
 def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
-    case, inputs = growing(growth, causal, seed, "cpu")
-    with simulated():
-        o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
-    assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
+    assert_right(*growing(growth, causal, seed, "cpu"))
 
 
 STEP = "wide", "late_dv", "by_query", "fma_exp", "peeled"
@@ -156,18 +141,12 @@ def test_every_way_through_the_backward(
 
     Then grouped heads do not walk down either.
     """
-    from lmsys.attention.flash_gluon.plans import BackwardPlan
-
     head_dim, keys = [64, 128][seed % 2], 1 + seed % 420
     case = AttentionCase(1, 3, 3 // group, length, keys, head_dim, "bfloat16", causal, grad=True)
-    x = make_inputs(case, seed)
-    scale = head_dim**-0.5
-    plan = BackwardPlan(prefetch, seed % 3, **step)
+    plan = plans.BackwardPlan(prefetch, seed % 3, **step)
     long = {"FEW_WAVES": 0, "MOST_DOWN": 0, "IN_ORDER_MIB": dict.fromkeys((False, True), 0)}
-    with simulated(), patch.multiple(gluon(), **long) if many else nullcontext():
-        o, lse = gluon()._forward(x.q, x.k, x.v, causal, scale)
-        dq, dk, dv = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
-    assert_within_budget(Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True))
+    with patch.multiple(gluon(), **long) if many else nullcontext():
+        assert_right(case, make_inputs(case, seed), backward=plan, orders=[deterministic])
 
 
 ORDERED = (1100, 520), (130, 1100), (700, 700)  # queries, keys
@@ -204,8 +183,6 @@ def test_every_key_tile_waits_for_a_value_of_its_own_at_every_tile_of_queries(
     num_tiles: int, num_key_tiles: int, causal: bool, block_q: int, num_heads: int, at_once: int
 ) -> None:
     """At each tile of queries the values are 0, 1, 2 ... in the order of the CTAs, so none waits for a later CTA."""
-    from tests.support import gluon_simulator
-
     backward = gluon_simulator.kernels("backward")
     sizes = num_key_tiles, num_heads, min(at_once, num_heads)
     visits = Counter[tuple[int, int]]()
@@ -229,8 +206,6 @@ def test_ctas_wait_only_for_ctas_of_lower_numbers(
     at_once: int, num_key_tiles: int, num_heads: int, processors: int
 ) -> None:
     """The CTAs that zero dq of a head have lower numbers than all CTAs of that head, which may fill all processors."""
-    from tests.support import gluon_simulator
-
     at_once = min(at_once, num_heads)
     ahead = gluon().ahead_of(at_once, num_key_tiles, num_heads, processors)
     owned_tile = gluon_simulator.kernels("hopper")["owned_tile"]
@@ -250,20 +225,13 @@ def test_ctas_wait_only_for_ctas_of_lower_numbers(
 @example(group=2, queries=200, keys=300, seed=0)
 def test_ctas_of_earlier_heads_zero_dq(causal: bool, group: int, queries: int, keys: int, seed: int) -> None:
     """They do so for all heads but the first ones, here on a GPU of two multiprocessors."""
-    from lmsys.attention.flash_gluon.plans import BackwardPlan
-    from tests.support import gluon_simulator
-
-    plan, head_dim = BackwardPlan(False, 1), [64, 128][seed % 2]
+    plan, head_dim = plans.BackwardPlan(False, 1), [64, 128][seed % 2]
     case = AttentionCase(2, 2 * group, 2, queries, keys, head_dim, "bfloat16", causal, grad=True)
-    x, scale = make_inputs(case, seed), head_dim**-0.5
     with (
         patch.object(gluon_simulator, "PROCESSORS", 2),
         patch.multiple(gluon(), FEW_WAVES=0, MOST_CLEARED=100, heads_at_once=lambda *_: 1),
-        simulated(),
     ):
-        o, lse = gluon()._forward(x.q, x.k, x.v, causal, scale)
-        dq, dk, dv = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, False, plan)
-    assert_within_budget(Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True))
+        assert_right(case, make_inputs(case, seed), backward=plan, orders=[False])
 
 
 MUTANTS = [  # (module, its right source, faulty source): each would give wrong results or hang on a GPU, now and then
@@ -307,8 +275,6 @@ AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)
 @known
 @pytest.mark.parametrize("mutant", some([(one,) for one in MUTANTS], 15), ids=range(len(MUTANTS)))
 def test_the_simulation_notices_a_fault(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support import gluon_simulator
-
     module, right, faulty = mutant
     read = Path.read_text
     # Not in `mutated`: there `wrong` would take a failure of this assertion for one of the simulation.
@@ -328,9 +294,7 @@ def test_the_simulation_notices_a_fault(mutant: tuple[str, str, str], monkeypatc
 
 def wrong(queries: int, keys: int, causal: bool, group: int) -> bool:
     """True if a simulated run of this size fails an assertion, hangs, gives wrong results, or does not repeat."""
-    from lmsys.attention.flash_gluon.plans import BackwardPlan
-
-    plan = BackwardPlan(False, 1)
+    plan = plans.BackwardPlan(False, 1)
     case = AttentionCase(1, 3, 3 // group, queries, keys, 64, "bfloat16", causal, grad=True)
     x = make_inputs(case, 0)
     arguments = x.q, x.k, x.v
@@ -350,8 +314,6 @@ def wrong(queries: int, keys: int, causal: bool, group: int) -> bool:
 @pytest.mark.on_request
 @pytest.mark.parametrize("landings", [AS_THEY_COME, ONCE_WAITED_FOR])
 def test_the_simulation_notices_nothing_in_the_right_kernels(landings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support import gluon_simulator
-
     monkeypatch.setattr(gluon_simulator, "LANDINGS_S", landings)
     assert not any(wrong(*size) for size in SIZES)
 
@@ -412,15 +374,13 @@ def test_a_pattern_and_a_fixed_order_take_the_plan_of_plain_attention(
     head_dim: int, causal: bool, deterministic: bool, window: int | None
 ) -> None:
     """Under a pattern it is that of causal attention."""
-    from lmsys.attention.flash_gluon.plans import backward_plan
-
     case = AttentionCase(1, 2, 1, 70, 70, head_dim, "bfloat16", causal, grad=True)
     x = make_inputs(case, 0)
     pattern = None if window is None else Pattern(True, window)
     lse = torch.empty(1, 2, 70)
     with plans_taken("_Backward") as taken:
         gluon()._backward(x.q, x.k, x.v, x.do, lse, x.do, causal, 1.0, deterministic, None, pattern)
-    assert taken == [backward_plan(head_dim, causal or window is not None, 70)]
+    assert taken == [plans.backward_plan(head_dim, causal or window is not None, 70)]
 
 
 def test_a_hang_is_reported_and_ends_the_process() -> None:
@@ -432,19 +392,26 @@ def test_a_hang_is_reported_and_ends_the_process() -> None:
     assert done.stderr.splitlines()[-1] == "no end after 0.1 s: that form"
 
 
-def test_it_says_what_it_cannot_run() -> None:
-    assert flash_gluon_supports(CASE) == "runs on CUDA"
-    case = replace(CASE, device="cuda", capability=(9, 0))
-    if version() in ON_GPUS:
-        assert flash_gluon_supports(case) is None
-    assert "float32" in str(flash_gluon_supports(replace(case, dtype="float32")))
-    assert "head_dim 64 and 128, not 96" in str(flash_gluon_supports(replace(case, head_dim=96)))
-    assert "10.0" in str(flash_gluon_supports(replace(case, capability=(10, 0))))
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu"}, "runs on CUDA"),
+        (
+            {"device": "cpu", "causal": True, "window": 5, "offset": 3, "softcap": 2.0, "documents": True},
+            "knows no offset and no softcap",
+        ),
+        ({"dtype": "float32"}, "float32"),
+        ({"head_dim": 96}, "head_dim 64 and 128, not 96"),
+        ({"capability": (10, 0)}, "10.0"),
+        *([({}, None), ({"causal": True, "window": 5}, None)] if version() in ON_GPUS else []),
+    ],
+)
+def test_it_says_what_it_cannot_run(changes: dict[str, Any], reason: str | None) -> None:
+    found = flash_gluon_supports(replace(CASE, **{"device": "cuda", "capability": (9, 0)} | changes))
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_an_untested_triton_is_tried_if_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmsys.kernels import trial
-
     tried = []
     monkeypatch.setattr(triton, "__version__", "3.99.0")
     monkeypatch.setattr(trial, "refusal", lambda *asked: tried.append(asked))
@@ -463,10 +430,6 @@ def test_an_untested_triton_is_tried_if_there_is_a_gpu(monkeypatch: pytest.Monke
 def test_an_untested_triton_is_tried_from_within_compiled_functions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from lmsys.attention.flash_gluon import support
-    from lmsys.kernels import trial
-    from tests.support.trials import COUNT
-
     monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv(COUNT, str(tmp_path / "count"))
     monkeypatch.setattr(trial, "_verdicts", {})
@@ -485,8 +448,6 @@ def test_an_untested_triton_is_tried_from_within_compiled_functions(
 @pytest.mark.parametrize(("head_dim", "causal", "window"), [(64, True, None), (128, False, None), (64, True, 40)])
 def test_the_selftest_is_exact(head_dim: int, causal: bool, window: int | None) -> None:
     """The results that it expects are whole numbers or halves, and those of `naive` within float64's rounding."""
-    from lmsys.attention.flash_gluon import selftest
-
     shape = selftest.Shape(1, 4, 2, 150, 150 if window else 90, head_dim, causal, window)
     q, k, v, do, weights = selftest.draw(shape, 0)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -501,22 +462,16 @@ def test_the_selftest_is_exact(head_dim: int, causal: bool, window: int | None) 
 
 def test_the_selftest_runs_every_plan_and_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs them on the first GPU of the capability."""
-    from lmsys.attention.flash_gluon import plans, selftest
-
-    capabilities = [(8, 0), (9, 0), (9, 0)]
     asked = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 0), (9, 0), (9, 0)].__getitem__)
     monkeypatch.setattr(selftest, "check", lambda *arguments: asked.append(arguments))
     selftest.run((9, 0))
     assert {device for *_, device in asked} == {torch.device("cuda", 1)}
     assert {dtype for _, dtype, *_ in asked} == {torch.bfloat16, torch.float16}
     plain = [(shape, both) for shape, _, both, deterministic, *_ in asked if not (deterministic or shape.window)]
     other = [(shape, both) for shape, _, both, deterministic, *_ in asked if deterministic or shape.window]
-    forward, backward = (
-        {(*key, plan) for key, entries in table.items() for _, plan in entries}
-        for table in (plans.FORWARD, plans.BACKWARD)
-    )
+    forward, backward = ({*every_plan(direction)} for direction in ("forward", "backward"))
     without = [(shape, both) for shape, both in [*plain, *other] if not shape.window]
     assert {(shape.head_dim, shape.causal, one) for shape, (one, _) in without} == forward
     bounded = {(shape.head_dim, one) for shape, (one, _) in other if shape.window}
@@ -544,8 +499,6 @@ def test_the_selftest_refuses_what_is_not_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fault changes one number of a result by the smallest amount that its dtype can represent."""
-    from lmsys.attention.flash_gluon import selftest
-    from lmsys.attention.flash_gluon.plans import backward_plan, forward_plan
 
     def nudged(x: torch.Tensor, name: str) -> torch.Tensor:
         if name == fault:
@@ -567,6 +520,6 @@ def test_the_selftest_refuses_what_is_not_exact(
     monkeypatch.setattr(gluon(), "_forward", run_forward)
     monkeypatch.setattr(gluon(), "_backward", run_backward)
     shape = selftest.Shape(1, 2, 1, 200, 200 if window else 150, head_dim, causal, window)
-    plans = forward_plan(head_dim, causal, 150), backward_plan(head_dim, causal, 150)
+    both = plans.forward_plan(head_dim, causal, 150), plans.backward_plan(head_dim, causal, 150)
     with simulated(), nullcontext() if fault is None else pytest.raises(ValueError, match=f"^{fault} is wrong"):
-        selftest.check(shape, torch.bfloat16, plans, deterministic, 0, torch.device("cpu"))
+        selftest.check(shape, torch.bfloat16, both, deterministic, 0, torch.device("cpu"))

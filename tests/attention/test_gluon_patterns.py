@@ -17,12 +17,11 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from lmsys.attention import AttentionCase, Documents, Pattern  # noqa: E402
-from lmsys.attention.flash_gluon.support import flash_gluon_supports  # noqa: E402
+from lmsys.attention.flash_gluon import plans  # noqa: E402
 from lmsys.kernels.tritons import KNOWN_TRITON, is_known  # noqa: E402
-from lmsys.testing import Oracle, make_inputs  # noqa: E402
+from lmsys.testing import make_inputs  # noqa: E402
 from tests.support import gluon_simulator  # noqa: E402
-from tests.support.attention_rows import assert_within_budget  # noqa: E402
-from tests.support.gluon_simulator import plans_taken, simulated  # noqa: E402
+from tests.support.gluon_simulator import assert_right, gluon, plans_taken  # noqa: E402
 from tests.support.patterns import document_lengths, make_pattern  # noqa: E402
 from tests.support.variants import some  # noqa: E402
 
@@ -48,37 +47,6 @@ def patterned(draw: st.DrawFn) -> AttentionCase:
     )  # fmt: skip
 
 
-def gluon() -> Any:
-    """The module that launches the kernels. Without Triton it cannot be imported, so the file does not import it."""
-    from lmsys.attention.flash_gluon import launch
-
-    return launch
-
-
-def assert_right(
-    case: AttentionCase,
-    seed: int,
-    plan: Any = None,
-    orders: tuple[bool, ...] = (False, True),
-    pattern: Pattern | None = None,
-) -> None:
-    """AssertionError unless o, the log-sum-exp and the gradients are right.
-
-    orders  for each backward: True if additions to dq have a fixed order (deterministic)
-    """
-    x, scale = make_inputs(case, seed), case.head_dim**-0.5
-    pattern = pattern or make_pattern(case, seed)
-    oracle = Oracle(case, x, pattern=pattern)
-    with simulated():
-        o, lse = gluon()._forward(x.q, x.k, x.v, case.causal, scale, plan, pattern)
-        outputs = {"o": o, "lse": lse}
-        for deterministic in orders:
-            grads = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic, pattern=pattern)
-            outputs |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
-            ratios = oracle.error_ratios(outputs, rms=True)
-            assert max(ratios.values()) <= 1, (deterministic, ratios)
-
-
 WIDE = AttentionCase(1, 2, 1, 280, 280, 64, "bfloat16", True, grad=True, window=130)
 BLIND = AttentionCase(1, 1, 1, 250, 130, 128, "bfloat16", True, grad=True, window=50)
 
@@ -89,7 +57,7 @@ BLIND = AttentionCase(1, 1, 1, 250, 130, 128, "bfloat16", True, grad=True, windo
 @example(case=WIDE, seed=0)
 @example(case=BLIND, seed=1)
 def test_simulated_kernels_match_the_oracle(case: AttentionCase, seed: int) -> None:
-    assert_right(case, seed)
+    assert_right(case, make_inputs(case, seed), make_pattern(case, seed), orders=[False, True])
 
 
 @known
@@ -99,7 +67,7 @@ def test_intervals_may_end_before_they_begin(head_dim: int) -> None:
     pattern = Pattern(True, 30, key_lengths=torch.tensor([70, 250]))
     assert (pattern.bounds(250, 250, CPU).end < pattern.bounds(250, 250, CPU).first).any()
     case = AttentionCase(2, 2, 1, 250, 250, head_dim, "bfloat16", True, grad=True, window=30, key_lengths=True)
-    assert_right(case, 0, pattern=pattern)
+    assert_right(case, make_inputs(case, 0), pattern, orders=[False, True])
 
 
 EDGES = [  # (head dimension, pattern): some query sees a single key of a tile, or a few keys of its second half
@@ -120,30 +88,24 @@ def test_a_key_too_many_or_too_few_shows(head_dim: int, pattern: Pattern) -> Non
     x = make_inputs(case, 0)
     x.q.zero_()
     x.v.copy_(64 * x.v.sign())
-    with simulated():
-        o, lse = gluon()._forward(x.q, x.k, x.v, case.causal, 0.125, pattern=pattern)
-    assert_within_budget(Oracle(case, x, pattern=pattern).error_ratios({"o": o, "lse": lse}, rms=True))
+    assert_right(case, x, pattern)
 
 
-def every_plan() -> list[tuple[int, Any]]:
-    """(head dimension, plan) of all forward plans under patterns."""
-    from lmsys.attention.flash_gluon.plans import bounded_plans
-
-    return [(head_dim, plan) for head_dim in (64, 128) for plan in bounded_plans(head_dim)]
+PLANS = [(head_dim, plan) for head_dim in (64, 128) for plan in plans.bounded_plans(head_dim)]  # under patterns
 
 
 @known
 @settings(max_examples=1)
 @given(queries=lengths, keys=lengths, window=st.integers(1, 200), seed=SEEDS)
 @example(queries=600, keys=600, window=100, seed=0)
-@pytest.mark.parametrize(("head_dim", "plan"), some(every_plan(), 4) if is_known() else [])
+@pytest.mark.parametrize(("head_dim", "plan"), some(PLANS, 4) if is_known() else [])
 def test_every_plan_skips_tiles_on_either_side(
     head_dim: int, plan: Any, queries: int, keys: int, window: int, seed: int
 ) -> None:
     """A GPU of two multiprocessors is simulated: a CTA takes several tiles, and its consumers see different keys."""
     case = AttentionCase(1, 2, 2, queries, keys, head_dim, "bfloat16", True, window=window)
     with patch.object(gluon_simulator, "PROCESSORS", 2):
-        assert_right(case, seed, plan, orders=())
+        assert_right(case, make_inputs(case, seed), make_pattern(case, seed), plan)
 
 
 @settings(max_examples=20)
@@ -160,13 +122,11 @@ def test_no_query_sees_more_than_the_span(case: AttentionCase, seed: int) -> Non
 @known
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 2560), (128, 512)])
 def test_a_short_span_has_a_plan_of_its_own(head_dim: int, most: int) -> None:
-    from lmsys.attention.flash_gluon.plans import SHORT_SPAN_PLAN, forward_plan
-
     x = make_inputs(AttentionCase(1, 1, 1, 2700, 2700, head_dim, "bfloat16", True), 0)
     with plans_taken("_Forward") as taken:
         for window in (most, most + 1):
             gluon()._forward(x.q, x.k, x.v, True, 1.0, pattern=Pattern(True, window))
-    assert taken == [SHORT_SPAN_PLAN[head_dim], forward_plan(head_dim, True, 2700)]
+    assert taken == [plans.SHORT_SPAN_PLAN[head_dim], plans.forward_plan(head_dim, True, 2700)]
 
 
 def bounds_of(length: int, window: int | None, causal: bool, documents: bool, seed: int) -> tuple[Pattern, Any]:
@@ -232,11 +192,3 @@ def test_a_key_tile_waits_only_for_higher_ones(
             value = backward["semaphore_value"](n, torch.tensor(m), 0, ends, length, True, block_q)
             assert int(value) == visits[m]
             visits[m] += 1
-
-
-def test_the_reason_names_unsupported_options() -> None:
-    case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", True, device="cuda", capability=(9, 0), window=5)
-    if is_known():
-        assert flash_gluon_supports(case) is None
-    refused = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", True, offset=3, softcap=2.0, documents=True)
-    assert flash_gluon_supports(refused) == "knows no offset and no softcap"

@@ -26,7 +26,7 @@ import random
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -37,6 +37,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from lmsys.attention import AttentionCase, Pattern
+from lmsys.testing import Inputs, Oracle
+from tests.support.attention_rows import assert_within_budget
 
 SOURCES = Path(__file__).parents[2] / "lmsys" / "attention" / "flash_gluon"
 # Delays after which a load lands, one of which is drawn for each; None: it lands once it is waited for.
@@ -828,3 +832,32 @@ def simulated() -> Iterator[None]:
             patches.enter_context(patch.object(owner, name, stand_in))
         yield
         assert not any(counter.any() for counter in product._counters.values()), "a counter was not left at zero"
+
+
+def gluon() -> Any:
+    """The module that launches the kernels. Without Triton it cannot be imported, so no file of tests imports it."""
+    from lmsys.attention.flash_gluon import launch
+
+    return launch
+
+
+def assert_right(
+    case: AttentionCase,
+    inputs: Inputs,
+    pattern: Pattern | None = None,
+    forward: Any = None,
+    backward: Any = None,
+    orders: Sequence[bool] = (),
+) -> None:
+    """AssertionError unless simulated kernels give the right o and log-sum-exp, and in each of `orders` gradients.
+
+    forward, backward  plans; None: those that ship
+    orders             for each backward: True if additions to dq have a fixed order (deterministic)
+    """
+    oracle, scale, x = Oracle(case, inputs, pattern=pattern), case.head_dim**-0.5, inputs
+    with simulated():
+        o, lse = gluon()._forward(x.q, x.k, x.v, case.causal, scale, forward, pattern)
+        assert_within_budget(oracle.error_ratios({"o": o, "lse": lse}, rms=True))
+        for order in orders:
+            grads = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, case.causal, scale, order, backward, pattern)
+            assert_within_budget(oracle.error_ratios(dict(zip(("dq", "dk", "dv"), grads, strict=True)), rms=True))
