@@ -141,6 +141,12 @@ class Row:
         return run(self.call, inputs, causal=case.causal, grad=case.grad, lse=keeps_lse and case.grad, **options)
 
 
+def skip_unless_it_runs(row: Row, case: AttentionCase) -> None:
+    """Skips the test, with the row's reason, where it cannot run the case."""
+    if reason := row.why_not(case):
+        pytest.skip(reason)
+
+
 @st.composite
 def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
     """A case that the row can run, with gradients if it has them. The fields in `fixed` are not drawn."""
@@ -194,8 +200,7 @@ def law(
         @pytest.mark.parametrize(("name", "device"), on_devices(only or tuple(ATTENTION), compiled_on_cpu, **fixed))
         def test(name: str, device: str) -> None:
             row = Row(name, device)
-            if reason := row.why_not(row.case(**fixed)):
-                pytest.skip(reason)
+            skip_unless_it_runs(row, row.case(**fixed))
             drawn = of(row, **fixed)
             if square:
                 drawn = drawn.map(lambda case: replace(case, queries=case.keys))
@@ -213,6 +218,19 @@ def law(
         return test
 
     return decorate
+
+
+def results_of(call: Callable[..., Any], inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+    """The results of call(q, k, v) by name: o, lse if it returns one, and with `grad` dq, dk and dv."""
+    q, k, v = inputs.leaves(grad)
+    with torch.set_grad_enabled(grad):
+        results = call(q, k, v)
+    results = results if isinstance(results, tuple) else (results,)
+    found = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
+    if grad:
+        upstream = (inputs.do, inputs.do[..., 0].to(results[-1].dtype))[: len(results)]
+        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), upstream), strict=True)
+    return found
 
 
 def quantised_inputs(case: AttentionCase, seed: int) -> Inputs:
