@@ -18,7 +18,15 @@ from lmsys.attention import ATTENTION, AttentionCase, Pattern, attention
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.measure.compare import release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run, saved_lse
-from tests.support.attention_rows import KEEPS_LSE, Row, assert_agree, assert_within_budget, law, quantised_inputs
+from tests.support.attention_rows import (
+    KEEPS_LSE,
+    Row,
+    assert_agree,
+    assert_within_budget,
+    law,
+    quantised_inputs,
+    skip_unless_it_runs,
+)
 from tests.support.variants import some
 
 # Rows whose tile can be chosen, and sizes (queries, keys) to choose; the first row's tiles are square.
@@ -228,8 +236,7 @@ def test_very_long_sequences(name: str, dtype: str) -> None:
     """65,536 queries and keys: a matrix of scores would be 16 GiB for each head."""
     row = Row(name, "cuda")
     case = row.case(heads=1, kv_heads=1, queries=65536, keys=65536, head_dim=128, dtype=dtype, causal=True, grad=True)
-    if reason := row.why_not(case):
-        pytest.skip(reason)
+    skip_unless_it_runs(row, case)
     inputs = make_inputs(case, 0)
     assert_within_budget(Oracle(case, inputs).error_ratios(row.run(case, inputs)))
 
@@ -259,8 +266,7 @@ def test_a_backward_may_be_the_first_cuda_work_of_its_thread(name: str) -> None:
 def test_tensors_of_more_than_2_to_the_31_elements(name: str, transposed: bool) -> None:
     row = Row(name, "cuda")
     case = row.case(batch=192, heads=96, kv_heads=96, queries=1024, keys=1024, head_dim=128, causal=True, grad=True)
-    if reason := row.why_not(case):
-        pytest.skip(reason)
+    skip_unless_it_runs(row, case)
     assert case.batch * case.heads * case.queries * case.head_dim > 2**31
     release_memory()
     if (free := torch.cuda.mem_get_info()[0]) < 120 * 2**30:

@@ -29,11 +29,9 @@ def test_every_row_states_every_trait(row: Entry) -> None:
     assert re.fullmatch("(#[0-9a-f]{6})?", row.traits.color)
 
 
-def test_peers_come_last_and_rows_have_colors_of_their_own() -> None:
+def test_peers_come_last() -> None:
     peers = [row.peer for row in ROWS.values()]
     assert peers == sorted(peers)
-    colors = [color for row in ROWS.values() if (color := AttentionTraits.of(row).color)]
-    assert len(set(colors)) == len(colors)
 
 
 def test_traits_that_single_rows_state() -> None:

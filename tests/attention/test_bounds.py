@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lmsys.attention import AttentionCase, Documents, Pattern, flash_torch, peer
 from lmsys.attention.bounds import Bounds
 from lmsys.testing import Oracle, make_inputs, run
 from tests.attention.test_attention import with_tile
-from tests.support.attention_rows import Row
+from tests.support.attention_rows import Row, skip_unless_it_runs
 from tests.support.patterns import document_lengths, make_pattern, spelled
 
 CPU = torch.device("cpu")
@@ -73,17 +74,11 @@ def expected(pattern: Pattern) -> tuple[int, int]:
     return int(some.sum()), int((some & ~every).sum())
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
-    """A list that grows by an item for each call of a function of the module."""
-    calls: list[None] = []
-    original = getattr(module, name)
-
-    def counting(*arguments: Any, **options: Any) -> Any:
-        calls.append(None)
-        return original(*arguments, **options)
-
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Mock:
+    """A mock in place of a function of the module: it calls the function, and counts its calls."""
+    counting = Mock(wraps=getattr(module, name))
     monkeypatch.setattr(module, name, counting)
-    return calls
+    return counting
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -96,18 +91,18 @@ def test_flash_torch_visits_tiles_that_are_seen_and_masks_those_at_an_edge(
     visited, masked = expected(pattern)
     o, lse = flash_torch.flash_forward(x.q, x.k, x.v, False, 0.25, TILE, pattern)
     dots_forward = 2 * visited  # Q Kᵀ and P V
-    assert (len(dots), len(hides)) == (dots_forward, masked)
+    assert (dots.call_count, hides.call_count) == (dots_forward, masked)
     flash_torch.flash_backward(x.q, x.k, x.v, o, lse, x.do, False, 0.25, TILE, pattern)
     dots_backward = 5 * visited  # Q Kᵀ, dO Vᵀ, Pᵀ dO, dSᵀ Q and dS K
-    assert (len(dots), len(hides)) == (dots_forward + dots_backward, masked + masked)
+    assert (dots.call_count, hides.call_count) == (dots_forward + dots_backward, masked + masked)
 
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name not in ("full", "causal")])
 def test_flash_triton_visits_tiles_that_are_seen_and_masks_those_at_an_edge(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reason := interpreted_row().why_not(interpreted_row().case()):
-        pytest.skip(reason)
+    row = Row("flash_triton", "cpu")
+    skip_unless_it_runs(row, row.case())
     from lmsys.attention import flash_triton, flash_triton_kernels
     from lmsys.attention.tuning import Tile
 
@@ -118,16 +113,12 @@ def test_flash_triton_visits_tiles_that_are_seen_and_masks_those_at_an_edge(
     o, lse = flash_triton._forward(x.q, x.k, x.v, False, 0.25, tile, pattern)
     query_tiles = key_tiles = LENGTH // TILE
     loads_forward = query_tiles + 2 * visited  # q; k and v
-    assert (len(loads), len(masks)) == (loads_forward, masked)
+    assert (loads.call_count, masks.call_count) == (loads_forward, masked)
     flash_triton._backward(x.q, x.k, x.v, o, lse, x.do, False, 0.25, tile, pattern)
     padded_query_tiles = flash_triton._padded(LENGTH) // TILE  # padded, as the dq kernel also writes vectors
     loads_dq = 3 * padded_query_tiles + 2 * visited  # q, do and o; k and v
     loads_dkdv = 2 * key_tiles + 2 * visited  # k and v; q and do
-    assert (len(loads), len(masks)) == (loads_forward + loads_dq + loads_dkdv, 3 * masked)
-
-
-def interpreted_row() -> Row:
-    return Row("flash_triton", "cpu")
+    assert (loads.call_count, masks.call_count) == (loads_forward + loads_dq + loads_dkdv, 3 * masked)
 
 
 def moved(documents: Documents, by: int) -> Documents:
@@ -159,8 +150,7 @@ OFF: dict[str, tuple[Pattern, Callable[[Pattern, int], Pattern]]] = {  # a patte
 def test_a_bound_that_is_off_by_one_is_caught(name: str, by: int, impl: str) -> None:
     row = Row(impl, "cpu")
     case = row.case(batch=1, heads=1, kv_heads=1, dtype="float16", grad=True)
-    if reason := row.why_not(case):
-        pytest.skip(reason)
+    skip_unless_it_runs(row, case)
     right, off = OFF[name]
     inputs = make_inputs(case, 0)
     oracle = Oracle(case, inputs, pattern=right)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from lmsys.attention import ATTENTION, AttentionCase, attention, peers
-from lmsys.attention.contract import adapt, as_4d, check_inputs, why_not_called
+from lmsys.attention.contract import adapt, why_not_called
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
 from lmsys.bench.findings import interpreted_kernels
@@ -57,21 +57,26 @@ def test_bad_tensors_are_refused_with_the_value_at_fault(name: str) -> None:
         attention(*tensors)
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 10**400, "0.5", True, torch.tensor(0.5)])
-def test_a_scale_must_be_a_finite_number(scale: object) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"scale={scale!r}"[:80]) + ".* must be a finite number"):
-        attention(*3 * [zeros(1, 2, 8, 16)], scale=scale)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"scale": scale}, re.escape(f"scale={scale!r}"[:80]) + ".* must be a finite number")
+        for scale in (float("nan"), float("inf"), 10**400, "0.5", True, torch.tensor(0.5))
+    ),
+    ({"scale": 1e300}, r"scale=1e\+300 must be at least -3.4.*e\+38 and at most 3.4.*e\+38"),
+    *(
+        ({"causal": causal}, r"causal=.* must be True or False")
+        for causal in ("no", "false", None, 2, 1.0, torch.tensor(True))
+    ),
+    ({"impl": "flash_trtion"}, "unknown attention 'flash_trtion'; did you mean flash_triton"),
+    ({"impl": "sdpa_cudnn"}, r"'sdpa_cudnn' cannot run q \(.*float32 on cpu: SDPA's cuDNN attention runs on CUDA only"),
+    ({"impl": "sdpa_flash", "causal": True, "scale": -1.0}, "gives NaN or overflows unless scale > 0; got -1.0"),
+]
 
 
-def test_a_scale_that_float32_does_not_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"scale=1e\+300 must be at least -3.4.*e\+38 and at most 3.4.*e\+38"):
-        attention(*3 * [zeros(1, 2, 8, 16)], scale=1e300)
-
-
-@pytest.mark.parametrize("causal", ["no", "false", None, 2, 1.0, torch.tensor(True)])
-def test_causal_is_true_or_false_itself(causal: Any) -> None:
-    with pytest.raises(ValueError, match=r"causal=.* must be True or False"):
-        attention(*3 * [zeros(1, 2, 8, 16)], causal=causal)
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_a_bad_option_and_a_row_that_cannot_run_the_case_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(*3 * [zeros(1, 2, 8, 16)], **options)
 
 
 X = zeros(2, 8, 16)
@@ -112,11 +117,6 @@ def test_a_whole_number_is_a_scale_like_any_other(impl: str) -> None:
     for scale in (1, 16, None, 1.0):
         found = adapt(ATTENTION[impl].load())(q, k, v, causal=True, scale=scale)
         torch.testing.assert_close(found, naive(q, k, v, causal=True, scale=scale))
-
-
-def test_an_unknown_row_offers_the_nearest_names() -> None:
-    with pytest.raises(ValueError, match="unknown attention 'flash_trtion'; did you mean flash_triton"):
-        attention(*3 * [zeros(1, 2, 8, 16)], impl="flash_trtion")
 
 
 def preferred(**changes: Any) -> list[str]:
@@ -176,86 +176,23 @@ def test_auto_takes_no_row_that_is_interpreted(grad: bool) -> None:
     assert not launched
 
 
-def test_a_named_row_that_cannot_run_the_case_says_why() -> None:
-    message = r"'sdpa_cudnn' cannot run q \(.*float32 on cpu: SDPA's cuDNN attention runs on CUDA only"
-    with pytest.raises(ValueError, match=message):
-        attention(*3 * [zeros(1, 2, 8, 16)], impl="sdpa_cudnn")
+RANKS = [
+    *((shape, shape) for shape in ((5, 8, 16), (2, 4, 8, 16), (3, 2, 4, 8, 16))),
+    ((3, 2, 4, 8, 16), (3, 2, 2, 9, 16)),  # keys have fewer heads
+]
 
 
-def test_a_peer_refuses_the_scale_it_would_get_wrong() -> None:
-    with pytest.raises(ValueError, match="gives NaN or overflows unless scale > 0; got -1.0"):
-        attention(*3 * [zeros(1, 2, 8, 16)], scale=-1.0, causal=True, impl="sdpa_flash")
-
-
-@pytest.mark.parametrize("shape", [(5, 8, 16), (2, 4, 8, 16), (3, 2, 4, 8, 16)])
+@pytest.mark.parametrize(("of_q", "of_k"), RANKS)
 @pytest.mark.parametrize("impl", ["auto", "naive", "flash_torch"])
-def test_any_rank_of_three_or_more_gives_the_shape_of_q(shape: tuple[int, ...], impl: str) -> None:
-    q = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    o = attention(q, q, q, causal=True, impl=impl)
-    expected = naive(as_4d(q), as_4d(q), as_4d(q), causal=True).reshape(shape)
-    assert o.shape == q.shape and o.dtype == q.dtype
+def test_any_rank_of_three_or_more_gives_the_shape_of_q(
+    of_q: tuple[int, ...], of_k: tuple[int, ...], impl: str
+) -> None:
+    q, k = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in (of_q, of_k))
+    o = attention(q, k, k, causal=True, impl=impl)
+    heads = [x.shape[-3] if x.dim() > 3 else 1 for x in (q, k)]
+    flat_q, flat_k = (x.reshape(-1, n, *x.shape[-2:]) for x, n in zip((q, k), heads, strict=True))
+    expected = naive(flat_q, flat_k, flat_k, causal=True).reshape(of_q)
     torch.testing.assert_close(o, expected)
-
-
-def test_keys_may_have_fewer_heads_in_any_rank() -> None:
-    q, k = torch.randn(3, 2, 4, 8, 16), torch.randn(3, 2, 2, 9, 16)
-    check_inputs(q, k, k, None)
-    torch.testing.assert_close(attention(q, k, k, impl="flash_torch"), attention(q, k, k, impl="naive"))
-
-
-def cs336(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """A function as CS336 asks for it, on (B, S, D)."""
-    assert q.dim() == k.dim() == 3
-    return naive(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
-
-
-@pytest.mark.parametrize("foreign", [FlashTorch, cs336], ids=["autograd Function", "function"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_rows_written_as_cs336_asks_are_accepted_as_they_are(foreign: Any, causal: bool) -> None:
-    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
-    row = adapt(foreign)
-    torch.testing.assert_close(row(q, k, k, causal=causal), naive(q, k, k, causal=causal))
-    assert row(q, k, k, causal=causal, scale=0.25).shape == q.shape  # 16 ** -0.5, the only scale of this row
-    with pytest.raises(ValueError, match="scale=0.3"):
-        row(q, k, k, causal=causal, scale=0.3)
-
-
-class WithDropout(torch.autograd.Function):
-    """A signature like flash-attn's: `causal` comes after a parameter that `adapt` does not know."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False,
-                sm_scale: float | None = None, extra: bool = False) -> Tensor:  # fmt: skip
-        assert dropout_p == 0.0 and dropout_p is not False and extra is False
-        return naive(q, k, v, causal=causal, scale=sm_scale)
-
-
-class NeedsDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, sm_scale: float) -> Tensor:
-        return naive(q, k, v, causal=causal, scale=sm_scale)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_unknown_parameters_between_known_ones_keep_their_defaults(causal: bool) -> None:
-    def by_place(
-        q: Tensor, k: Tensor, v: Tensor, flag: bool = False, causal: bool = False, scale: float = 1.0, /
-    ) -> Any:
-        assert flag is False
-        return naive(q, k, v, causal=causal, scale=scale)
-
-    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
-    for foreign in (WithDropout, by_place):
-        torch.testing.assert_close(
-            adapt(foreign)(q, k, k, causal=causal, scale=0.3), naive(q, k, k, causal=causal, scale=0.3)
-        )
-    with pytest.raises(ValueError, match="parameter 'dropout_p' has no default and no known name"):
-        adapt(NeedsDropout)
-
-
-def test_a_row_must_be_callable() -> None:
-    with pytest.raises(ValueError, match="must be callable; got 3"):
-        adapt(3)
 
 
 def test_a_refusal_of_torch_without_a_reason_names_cases_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +222,12 @@ def _by_naive(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Te
     return naive(q, k, v, causal=causal, scale=scale)
 
 
+def cs336(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """A function as CS336 asks for it, on (B, S, D)."""
+    assert q.dim() == k.dim() == 3
+    return naive(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
+
+
 def no_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     return _by_naive(q, k, v, causal, q.shape[-1] ** -0.5)
 
@@ -301,23 +244,64 @@ def without_keywords(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: fl
     return _by_naive(q, k, v, causal, sm_scale)
 
 
+def flag_before_causal(
+    q: Tensor, k: Tensor, v: Tensor, flag: bool = False, causal: bool = False, scale: float = 1.0, /
+) -> Tensor:
+    """A parameter that `adapt` does not know keeps its default."""
+    assert flag is False
+    return _by_naive(q, k, v, causal, scale)
+
+
 class ByPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
         return _by_naive(q, k, v, causal, sm_scale)
 
 
-@pytest.mark.parametrize("foreign", [no_scale, softmax_scale, positional, without_keywords, ByPlace])
+class WithDropout(torch.autograd.Function):
+    """A signature like flash-attn's: `causal` comes after a parameter that `adapt` does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False,
+                sm_scale: float | None = None, extra: bool = False) -> Tensor:  # fmt: skip
+        assert dropout_p == 0.0 and dropout_p is not False and extra is False
+        return naive(q, k, v, causal=causal, scale=sm_scale)
+
+
+class NeedsDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, sm_scale: float) -> Tensor:
+        return _by_naive(q, k, v, causal, sm_scale)
+
+
+TAKE_NO_SCALE = FlashTorch, cs336, no_scale
+TAKE_A_SCALE = softmax_scale, positional, without_keywords, flag_before_causal, ByPlace, WithDropout
+
+
+@pytest.mark.parametrize("foreign", [*TAKE_NO_SCALE, *TAKE_A_SCALE])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_of_other_interfaces_are_accepted_as_they_are(foreign: Any, causal: bool) -> None:
-    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
-    case = AttentionCase(2, 3, 3, 5, 5, 4, "float32", causal=causal, scale=0.3)
-    refused = why_not_called(foreign, case)
-    assert refused == ("it takes no scale" if foreign is no_scale else None)
-    for scale in (None, *([] if refused else [0.3])):
-        assert torch.equal(
-            adapt(foreign)(q, k, v, causal=causal, scale=scale), naive(q, k, v, causal=causal, scale=scale)
-        )
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    refused = why_not_called(foreign, AttentionCase(2, 4, 2, 9, 9, 16, "float32", causal=causal, scale=0.3))
+    assert refused == ("it takes no scale" if foreign in TAKE_NO_SCALE else None)
+    for scale in (None, 0.25, *([] if refused else [0.3])):  # 0.25 is 16 ** -0.5, the default
+        found = adapt(foreign)(q, k, k, causal=causal, scale=scale)
+        torch.testing.assert_close(found, naive(q, k, k, causal=causal, scale=scale))
+
+
+@pytest.mark.parametrize("foreign", [FlashTorch, cs336])
+def test_a_row_as_cs336_asks_for_it_refuses_another_scale(foreign: Any) -> None:
+    with pytest.raises(ValueError, match="scale=0.3"):
+        adapt(foreign)(*torch.randn(3, 2, 4, 9, 16), scale=0.3)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "message"),
+    [(NeedsDropout, "parameter 'dropout_p' has no default and no known name"), (3, "must be callable; got 3")],
+)
+def test_what_cannot_be_called_as_a_row_is_refused(foreign: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adapt(foreign)
 
 
 def test_a_row_may_take_only_q_k_and_v() -> None:

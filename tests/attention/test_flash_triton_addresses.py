@@ -20,7 +20,7 @@ from lmsys.attention import AttentionCase, flash_triton, flash_triton_decode  # 
 from lmsys.kernels import launch  # noqa: E402
 from lmsys.kernels.launch import Strided, describable, strided  # noqa: E402
 from lmsys.testing import Oracle, make_inputs  # noqa: E402
-from tests.support.attention_rows import Row, assert_within_budget, law  # noqa: E402
+from tests.support.attention_rows import Row, assert_within_budget, law, skip_unless_it_runs  # noqa: E402
 from tests.support.patterns import make_pattern, patterned  # noqa: E402
 
 
@@ -87,8 +87,7 @@ def test_kernels_by_addresses_are_right_for_few_queries(
 ) -> None:
     row = Row("flash_triton", device)
     case = row.case(batch=2, heads=2 * group, kv_heads=2, queries=queries, keys=70, head_dim=head_dim, causal=True)
-    if reason := row.why_not(case):
-        pytest.skip(reason)
+    skip_unless_it_runs(row, case)
     case = replace(case, offset=66)
     inputs, pattern = make_inputs(case, 0), make_pattern(case, 0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmsys.attention import AttentionCase, Pattern, attention, flash_torch, merge
+from lmsys.attention import AttentionCase, Documents, Pattern, attention, flash_torch, merge
 from lmsys.attention.naive import naive
 from lmsys.testing import Oracle, error_ratio, make_inputs, run
 from tests.attention.test_patterns import defined
@@ -116,16 +116,22 @@ def test_merge_refuses_shapes_that_do_not_fit_together() -> None:
         merge(o, lse, o, lse[:, 0])
 
 
+HIDES = {
+    "documents": Documents([[8], [2, 6], [1, 7]]), "key_lengths": torch.tensor([8, 3, 5]), "softcap": 2.0, "window": 4
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch"])
-@pytest.mark.parametrize("shape", [(3, 8, 16), (2, 4, 8, 16), (2, 3, 4, 8, 16)])
-def test_bias_alibi_and_sinks_fit_inputs_of_any_rank(impl: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(3, 8, 16), (3, 4, 8, 16), (1, 3, 4, 8, 16)])
+@pytest.mark.parametrize("others", [{}, HIDES], ids=["alone", "with others"])
+def test_options_fit_inputs_of_any_rank(impl: str, shape: tuple[int, ...], others: dict[str, Any]) -> None:
+    """Documents and lengths are given for each batch entry; all leading dimensions together are the batch."""
     q, k, v = torch.randn(3, *shape)
     heads = shape[-3] if len(shape) > 3 else 1
     options = {"bias": torch.randn(*shape[:-1], 8), "alibi": torch.rand(heads), "sinks": torch.randn(heads)}
-    o, lse = attention(q, k, v, causal=True, impl=impl, return_lse=True, **options)
+    o, lse = attention(q, k, v, causal=True, impl=impl, return_lse=True, **options, **others)
     flat = [x.reshape(-1, heads, 8, 16) for x in (q, k, v)]
     per_head = {name: options[name][None] for name in ("alibi", "sinks")}
-    pattern = Pattern(True, bias=options["bias"].reshape(-1, heads, 8, 8), **per_head, return_lse=True)
+    pattern = Pattern(True, bias=options["bias"].reshape(-1, heads, 8, 8), **per_head, **others, return_lse=True)
     expected, expected_lse = naive(*flat, pattern=pattern)
-    torch.testing.assert_close(o, expected.reshape(shape))
-    torch.testing.assert_close(lse, expected_lse.reshape(shape[:-1]))
+    torch.testing.assert_close((o, lse), (expected.reshape(shape), expected_lse.reshape(shape[:-1])))

@@ -1,5 +1,6 @@
 """The memory layout of inputs, gradients and `key_lengths` never changes a result; empty inputs and extreme values."""
 
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from lmsys.attention import AttentionCase, Pattern, attention
+from lmsys.attention import AttentionCase, attention
 from lmsys.attention.contract import aligned, with_aligned_gradient
 from lmsys.testing import MEMORY, Oracle, make_inputs, run
 from tests.support.attention_rows import Row, assert_within_budget, law
@@ -28,12 +29,8 @@ def test_key_lengths_have_any_layout(row: Row, case: AttentionCase, seed: int) -
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     room = torch.tensor([[0, case.keys, 0]] * case.batch, device=case.device)
     for lengths in (room[:, 1], room[0, 1:2].expand(case.batch)):
-        asked = Pattern(**{**_fields(pattern), "key_lengths": lengths})
+        asked = replace(pattern, key_lengths=lengths)
         assert_within_budget(Oracle(case, inputs, pattern=asked).error_ratios(row.run(case, inputs, pattern=asked)))
-
-
-def _fields(pattern: Pattern) -> dict[str, object]:
-    return {"causal": pattern.causal, **pattern.options}
 
 
 @given(

@@ -189,20 +189,31 @@ def test_varlen_attn_says_which_cases_it_cannot_run(monkeypatch: pytest.MonkeyPa
     assert "enable_gqa" in str(why_not(case)) and why_not(replace(case, kv_heads=4)) is None
 
 
-def test_flash_attn_says_which_patterns_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+CACHES = {"causal": False, "key_lengths": True}
+BOTTOM_RIGHT = {"offset": 12}  # K - Q
+ASKED = [  # (row, fields of a case of 4 causal queries and 16 keys, why the row cannot run it)
+    ("flash_attn_2", {**BOTTOM_RIGHT, "window": 4}, None),
+    ("flash_attn_2", {}, "needs the offset K - Q"),
+    ("flash_attn_2", {"offset": 3}, "needs the offset K - Q"),
+    ("flash_attn_2", {**BOTTOM_RIGHT, "softcap": 2.0, "key_lengths": True}, "knows no key_lengths and no softcap"),
+    ("flash_attn_3", CACHES, None),
+    ("flash_attn_3", BOTTOM_RIGHT, None),
+    ("flash_attn_3", {"key_lengths": True, **BOTTOM_RIGHT}, "in its call for caches"),
+    ("flash_attn_3", CACHES | {"documents": True}, "in its call for caches"),
+    ("flash_attn_3", CACHES | {"grad": True}, "in its call for caches"),
+    ("flash_attn_3", {"capability": (10, 0)}, "needs compute capability 9.0; this GPU has 10.0"),
+]
+
+
+@pytest.mark.parametrize(("row", "fields", "reason"), ASKED)
+def test_flash_attn_says_which_patterns_it_cannot_run(
+    row: str, fields: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=dense))
     case = AttentionCase(1, 2, 2, 4, 16, 64, "bfloat16", causal=True, device="cuda", capability=(9, 0))
-    why_not = ATTENTION["flash_attn_2"].why_not
-    assert why_not(replace(case, offset=12, window=4)) is None
-    assert "needs the offset K - Q" in why_not(case) and "needs the offset K - Q" in why_not(replace(case, offset=3))
-    assert why_not(replace(case, offset=12, softcap=2.0, key_lengths=True)) == "knows no key_lengths and no softcap"
-    why_not = ATTENTION["flash_attn_3"].why_not
-    caches = replace(case, causal=False, key_lengths=True)
-    assert why_not(caches) is why_not(replace(case, offset=12)) is None
-    for change in ({"causal": True, "offset": 12}, {"documents": True}, {"grad": True}):
-        assert "in its call for caches" in str(why_not(replace(caches, **change)))
-    assert "needs compute capability 9.0; this GPU has 10.0" in str(why_not(replace(case, capability=(10, 0))))
+    found = ATTENTION[row].why_not(replace(case, **fields))
+    assert found is None if reason is None else reason in str(found)
 
 
 def _errors_of_cudnn(layouts: tuple[str, ...]) -> float:

@@ -34,21 +34,36 @@ ON_CARDS += [some(arch, head_dim, name, "bounds") for arch, head_dim, name in pr
 ON_CARDS += [some(arch, one[0], "split_keys", f"Q{one[1]}") for arch in OTHER_CARDS for one in DECODING[:-1]]
 
 
-def test_words_of_the_command_line_select_kernels_or_are_refused() -> None:
-    selection = Selection.of(["sm_86", "full", "64", "float16"])
-    assert selection == Selection(archs=[86], dtypes=["float16"], head_dims=[64], masks=["full"])
-    assert Selection.of([]).masks == list(MASKS) and Selection.of(["full"]).dtypes == ["bfloat16"]
-    for word in ("casual", "ones", "sm_70", "float64"):
-        with pytest.raises(ValueError, match=f"'{word}' is no head dimension; any other word must be one of sm_80, "):
-            Selection.of(["causal", word])
+@pytest.mark.parametrize(
+    ("select", "words", "selection"),
+    [
+        (Selection.of, "sm_86 full 64 float16", Selection([86], ["float16"], [64], ["full"])),
+        (Selection.of, "full", Selection([90], ["bfloat16"], [64, 128], ["full"])),
+        (Selection.of, "", Selection([90], ["bfloat16"], [64, 128], list(MASKS))),
+        (sass_gluon.chosen, "", (["bfloat16"], False, [64, 128])),
+        (sass_gluon.chosen, "128 every float16", (["float16"], True, [128])),
+    ],
+)
+def test_words_of_the_command_line_select_kernels(select: Any, words: str, selection: Any) -> None:
+    assert select(words.split()) == selection
 
 
-def test_words_of_the_command_line_select_hoppers_kernels_or_are_refused() -> None:
-    assert sass_gluon.chosen([]) == (["bfloat16"], False, [64, 128])
-    assert sass_gluon.chosen(["128", "every", "float16"]) == (["float16"], True, [128])
-    for word in ("evry", "96", "float32"):
-        with pytest.raises(ValueError, match=f"'{word}' must be one of bfloat16, float16, every, 64, 128"):
-            sass_gluon.chosen(["64", word])
+@pytest.mark.parametrize(
+    ("select", "first", "word", "message"),
+    [
+        *(
+            (Selection.of, "causal", word, "is no head dimension; any other word must be one of sm_80, ")
+            for word in ("casual", "ones", "sm_70", "float64")
+        ),
+        *(
+            (sass_gluon.chosen, "64", word, "must be one of bfloat16, float16, every, 64, 128")
+            for word in ("evry", "96", "float32")
+        ),
+    ],
+)
+def test_words_that_select_nothing_are_refused(select: Any, first: str, word: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"'{word}' {message}"):
+        select([first, word])
 
 
 @cache

@@ -1,7 +1,7 @@
 """The error budget of `lmsys.testing` must reject wrong rows: faults are planted into the source of `flash_torch`."""
 
+import inspect
 import itertools
-import types
 from collections.abc import Callable
 
 import pytest
@@ -51,15 +51,9 @@ FAULTS = {  # name -> (a piece of the right source, the faulty piece that replac
 }
 
 
-def source_of(module: types.ModuleType) -> str:
-    assert module.__file__ is not None
-    with open(module.__file__) as file:
-        return file.read()
-
-
 def row_with(right: str, wrong: str) -> Callable[..., Tensor]:
     """flash_torch, in tiles of TILE, with one piece of its source replaced."""
-    source = source_of(flash_torch)
+    source = inspect.getsource(flash_torch)
     assert source.count(right) == 1, f"flash_torch.py has no single {right!r}; name the line anew"
     own = f'custom_ops.flash("faulty_{next(numbers)}"'
     faulty = source.replace(right, wrong).replace('custom_ops.flash("flash_torch"', own)

@@ -43,12 +43,13 @@ def test_both_launchers_give_the_driver_equal_parameters(capability: int, tmp_pa
             assert line["descriptors"] <= line["most"]
 
 
-def test_a_launch_is_kept_by_its_precision_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_is_kept_by_its_precision_and_their_number_is_bounded(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a switch to TF32 the kernel for "ieee" is not launched again."""
     kept: dict[tuple[Any, ...], Any] = {}
     monkeypatch.setattr(flash_triton, "_launches", kept)
     monkeypatch.setattr(flash_triton, "MAX_LAUNCHES", 3)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not flash_triton.INTERPRETED:
         pytest.skip("on a CPU this needs Triton's interpreter: TRITON_INTERPRET=1")
     before = torch.backends.cuda.matmul.fp32_precision

@@ -28,6 +28,7 @@ from lmsys.attention.pattern import Pattern, checked_pattern
 from lmsys.check.question import poison
 from lmsys.testing import MEMORY, Inputs, Oracle, make_inputs
 from lmsys.traits import AttentionTraits
+from tests.support.attention_rows import results_of
 from tests.support.patterns import document_lengths, drawn_bias, drawn_mask
 
 SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
@@ -146,18 +147,7 @@ def in_context(context: str, impl: str, options: dict[str, Any], case: Attention
 
 def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> dict[str, Tensor]:
     """{"o", and if there are any "lse", "dq", "dk", "dv"}: results of a call; in "graph" those of a replayed graph."""
-    q, k, v = inputs.leaves(case.grad)
-
-    def step() -> dict[str, Tensor]:
-        with torch.set_grad_enabled(case.grad):
-            result = call(q, k, v)
-        results = result if isinstance(result, tuple) else (result,)
-        kept = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
-        if case.grad:
-            upstream = (inputs.do, inputs.do[..., 0].to(results[-1].dtype))[: len(results)]
-            kept |= zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), upstream), strict=True)
-        return kept
-
+    step = partial(results_of, call, inputs, case.grad)
     if context == "graph":
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
