@@ -278,6 +278,8 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         if causal and not call.has("causal"):
             raise ValueError(f"{causal=}: this row has no parameter for it")
+        if not call.has("scale"):
+            _hold_default(scale, q)
         return call({"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}, q, k, v)
 
     return row
@@ -350,12 +352,17 @@ def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A row's callable, as `adapt` returns it, made of `function(q, k, v, is_causal)` on (B, S, D)."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-        if scale is not None and not math.isclose(scale, q.shape[-1] ** -0.5):
-            raise ValueError(f"{scale=}: this row knows only the default scale, head_dim ** -0.5")
+        _hold_default(scale, q)
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
         return function(*(x.flatten(0, 1) for x in (q, k, v)), causal).view(*q.shape[:-1], v.shape[-1])
 
     return row
+
+
+def _hold_default(scale: float | None, q: Tensor) -> None:
+    """ValueError unless the scale is the default one."""
+    if scale is not None and not math.isclose(scale, q.shape[-1] ** -0.5):
+        raise ValueError(f"{scale=}: this row knows only the default scale, head_dim ** -0.5")
 
 
 def _shapes(*tensors: Tensor) -> str:

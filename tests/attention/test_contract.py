@@ -289,8 +289,8 @@ def test_rows_of_other_interfaces_are_accepted_as_they_are(foreign: Any, causal:
         torch.testing.assert_close(found, naive(q, k, k, causal=causal, scale=scale))
 
 
-@pytest.mark.parametrize("foreign", [FlashTorch, cs336])
-def test_a_row_as_cs336_asks_for_it_refuses_another_scale(foreign: Any) -> None:
+@pytest.mark.parametrize("foreign", TAKE_NO_SCALE)
+def test_a_row_that_takes_no_scale_refuses_another_than_the_default(foreign: Any) -> None:
     with pytest.raises(ValueError, match="scale=0.3"):
         adapt(foreign)(*torch.randn(3, 2, 4, 9, 16), scale=0.3)
 
