@@ -349,7 +349,7 @@ class Session:
     @cached_property
     def changes(self) -> "list[Change]":
         """Verdicts on rows beside their earlier state (--against), at the end of the run."""
-        return _changes().compare_in_turns(self.records) if self.checkout else []
+        return _changes().compare_in_turns(self.records, self.margin) if self.checkout else []
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
         """Measures the machine's ceilings again, and recomputes all rates with the higher of the two measurements.

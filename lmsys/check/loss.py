@@ -147,9 +147,8 @@ def _no_token_counts(call: signature.Called, problem: formulas.Problem) -> quest
     try:
         outputs = formulas.run(call, problem)
     except Exception as error:
-        return question.Fault(
-            f"  it raises {type(error).__name__} where no token counts: {str(error).splitlines()[:1]}"
-        )
+        line = registry.message_of(error).splitlines()[0]
+        return question.Fault(f"  it raises {type(error).__name__} where no token counts: {line}")
     loss = outputs.pop(formulas.RESULT).item()
     if loss != 0 and not math.isnan(loss):
         return question.Fault(f"  the loss is {loss:.6g} where no token counts; expected NaN, as torch has it, or 0")

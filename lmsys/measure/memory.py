@@ -15,6 +15,7 @@ import re
 import resource
 import shlex
 import subprocess
+import tempfile
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,14 +72,17 @@ def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int
     Each process's resident set counts, so pages that several share count for each. OSError elsewhere;
     RuntimeError when the command fails.
     """
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     peak = 0
-    while process.poll() is None:
-        peak = max(peak, sum(map(host.resident_bytes, host.family_of(process.pid, host.processes_in(Path("/proc"))))))
-        time.sleep(interval_s)
-    _, errors = process.communicate()
+    # A file: a process that writes more than a pipe holds, which nobody reads yet, would wait for ever.
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        while process.poll() is None:
+            family = host.family_of(process.pid, host.processes_in(Path("/proc")))
+            peak = max(peak, sum(map(host.resident_bytes, family)))
+            time.sleep(interval_s)
+        errors.seek(0)
+        last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
     if process.returncode:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:]
         raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}: {last}")
     return peak
 

@@ -164,3 +164,5 @@ def test_the_memory_of_a_command_is_that_of_its_processes_together() -> None:
     assert memory.peak_resident_bytes([sys.executable, "-c", both]) > 1.8 * small
     with pytest.raises(RuntimeError, match="ended with 1: .*no such thing"):
         memory.peak_resident_bytes([sys.executable, "-c", "raise ValueError('no such thing')"])
+    many_errors = "import sys; sys.stderr.write('x' * 2**20)"  # more than a pipe holds
+    assert memory.peak_resident_bytes([sys.executable, "-c", many_errors]) > 0
