@@ -44,6 +44,10 @@ OPTIONS: dict[str, dict[str, Any]] = {  # {name without a prefix: keywords of ar
     "retry-crashed": {"action": "store_true", "help": "--resume runs again what crashed or hung, too"},
     "no-check": {"action": "store_true", "help": "do not ask rows from files what lmsys check asks first"},
     "no-isolation": {"action": "store_true", "help": "run rows in pytest's own process, for a debugger"},
+    "own-process": {
+        "action": "store_true",
+        "help": "attention rows of other people run in processes of their own, and are judged from outside; CPU, Linux",
+    },
     "repeat": {
         "type": int,
         "default": 1,
@@ -210,6 +214,20 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
         )
     )
     return count
+
+
+def own_process(config: pytest.Config, device: str, isolated: bool) -> bool:
+    """True if --own-process is given. ValueError where rows cannot have processes of their own."""
+    others = {
+        "--no-isolation, --collect-only or torchrun": not isolated,
+        "--against": config.getoption("lmsys_against"),
+        "--nvtx": config.getoption("lmsys_nvtx"),
+        f"the device {device!r} (so far it runs on a CPU)": device != "cpu",
+        "this system (it needs Linux)": not hasattr(os, "memfd_create"),
+    }
+    asked: bool = config.getoption("lmsys_own_process")
+    hold(*((not (asked and is_given), f"--own-process cannot be with {what}") for what, is_given in others.items()))
+    return asked
 
 
 def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:

@@ -250,11 +250,7 @@ def _session(config: pytest.Config) -> results.Session:
             ),
             nvtx=nvtx,
             energy=config.getoption("lmsys_energy"),
-            # On a GPU the exchange with a row's process has not been tried yet. Memory that is shared needs Linux.
-            apart=isolated
-            and device == "cpu"
-            and not (nvtx or config.getoption("lmsys_against"))
-            and hasattr(os, "memfd_create"),
+            apart=options.own_process(config, device, isolated),
             checks_files=not config.getoption("lmsys_no_check"),
             sustained=config.getoption("lmsys_energy") or sweep.sustained,
             command="python -m pytest " + shlex.join(str(word) for word in config.invocation_params.args),

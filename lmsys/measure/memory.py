@@ -15,8 +15,8 @@ import re
 import resource
 import shlex
 import subprocess
-import tempfile
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext

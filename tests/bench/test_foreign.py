@@ -121,8 +121,9 @@ def test_one_call_that_is_very_late_or_early_hides_nothing() -> None:
     assert judged(seen([1.5] * 30 + [1e6], [0] * 31)) and judged(seen([1.5] * 30 + [-1e6], [0] * 31))
 
 
-def test_a_third_of_the_calls_late_on_a_calm_machine_is_refused() -> None:
-    assert judged(seen([2.0, 0.1, -0.1] * 20, [0] * 60))
+def test_most_calls_late_on_a_calm_machine_are_refused_and_few_are_not() -> None:
+    """The time of a row is the median of its calls, so that a third of them may be late, as on a busy machine."""
+    assert judged(seen([2.0, 2.0, -0.1] * 20, [0] * 60)) and not judged(seen([2.0, 0.1, -0.1] * 20, [0] * 60))
 
 
 def test_noise_in_both_directions_is_no_cheat() -> None:
@@ -153,7 +154,7 @@ def test_what_the_judge_waits_is_compared_with_the_null_row() -> None:
     asked: list[Any] = []
     taken, result = clock.sample(lambda pair: asked.append(pair[0]) or "o")
     assert asked == [null, row] and result == "o" and taken.run_s == 1e-3 and taken.prepare_s == 0.0
-    assert taken.late_s == pytest.approx((3.9e-3, MARGIN + foreign.MARGIN_SHARE * 1e-4))
+    assert taken.late_s == pytest.approx((3.9e-3, MARGIN + foreign.MARGIN_SHARE * 1e-4 + foreign.TOOK_SHARE * 1e-3))
     assert taken.copy_s == pytest.approx((3e-4, MARGIN + 2e-4))
 
 

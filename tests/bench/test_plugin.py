@@ -154,8 +154,7 @@ def row(q, k, v, *, causal=False, scale=None):
 def test_a_file_that_patches_the_clock_when_it_is_imported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PATCH)
     asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--length", "64"
-    # Without --no-isolation such a row has a process of its own, where it replaces what it likes.
-    ended = run(ROOT, *asked, "--sweep", "smoke", "--benchmark-disable", "--no-isolation", plugin=False)
+    ended = run(ROOT, *asked, "--sweep", "smoke", "--benchmark-disable", plugin=False)
     assert ended.returncode == 4 and "replaces Event.elapsed_time when it is imported" in ended.stderr, ended.stderr
 
 

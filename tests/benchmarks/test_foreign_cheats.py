@@ -14,7 +14,11 @@ from tests.support import harness
 from tests.support.foreign_cheats import CHEATS
 
 SHAPE = {"cpu": (1, 4, 2, 100, 100, 32), "cuda": (2, 8, 4, 1024, 1024, 64)}
-WAYS = [(name, direction) for name, cheat in CHEATS.items() for direction in cheat.directions]
+WAYS = [  # cheats that are told by time need an idle machine: python -m pytest -m on_request
+    pytest.param(name, direction, marks=[pytest.mark.on_request] * cheat.told_by_time)
+    for name, cheat in CHEATS.items()
+    for direction in cheat.directions
+]
 
 
 @pytest.fixture(autouse=True)

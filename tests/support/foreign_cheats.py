@@ -38,6 +38,11 @@ class Cheat:
     told: str
     directions: tuple[str, ...]
 
+    @property
+    def told_by_time(self) -> bool:
+        """True if only the judge's clock tells. On a busy machine, where the clock says little, such a row may pass."""
+        return self.told in (LATE, LATE_RESULTS)
+
 
 CHEATS: dict[str, Cheat] = {}
 
@@ -100,7 +105,7 @@ def asked() -> int:
 
 # Rows that say less than their calls take.
 
-LATE = "works outside of its calls"
+LATE, LATE_RESULTS = "works outside of its calls", "makes its results after its calls"
 
 
 @cheat(LATE, "fwd", "fwdbwd")
@@ -285,7 +290,7 @@ def sleeps_in_the_answer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
 # Rows that make their results later, or elsewhere.
 
 
-@cheat("makes its results after its calls")
+@cheat(LATE_RESULTS)
 def lazy_until_copied(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Computes when the judge asks for the results."""
 
@@ -312,7 +317,7 @@ def lazy_until_copied(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor
     return o
 
 
-@cheat("makes its results after its calls")
+@cheat(LATE_RESULTS)
 def lazy_in_a_thread(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Computes in a thread; the copy of the results waits for it."""
 
