@@ -341,6 +341,7 @@ BAD = {
     "--benchmark-max-time -1": "--benchmark-max-time '-1': must be a finite number of seconds",
     "--repeat 0": "--repeat=0 must be",
     "--repeat 2 --no-isolation": "--repeat 2 needs fresh processes",
+    "--own-process --no-isolation": "--own-process cannot be with --no-isolation",
     "--fail-on wrogn": "--fail-on 'wrogn': must be one of oom, unsupported, wrong, error; did you mean wrong",
     "--benchmark-json tests": "cannot write the result to tests: it is there, and it is no file",
     "--benchmark-json pyproject.toml/x": "cannot write the result to pyproject.toml/x: File exists",
