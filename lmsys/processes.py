@@ -345,10 +345,16 @@ def _serve(number: int, callers_main: dict[str, str]) -> None:
     outputs = Outputs()
     while request := read(line):
         _answer(line, request)
-        outputs.mend()  # a call may have closed sys.stdout
-        with contextlib.suppress(AttributeError, OSError):  # there may be none, or nobody reads it
-            sys.stdout.flush()
+        _flush()  # what the call has printed goes where it has sent it, before stdout is put back
+        outputs.mend()  # the call may have closed sys.stdout, or replaced it
+        _flush()
     gc.freeze()  # else the interpreter searches all of torch's objects for garbage as it ends, for half a second
+
+
+def _flush() -> None:
+    """Writes what stdout still holds."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, nobody reads it, or it is closed
+        sys.stdout.flush()
 
 
 def _answer(line: Connection, request: bytes) -> None:

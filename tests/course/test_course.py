@@ -246,6 +246,7 @@ def test_parts_are_chosen_by_their_names(checkout: Path, capfd: pytest.CaptureFi
 def test_a_part_is_right_wrong_refused_not_written_or_not_judged(
     checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # so that what a checkout prints waits in a buffer
     monkeypatch.setattr(parts, "PARTS", {part: PARTS[part] for part in QUICK})
     page = checkout.parent / "right.html"
     assert main([str(checkout), "--html", str(page)]) == 1

@@ -61,12 +61,13 @@ def test_a_kernel_that_does_not_compile_has_a_reason_of_one_line(capfd: pytest.C
     assert lacking == "    sm_75 has no bfloat16 in hardware" and " no " in second  # it uses no tensor cores
 
 
-def test_a_target_sees_its_card(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_target_sees_its_card(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch and Triton answer the target as they would on that card. What it prints is not in the output.
 
     It reads versions, limits and device numbers, and uses custom operators, warm-ups, benchmarks and the best
     configuration of an autotuned kernel.
     """
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # so that what it prints waits in a buffer
     assert main([f"{KERNELS}:launch_as_libraries_do", "--card", "sm_75,gfx942", "--json"]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     by_card = {card: [x["kernel"] for x in lines if x["card"] == card] for card in ("sm_75", "gfx942")}
