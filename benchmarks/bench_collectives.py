@@ -129,7 +129,6 @@ class Inputs:
 
     drawn  the input, which the operation reads or changes
     out    the tensor that gets the result
-    fill   fill(draw) writes the input of a draw into `drawn`
     """
 
     def __init__(self, case: CollectiveCase, seed: int):
@@ -138,24 +137,30 @@ class Inputs:
         part = x.chunk(case.world_size)[self.rank]
         self.out = (part if case.impl == "reduce_scatter" else x).clone()
         self.drawn = {"reduce_scatter": x, "all_gather": part}.get(case.impl, self.out)
-        self.fill = self.draws_of(self.rank, self.drawn).fill
+        self.fill = self.draws_of(self.rank, self.drawn)
 
-    def draws_of(self, rank: int, x: torch.Tensor) -> draws.Draws:
-        """The draws of a rank's input, in x: whole numbers of 15 bits.
+    def draws_of(self, rank: int, x: torch.Tensor) -> Callable[[int], None]:
+        """A function that writes a rank's input in a draw into x: whole numbers of 16 bits, of both signs.
 
         Their sum is exact in any order, and inexact in a narrower dtype. Each rank can compute those of the others.
         """
         name = f"rank {rank}"
-        return draws.Draws({name: x}, self.seed, below={name: 2**15})
+        stream = draws.Draws({name: x}, self.seed, below={name: 2**16})
+
+        def fill(draw: int) -> None:
+            stream.fill(draw)
+            x.sub_(2**15)
+
+        return fill
 
     def expected(self, drawn: Iterable[int]) -> dict[int, torch.Tensor]:
         """{draw: the right result on this rank}; of an operation in MEANS it is the sum over ranks, not the mean."""
         world_size, kind, x = self.case.world_size, self.case.impl, torch.empty_like(self.drawn)
         by_draw: dict[int, list[torch.Tensor]] = {draw: [] for draw in drawn}
         for sender in range(1 if kind == "broadcast" else world_size):
-            of_sender = self.draws_of(sender, x)
+            fill = self.draws_of(sender, x)
             for draw, parts in by_draw.items():
-                of_sender.fill(draw)
+                fill(draw)
                 part = x.chunk(world_size)[self.rank] if kind == "reduce_scatter" else x
                 if parts and kind in MEANS:
                     parts[0] += part

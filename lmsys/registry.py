@@ -303,26 +303,32 @@ class Table(Mapping[str, Entry]):
         apart  makes the rows of other people's code, which is then not loaded here
         """
         # ".py" anywhere names a file: `load_target` refuses a path without ":attr" better than `self[name]` would.
-        entries = [self._from_file(name, apart is None) if ".py" in name else self[name] for name in names]
+        from_file = self._from_file if apart is None else self._named_after
+        entries = [from_file(name) if ".py" in name else self[name] for name in names]
         selected: dict[str, Entry] = {}
         for entry in entries:
             first = selected.setdefault(entry.name, entry).target
             hold((first == entry.target, f"two rows are called {entry.name!r}: {first} and {entry.target}"))
         return [apart(x) if apart and name not in self._own_rows else x for name, x in selected.items()]
 
-    def _from_file(self, target: str, is_loaded: bool) -> Entry:
+    def _from_file(self, target: str) -> Entry:
         """The row of a user's code, loaded at once: what is wrong with it must not show in the middle of a sweep."""
-        implementation, name = load_target(target) if is_loaded else len, target.rpartition(":")[2]
+        implementation = load_target(target)
+        hold((callable(implementation), f"{target=} must name a function or a class; it is {implementation!r}"))
+        entry = self._named_after(target)
+        self.traits.of(entry)
+        return entry
+
+    def _named_after(self, target: str) -> Entry:
+        """The row of a user's code, which is not loaded."""
+        name = target.rpartition(":")[2]
         hold(
-            (callable(implementation), f"{target=} must name a function or a class; it is {implementation!r}"),
             (
                 name not in self._all_rows,
                 f"{target=}: the table has a row {name!r} of its own; give yours another name",
-            ),
+            )
         )
-        entry = Entry(name, target)
-        is_loaded and self.traits.of(entry)
-        return entry
+        return Entry(name, target)
 
     def pick(self, name: str, case: Any) -> Entry:
         """The row `name`, if it can run `case`; for "auto" the first of the table's `auto` that can.

@@ -1,8 +1,8 @@
 """Settings of threads and hypothesis, the order of the test files, and fixtures that all tests share.
 
 Two fixtures apply to every test: `poisoned_empty` fills uninitialised memory with NaN, and `any_tile` lets Triton rows
-choose a tile without timing it. The others start processes that several tests share: groups of ranks, and one smoke
-sweep of the benchmark.
+choose a tile without timing it. `foreign_processes` ends processes. The others start processes that several tests
+share: groups of ranks, and one smoke sweep of the benchmark.
 """
 
 import gc
@@ -83,6 +83,17 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point memory is NaN, so that an output which a kernel does not write fails its test."""
 
     poison(monkeypatch.setattr)
+
+
+@pytest.fixture
+def foreign_processes() -> Iterator[None]:
+    """Ends the processes of foreign rows after a test, but not that of `null`, which all rows share."""
+    yield
+    from lmsys.bench import foreign
+
+    for target, process in foreign._processes.items():
+        if not target.endswith("foreign:null"):
+            process.close()
 
 
 @pytest.fixture(scope="session")

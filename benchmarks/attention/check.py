@@ -178,10 +178,10 @@ NUM_HEADS, SPOT_SCORES = 2, 2**27  # heads of a backward that are checked: fewer
 GRADIENTS = ("dq", "dk", "dv")
 # By output: the input whose shape and dtype it must have.
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
-MOST_SCORES = 2**25  # the most scores of a part that `repeat` makes again: seconds on a CPU
 # How many times a CPU's budget a recorded one may be. Plain PyTorch on a GPU may divide a product into parts and round
 # the sum of each: where keys are alike, this made the budget of dq twice as large as on a CPU.
 MOST_BUDGET = 4
+MOST_SCORES = 2**25  # the most scores of a part that `repeat` makes again: seconds on a CPU
 MOST_ELEMENTS = 2**26  # the most elements of an input that `repeat` makes again: a file may name any size
 
 
@@ -313,9 +313,11 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
     error = (values.double() - reference).abs().max().item()
     if not abs(error - part["error"]) <= ERROR_RTOL * oracle.budget[name]:
         yield f"{name}: its recorded values are off by {error:.4g} from the oracle, and it says {part['error']:.4g}"
-    # A smaller budget only makes ratios larger. A larger one must not excuse an error that is too large here.
-    if not 0 < part["budget"] <= oracle.budget[name] * MOST_BUDGET or error > oracle.budget[name] * (1 + BUDGET_RTOL):
-        yield f"{name}: its budget should be at most about {oracle.budget[name]:.3g}, and it says {part['budget']:.3g}"
+    budget = oracle.budget[name]
+    if not 0 < part["budget"] <= budget * MOST_BUDGET:  # a smaller one only makes ratios larger
+        yield f"{name}: its budget should be at most about {budget:.3g}, and it says {part['budget']:.3g}"
+    elif error > budget * (1 + BUDGET_RTOL):  # a larger budget must not excuse an error that is too large here
+        yield f"{name}: its error {error:.3g} is more than its budget should be, about {budget:.3g}"
     if ratio < (row_ratio := part["error"] / part["budget"]) * (1 - ERROR_RTOL):
         yield f"{name}: its error ratio {ratio:.4g} is less than that of its own row, {row_ratio:.4g}"
     yield values.numel()

@@ -94,7 +94,7 @@ def _mapped(file: Any) -> Tensor:
 
 
 def serve(number: int, trace: int) -> None:
-    """What a row's process runs: answers the judge's questions until it hangs up.
+    """Answers the judge's questions until it hangs up: the main function of a row's process.
 
     number, trace  descriptors of the connection, and of the file for traces of crashes
     """

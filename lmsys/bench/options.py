@@ -216,10 +216,14 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
     return count
 
 
-def own_process(config: pytest.Config, device: str, isolated: bool) -> bool:
-    """True if --own-process is given. ValueError where rows cannot have processes of their own."""
+def own_process(config: pytest.Config, device: str, on_ranks: bool) -> bool:
+    """True if --own-process is given and rows run. ValueError where they cannot have processes of their own.
+
+    on_ranks  torchrun has started this process
+    """
     others = {
-        "--no-isolation, --collect-only or torchrun": not isolated,
+        "--no-isolation": config.getoption("lmsys_no_isolation"),
+        "torchrun": on_ranks,
         "--against": config.getoption("lmsys_against"),
         "--nvtx": config.getoption("lmsys_nvtx"),
         f"the device {device!r} (so far it runs on a CPU)": device != "cpu",
@@ -227,7 +231,7 @@ def own_process(config: pytest.Config, device: str, isolated: bool) -> bool:
     }
     asked: bool = config.getoption("lmsys_own_process")
     hold(*((not (asked and is_given), f"--own-process cannot be with {what}") for what, is_given in others.items()))
-    return asked
+    return asked and not config.getoption("collectonly")
 
 
 def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:

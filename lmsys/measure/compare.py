@@ -214,7 +214,7 @@ class _Taken:
             self._clocks[name].forget([sample[0]])
 
     def _attempt(self, call: Callable[..., Any], name: str, *args: Any) -> Any:
-        """What `call` returns for a row's step; None where the row has failed, whose samples are then dropped."""
+        """The result of `call` for a row's step; None where the row has failed, whose samples are then dropped."""
         result, failure = attempt(call, self._steps[name], self._clocks[name], *args)
         if failure:
             self.result.failures[name] = failure

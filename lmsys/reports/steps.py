@@ -305,7 +305,7 @@ def either(view: views.View, *items: Steps) -> items.Items:
 
 @step
 def each(view: views.View, *items: Steps) -> list[Any]:
-    """What all these items make, such as tables and plots."""
+    """All that these items make, such as tables and plots."""
     return sum(map(partial(applied, view), items), [])
 
 

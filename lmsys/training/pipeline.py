@@ -84,7 +84,7 @@ def _take(context: RunContext, steps: list[str]) -> int:
             saved.require(**loop.facts_of(context.config))  # before its data would be replaced
     for step in steps:
         if "generate" in steps and step != "tokenizer":
-            _prompt(context)  # too long a prompt is refused here, not after the training
+            _ = context.prompt  # too long a prompt is refused here, not after the training
         doing.now(f"in {step!r}")
         if context.rank == 0 or step in WRITERS:  # the other steps print, which rank 0 does alone
             code = FUNCTIONS[step](context)
@@ -227,7 +227,7 @@ def evaluate_model(context: RunContext) -> None:
 
 def print_sample(context: RunContext) -> None:
     """Prints how the newest checkpoint continues the prompt. Rank 0 calls it."""
-    config, tokenizer, prompt = context.config.generate, context.tokenizer, _prompt(context)
+    config, tokenizer, prompt = context.config.generate, context.tokenizer, context.prompt
     model, step = _trained(context)
     with context.autocast():
         (made,) = generation.generate(
@@ -236,19 +236,6 @@ def print_sample(context: RunContext) -> None:
             stop=data.end_of_text(tokenizer), seed=config.seed, vocab_size=tokenizer.vocab_size,
         )  # fmt: skip
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
-
-
-def _prompt(context: RunContext) -> list[int]:
-    """The ids of generate.prompt; an end of text where it is empty. ValueError where it is too long."""
-    prompt, most = context.config.generate.prompt, context.config.model.context_length
-    ids = context.tokenizer.encode(prompt or corpora.END_OF_TEXT)
-    values.hold(
-        (
-            len(ids) <= most,
-            f"generate.prompt={values.shortly(prompt)} is {len(ids):,} tokens; model.context_length is {most:,}",
-        )
-    )
-    return ids
 
 
 def _trained(context: RunContext) -> tuple[TransformerLM, int]:

@@ -73,6 +73,19 @@ class RunContext:
         """
         return partial(prepare.autocast, self.config.train.precision, self.device.type)
 
+    @cached_property
+    def prompt(self) -> list[int]:
+        """The ids of generate.prompt; an end of text where it is empty. ValueError where it is too long."""
+        prompt, most = self.config.generate.prompt, self.config.model.context_length
+        ids = self.tokenizer.encode(prompt or corpora.END_OF_TEXT)
+        values.hold(
+            (
+                len(ids) <= most,
+                f"generate.prompt={values.shortly(prompt)} is {len(ids):,} tokens; model.context_length is {most:,}",
+            )
+        )
+        return ids
+
     def say(self, text: str) -> None:
         """Prints a line on rank 0, with escapes for characters that the terminal does not have."""
         if self.rank == 0:

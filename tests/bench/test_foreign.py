@@ -4,7 +4,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lmsys.measure.clock import ClockError, CpuClock
 from lmsys.testing import MEMORY, make_inputs
 from tests.support import harness
 
+pytestmark = pytest.mark.usefixtures("foreign_processes")
 SHAPE = (1, 2, 1, 40, 40, 16)
 MARGIN = foreign.MARGIN_S
 FILE = """
@@ -62,14 +63,6 @@ def double(q, k, v, *, causal=False, scale=None):
 """
 
 
-@pytest.fixture(autouse=True)
-def end_processes() -> Iterator[None]:
-    yield
-    for target, process in foreign._processes.items():
-        if not target.endswith("foreign:null"):
-            process.close()
-
-
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     """A file with rows."""
@@ -96,7 +89,7 @@ def seen(late: Sequence[float], copies: Sequence[float]) -> list[foreign.Seen]:
 
 
 def judged(calls: list[foreign.Seen], **options: Any) -> str:
-    """What the clock says against the calls; "" if it believes them."""
+    """The clock's words against the calls; "" if it believes them."""
     clock: Any = foreign.ApartClock(None, None, CpuClock())  # type: ignore[arg-type]
     try:
         assert clock.read(calls, **options) == calls

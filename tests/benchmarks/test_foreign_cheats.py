@@ -3,7 +3,6 @@
 The cheats are those of tests/support/foreign_cheats.py.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,21 +12,13 @@ from lmsys.bench import Entry, Settings, foreign
 from tests.support import harness
 from tests.support.foreign_cheats import CHEATS
 
+pytestmark = pytest.mark.usefixtures("foreign_processes")
 SHAPE = {"cpu": (1, 4, 2, 100, 100, 32), "cuda": (2, 8, 4, 1024, 1024, 64)}
 WAYS = [  # cheats that are told by time need an idle machine: python -m pytest -m on_request
     pytest.param(name, direction, marks=[pytest.mark.on_request] * cheat.told_by_time)
     for name, cheat in CHEATS.items()
     for direction in cheat.directions
 ]
-
-
-@pytest.fixture(autouse=True)
-def end_processes() -> Iterator[None]:
-    """Ends the processes of the rows, but not that of `null`."""
-    yield
-    for target, process in foreign._processes.items():
-        if not target.endswith("foreign:null"):
-            process.close()
 
 
 def record_of(name: str, direction: str, device: str, **settings: Any) -> dict[str, Any]:

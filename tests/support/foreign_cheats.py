@@ -103,6 +103,49 @@ def asked() -> int:
     return int(_last.get("calls", 0))
 
 
+def later(q: Tensor, k: Tensor, v: Tensor, in_thread: bool, rest_s: float = 0.0, **options: Any) -> Tensor:
+    """Memory for a result that is computed by `finish`, or in a thread that begins now and that `finish` waits for.
+
+    rest_s  how long the computation first sleeps
+    """
+    o = torch.empty_like(q)
+
+    def compute() -> None:
+        time.sleep(rest_s)
+        with torch.no_grad():
+            o.copy_(slow(q, k, v, **options))
+
+    _last["todo"] = compute
+    if in_thread:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        _last["todo"] = thread.join
+    return o
+
+
+def finish_at(method: str, behind: bool) -> None:
+    """Has the loop finish what `later` has begun: behind this method of the loop, or before it."""
+
+    def finish() -> None:
+        if "todo" in _last:
+            _last.pop("todo")()
+
+    def install(row: Any) -> None:
+        call = getattr(row, method)
+
+        def finishing(*args: Any) -> Any:
+            if not behind:
+                finish()
+            answer = call(*args)
+            if behind:
+                finish()
+            return answer
+
+        setattr(row, method, finishing)
+
+    once(install)
+
+
 # Rows that say less than their calls take.
 
 LATE, LATE_RESULTS = "works outside of its calls", "makes its results after its calls"
@@ -199,56 +242,18 @@ def works_before_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> T
 @cheat(LATE)
 def works_behind_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Returns memory that it fills when the clock has stopped, before it answers."""
-
-    def install(row: Any) -> None:
-        call = row.call
-
-        def later(*args: Any) -> Any:
-            answer = call(*args)
-            if "todo" in _last:
-                _last.pop("todo")()
-            return answer
-
-        row.call = later
-
-    once(install)
-    o = torch.empty_like(q)
-
-    def compute() -> None:
-        with torch.no_grad():
-            o.copy_(slow(q, k, v, **options))
-
+    finish_at("call", behind=True)
     if torch.is_grad_enabled() and q.requires_grad:
         return slow(q, k, v, **options)
-    _last["todo"] = compute
-    return o
+    return later(q, k, v, in_thread=False, **options)
 
 
 @cheat(LATE)
 def waits_for_a_thread_behind_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    def install(row: Any) -> None:
-        call = row.call
-
-        def joined(*args: Any) -> Any:
-            answer = call(*args)
-            if "thread" in _last:
-                _last.pop("thread").join()
-            return answer
-
-        row.call = joined
-
-    once(install)
-    o = torch.empty_like(q)
-
-    def compute() -> None:
-        with torch.no_grad():
-            o.copy_(slow(q, k, v, **options))
-
+    finish_at("call", behind=True)
     if torch.is_grad_enabled() and q.requires_grad:
         return slow(q, k, v, **options)
-    _last["thread"] = threading.Thread(target=compute)
-    _last["thread"].start()
-    return o
+    return later(q, k, v, in_thread=True, **options)
 
 
 @cheat(LATE)
@@ -276,7 +281,7 @@ def collects_garbage_between_calls(q: Tensor, k: Tensor, v: Tensor, **options: A
 
 @cheat(LATE)
 def sleeps_in_the_answer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """What writes the answers is slow."""
+    """The function that writes the answers is slow."""
     real = _last.setdefault("dumps", json.dumps)
 
     def slow_dumps(answer: Any) -> str:
@@ -293,57 +298,19 @@ def sleeps_in_the_answer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
 @cheat(LATE_RESULTS)
 def lazy_until_copied(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Computes when the judge asks for the results."""
-
-    def install(row: Any) -> None:
-        copy = row.copy
-
-        def late(*args: Any) -> Any:
-            if "todo" in _last:
-                _last.pop("todo")()
-            return copy(*args)
-
-        row.copy = late
-
-    once(install)
+    finish_at("copy", behind=False)
     if torch.is_grad_enabled() and q.requires_grad:
         return honest(q, k, v, **options)
-    o = torch.empty_like(q)
-
-    def compute() -> None:
-        with torch.no_grad():
-            o.copy_(slow(q, k, v, **options))
-
-    _last["todo"] = compute
-    return o
+    return later(q, k, v, in_thread=False, **options)
 
 
 @cheat(LATE_RESULTS)
 def lazy_in_a_thread(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Computes in a thread; the copy of the results waits for it."""
-
-    def install(row: Any) -> None:
-        copy = row.copy
-
-        def late(*args: Any) -> Any:
-            if "thread" in _last:
-                _last.pop("thread").join()
-            return copy(*args)
-
-        row.copy = late
-
-    once(install)
+    finish_at("copy", behind=False)
     if torch.is_grad_enabled() and q.requires_grad:
         return honest(q, k, v, **options)
-    o = torch.empty_like(q)
-
-    def compute() -> None:
-        time.sleep(SLOW_S)
-        with torch.no_grad():
-            o.copy_(slow(q, k, v, **options))
-
-    _last["thread"] = threading.Thread(target=compute)
-    _last["thread"].start()
-    return o
+    return later(q, k, v, in_thread=True, rest_s=SLOW_S, **options)
 
 
 @cheat("allowed error")

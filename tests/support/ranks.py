@@ -174,7 +174,7 @@ def step(wrapper: Any, optimizer: torch.optim.Optimizer, *inputs: Any) -> None:
 
 
 class Trained:
-    """What a plain model and one that a strategy wraps have in common. A subclass sets `model` and `optimizer`.
+    """The common part of a plain model and one that a strategy wraps. A subclass sets `model` and `optimizer`.
 
     seen  what can be seen from outside, such as state dicts and norms, in order
     """
