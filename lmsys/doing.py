@@ -3,9 +3,9 @@
     doing.now("in step 12")
 
 The training loop, the trainings of `lmsys check` and the ranks of `lmsys.parallel.group` write it. `lmsys.watchdog` and
-`lmsys.parallel.group` read it for errors. The line lies in memory that is shared through a file without a name: writing
-it takes about a microsecond, and no file is left. The bench shares its heartbeat (`lmsys.bench.watch`) through such a
-file, too. Imports no torch.
+`lmsys.parallel.group` read it for their error messages. The line lies in a file that both processes have mapped into
+their memory: writing it takes about a microsecond. The file has no name, so that none is left behind. The bench shares
+its heartbeat (`lmsys.bench.watch`) through such a file, too. Imports no torch.
 """
 
 import mmap

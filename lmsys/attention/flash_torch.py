@@ -55,7 +55,10 @@ def _hide(scores: Tensor, visible: Tensor) -> Tensor:
 
 
 def _by_head(scores: Tensor, added: Tensor) -> Tensor:
-    """A view of scores (N, R, C) to which `added` broadcasts: (B, H, queries, C), or (B or 1, heads, queries, C)."""
+    """A view of scores (N, R, C) to which `added` (B or 1, H or 1, queries, C or 1) broadcasts.
+
+    It is (B, H, queries, C), or (1, B H, queries, C) where `added` is one for all entries and heads.
+    """
     heads = added.shape[1]
     return scores.view(*((-1, heads) if heads > 1 else (added.shape[0], -1)), added.shape[2], scores.shape[2])
 
@@ -245,7 +248,10 @@ FlashTorch, flash_torch = custom_ops.flash("flash_torch", "FlashTorch", flash_fo
 
 
 def flash_torch_supports(case: contract.AttentionCase) -> str | None:
-    """None, or why the row cannot run `case`: `table.py` names this function."""
+    """None, or why the row cannot run `case`: `table.py` names this function.
+
+    The functions here know no sinks: `custom_ops.flash` has lse.py merge these into o and the log-sum-exp.
+    """
     compiles = case.device == "cuda" and case.grad
     return contract.why_not_plain(case, *INTERVALS, "bias", "alibi", "sinks", "return_lse") or (
         compiled.why_no_compiler(case.device) if compiles else None

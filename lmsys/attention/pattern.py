@@ -221,15 +221,14 @@ def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.d
     return bounds
 
 
-@kept_on_documents(most=64)  # keeps 64 results, on the documents that they are of
+@kept_on_documents(most=64)  # keeps up to 64 results for each `documents`, as part of it, and 64 for None
 def _bounds_of(
     documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
 ) -> Bounds:
-    """The bounds of a pattern of these options; with their `of_keys` if this result is kept for later calls.
+    """The bounds of a pattern of these options. shape: (queries, keys, device).
 
-    shape: (queries, keys, device).
-
-    `of_keys` is computed here and not at its first use: a later call may run in inference mode or be traced.
+    If this result is kept for later calls, its `of_keys` is computed here and not at its first use: that may be in
+    inference mode or traced.
     """
     bounds = Pattern(causal, window, offset, documents, prefix=prefix)._intervals(*shape)
     if not autograd.is_watched() and (documents is None or documents.kept is not None):
@@ -275,10 +274,15 @@ def checked_pattern(
     if key_lengths is not None:
         _check_lengths("key_lengths", key_lengths, q, batch, k.shape[-2])
     if not (mask is None and bias is None and alibi is None and sinks is None):
-        heads = q.shape[-3:-2] if q.dim() > 3 else (1,)
-        scores, numbers = (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32)  # the scores' shape; dtypes of numbers
-        tensors = ("mask", mask, scores, torch.bool), ("bias", bias, scores, *numbers)
-        for name, x, shape, *dtypes in (*tensors, ("alibi", alibi, heads, *numbers), ("sinks", sinks, heads, *numbers)):
+        # (name, value, shape that it must broadcast to: that of the scores or of the heads, dtypes that it may have)
+        scores, heads = (*q.shape[:-1], k.shape[-2]), q.shape[-3:-2] if q.dim() > 3 else (1,)
+        numbers = q.dtype, torch.float32
+        for name, x, shape, *dtypes in (
+            ("mask", mask, scores, torch.bool),
+            ("bias", bias, scores, *numbers),
+            ("alibi", alibi, heads, *numbers),
+            ("sinks", sinks, heads, *numbers),
+        ):
             if x is not None:
                 _check_tensor(name, x, q, shape, *dtypes)
         mask, bias = (None if x is None else _as_4d(x, q) for x in (mask, bias))

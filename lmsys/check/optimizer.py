@@ -318,20 +318,20 @@ COUNTING: Changes = {  # mistakes in the number of steps, t
 }
 KEEPING: Changes = {  # mistakes in settings and state, of every algorithm
     "the sign is wrong: weights move along the gradient, not against it": {
-        "setting": lambda all, step, group: all[step][group] | {"lr": -all[step][group]["lr"]}
+        "setting": lambda schedule, step, group: schedule[step][group] | {"lr": -schedule[step][group]["lr"]}
     },
-    "settings of the first param group are used for all": {"setting": lambda all, step, group: all[step][0]},
+    "settings of the first param group are used for all": {"setting": lambda schedule, step, group: schedule[step][0]},
     "lr of the first param group is used for all": {
-        "setting": lambda all, step, group: all[step][group] | {"lr": all[step][0]["lr"]},
+        "setting": lambda schedule, step, group: schedule[step][group] | {"lr": schedule[step][0]["lr"]},
     },
     "lr is read once, in the constructor: changes in param_groups are ignored": {
-        "setting": lambda all, step, group: all[step][group] | {"lr": all[0][group]["lr"]},
+        "setting": lambda schedule, step, group: schedule[step][group] | {"lr": schedule[0][group]["lr"]},
     },
     "settings are read once, in the constructor: changes in param_groups are ignored": {
-        "setting": lambda all, step, group: all[0][group],
+        "setting": lambda schedule, step, group: schedule[0][group],
     },
     "settings other than lr are read once, in the constructor: changes in param_groups are ignored": {
-        "setting": lambda all, step, group: all[0][group] | {"lr": all[step][group]["lr"]},
+        "setting": lambda schedule, step, group: schedule[0][group] | {"lr": schedule[step][group]["lr"]},
     },
     "parameters without a gradient are stepped, as if the gradient were zero": {"without_gradient": "step"},
     "parameters of one shape share one state": {"shared": True},

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 Settings = Mapping[str, Any]
+Schedule = Sequence[Sequence[Settings]]  # by step, by group
 State = dict[str, Any]
 Trace = list[list[Tensor]]  # by step, by parameter: its values after the step
 DEFAULTS: Settings = {  # the settings of an optimizer, unless a case has others
@@ -47,14 +48,14 @@ class Run:
 
     parameters  their values before the first step
     groups      for each param group: the indices of its parameters
-    settings    by step, by group: lr and the other settings
+    settings    lr and the other settings, by step and group
     gradients   by step, by parameter: its gradient, or None
     reloads     the steps before which the optimizer is constructed again, and gets its saved state dict
     """
 
     parameters: Sequence[Tensor]
     groups: Sequence[Sequence[int]]
-    settings: Sequence[Sequence[Settings]]
+    settings: Schedule
     gradients: Sequence[Sequence[Tensor | None]]
     reloads: frozenset[int] = frozenset()
 
@@ -142,12 +143,13 @@ class Formula:
 
     rule              the arithmetic of one parameter
     count             (steps of the parameter, calls of `step`, steps of all parameters) -> t in the bias correction
-    without_gradient  what happens to a parameter that has no gradient: "nothing", "decay" or "step"
+    without_gradient  what happens to a parameter that has no gradient: "nothing"; "decay", its weight decay alone, for
+                      which `rule` must be an `Adam`; or "step", as by a gradient of zeros
     shared            all parameters of one shape share one state
     forgets           the moments begin as zeros in each step
     loads             state of a parameter -> state after it was saved and loaded
     restores          (settings in a state dict, settings of the constructor) -> settings after loading
-    setting           (all settings by step and group, step, group) -> the settings that are used
+    setting           (the run's settings, step, group) -> the settings that are used
     weights           the dtype that weights are rounded to after each step; None: they are not rounded
     """
 
@@ -158,7 +160,7 @@ class Formula:
     forgets: bool = False
     loads: Callable[[State], State] = lambda state: state
     restores: Callable[[Settings, Settings], Settings] = lambda loaded, constructed: loaded
-    setting: Callable[[Sequence[Sequence[Settings]], int, int], Settings] = lambda all, step, group: all[step][group]
+    setting: Callable[[Schedule, int, int], Settings] = lambda schedule, step, group: schedule[step][group]
     weights: torch.dtype | None = None
 
     def trace(self, run: Run, begins: Trace | None = None, dtype: torch.dtype = torch.float64) -> Trace:

@@ -1,7 +1,9 @@
-"""The checkout's adapters, wrapped so that `lmsys check` can ask them: a function or class for each kind. Also `fsdp`.
+"""Adapters of a checkout, wrapped so that `lmsys check` can ask them: a function or class for each kind. Also `fsdp`.
 
-An adapter is a function of tests/adapters.py; its arguments are those of the handout. parts.py names the functions and
-classes here as targets of checks, and __main__.py as rows of benchmarks. `fsdp` asks questions of its own.
+The checkout is a student's copy of an assignment of CS336: nearly all here is for the second, systems. An adapter is a
+function of its tests/adapters.py, by which the course's tests reach the student's code; its arguments are those of the
+handout. parts.py names the functions and classes here as targets of checks, and __main__.py as rows of benchmarks.
+`fsdp` asks questions of its own.
 """
 
 import os
@@ -122,7 +124,11 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
 
 
 def prepare() -> None:
-    """Makes this process answer a checkout that asks for a GPU, and sends what it prints to standard error."""
+    """Prepares a worker or a rank, which will run a checkout's code, that may ask for a GPU and print.
+
+    Without a GPU this process pretends that there is one. What it prints goes to standard error: standard output has
+    nothing but the verdicts of `lmsys course`.
+    """
     os.dup2(2, 1)  # 1 and 2 are the files of stdout and stderr
     laptop.install()
 
@@ -196,7 +202,7 @@ def train_on_rank(dtype: torch.dtype | None) -> State:
 def fsdp() -> basics.Questions:
     """Questions: three steps of SGD on two ranks from equal weights, in float32 and with float16 for computation.
 
-    Each is yielded with False: the handout asks it.
+    Yields pairs (question, whether it goes beyond the handout), as basics.py does. None of these goes beyond it.
     """
     for dtype, room in ((None, 1e-4), (torch.float16, 2e-3)):  # room: the tolerance
         yield (

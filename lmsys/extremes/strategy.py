@@ -21,7 +21,7 @@ EXAMPLES, FEW = 4, 1  # sequences in a batch, and in a smaller batch of the last
 EXPONENTS = (-66, -33, 0, 33)  # sizes of gradients: 2**-66 = 1.4e-20, 2**33 = 8.6e+9
 # By part: the name of its layer in a `Probe`.
 LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}
-# By part, and by the name of the second use of a weight in a `Probe` with `apart`: the weight's own name.
+# By part of a trial: {name of the second use of a weight, which is another weight in a `Probe` with `apart`: its name}.
 TWINS = {
     "tied": {"head.weight": "embed.weight"},
     "twice": {"again.weight": "shared.weight", "again.bias": "shared.bias"},
@@ -35,12 +35,13 @@ class Trial:
     about          the trial in words
     parts          what the module has: `buffers` that differ between ranks at first; `tied` weights;
                    a layer used `twice`; a `frozen` layer; a layer whose weight lies `transposed` in memory; a layer
-                   that only the first micro-batch uses (`once`), only rank 0 (`rare`), or no rank (`idle`); gradients
-                   of many `sizes`
+                   that only the first micro-batch uses (`once`), only rank 0 (`rare`: of two ranks, one does not use
+                   it), or no rank (`idle`); gradients of many `sizes`
     micro_batches  backwards for each step, all but the last under no_sync()
     uneven         the last rank has FEW examples in a batch, the others EXAMPLES
     small_buckets  the strategy is built with buckets that hold less than the module
-    extreme        the trial goes beyond a plain module and equal batches
+    extreme        the trial goes beyond a plain module and equal batches: a strategy may refuse it, and benchmarks,
+                   whose gate tests plain training, ask a right strategy for these alone
     sharded        a sharded optimizer is asked, which gets averaged gradients
     optimizer      a name in OPTIMIZERS
     groups         the optimizer has two param groups: biases are in the second, with other options
@@ -147,9 +148,9 @@ class Probe(nn.Module):
                 x = x + getattr(self, name)(x)
         loss = (self.head(x) - tokens.unsqueeze(-1) / VOCABULARY).square().mean()
         if "sizes" in self.parts:
-            by_token = tokens.to(x.dtype).mean(dim=1, keepdim=True) - VOCABULARY // 2  # (B, 1)
+            by_sequence = tokens.to(x.dtype).mean(dim=1, keepdim=True) - VOCABULARY // 2  # (B, 1)
             for exponent, p in zip(EXPONENTS, self.sizes, strict=True):
-                loss = loss + (by_token * p).mean() * 2.0**exponent
+                loss = loss + (by_sequence * p).mean() * 2.0**exponent
         return loss
 
 

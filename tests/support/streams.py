@@ -1,8 +1,8 @@
 """Simulates streams of several GPUs, and symmetric memory between them, with their work in a random possible order.
 
-Tests of copy engines replace torch.cuda by a `Gpu` for each rank. The launches of ranks are recorded as steps in
-queues. `run` then does the steps one after another: each time the next one of a queue that it draws among those whose
-next step can be done. A copy takes several steps. A barrier takes the steps of torch's: set a signal for each peer,
+Tests of copy engines replace torch.cuda by a `Gpu` for each rank. What a rank launches is recorded as steps in queues,
+and nothing is done yet. `run` then does the steps one by one: it draws a queue, among those whose next step can be
+done, and does that step. A copy takes several steps. A barrier takes the steps of torch's: set a signal for each peer,
 then wait for each peer's signal. Faults of streams and barriers are options here, and tests must see them.
 """
 
@@ -60,8 +60,9 @@ class Stream:
 class Gpu:
     """A stand-in for torch.cuda on one GPU.
 
-    queues  number of the queue of each stream, in the order in which streams are made; the first computes
-    speeds  speed of each queue: several streams may share a queue
+    queues  for each stream, in the order in which streams are made, the index of its queue in `speeds`; several may
+            share one. The first stream is the current one, on which the rank computes
+    speeds  the speed of each queue, see `Queue`
     """
 
     def __init__(self, queues: Sequence[int], speeds: Sequence[float]):
@@ -82,7 +83,7 @@ class Gpu:
         self.current = before
 
     def launch(self, numel: int, do: Callable[[slice], Any]) -> None:
-        """Adds steps to the current queue that call do(part), for CHUNKS parts of `numel` elements."""
+        """Adds CHUNKS steps to the current stream's queue. Each calls do(part) with a part of `numel` elements."""
         cuts = [numel * i // CHUNKS for i in range(CHUNKS + 1)]
         for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
             self.current.queue.add(lambda part=slice(start, stop): do(part))

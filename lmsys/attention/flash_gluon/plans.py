@@ -1,4 +1,4 @@
-"""The settings (plans) of the kernels, by head dimension, mask and length, and why each won.
+"""The settings (plans) of the kernels, by head dimension, mask and length, and why they won.
 
 `launch.py` asks `forward_plan` and `backward_plan` for the plan of a shape. To change one, edit FORWARD or BACKWARD, or
 for a pattern SHORT_SPAN and SHORT_SPAN_PLAN.
@@ -8,21 +8,31 @@ cuDNN.
 How to read the lists: "64 causal" is head dimension 64 under a causal mask, "full" is without a mask, "16k" is 16,384
 keys. A percentage is the change of speed that a setting makes in an otherwise equal plan. Figures are of one H200,
 bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes are commits with the alternative. A CTA
-is a program of a kernel, an SM a multiprocessor. The *preprocess* and the *postprocess* are the kernels that run before
-and after the backward: preprocess.py has both.
+is a program of a kernel, an SM a multiprocessor, a wave the CTAs that the GPU runs at once. The *preprocess* and the
+*postprocess* are the kernels that run before and after the backward: preprocess.py has both. The *fixed order* is that
+of additions to dq in a deterministic backward.
+
+The notes on the forward hold from 1k on, unless they name fewer keys. A plan for up to 512 keys is the fastest
+candidate of a sweep, or within 1 % of it (short.jsonl and short-64.jsonl of reports/results): its single settings have
+no other reason, except at 64 full and 512 keys (see `dynamic`).
 
 - `consumers`: two at head_dim 128, where no registers are left for a third. At 64 a third gains 1 to 4 % from 2k keys
   on and 8 to 9 % at 16k: tiles of queries have 192 rows then, and each key tile is read less often. At 1k a third
   costs 5 to 9 %.
+- `stages`: at 128 three tiles of 128 keys find no room in shared memory. At 64, with two consumers, three stages gain
+  1 to 4 % up to 4k. In the plans of three consumers they gain 4 % at 16k causal and lose 4 % at 2k causal; elsewhere
+  two and three are within 2 %.
 - `named`, release by named barriers, gains 1 to 5 % with two consumers: before it arrives at an mbarrier, Triton has
   the 128 threads of a consumer wait for each other (BAR.SYNC). At 128 causal and 1k it costs 3 %. Three consumers wait
-  for one another at named barriers, and lose up to 5 %.
+  for one another at named barriers: beside `ping_pong`, which all plans of three have, `named` costs up to 6 %.
 - `ping_pong` gains up to 4 % with three consumers. With two it costs up to 4 %, except in some shapes at 1k. In full
   attention at head_dim 128, and at 16k, the difference is noise.
 - `dynamic`, a counter that deals out tiles: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 %
   at 64 full and 1k. In full attention at 128 the counter costs 1 %. At 64 full and 512 keys a static order costs 2 %,
-  but with one sequence alone, in a graph, it is 1.26 times as fast as cuDNN, and the counter 0.97 times.
-- `l2_mib`, heads grouped for the L2 cache: in a causal backward it gained 10 % at 64 and 1k in a prototype of the
+  but for a single sequence, replayed as a CUDA graph, it is 1.26 times as fast as cuDNN, and the counter 0.97 times.
+- `l2_mib`, heads grouped for the L2 cache. In a causal forward 32 MiB gain 2 % at 64 and nothing at 128 (16k). With
+  fewer keys, groups also mix long and short tiles: in a static order, head by head, some CTAs get none but long tiles,
+  and at 512 keys 32 MiB gain 41 to 57 %. In a causal backward groups gained 10 % at 64 and 1k in a prototype of the
   kernels, before these figures were taken; groups of 5 to 22 MiB are within 3 % from 1k on. At 64, 5 MiB gains 5 % over
   11 at 256 keys and 2 % at 512. Full attention goes head by head.
 - `ctas` 2 with `tile_k` 64, two CTAs on an SM: at head_dim 64 from 256 to 512 keys, and to 1,024 if causal. One CTA
@@ -31,10 +41,10 @@ and after the backward: preprocess.py has both.
   nothing at 512, and it loses 5 % at 1,024. At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four CTAs
   lose there too (9c5168b has them). At head_dim 128 a second CTA has no room; tiles of 64 gain 1 % at 256 causal. Under
   patterns two CTAs with such tiles win at head_dim 64: 26 to 31 % with documents and short windows, 5 % with a window
-  of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 % where a
-  query sees 512 keys at most. Longer spans have not been timed.
-- `chained`, a start while the kernel before it in the stream ends (programmatic dependent launch), at head_dim 64: 5 %
-  at 128 keys, noise from 256 on.
+  of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 % with a
+  window of 256, and 3 % at most with one of 1,024. Longer spans have not been timed.
+- `chained`, a start while the kernel before it in the stream ends (programmatic dependent launch): at head_dim 64 it
+  gains 5 % at 128 keys, and from 256 on it is noise. All other plans up to 512 keys were timed with it alone.
 - `prefetch`, the log-sum-exp loaded a step ahead, gains 2 to 8 % at 128; at 64 it costs 1 to 3 %.
 - `wide`, `late_dv` and `by_query` together gain 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each
   of the three alone, and what else was tried.
@@ -51,25 +61,25 @@ and after the backward: preprocess.py has both.
 Choices that hold in every plan, and alternatives that lost:
 
 - The backward's own CTAs write the zeros of dq, if a CTA's share is small and heads go in groups: each writes those for
-  CTAs that run a round later (a round: the CTAs that the GPU runs at once), so that additions find them in the L2
-  cache. Compared with 44415a2, where the preprocess writes all zeros, this gains 4 to 5 % at 128, except in full
-  attention from 4k on, 2 to 3 % at 64 and 1k, and changes less than 2 % elsewhere. Zeros for two rounds later gain 1 %
-  less. Zeros after a CTA's last loads rather than its first gain no more.
-- Evenly spread starts: the key tiles of a head begin at different tiles of queries. With the zeros above this gains
+  CTAs that run a wave later, so that additions find them in the L2 cache. Compared with 44415a2, where the preprocess
+  writes all zeros, this gains 4 to 5 % at 128, except in full attention from 4k on, 2 to 3 % at 64 and 1k, and changes
+  less than 2 % elsewhere. Zeros for two waves later gain 1 % less. Zeros after a CTA's last loads rather than its first
+  gain no more.
+- Evenly spread starts: the key tiles of a head begin at different tiles of queries. With the zeros above they gain
   nothing, except 4 to 5 % at 64 where the last key tile is not full.
-- Lost: dq rounded by CTAs a round later, through shared memory and TMA, in place of the postprocess. The main kernel
+- Lost: dq rounded by CTAs a wave later, through shared memory and TMA, in place of the postprocess. The main kernel
   became slower by as much as this saves (1.003 times as fast as 44415a2 in geometric mean, the zeros alone 1.015).
 - dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in
   every step, it is 3 to 11 % slower, in all 12 shapes (e0dee24).
 - On the diagonal a consumer computes half a tile, or none, where the rest is hidden: this gains 4 % at 64 and 1k.
 - Lost: the scores of a step begun in the step before, to run while dS is exchanged. 3 to 10 % slower at 128, 0 to 3 %
   at 64 (e0dee24).
-- The fixed order of additions to dq: the producer waits for a semaphore in global memory, lets the consumers add by a
-  barrier, and releases the semaphore. The key tiles of a head follow one another as a chain, the lowest first, in
+- The fixed order: the producer waits for a semaphore in global memory, tells the consumers through a barrier that they
+  may add, and releases the semaphore. The key tiles of a head follow one another as a chain, the lowest first, in
   causal attention the highest (the shortest). The first CTA to come to a tile stores it, so no zeros have to be there.
-  Heads alternate, up to 8 MiB of them, in full attention 16. This has 0.86 to 1.07 of the default's speed on one H100;
-  a ring of key tiles that began evenly spread had 0.84 to 1.00. Consumers that count and wait themselves, the longest
-  key tile first, had 0.60 to 0.74 (f899023).
+  CTAs take turns between several heads: as many as touch 8 MiB, in full attention 16 (`launch.IN_ORDER_MIB`). This has
+  0.86 to 1.07 of the default's speed on one H100; a ring of key tiles that began evenly spread had 0.84 to 1.00.
+  Consumers that count and wait themselves, the longest key tile first, had 0.60 to 0.74 (f899023).
 - Grouped causal heads of up to 32 key tiles walk down: each key tile begins at the last tile of queries, and takes it
   for all query heads of the group before the one below it. So the key tiles of a head come to a tile together: 1.00 to
   1.39 times as fast on one H100. With 64 key tiles walking down costs 2 %, with 128 of them 8 %. In fewer than four
@@ -99,7 +109,7 @@ class ForwardPlan:
     stages: int  # places in the ring, each for a tile of keys and one of values
     ping_pong: bool  # consumers take turns at the tensor cores, so that one's softmax runs under another's matmul
     named: bool  # consumers release stages at named barriers, not at mbarriers
-    dynamic: bool  # the next tile comes from a counter, not from the CTA's number
+    dynamic: bool  # the next tile comes from a counter; False, a static order: it follows from the CTA's number
     l2_mib: int  # MiB that the keys and values of heads worked on together may take; 0: one head after another
     # Keys of a tile. It must be a multiple of 64, a consumer's queries: only then does a causal consumer mask just the
     # first tile that it visits.
@@ -126,10 +136,12 @@ ANY = 2**31  # keys: more than any case has
 # Positional arguments below are, in this order:
 #   ForwardPlan   consumers, stages, ping_pong, named, dynamic, l2_mib
 #   BackwardPlan  prefetch, l2_mib
-# The plan of most short sequences at head_dim 64: two CTAs with tiles of 64 keys.
+# The plan of most short sequences at head_dim 64.
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
-# By head_dim: in the forward, a pattern whose queries see at most SHORT_SPAN keys each has the plan SHORT_SPAN_PLAN.
+# By head_dim: in the forward, a pattern whose queries see at most SHORT_SPAN keys each has the plan SHORT_SPAN_PLAN. At
+# 64 that is 2,361, the longest span that has been timed, rounded up; at 128 it lies between 256, where the plan gains,
+# and 1,024, where it gains little.
 SHORT_SPAN = {64: 2560, 128: 512}
 SHORT_SPAN_PLAN = {
     64: replace(SHORT_64, ping_pong=True, named=True, l2_mib=32, chained=False),
@@ -187,7 +199,10 @@ def forward_plan(head_dim: int, causal: bool, keys: int, span: int | None = None
 
 
 def bounded_plans(head_dim: int) -> list[ForwardPlan]:
-    """The forward plans that a pattern may have, which the self-test and the tests run under one."""
+    """The forward plans that a pattern may have: the self-test and the tests run each of them under a pattern.
+
+    A span is no longer than the keys, so that a longer one than SHORT_SPAN takes a plan for more keys than that.
+    """
     others = [plan for longest, plan in FORWARD[head_dim, True] if longest > SHORT_SPAN[head_dim]]
     return [SHORT_SPAN_PLAN[head_dim], *others]
 

@@ -3,7 +3,9 @@
 `preprocess_kernel` computes delta, the row sums of o * do, writes the log-sum-exp in base 2, and zeroes the heads of dq
 that no CTA of the backward zeroes. `postprocess_kernel` writes the float32 dq in q's dtype and layout.
 
-Legend: B batch, H query heads, G = H / key heads, Q queries, D head dimension.
+Strides are in units of 8 numbers: kernels multiply by 8, and so Triton knows that rows begin at multiples of 16 bytes.
+
+Legend: B batch, H query heads, G = H / key heads, Q queries, D head dimension; num_heads = B H.
 """
 
 import triton
@@ -37,8 +39,8 @@ def preprocess_kernel(
 
     That is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and five scalars in
     `parameters`: key heads, tiles of keys, key heads of all batch entries, how many of these are worked on at once, and
-    the bits of sm_scale. The strides of o and do are in units of 8 numbers. Programs take the last tiles first, so that
-    at the end the L2 cache holds the heads that `backward_kernel` begins with.
+    the bits of sm_scale. Programs take the last tiles first, so that at the end the L2 cache holds the heads that
+    `backward_kernel` begins with.
     """
     tl.extra.cuda.gdc_launch_dependents()  # `backward_kernel` may begin; it waits by gdc_wait before it reads
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
@@ -78,15 +80,15 @@ def postprocess_kernel(
 ):  # fmt: skip
     """Writes dq (B, H, Q, D) = sm_scale * dq32, whose tiles have the order of `hopper.add_registers`.
 
-    Strides are in units of 8 numbers. The last tiles come first: the L2 cache may still hold them.
+    ROWS must be 64, the rows of such a tile. The last tiles come first: the L2 cache may still hold them.
     """
     tl.extra.cuda.gdc_wait()
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
     flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))
-    # Undoes the order of `hopper._put_registers`: (tiles of 64 columns, 8 groups, 4 warps, 8 rows, 4 threads, 2 halves,
-    # 2 numbers) become rows (warps, halves, rows) and columns (tiles, groups, threads, numbers).
+    # Undoes the order of `add_registers`, whose comments name these: (tiles of 64 columns, 8 groups, 4 warps, 8 rows, 4
+    # threads, 2 halves, 2 numbers) become rows (warps, halves, rows) and columns (tiles, groups, threads, numbers).
     dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)
