@@ -6,9 +6,20 @@ it is called, in whatever order and however often. While it computes, the block 
 gathered. A block is freed when its last use is over. A backward comes back to blocks in the reverse order of their
 calls: it gathers them again, and reduce-scatters their gradients while it goes on.
 
-`Fsdp` is the row `fsdp` of the table, and decides when to gather and to reduce; flat_shard.py does it. wrapper.py says
-when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward` and `_leave_forward`; a
-backward that comes to the output of a block calls `_return_to`.
+`Fsdp` is the row `fsdp` of the table, and decides when to gather and to reduce; flat_shard.py does it:
+
+- A `FlatShard` is one flat tensor. Ranks agree on collectives by their numbers: of flat shard n, 2 n gathers it and
+  2 n + 1 reduces its gradients. Numbers below 0 stand for no collective.
+- A `Unit` is the flat shards of one block, or of all that is in no block. `calls` counts its forwards that have begun
+  and not ended. A unit that is `pinned` stays gathered until the step.
+- A `Walk` is a forward or a backward, as a pass over units in the order in which they are expected. `enter` begins a
+  use of a unit, and gathers the next one ahead; `leave` ends a use in a forward. `extend` adds the units of a forward
+  that a backward comes to, and `end` ends the pass. It keeps the units that were used, in order (`seen`), those that a
+  backward will come back to (`visits`), and if one came unexpectedly (`strayed`).
+
+wrapper.py says when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward` and
+`_leave_forward`; a backward that comes to the output of a block calls `_return_to`. `structure.weakly` makes a hook of
+a method that does not keep the wrapper alive.
 
 Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
 (1910.02054), P_os+g+p.
@@ -28,6 +39,8 @@ from torch.utils._pytree import tree_map
 
 from lmsys.parallel import collectives, flat_shard, part, sharded_optimizer, structure, traits, wrapper
 from lmsys.values import hold, instance
+
+KEEP = bool  # a release for a `Walk` that does nothing: units stay gathered
 
 
 class Fsdp(wrapper.Wrapper):
@@ -87,11 +100,11 @@ class Fsdp(wrapper.Wrapper):
         self._other_order: list[flat_shard.Unit] = []  # another order, in which a forward has used them
         self._running: list[flat_shard.Unit] = []  # whose forwards have begun and not ended, the innermost last
         self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
-        # The backward's; here, and in `forward`, `bool` stands for a release that does nothing.
-        self._back = flat_shard.Walk((), bool)
+        self._back = flat_shard.Walk((), KEEP)  # the backward's; that of a forward is `_walk`, a field of `Wrapper`
         self._begun = WeakSet[flat_shard.Walk]()  # forwards that this backward has come to
         self._to_reduce, self._reducing = set[flat_shard.Unit](), list[flat_shard.Unit]()
-        self._kept: list[tuple[Tensor, Tensor]] = []  # see `FlatShard.kept`
+        # During a step: what it must leave as it is (see `FlatShard.kept`), with copies that `after_step` puts back.
+        self._kept: list[tuple[Tensor, Tensor]] = []
         for block, unit in zip(structure.blocks_of(module), self._order, strict=True):
             structure.surround(
                 block, structure.weakly(self._enter_forward, unit), structure.weakly(self._leave_forward, unit)
@@ -102,13 +115,13 @@ class Fsdp(wrapper.Wrapper):
         self.unshard()
         is_narrow = self._dtype in (torch.bfloat16, torch.float16)
         rounded = structure.read_rounded(self.module) if is_narrow else set[nn.Parameter]()
-        kept = set(self.module.parameters()) - rounded if rounded else structure.read_as_kept(self.module)
+        own_dtype = set(self.module.parameters()) - rounded if rounded else structure.read_as_kept(self.module)
         self._autocasts, numbers = bool(rounded), count()
         for unit, flats in zip(self._units, structure.flats_by_block(self.module, groups), strict=True):
             unit.flats, read = [], structure.weakly(self._read, unit.number)
             for params in flats:
-                p = params[0]  # the others have the same marks
-                dtype = None if p in kept else self._dtype
+                p = params[0]  # the others are in the same of these sets, by `flats_by_block`
+                dtype = None if p in own_dtype else self._dtype
                 unit.flats.append(flat_shard.FlatShard(params, self.group, dtype, p in rounded, read, next(numbers)))
         self._parts = frozenset(map(id, self.parameters()))
 
@@ -128,10 +141,10 @@ class Fsdp(wrapper.Wrapper):
                 )
             )
             chosen = structure.grouped(self.module, groups)
-            marks = [set(group["params"]) for group in chosen]
-            self._lay_out(marks)
-            for group, mark in zip(chosen, marks, strict=True):
-                group["params"] = [flat.shard for flat in self._flats() if flat.params[0] in mark]
+            members = [set(group["params"]) for group in chosen]
+            self._lay_out(members)
+            for group, params in zip(chosen, members, strict=True):
+                group["params"] = [flat.shard for flat in self._flats() if flat.params[0] in params]
         if getattr(optimizer_cls, "takes_whole_matrices", False):
             kwargs["flats"] = {flat.shard: flat for flat in self._flats()}
         optimizer = instance("optimizer_cls", optimizer_cls, Callable)(chosen, **kwargs)
@@ -164,7 +177,7 @@ class Fsdp(wrapper.Wrapper):
         again = structure.is_in_backward()  # the whole is checkpointed: units stay gathered for the backward to come
         if again:
             self._enter_backward(None)
-        self._begin_forward(bool if again else flat_shard.Unit.free)
+        self._begin_forward(KEEP if again else flat_shard.Unit.free)
         if self._dtype is not None and not self._autocasts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
         device = next(self._flats()).whole.device.type if self._autocasts else "cpu"
@@ -178,7 +191,8 @@ class Fsdp(wrapper.Wrapper):
             self._to_come.add(walk)
             self._other_order = walk.seen if walk.strayed else self._other_order
         elif not again:
-            self._before_collective(-2)  # no flat shard's number: ranks compare here, as perhaps no collective follows
+            # Ranks compare here, as perhaps no collective follows. -2: -1 is `collectives.END`, the end of a step.
+            self._before_collective(-2)
             self._free()
         return output
 
@@ -191,8 +205,9 @@ class Fsdp(wrapper.Wrapper):
             return
         if self._agreement is not None:
             self._agreement.end()
-        # For each trained parameter 1.0 where this rank has made its gradient. If this rank has made all gradients, no
-        # share is 0, and the host need not wait for the means.
+        # One all-reduce makes means over ranks of: `use`, for each trained parameter 1.0 where this rank has made its
+        # gradient; three flags, by which ranks see that modules or forwards differ; 1.0 where this rank used units in
+        # another order. If this rank has made all gradients, no share is 0, and the host need not wait for the means.
         use = [float(used) for flat in flats for used in flat.used]
         values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
         means = values.to(flats[0].shard.device, non_blocking=True)
@@ -200,7 +215,8 @@ class Fsdp(wrapper.Wrapper):
         shares = iter(use if all(use) else means.tolist())
         for flat in flats:
             flat.settle(islice(shares, len(flat.params)))
-        # After the three flags comes the share of ranks with another order; None: this is not known yet.
+        # `_heed` raises the errors where ranks differ. The last mean is the share of ranks with another order; None: it
+        # is not known yet, on a GPU.
         if (heeded := self._heed(means[len(use) :])) is not None and heeded[-1] > 0:
             self._learn()
 
@@ -289,7 +305,7 @@ class Fsdp(wrapper.Wrapper):
             yield from unit.flats
 
     def _before_collective(self, number: int) -> None:
-        """Notes the collective of this number, and has ranks agree on it; below 0: none begins."""
+        """Notes the collective of this number in the history, and has ranks agree on it; below 0: none begins."""
         self._note(number)
         if self._agreement is not None:
             self._agreement.on(number)
@@ -420,7 +436,10 @@ class Fsdp(wrapper.Wrapper):
         self._to_reduce.add(self._unit_of[index])
 
     def _is_over(self, unit: flat_shard.Unit) -> None:
-        """Called when a backward has come to all uses of a unit that are known so far."""
+        """Called when a backward has come to all uses of a unit that are known so far.
+
+        It may still come to an earlier forward that used the unit: then `_leave_backward` reduces the gradients.
+        """
         if unit in self._to_reduce and not (self._to_come and any(unit in walk.visits for walk in self._to_come)):
             self._reduce(unit)
         unit.free()

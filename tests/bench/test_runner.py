@@ -1,6 +1,7 @@
 """`lmsys.bench.runner`: the order in which it calls a benchmark's hooks, what a fault costs, and what a record has.
 
-The benchmark is `Telling` (tests/support/harness.py), which records the calls of its hooks.
+The benchmark is `Telling` (tests/support/harness.py), which adds a number to itself and records the calls of its hooks.
+Its rows are "right" and "also". It records successive calls of `redraw` once, and only these: each draw is one.
 """
 
 import weakref
@@ -15,14 +16,18 @@ from lmsys.bench.case import verdict
 from lmsys.bench.runner import Runner
 from tests.support.harness import Telling, cases_of, records, results, runner
 
-# Calls of hooks in a run, with their rows: up to the first "step" before timing, later of timed calls and memory.
+# The calls of hooks in a run, with their rows: before it is timed, for timing ("step" returns what is timed, "inspect"
+# measures memory), and in the check that follows.
 ORDER = [
     *("why_not right", "why_not also", "setup", "redraw", "open right", "open also", "check right", "check also"),
-    *("step right", "step also", "redraw", "inspect right", "inspect also", "redraw", "check right", "check also"),
+    *("step right", "step also", "redraw", "inspect right", "inspect also"),
+    *("redraw", "check right", "check also"),
 ]
 
 
 class WithSize(Telling):
+    """`Telling`, with the field of its records declared, without which its results are refused."""
+
     fields = (Field("size", role="axis"),)
 
 
@@ -37,6 +42,7 @@ def test_the_order_is_the_runners() -> None:
             and record["size"] == 1
             and record["error_ratio"] == 0
         )
+        # The section of `cases_of`, the size, and the date of the harness's MACHINE.
         assert record["rounds"] >= 10 and record["time_s"] > 0 and record["comparison"] == "s-1 now"
 
 
@@ -48,9 +54,10 @@ def test_without_timing_rows_are_checked_only() -> None:
 
 
 @pytest.mark.parametrize(("settings", "seconds"), [({"timed": False}, []), ({"seconds_per_row": 0.01}, [0.02])])
-def test_ceilings_are_measured_as_long_as_two_rows_and_for_times_alone(
+def test_ceilings_are_measured_if_rows_are_timed_and_as_long_as_two_rows(
     settings: dict[str, Any], seconds: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ceilings are the rates that the machine reaches. They are measured for 2 · seconds_per_row."""
     measured_s: list[float] = []
     monkeypatch.setattr(
         "lmsys.measure.machine.measure_ceilings", lambda device, seconds: measured_s.append(seconds) or {}
@@ -66,7 +73,7 @@ def test_memory_is_limited_once_also_in_a_worker_that_imports_a_users_file_first
     monkeypatch.setattr("lmsys.measure.memory.cap_host_memory", lambda: limits.append(True))
     worker = Runner(Settings(device="cpu", timed=False), heartbeat=watch.Heartbeat())
     worker.collect(WithSize(), [Grid("s")], {"row": "mine.py:f"})
-    assert "guard" in vars(worker) and not limits
+    assert "guard" in vars(worker) and not limits  # it remembers what judges
     assert worker.ready() is worker.ready() and limits == [True]
 
 
@@ -113,6 +120,7 @@ def test_wrong_and_stale_rows_are_refused() -> None:
             return case.entry.why_not(case)
 
     by_row = records(Bad(), cases_of(Bad()))
+    # `Telling.check` gives a wrong sum the ratio 7.
     assert by_row["wrong"]["outcome"] == "wrong" and by_row["wrong"]["error_ratio"] == 7
     assert by_row["wrong"]["reason"] == "sum is 7 times the allowed error"
     assert by_row["stale"]["outcome"] == "wrong" and "right before it was timed, not after" in by_row["stale"]["reason"]
@@ -145,6 +153,8 @@ def test_a_verdict_is_the_worst_tensors(ratios: dict[str, float]) -> None:
 
 
 def test_a_group_is_dropped_before_its_results_are_told() -> None:
+    """A weak reference to what `setup` has made is empty when the first result comes."""
+
     class Big:
         """A stand-in for weights."""
 

@@ -2,8 +2,8 @@
 
 The table (`Holds`, lmsys/check/question.py) counts for each aspect, such as "causal mask", how many cases are right,
 wrong or refused, separately for forward and backward. The check goes on after a wrong or refused case. `full_of_16` and
-`NoBackward` are checked with all cases. The rows from `shared` on are right in a single call, and wrong in some use of
-several calls: see test_mistakes_that_a_single_call_does_not_show.
+`NoBackward` are checked with all cases. The rows from `shared` on are right in a single call, and wrong in one of USES
+(lmsys/check/cases.py), each of which calls a row more than once: see test_mistakes_that_a_single_call_does_not_show.
 """
 
 import json
@@ -22,7 +22,7 @@ from lmsys.check.question import Fault, Holds, Options
 from lmsys.registry import Entry
 from tests.support.wrong_kernels import attend
 
-OPTIONS = Options(32, dtypes=("float32",))
+OPTIONS = Options(head_dim=32, dtypes=("float32",))
 
 
 def full_of_16(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -55,6 +55,7 @@ def check_to_table(
 
 def test_a_wrong_or_refused_case_does_not_end_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     code, holds, mistakes = check_to_table("full_of_16", OPTIONS, capsys)
+    # Two cases are wrong. A check searches for the mistake behind the first alone.
     assert code == WRONG and mistakes == ["the causal mask is ignored", None]
     assert holds.pop("causal mask") == {"forward": {"wrong": 2}, "backward": {}}
     assert holds.pop("odd lengths") == {"forward": {"refused": 2}, "backward": {}}
@@ -72,19 +73,19 @@ def test_a_missing_backward_leaves_the_forward_judged(capsys: pytest.CaptureFixt
         [*directions["forward"]] == ["right"] and [*directions["backward"]] == ["refused"]
         for directions in holds.values()
     )
-    assert check(Entry("NoBackward", f"{__name__}:NoBackward"), Options(32, False, ("float32",))) == RIGHT
+    assert check(Entry("NoBackward", f"{__name__}:NoBackward"), replace(OPTIONS, grad=False)) == RIGHT
     report = capsys.readouterr().out
-    assert "not asked: it takes no scale" in report and report.count(": right\n") == 34
+    assert "not asked: it takes no scale" in report
+    assert report.count(": right\n") == sum(directions["forward"]["right"] for directions in holds.values())
 
 
-BUFFER = torch.zeros(2, 2, 64, 32)
-KEPT: dict[Any, Tensor] = {}
+BUFFER = torch.zeros(1, 2, 64, 32)  # of the shape of SIMPLE's results
+KEPT: dict[Any, Tensor] = {}  # what the rows below keep from one call to the next
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """All of its results are the same buffer: a second call overwrites the result of the first."""
-    o, buffer = attend(q, k, v, causal=causal, scale=scale), BUFFER[: len(q)].detach()
-    return o + (buffer.copy_(o.detach()) - o.detach()) if o.requires_grad else buffer.copy_(o)
+    """All of its results are the same buffer: a second call overwrites the result of the first. Has no backward."""
+    return BUFFER.copy_(attend(q, k, v, causal=causal, scale=scale))
 
 
 class _Kept(torch.autograd.Function):
@@ -144,7 +145,7 @@ def not_thread_safe(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     return attend(KEPT["q"], k, v, causal=causal, scale=scale)
 
 
-SIMPLE = next(task.case for task in tasks("cpu", None, 32))
+SIMPLE = next(task.case for task in tasks("cpu", capability=None, head_dim=32))  # one tile, without a mask
 
 
 @pytest.mark.parametrize(
@@ -176,15 +177,16 @@ def test_mistakes_that_a_single_call_does_not_show(row: Callable[..., Tensor], a
     KEPT.clear()
     by_use = {task.about: task for task in larger(SIMPLE) if task.use}
     assert by_use.keys() == USES.keys()
-    fault = attention.failure(row, by_use[about], True, 0)
+    fault = attention.failure(row, by_use[about], grad=True, seed=0)
     assert fault is not None and fault.mistake == mistake
-    assert attention.failure(row, replace(by_use[about], use=None), True, 7) is None
-    assert attention.failure(attend, by_use[about], True, 0) is None
+    # In a single call, on inputs of another seed: what the row has kept must not be right by chance.
+    assert attention.failure(row, replace(by_use[about], use=None), grad=True, seed=7) is None
+    assert attention.failure(attend, by_use[about], grad=True, seed=0) is None
 
 
 def test_results_that_share_a_buffer() -> None:
-    (task, *_) = (task for task in larger(SIMPLE) if task.use)
-    fault = attention.failure(shared, task, False, 0)
+    task = next(task for task in larger(SIMPLE) if task.use is USES["two forwards before a backward"])
+    fault = attention.failure(shared, task, grad=False, seed=0)
     assert fault is not None and "share a buffer" in str(fault.mistake) and not fault.backward
 
 

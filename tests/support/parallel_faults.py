@@ -1,7 +1,10 @@
 """Faults seeded into data-parallel strategies, for collectives and for copy engines. Ranks import this file.
 
 Tests train by `train_with` or `play_with`, and must find the result wrong. A new fault is a function in FAULTS, or in
-FAULTS_OF_SHARDS if only strategies that shard the optimizer can have it. The text beside it there says what is wrong.
+FAULTS_OF_SHARDS if only strategies that shard the optimizer can have it. The text beside it there says what is wrong. A
+fault changes functions by `use` (tests/support/ranks.py): each target is (owner, name, old function -> new function).
+
+Buckets are sent by `Collectives.reduce(bucket)`, or with copy engines by `ExchangeOverGloo.send(number, gradients)`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +33,12 @@ Fault = Callable[[bool], Any]
 
 def _summed(by_engines: bool) -> Any:
     def sums(mean: Any) -> Any:
-        def send(*args: Any) -> Pending:
-            pending = mean(*args)
+        def send(out: Tensor, *args: Any) -> Pending:
+            pending, group = mean(out, *args), args[-1]
 
             def scale() -> None:
                 pending.wait()
-                args[0].mul_(dist.get_world_size(args[-1]))
+                out.mul_(dist.get_world_size(group))
 
             return Pending(then=scale)
 
@@ -47,7 +50,7 @@ def _summed(by_engines: bool) -> Any:
 def _rounded(by_engines: bool) -> Any:
     def rounds(mean: Any) -> Any:
         def send(*args: Any) -> Pending:
-            x = args[-2]
+            x = args[-2]  # what is sent
             if x.dtype == torch.float32:
                 x.copy_(x.bfloat16())
             return mean(*args)
@@ -58,7 +61,7 @@ def _rounded(by_engines: bool) -> Any:
 
 
 def _for_means(by_engines: bool, change: Callable[[Any], Any]) -> Any:
-    """A context in which the collectives that average gradients are changed."""
+    """Changes the collectives that average gradients: all_reduce_mean(x, group), reduce_scatter_mean(out, x, group)."""
     names = ("all_reduce_mean",) if by_engines else ("all_reduce_mean", "reduce_scatter_mean")
     return use(*((engines if by_engines else collectives, name, change) for name in names))
 
@@ -67,7 +70,8 @@ def _never_waited(by_engines: bool) -> Any:
     def forgets(send: Any) -> Any:
         def sends(self: Any, bucket: Any, *args: Any) -> Pending:
             pending = send(self, bucket, *args)
-            return Pending() if (bucket if by_engines else bucket.number) == 1 else pending
+            number = bucket if by_engines else bucket.number
+            return Pending() if number == 1 else pending
 
         return sends
 
@@ -75,6 +79,8 @@ def _never_waited(by_engines: bool) -> Any:
 
 
 def _off_by_one(by_engines: bool) -> Any:
+    """All tensors of a bucket but the first begin an element early: means, and if it is `whole` gradients, too."""
+
     def shifted(bucket: Bucket) -> Bucket:
         starts, _ = offsets([p.numel() for p in bucket.owned], alignment=1)
         own = Layout.at(bucket.owned, [max(0, start - 1) for start in starts], bucket.own.length)
@@ -86,6 +92,8 @@ def _off_by_one(by_engines: bool) -> Any:
 
 
 def _buffers_left(_: bool) -> Any:
+    """Integers are still sent, since `Overlapped` broadcasts the order of its buckets."""
+
     def parameters_alone(send: Any) -> Any:
         return lambda x, g: None if x.is_floating_point() and not isinstance(x, nn.Parameter) else send(x, g)
 
@@ -97,7 +105,8 @@ def _twice(by_engines: bool) -> Any:
 
     def sends_twice(send: Any) -> Any:
         def sends(self: Any, bucket: Any, *args: Any) -> Pending:
-            for x in args[0] if by_engines else [p.grad for p in bucket.params]:
+            gradients = args[0] if by_engines else [p.grad for p in bucket.params]
+            for x in gradients:
                 if x.dim() == 2 and x.shape[0] == x.shape[1]:
                     dist.all_reduce(x, group=self.group)
             return send(self, bucket, *args)
