@@ -1,6 +1,6 @@
-"""Which modules may import which, checked by reading the source, not by importing.
+"""Tests of which modules may import which. All but one read the source, and import nothing.
 
-Results flow one way: lmsys does not import benchmarks, measuring knows no kernel, reports know only result files, and
+Imports go one way: lmsys imports no benchmarks, measuring imports no kernels, reports import what reads results, and
 modules that run without torch import nothing that needs it. A rule is a test that calls `violations` with files and
 modules that they must not import. A new module of lmsys that runs without torch is added to PLAIN.
 """
@@ -80,7 +80,7 @@ def among(name: str, modules: tuple[str, ...]) -> bool:
 
 
 def within(*folders: str, but: str = "-") -> list[Path]:
-    """The files whose path begins with one of these, and not with `but`."""
+    """The files whose path begins with one of these, and not with `but`, by default with which no path begins."""
     names = {file: file.relative_to(ROOT).as_posix() for file in FILES}
     return [file for file, name in names.items() if name.startswith(folders) and not name.startswith(but)]
 
@@ -122,6 +122,7 @@ def test_plain_modules_import_no_torch() -> None:
     for name in PLAIN:
         file = ROOT / "lmsys" / f"{name}.py"
         for module in outside(file) if name in LATE else imports(file):
+            # `from lmsys.bench import case` reaches a module of that name, or else a name in the module lmsys.bench.
             source = ROOT / module.replace(".", "/")
             reached = module if source.is_dir() or source.with_suffix(".py").exists() else module.rpartition(".")[0]
             reaches = among(module, ("lmsys",)) and reached not in plain

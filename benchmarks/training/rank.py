@@ -28,7 +28,7 @@ from lmsys.training.config import RunConfig, TrainConfig
 
 @dataclass(frozen=True)
 class TrainingCase(TrainedCase):
-    """A model with the row `attention`, trained by the strategy `entry`; all attention rows and strategies compare.
+    """A model with the row `attention`, trained by the strategy `entry`. Cases that differ in these alone are compared.
 
     It overrides what the runner and the reports read of a `Case`: `axes`, the fields of the record, `peer`,
     `comparison`, and `impl`, the row's name. `steps`, `windows` and `run_config` raise ValueError for a case that
@@ -36,8 +36,9 @@ class TrainingCase(TrainedCase):
 
     num_ranks     of the group, which all strategies share: with the batch they make the global batch
     epochs        passes over train_tokens tokens, rounded down to whole steps
-    bucket_mb     MiB, or None: the strategy has no buckets to set
-    reproducible  gradients are added in the order of one tree, so that strategies have the same weights, bit for bit
+    bucket_mb     MiB; "auto" or "all", which `run_config` refuses; None: the strategy has no buckets to set
+    reproducible  gradients are added in one order, that of `lmsys.training.reproducible`, so that strategies have the
+                  same weights, bit for bit
     names_bucket  the bucket size is part of the row's name, since there are others
     micro         sequences that a rank holds at once; 0: its batch
     """
@@ -198,7 +199,7 @@ BYTES_PER_TOKEN = 4  # bytes of text, about, for each token that is asked for
 LEAST_BYTES = 500_000  # of text that is read at once, and that a tokenizer is trained on
 
 
-Tokens = tuple[Path, Path]  # files of ids to train on, and held out, .npy; they are deleted when this process ends
+Tokens = tuple[Path, Path]  # files of ids to train on, and held out, .npy: see `tokens_of`
 
 
 @cache
@@ -211,7 +212,9 @@ def folder() -> "tempfile.TemporaryDirectory[str]":
 def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     """Files of `train_tokens` ids of the standard library's text, and of `val_tokens` ids of its held-out text.
 
-    The tokenizer is trained on the beginning of the text. `ranks.Unsupported` is raised where a text has fewer ids.
+    The process that asks the ranks makes them, once for the same arguments, and deletes them when it ends; ranks read
+    them. The tokenizer is trained on the beginning of the text. `ranks.Unsupported` is raised where a text has fewer
+    ids.
     """
     corpus = corpora.stdlib()
     size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)

@@ -66,6 +66,8 @@ def test_only_results_of_equal_settings_are_resumed(tmp_path: Path) -> None:
         session.resume(journaled | {"machine": journaled["machine"] | changed}, [])
         return [name for _, name in session.carried]
 
+    # Carried over is what was run under the same memory limit, and has a time if this run is timed. "wrong" and "error"
+    # are run again, but not what crashed its process, unless the run retries.
     assert (resumed(None), resumed(2**30), resumed(None, timed=False)) == (["a", "e"], ["b"], ["a", "d", "e"])
     assert resumed(None, retries=True) == ["a"]
     for fact in ("name", "torch", "triton", "driver", "commit"):
@@ -83,15 +85,14 @@ def test_a_killed_run_that_resumed_another_keeps_both_results(tmp_path: Path) ->
     assert ([name for _, name in session.carried], session.entries_of_carried) == (["a", "b"], [entry])
 
 
-@pytest.mark.parametrize("moment", range(3))
+@pytest.mark.parametrize(("owner", "name"), [(record, "_line"), (files.os, "fsync"), (Path, "replace")])
 def test_a_journal_that_continues_another_never_has_less(
-    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write, a flush to the disk or the renaming fails, as if the run were killed there."""
     output = tmp_path / "out.json"
     record.Journal(output, head()).add(RECORD)
-    names = (files.os, "fsync"), (Path, "replace"), (record, "_line")
-    monkeypatch.setattr(*names[moment], lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         record.Journal(output, head(), [RECORD, RECORD | {"id": "b"}])
     monkeypatch.undo()
@@ -169,6 +170,7 @@ def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Repe
 
 
 def test_repeats_run_in_new_processes_and_say_how_much_they_differ() -> None:
+    """The last run is kept. `between_runs`: how far the log of a time over that of a peer, sdpa, moves in a run."""
     pace = {"sdpa": ("ok", 2.0)}
     records, runner = repeated(*({"mine": ("ok", 1.02**number), **pace} for number in range(3)))
     assert records["mine"]["between_runs"] == pytest.approx(math.log(1.02)) and runner.closed == 2

@@ -1,7 +1,8 @@
-"""`RoundedWeights`: a model that keeps rounded copies of its weights has the bits of one that casts in each forward.
+"""`RoundedWeights`: copies of a model's weights in autocast's dtype, which its forwards read (`model.rounded`).
 
-If a weight changes, its copy must be made again before it is read. A new way to change weights is a function in
-CHANGES, which takes the model and returns it, or another model with the changed weights.
+A model that keeps such copies must have the same bits as one that casts its weights in each forward. If a weight
+changes, its copy must be made again before it is read. A new way to change weights is a function in CHANGES, which
+takes the model and returns it, or another model with the changed weights.
 """
 
 import copy
@@ -172,10 +173,12 @@ def test_a_weight_of_two_layers_has_the_bits_of_one_that_is_cast() -> None:
     model.layers[0].ffn.w1.weight = model.layers[1].ffn.w1.weight
     gradients(model)
     add(model)
+    # The loss and the logits: `casting` unties the weights, so that it has one gradient more.
     assert all(map(torch.equal, gradients(model)[:2], gradients(casting(model))[:2]))
 
 
-def test_recorded_has_the_copies_that_a_forward_reads() -> None:
+def test_a_forward_notes_the_copies_that_it_reads() -> None:
+    """READ has them since it was last cleared: replays of a CUDA graph refresh those that its capture has read."""
     model, other = made(), made(1)
     gradients(other)
     READ.clear()
@@ -196,7 +199,7 @@ def test_copies_of_query_key_and_value_weights_lie_side_by_side() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", [add, load, step])
 def test_a_replayed_step_reads_weights_as_they_are(change: Callable[[TransformerLM], Any]) -> None:
-    """AdamW writes the copies itself. Other changes between two replays must be seen, too."""
+    """AdamW (`step`) writes the copies itself. Other changes between two replays must be seen, too."""
     model = made(device="cuda")
     tokens = torch.arange(18, device="cuda").view(2, 9) % CONFIG.vocab_size
 

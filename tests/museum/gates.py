@@ -62,7 +62,7 @@ def _of_operation(entry: Entry, kind: str) -> Subject:
     def pair(seed: int) -> Pair:
         arguments = operation.inputs(seed)
         with torch.no_grad():
-            outputs = [operation.output(function, arguments) for function in (entry.load(), plain)]
+            outputs = [operation.call(function, *arguments) for function in (entry.load(), plain)]
         return [outputs[0]], [outputs[1]]
 
     def curves() -> Curves:

@@ -68,15 +68,12 @@ class Operation:
 
     plain   the operation in plain PyTorch
     inputs  seed -> arguments, of which tensors are near-normal
-    call    (implementation, *arguments) -> output
+    call    (implementation, *arguments) -> output: passes the arguments as this implementation names and orders them
     """
 
     plain: Function
     inputs: Callable[[int], tuple[Any, ...]]
     call: Callable[..., Tensor]
-
-    def output(self, implementation: Function, arguments: tuple[Any, ...]) -> Tensor:
-        return self.call(implementation, *arguments)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -101,16 +98,16 @@ def plain_of(kind: str, implementation: Function) -> Function:
     return OPERATIONS[kind].plain
 
 
-def _normed(implementation: Function, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm_by(implementation: Function, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     values = {"x": x, "weight": weight, "bias": torch.zeros_like(weight), "eps": eps, "shape": x.shape[-1:]}
     return called(implementation, NORM)(values)
 
 
-def _turned(implementation: Function, x: Tensor, positions: Tensor) -> Tensor:
+def _rotary_by(implementation: Function, x: Tensor, positions: Tensor) -> Tensor:
     return called(implementation, ROTARY)({"x": x, "positions": positions, "theta": 10_000.0})
 
 
-def _gated(implementation: Function, gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu_by(implementation: Function, gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up by an implementation. A whole feed-forward gets weights of 0 and 1 that select gate and up."""
     whole, both = torch.eye(gate.shape[-1]), torch.eye(2 * gate.shape[-1])
     w1, w3 = both.split(gate.shape[-1])
@@ -118,14 +115,14 @@ def _gated(implementation: Function, gate: Tensor, up: Tensor) -> Tensor:
     return called(implementation, SWIGLU)(values)
 
 
-def _lost(implementation: Function, logits: Tensor, targets: Tensor) -> Tensor:
+def _loss_by(implementation: Function, logits: Tensor, targets: Tensor) -> Tensor:
     """The loss by an implementation. If it contains the head, it gets the logits as hidden states, and the identity."""
     weight = torch.eye(logits.shape[-1])
     values = {"logits": logits, "hidden": logits, "weight": weight, "targets": targets, "ignore_index": -100}
     return called(implementation, roles_of(implementation))(values)
 
 
-def _attended(implementation: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attention_by(implementation: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from lmsys.attention.contract import adapt
 
     result: Tensor = adapt(implementation)(q, k, v, causal=True)
@@ -134,14 +131,14 @@ def _attended(implementation: Function, q: Tensor, k: Tensor, v: Tensor) -> Tens
 
 OPERATIONS: dict[str, Operation] = {
     "attention": Operation(
-        attention, lambda seed: tuple(drawn(seed, name, 2, 4, 256, 64) for name in "qkv"), _attended
+        attention, lambda seed: tuple(drawn(seed, name, 2, 4, 256, 64) for name in "qkv"), _attention_by
     ),
     "norm": Operation(
-        norm, lambda seed: (drawn(seed, "x", 64, 256), 1 + drawn(seed, "weight", 256) / 8, 1e-5), _normed
+        norm, lambda seed: (drawn(seed, "x", 64, 256), 1 + drawn(seed, "weight", 256) / 8, 1e-5), _norm_by
     ),
-    "rotary": Operation(rotary, lambda seed: (drawn(seed, "x", 2, 4, 256, 64), torch.arange(256)), _turned),
-    "swiglu": Operation(swiglu, lambda seed: (drawn(seed, "gate", 64, 256), drawn(seed, "up", 64, 256)), _gated),
-    "loss": Operation(loss, lambda seed: (drawn(seed, "logits", 256, V), tokens_of(seed).flatten()), _lost),
+    "rotary": Operation(rotary, lambda seed: (drawn(seed, "x", 2, 4, 256, 64), torch.arange(256)), _rotary_by),
+    "swiglu": Operation(swiglu, lambda seed: (drawn(seed, "gate", 64, 256), drawn(seed, "up", 64, 256)), _swiglu_by),
+    "loss": Operation(loss, lambda seed: (drawn(seed, "logits", 256, V), tokens_of(seed).flatten()), _loss_by),
 }
 
 
@@ -181,7 +178,7 @@ class MiniModel(nn.Module):
 
     def _call(self, kind: str, *arguments: Any) -> Tensor:
         operation = OPERATIONS[kind]
-        return operation.output(self.replaced.get(kind, operation.plain), arguments)
+        return operation.call(self.replaced.get(kind, operation.plain), *arguments)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

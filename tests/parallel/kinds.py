@@ -6,7 +6,9 @@ python -m tests.parallel.kinds --write --only AdamW,momentum    # renews only ro
 
 A cell says "right", "refused" or what else happens. A kind is a module and how it is trained. A new one is an entry in
 KINDS: a graph, which says what blocks the module has and how it calls them, and its ways, one name for each training
-step (tests/support/graphs.py). tests/parallel/test_graphs.py trains all kinds, too.
+step (tests/support/graphs.py). There `Call(op, block, sources)` is a step of a forward: it computes a value by the
+operation `op` from earlier values, of which -1 is the last, and by the block of this number.
+tests/parallel/test_graphs.py trains all kinds, too.
 """
 
 import argparse
@@ -101,6 +103,7 @@ KINDS: dict[str, Kind] = {
     "a block's method other than forward": make_kind((Call("call", 0), Call("method", 1), Call("call", 2))),
     "a weight of a block read from outside": make_kind((Call("read", 0), *PLAIN)),
     "a weight of a block read after it": make_kind((*PLAIN, Call("read", 2), Call("read", 0))),
+    # They return nothing: the result replaces the input in its list.
     "blocks that take lists of dictionaries": make_kind(chain(0, 1, 2, returns="nothing")),
     "blocks that return dictionaries": make_kind(chain(0, 1, 2, returns="dict")),
     "blocks that return pairs": make_kind(chain(0, 1, 2, returns="pair")),
@@ -205,8 +208,9 @@ def outcome(group: WorkerGroup, strategy: str, kind: Kind) -> tuple[str, str]:
     """(RIGHT, REFUSED, WRONG, ERROR or HANGS; the error message, or how large the error of the result is)"""
     exact, plain = (play_alone(*kind, dtype) for dtype in (torch.float64, torch.float32))
     try:
+        # Two ranks train; others, if the group has more, answer None.
         answers = group.run(play, strategy, *kind, timeout_s=PEERS_RUN_S if strategy in PEERS else RUN_S)[:2]
-    except WorkerError as error:
+    except WorkerError as error:  # no answer in time, a rank that died, or RaisedApart; other exceptions are answers
         return HANGS, str(error)
     errors = [seen for seen in answers if isinstance(seen, str)]
     if errors:
