@@ -11,6 +11,15 @@ process is stopped, with all that it has started in its process group: it works 
 
 `Foreign.of` makes an entry of such a row, as benchmarks/bench_attention.py asks for it. Its `load` returns a `Process`,
 a function of q, k and v by which checks call the row as any other; `Process.step` is what is timed.
+
+The parts of this file, in their order:
+
+- layouts of tensors in memory that processes share, for both sides (`layout_of`, `_placed`);
+- in the row's process, `serve`, and `_Row`, whose methods are the questions that the judge may ask;
+- in the judge, `Block`, a piece of shared memory; `Process`, which starts a row's process and asks it; `_Remote`, a
+  call that autograd can differentiate;
+- the clock, `ApartClock`, with its readings, `Seen`;
+- `Foreign`, the entry, `process_of`, the processes that run, and `null`, a row of ours for comparison.
 """
 
 import ctypes
@@ -217,6 +226,7 @@ class Block:
     """Memory that the judge shares with rows' processes, and the tensors in it.
 
     file, handle  by which another process finds it: a file, for memory of the host, or a handle of CUDA
+    placed        the tensors, as `_placed` returns them
     """
 
     def __init__(self, layout: dict[str, Any], device: str):
@@ -354,46 +364,62 @@ class Process:
 
     def step(self, direction: str, tensors: Mapping[str, Tensor], options: dict[str, Any], step: Step) -> Step:
         """The step with calls that run in the row's process. tensors: q, k, v and do, which the step draws."""
-        null, owner = process_of(Entry("null", f"{__name__}:null"), self.settings), self.entry.target
+        null = process_of(Entry("null", f"{__name__}:null"), self.settings)
         drawn = {"inputs": {x: tensors[x] for x in "qkv"}, "upstream": {"0": tensors["do"]}}
         wanted = {"results": {"o": tensors["do"]}, "gradients": {f"d{x}": tensors[x] for x in "qkv"}}
         blocks = {group: self.put(group, xs, null) for group, xs in (drawn | wanted).items()}
         arrived = torch.cuda.Event(interprocess=True) if self.settings.device == "cuda" else None
         for row in (null, self):
             row.ask("tell", options, arrived and arrived.ipc_handle())
-
-        def ask(way: str, pair: Any = None) -> Any:
-            """Makes a call, and returns its results. pair: the process, by default the row's, and the clock."""
-            row, base = pair or (self, clock.CpuClock())
-            more_s = self.windows.get(way, 0.0) if row is null else 0.0  # so that both use the CPU alike
-
-            def arrive() -> None:
-                for group in READS[way] if row is self else ():
-                    blocks[group].fill(drawn[group])
-                row.ask("read", owner, way, stops=False)
-
-            def call(_: Any) -> Record:
-                return clock.in_turn(
-                    arrived.record if arrived else nothing, partial(row.ask, "call", owner, way, more_s)
-                )[-1]
-
-            if way != "backward":  # the process has rested, which makes a call slower: first comes one on old inputs
-                _settle()
-                row.ask("call", owner, way, more_s, stops=False)
-            base.wait(LEAD_S)
-            mark, answer = base.sample(call, late=arrive)
-            took_s, waited_s = answer.get("took_s"), base.read([mark], 0.0, trusted=True)[0].run_s
-            if not (isinstance(took_s, float) and 0.0 <= took_s <= waited_s):
-                raise Refused("wrong", f"its process says that a call took {took_s!r} s, of {waited_s:.3g} that passed")
-            row.ask("copy", owner, way)
-            row.windows |= {way: took_s, "took": took_s, "call": waited_s}
-            results = [x for _, x in blocks[RESULTS[way]].placed.values()]
-            return tuple(results) if len(results) > 1 else results[0]
-
-        parts: dict[str, Any] = {"run": partial(ask, WAYS[direction]), "clock": partial(ApartClock, null, self)} | (
-            {"prepare": partial(ask, "forward"), "like": partial(ask, "inference")} if direction == "bwd" else {}
+        call = partial(self._timed_call, null, blocks, drawn, arrived)
+        parts: dict[str, Any] = {"run": partial(call, WAYS[direction]), "clock": partial(ApartClock, null, self)} | (
+            {"prepare": partial(call, "forward"), "like": partial(call, "inference")} if direction == "bwd" else {}
         )
         return replace(step, **parts)
+
+    def _timed_call(
+        self,
+        null: "Process",
+        blocks: Mapping[str, Block],
+        drawn: Mapping[str, Mapping[str, Tensor]],
+        arrived: Any,
+        way: str,
+        pair: Any = None,
+    ) -> Any:
+        """Makes a call of the row, or of `null` in its place, and returns its results. `windows` gets how long it took.
+
+        blocks   by group: the memory that both processes share with this one
+        drawn    by group: the tensors that are copied there for a call of the row
+        arrived  the event by which the row's process waits for them on a GPU; None on a CPU
+        pair     (the process that is called, the clock); None: the row's process and a clock of the CPU
+        """
+        row, base = pair or (self, clock.CpuClock())
+        owner = self.entry.target
+        more_s = self.windows.get(way, 0.0) if row is null else 0.0  # so that both use the CPU alike
+
+        def arrive() -> None:
+            for group in READS[way] if row is self else ():
+                blocks[group].fill(drawn[group])
+            row.ask("read", owner, way, stops=False)
+
+        def call(_: Any) -> Record:
+            _, answer = clock.in_turn(
+                arrived.record if arrived else nothing, partial(row.ask, "call", owner, way, more_s)
+            )
+            return answer
+
+        if way != "backward":  # the process has rested, which makes a call slower: first comes one on old inputs
+            _settle()
+            row.ask("call", owner, way, more_s, stops=False)
+        base.wait(LEAD_S)
+        mark, answer = base.sample(call, late=arrive)
+        took_s, waited_s = answer.get("took_s"), base.read([mark], 0.0, trusted=True)[0].run_s
+        if not (isinstance(took_s, float) and 0.0 <= took_s <= waited_s):
+            raise Refused("wrong", f"its process says that a call took {took_s!r} s, of {waited_s:.3g} that passed")
+        row.ask("copy", owner, way)
+        row.windows |= {way: took_s, "took": took_s, "call": waited_s}
+        results = [x for _, x in blocks[RESULTS[way]].placed.values()]
+        return tuple(results) if len(results) > 1 else results[0]
 
     def bytes(self, direction: str) -> Record:
         """The peak memory of a call, and what its forward saves for its backward, as the process says."""
