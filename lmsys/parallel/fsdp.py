@@ -14,8 +14,9 @@ calls: it gathers them again, and reduce-scatters their gradients while it goes 
   and not ended. A unit that is `pinned` stays gathered until the step.
 - A `Walk` is a forward or a backward, as a pass over units in the order in which they are expected. `enter` begins a
   use of a unit, and gathers the next one ahead; `leave` ends a use in a forward. `extend` adds the units of a forward
-  that a backward comes to, and `end` ends the pass. It keeps the units that were used, in order (`seen`), those that a
-  backward will come back to (`visits`), and if one came unexpectedly (`strayed`).
+  that a backward comes to, and `end` ends the pass. A unit whose last use is over is released: in a forward before the
+  next one is gathered (`release_first`), in a backward after that. A walk keeps the units that were used, in order
+  (`seen`), those that a backward will come back to (`visits`), and whether one was not expected (`strayed`).
 
 wrapper.py says when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward` and
 `_leave_forward`; a backward that comes to the output of a block calls `_return_to`. `structure.weakly` makes a hook of
