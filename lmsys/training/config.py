@@ -33,6 +33,8 @@ def _is_sha256(name: str, text: str) -> None:
     values.hold((re.fullmatch("[0-9a-fA-F]{64}", text), f"{name}={text!r} must be 64 hexadecimal digits, or null"))
 
 
+# A rate above 1e9 is a mistake: divided by AdamW's 1 - β1, a much larger one would be beyond float32.
+Rate = Annotated[float, partial(values.finite, least=0, most=10**9)]
 PathText = Annotated[str, _may_be_path]
 Sha256 = Annotated[str, _is_sha256]
 
@@ -128,9 +130,9 @@ class TrainConfig(strict_json.Checked):
     reproducible: bool = False
     leaves: values.Count = 4
     optimizer: Annotated[str, partial(values.one_of, known=("adamw", "muon"))] = "adamw"
-    lr: values.Amount = 3e-3
-    min_lr: values.Amount = 3e-4
-    matrix_lr: values.Amount = 0.02
+    lr: Rate = 3e-3
+    min_lr: Rate = 3e-4
+    matrix_lr: Rate = 0.02
     momentum: values.Amount = 0.95
     adjust_lr_fn: Annotated[str, partial(values.one_of, known=MATRIX_SCALES)] = "original"
     warmup_steps: values.Natural | None = None

@@ -23,6 +23,8 @@ REFUSED = (  # options after those of `ended`
     "--set train.steps=1.5",
     "--set train.lr=nan",
     "--set train.lr",
+    "--set train.lr=1e38",
+    "--set train.optimizer=muon --set train.matrix_lr=1e38",
     "--steps 0",
     "--steps 2",  # fewer than its warm-up
     "--keep 0",
@@ -72,7 +74,11 @@ REFUSED = (  # options after those of `ended`
     "--output foreign",
 )
 # {options: a part of the message}
-TOLD = {"--corpus other.txt": "run: holds a training on other text: name another --output for this"}
+TOLD = {
+    "--corpus other.txt": "run: holds a training on other text: name another --output for this",
+    "--set train.lr=1e38": "train: lr=1e+38 must be at least 0 and at most 1,000,000,000",
+    "--set train.optimizer=muon --set train.matrix_lr=1e38": "train: matrix_lr=1e+38 must be at least 0 and at most 1",
+}
 
 
 @pytest.fixture(scope="module")
