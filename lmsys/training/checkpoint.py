@@ -139,7 +139,10 @@ def save(
         _, failure = _attempt(_commit, manifest, content)
     reports += gather((None, failure))
     if rank == 0:
-        _tidy(folder, step, keep)  # after a failure, too: parts have been written that no manifest names
+        # After a failure, too: ranks have written parts to the folder that no manifest names.
+        _, untidy = _attempt(_tidy, folder, step, keep)
+        if untidy:  # no error, which rank 0 alone would raise: the next save tidies up again
+            warnings.warn(f"{folder}: files that no checkpoint needs are left: {untidy}", stacklevel=2)
     failures = dict.fromkeys(failed for _, failed in reports if failed)
     if failures:
         raise SaveError(f"{manifest}: could not be saved: {'; '.join(failures)}; earlier checkpoints stand")

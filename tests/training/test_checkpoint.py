@@ -305,6 +305,27 @@ def test_when_one_rank_fails_all_raise_its_error(tmp_path: Path, monkeypatch: py
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_files_that_cannot_be_removed_are_left_to_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 removes them, and its error would leave the other ranks waiting for it."""
+
+    def saves(rank: int, gather: Any) -> Path:
+        step = 1 + len([*tmp_path.glob("*.json")])
+        return save(tmp_path, step, STATE, keep=1, rank=rank, world_size=2, gather=gather)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix != ".tmp":
+            raise PermissionError(13, "Permission denied")
+
+    on_ranks(2, saves)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="left: PermissionError: .*Permission denied"):
+        patch.setattr(Path, "unlink", refuse)
+        assert on_ranks(2, saves) == [tmp_path / "step-00000002.json"] * 2
+    assert on_ranks(2, saves) == [tmp_path / "step-00000003.json"] * 2
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 SAVER = """
 import sys, torch
 from pathlib import Path
