@@ -132,7 +132,10 @@ class Muon(AdamW):
         return self._flats[p].params if p in self._flats else [p]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in `AdamW`. ValueError also for a group that has another `use_muon` here than there, or none there."""
+        """As in `AdamW`: the state's options, such as `ns_coefficients`, take the place of those here.
+
+        ValueError also for a group that has another `use_muon` here than there, or none there.
+        """
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             here, there = group["use_muon"], saved.get("use_muon")
             hold((here is there, f"the state dict has a param group with use_muon={there}, where this one has {here}"))

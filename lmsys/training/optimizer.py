@@ -74,7 +74,10 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state, as any optimizer does. ValueError for that of another algorithm."""
+        """Loads the state, and the options of its param groups in place of those here, as any optimizer of torch does.
+
+        ValueError for the state of another algorithm.
+        """
         for name, other in self.other_algorithms.items():
             for group in state_dict["param_groups"]:
                 hold(
@@ -287,7 +290,8 @@ def clip_grad_norm(
     it: with a norm of NaN every gradient becomes NaN, with an infinite one the finite gradients become 0 and the
     infinite ones NaN. Look at the returned norm before you step. `max_norm=math.inf` only measures.
 
-    ValueError: a negative or NaN max_norm or eps.
+    ValueError: a negative or NaN max_norm or eps; a set of parameters, whose order is another in each process, so that
+    ranks would round the norm in different ways, and their weights would drift apart.
     """
     group, divided = None, False
     if isinstance(parameters, wrapper.Wrapper):

@@ -640,6 +640,11 @@ def test_bad_limits_are_named(wrong: dict[str, Any]) -> None:
         clip_grad_norm([torch.ones(1)], **wrong)
 
 
+def test_a_set_of_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="parameters=.* must be a list or tuple: a set has no order"):
+        clip_grad_norm({torch.ones(1)}, 1.0)
+
+
 @pytest.mark.gpu
 @given(cases)
 def test_adamw_on_a_gpu_is_torchs_fused(case: Case) -> None:
