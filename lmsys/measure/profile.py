@@ -149,7 +149,7 @@ class Profile:
 
     profiled_s  wall time under the profiler, the mean of the profiled calls
     kernel_s    the sum over all kernels of these calls; more than the wall time if kernels ran side by side
-    shares      the share of each kind in kernel_s, from 0 to 1
+    shares      the share of each kind in kernel_s, from 0 to 1; all 0 where kernel_s is 0
     """
 
     profiled_s: float
@@ -178,7 +178,7 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
     kernel_s = sum(kernel.total_s for kernel in kernels)
     shares = dict.fromkeys(KINDS, 0.0)
     for kernel in kernels:
-        shares[kernel.kind] += kernel.total_s / kernel_s
+        shares[kernel.kind] += kernel.total_s / (kernel_s or 1.0)
     return Profile(statistics.fmean(samples[1:]), kernel_s, shares, kernels, parts)
 
 

@@ -150,6 +150,13 @@ def test_calls_that_warm_up_do_not_count() -> None:
     assert profiled.kernels == [] and profiled.kernel_s == 0
 
 
+def test_kernels_too_short_for_the_clock_have_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [{"cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 0, "tid": 1}]
+    monkeypatch.setattr(profile, "_events_of", lambda *_: events)
+    profiled = profile_call(lambda: None, "cpu")
+    assert len(profiled.kernels) == 1 and profiled.kernel_s == 0 and set(profiled.shares.values()) == {0.0}
+
+
 def test_a_trace_of_cuda_kernels_is_read() -> None:
     """Host thread 1 launches the forward, autograd's thread 2 the backward; kernels run long after their launch.
 
