@@ -196,7 +196,8 @@ def train_model(context: RunContext) -> int:
     if config.model.checkpoint_blocks == checkpointing.FIT:
         context.say(f"model.checkpoint_blocks=fit is {trainer.model.config.checkpoint_blocks} here")
     if context.rank == 0:
-        (config.folder / "config.json").write_text(config.to_json())
+        with files.replacing(config.folder / "config.json") as file:
+            file.write(config.to_json().encode())
     with (
         closing(log.JsonLines(config.folder / "log.jsonl", trainer.step))
         if context.rank == 0

@@ -248,8 +248,10 @@ def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.Ca
     assert "a unigram model: loss" in output and "sample of step 8:\ndef " in output and "step 8/8  loss" in output
     assert [line["step"] for line in read_lines(folder / "log.jsonl") if "loss" in line] == list(range(1, 9))
     assert RunConfig.from_json((folder / "config.json").read_text()).folder == folder
+    (tmp_path / "earlier").hardlink_to(folder / "config.json")
     for step in ("train", "evaluate", "generate"):
         assert main([step, *options]) == 0
+    assert not (tmp_path / "earlier").samefile(folder / "config.json"), "it is replaced: a kill leaves no half of it"
     assert losses(folder) == losses(folder) and len(losses(folder)) == 8, "a run that is done is not trained again"
     assert main(["train", *options, "--set", "model.d_ff=64"]) == 2
     assert "saved with model.d_ff=32; this run has 64" in capsys.readouterr().err
