@@ -47,8 +47,8 @@ class AllocatorEvent:
 
 
 def cap_gpu_memory(limit_bytes: int) -> None:
-    """Makes the allocator of this process give at most `limit_bytes`. ValueError for more than the GPU has."""
-    total = torch.cuda.get_device_properties(0).total_memory
+    """Makes the allocator give at most `limit_bytes` of the current GPU. ValueError for more than that has."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     limit, most = (f"{size / 2**30:.4g}GiB" for size in (limit_bytes, total))
     hold((limit_bytes <= total, f"--memory-limit {limit} is more than the {most} of this GPU"))
     torch.cuda.set_per_process_memory_fraction(limit_bytes / total)

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +156,19 @@ def test_a_snapshot_holds_the_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has")
+def test_the_limit_is_of_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a GPU of its own, and they may be of several sizes."""
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    gpus = [SimpleNamespace(total_memory=size) for size in (2**33, 2**35)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    memory.cap_gpu_memory(2**34)
+    with pytest.raises(ValueError, match="--memory-limit 64GiB is more than the 32GiB of this GPU"):
+        memory.cap_gpu_memory(2**36)
+    assert fractions == [0.5]
+
+
 def test_the_memory_of_a_command_is_that_of_its_processes_together() -> None:
     alone = "import time; x = bytearray(50_000_000); time.sleep(0.3)"
     watch = Stopwatch()
