@@ -235,10 +235,12 @@ class Kept:
             ) from error
 
     def add(self, key: str, answer: Any) -> None:
-        """Writes an answer, which JSON must be able to hold, into the file. Warns where the file cannot be written.
+        """Writes an answer into the file, in the form of JSON that `parsed` takes: ValueError for another, and for a
+        file that holds no object. Warns where the file cannot be written.
 
         The file is read again first, as another process may have added answers.
         """
+        self.parsed(answer)
         try:  # stacklevel: the warning names the caller of add's caller
             write_json(self.path, dict(sorted((self._content() | {key: answer}).items())))
         except OSError as error:
@@ -247,5 +249,5 @@ class Kept:
     def _content(self) -> dict[str, Any]:
         """The object in the file; an empty one where there is no file."""
         content: dict[str, Any] = read_json(self.path) if self.path.is_file() else {}
-        hold((isinstance(content, dict), f"it must be an object; got {shortly(content)}"))
+        hold((isinstance(content, dict), f"{self.path}: it must be an object; got {shortly(content)}"))
         return content

@@ -1,5 +1,6 @@
 """The tuner of tiles: it picks the fastest that fits, keeps the choice on disk, and names a corrupt file."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,16 @@ def test_a_corrupt_cache_is_named(text: str, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="tuned choices are corrupt") as error:
         tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
     assert str(tuning.KEPT.path) in str(error.value)
+
+
+def test_an_answer_that_could_not_be_read_again_is_not_added() -> None:
+    """`add` takes the object that the file will hold, and not the tile itself."""
+    with pytest.raises(ValueError, match=r"a tile must be an object with block_q, .*; got Tile\(block_q=64"):
+        tuning.KEPT.add("key", CANDIDATES[0])
+    assert not tuning.KEPT.path.exists()
+    tuning.KEPT.path.write_text("[]")
+    with pytest.raises(ValueError, match=f"{tuning.KEPT.path}: it must be an object; got \\[\\]"):
+        tuning.KEPT.add("key", asdict(CANDIDATES[0]))
 
 
 def test_a_cache_that_cannot_be_written_stops_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
