@@ -8,7 +8,6 @@ encoding returned, and the rows of the benchmark's table name `supports`.
 nothing else loaded, so that its memory can be measured. This module does not import torch.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -103,7 +102,7 @@ def supports(case: Any) -> str | None:
     row = case.entry.load()
     if case.task == "train" and row not in TRAINERS:
         return f"{row.package} does not train"
-    importlib.import_module(row.package)
+    row.imported()
     return None
 
 

@@ -29,23 +29,30 @@ class Engine:
     the package's ids are not one list for each text.
 
     package   the module to import
+    needs     other modules without which the package gives results of another form
     reader    the method of the module's class Tokenizer that makes a tokenizer from the text of a tokenizer.json
     batch     that tokenizer's method from a list of texts to their ids, in the form that it is fastest in
     threads   that it may use. All but tiktoken use Rayon, which has one number for a process: RAYON_NUM_THREADS if that
               is set, else that of the first engine
     encode    `batch` of this tokenizer; `flat` reads its results
     name      package and version; after `choose` also of how many bytes the ids were compared
-    ImportError where the package is missing; what the package raises, for a vocabulary that it does not take.
+    ImportError where one of these is missing; what the package raises, for a vocabulary that it does not take.
     """
 
     package, reader, batch = "", "", ""
+    needs: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: codec.Tokenizer, threads: int = 1):
         os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
         self.tokenizer, self.threads = tokenizer, threads
         self._pretokenizer = pretokens.Pretokenizer(tokenizer.special_tokens)
-        self.encode = self._function(import_module(self.package))
+        self.encode = self._function(self.imported())
         self.name = f"{self.package} {metadata.version(self.package)}"
+
+    @classmethod
+    def imported(cls) -> Any:
+        """The module `package`. ImportError where it, or one of `needs`, is missing."""
+        return [import_module(name) for name in (cls.package, *cls.needs)][0]
 
     def _function(self, module: Any) -> Callable[[list[str]], Any]:
         """The package's function that encodes a list of texts with our vocabulary and merges."""
@@ -99,6 +106,7 @@ class Gigatoken(Engine):
     """Gigatoken, whose ids are one array."""
 
     package, reader, batch = "gigatoken", "from_json", "encode_batch"
+    needs = ("awkward",)  # without it results are lists, which take longer
 
     def flat(self, encoded: Any) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(encoded.layout.content.data), np.diff(encoded.layout.offsets.data)

@@ -75,6 +75,13 @@ def test_what_is_not_installed_is_unsupported(monkeypatch: pytest.MonkeyPatch) -
     assert measured(tokenizer=("tiktoken",), task=("train",))["tiktoken"]["reason"] == "tiktoken does not train"
 
 
+def test_a_package_that_a_package_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gigatoken", reason="needs gigatoken: python -m pip install gigatoken")
+    monkeypatch.setitem(sys.modules, "awkward", None)
+    record = measured(tokenizer=("gigatoken",))["gigatoken"]
+    assert record["outcome"] == "unsupported" and "a package that is not here (import of awkward" in record["reason"]
+
+
 def changing(change: Any, after: int = 0) -> Any:
     """An encoder that applies `change` to its ids, but not in its first `after` calls."""
     encoder, calls = rows.Ours.encoder, count()

@@ -107,8 +107,8 @@ class Refusing(Fake):
         raise RuntimeError("no such vocabulary")
 
 
-class Missing(engines.Engine):
-    package = "no_such_package"
+class Missing(Right):
+    needs = ("no_such_package",)
 
 
 @pytest.fixture
