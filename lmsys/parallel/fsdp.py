@@ -424,14 +424,13 @@ class Fsdp(wrapper.Wrapper):
         self._reducing.clear()
         self._free()
 
-    def _on_grad(self, index: int, _: Tensor) -> None:
+    def _on_grad(self, index: int, p: Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True) makes gradients that are no part of a graph once fsdp has divided them:"
                 " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
             )
-        if self._synchronizing and not self._unfinished:  # as in `Wrapper._on_grad`; to call that would cost host time
-            self._unfinished = True
+        super()._on_grad(index, p)
         if not self._in_backward:
             self._enter_backward(None)
         self._to_reduce.add(self._unit_of[index])
