@@ -110,8 +110,8 @@ class ModelBenchmark(Benchmark):
             candidate.notes["levels"] = str(candidate.case.computed.checkpoint_blocks)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
-        if setup.gate is None:  # not the first check of this setup
-            return super().check_all(candidates, setup, runner)
+        if setup.gate is None:  # a second check is asked for cold starts alone, which `cold_samples` has judged
+            return
         setup.gate.check(candidates)
         setup.gate = None
         for candidate in candidates:

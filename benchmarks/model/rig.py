@@ -326,16 +326,26 @@ class Rig:
 
 
 def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
-    """Seconds of COLD_ROUNDS steps of a new model, after `case.warmup` untimed ones. It runs in a new process."""
+    """Seconds of COLD_ROUNDS steps of a new model, after `case.warmup` untimed ones. It runs in a new process.
+
+    NotAsPromised where one step more, on new inputs, is wrong. The steps before it are all on one batch: to draw a new
+    one would build the model, whose time belongs to the first step.
+    """
     if settings.memory_limit_bytes is not None:
         memory.cap_gpu_memory(settings.memory_limit_bytes)
     assert case.warmup is not None
     device_clock, samples = clock.clock_of(case.device), []
     with arithmetic(case.precision):
-        step = Rig(case, settings.seed).step_of(case)
+        rig = Rig(case, settings.seed)
+        step = rig.step_of(case)
         for _ in range(case.warmup + COLD_ROUNDS):
             prepared = step.prepare()
             clock.synchronize(case.device)
             samples += clock.timed(device_clock, partial(step.run, prepared))
             del prepared
+        draw, key = settings.seed + 1, random.SystemRandom().getrandbits(53)
+        step.redraw(draw)
+        kept = Kept(len(samples), draw, key, step.keep(step.run(step.prepare()), key))
+        if wrong := verdict(rig.judge(case, kept), "in a step after the timed ones")[1]:
+            raise plain.NotAsPromised(wrong[1])
     return samples[case.warmup :]

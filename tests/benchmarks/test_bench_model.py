@@ -4,6 +4,7 @@ A row is an implementation of attention in our model, or Hugging Face's Llama. t
 tests how timed calls are judged.
 """
 
+import itertools
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from benchmarks.bench_model import Model
 from benchmarks.model.cases import Gate
 from benchmarks.models import LLAMA, MODEL_ROWS, config_of
 from benchmarks.sweeps import SWEEPS
-from lmsys.attention import ATTENTION
+from lmsys import processes
+from lmsys.attention import ATTENTION, vectorized
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.attention.naive import naive
 from lmsys.bench import Settings
@@ -373,3 +375,17 @@ def test_warm_up_is_studied_in_new_processes() -> None:
     assert record["outcome"] == "ok", record["reason"]
     assert record["warmup_steps"] == 0 and record["rounds"] == 10 and record["std_s"] > 0
     assert record["id"] == "s-tiny-S8B1-fp32-W0-forward-eager-auto"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_after_a_cold_start_is_judged(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row is wrong from its call 30 on: the check before timing calls it less often, and the cold steps more."""
+    calls, right = itertools.count(), vectorized.vectorized
+
+    def tired(*args: Any, **options: Any) -> Tensor:
+        return right(*args, **options) * (1 if next(calls) < 30 else 2)
+
+    monkeypatch.setattr(processes, "in_own_process", lambda function, *args: function(*args))
+    monkeypatch.setattr(vectorized, "vectorized", tired)
+    (record,) = records(mode=(mode,), warmup=(20,), attention=("vectorized",)).values()
+    assert record["outcome"] == "wrong" and "in a step after the timed ones" in record["reason"], record["reason"]
