@@ -192,7 +192,7 @@ class Attention(Benchmark):
 
     def why_not(self, case: AttentionTest) -> str | None:
         return case.entry.why_not(case.asked) or (
-            contract.why_not_told(contract.adapt(case.entry.load()), case.asked.options) if case.options else None
+            contract.why_not_given(contract.adapt(case.entry.load()), case.asked.options) if case.options else None
         )
 
     def context(self, cases: Sequence[AttentionTest]) -> AbstractContextManager[None]:

@@ -145,7 +145,7 @@ def _picked(impl: str, case: contract.AttentionCase) -> tuple[str, tuple[Callabl
     """(name of the row, what `row_of` returns) outside of torch.compile."""
     entry = table.ATTENTION.pick(impl, case)
     row = contract.adapt(entry.load())
-    if case.options and (reason := contract.why_not_told(row, [name for name in OPTIONS if getattr(case, name)])):
+    if case.options and (reason := contract.why_not_given(row, [name for name in OPTIONS if getattr(case, name)])):
         raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(case.options)}: {reason}")
     return entry.name, (row, AttentionTraits.of(entry).isolates)
 

@@ -323,23 +323,27 @@ def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
     """
     if not pattern.options:
         return {"causal": pattern.causal}
-    if reason := why_not_told(row, tuple(pattern.options)):
+    if reason := why_not_given(row, tuple(pattern.options)):
         raise ValueError(reason)
     return (
         {"pattern": pattern}
-        if why_not_told(row, ("pattern",)) is None
+        if why_not_given(row, ("pattern",)) is None
         else {"causal": pattern.causal, **pattern.options}
     )
 
 
-told = keywords_of  # its name in earlier commits, whose code `lmsys bench --against` runs with this file
-
-
 @constant
-def why_not_told(row: Callable[..., Tensor], options: Iterable[str]) -> str | None:
-    """None, or which options a row has no parameter for. `**kwargs` do not count: the row might not read them."""
+def why_not_given(row: Callable[..., Tensor], options: Iterable[str]) -> str | None:
+    """None, or why a row cannot be given these options: the parameters that it lacks, for a message.
+
+    `**kwargs` do not count: the row might not read them.
+    """
     missing = [name for name in options if not {name, "pattern"} & _parameters(row)]
     return f"it has no parameter {' and no '.join(f'`{name}`' for name in missing)}" if missing else None
+
+
+# Their names in earlier commits, whose `call.py` runs with this file under `lmsys bench --against`.
+told, why_not_told = keywords_of, why_not_given
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lmsys.attention.contract import AttentionCase, adapt, why_not_called, why_not_told
+from lmsys.attention.contract import AttentionCase, adapt, why_not_called, why_not_given
 from lmsys.bench.findings import interpreted_kernels
 from lmsys.check import cases, extremes, laptop, patterns, question
 from lmsys.measure.repeats import apart, repeated
@@ -34,7 +34,9 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
         simple = next(_cases(options)).case
         first_dtype = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
         usual = _cases(options, passes if options.uses else lambda task: True)
-        with_options = (task for task in cases.tasks_of_options(simple) if why_not_told(row, task.case.options) is None)
+        with_options = (
+            task for task in cases.tasks_of_options(simple) if why_not_given(row, task.case.options) is None
+        )
         more = cases.larger(replace(simple, dtype=first_dtype)) if options.uses else ()
         for task in () if options.extremes else chain(usual, with_options, more):
             yield question.Question(

@@ -178,7 +178,7 @@ def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
     if AttentionTraits.of(row).compiles:
         return "it compiles anew for the documents of each batch"
     try:
-        return contract.why_not_told(contract.adapt(row.load()), case.options)
+        return contract.why_not_given(contract.adapt(row.load()), case.options)
     except ImportError as error:
         return str(error)
 

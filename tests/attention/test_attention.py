@@ -27,7 +27,7 @@ from tests.support.attention_rows import (
     quantised_inputs,
     skip_unless_it_runs,
 )
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 # Rows whose tile can be chosen, and sizes (queries, keys) to choose; the first row's tiles are square.
 TILES = {
@@ -217,7 +217,7 @@ def test_flash_torch_apply_takes_any_rank_and_keeps_one_log_sum_exp(shape: tuple
     assert (lse - scores.logsumexp(-1)).abs().max() <= 16 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("causal", some([True, False], 2))
+@pytest.mark.parametrize("causal", few_by_default([True, False], one_in=2))
 def test_float64_gradients_are_those_of_finite_differences(causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, 7, 3, dtype=torch.float64, generator=generator, requires_grad=True)

@@ -24,12 +24,12 @@ from lmsys.attention import ATTENTION, AttentionCase, Pattern, flash_cuda
 from lmsys.attention.flash_cuda import HEAD_DIMS, Tile, Tiles
 from lmsys.measure.memory import peak_bytes
 from lmsys.testing import Oracle, make_inputs, run
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 VARIANTS = [(dtype, head_dim) for dtype in ("float32", "float16", "bfloat16") for head_dim in HEAD_DIMS]
 AMPERE, TURING = (8, 0), (7, 5)  # compute capabilities, each with instructions of its own
-BUILDS = some([(*variant, AMPERE) for variant in VARIANTS], 10)
-BUILDS += some([(*variant, TURING) for variant in [*VARIANTS[3:6], *VARIANTS[:3]]], 6)
+BUILDS = few_by_default([(*variant, AMPERE) for variant in VARIANTS], one_in=10)
+BUILDS += few_by_default([(*variant, TURING) for variant in [*VARIANTS[3:6], *VARIANTS[:3]]], one_in=6)
 
 
 def capability_id(value: Any) -> str | None:
@@ -171,7 +171,9 @@ def test_a_window_visits_the_tiles_that_are_seen(emulate: Callable[..., None]) -
 
 @pytest.mark.parametrize("tiles", [SMALL, KEPT], ids=["small", "kept"])
 @pytest.mark.parametrize("capability", [AMPERE, TURING], ids=capability_id)
-@pytest.mark.parametrize("case", some([*CASES, *WINDOWS], 4), ids=["causal", "not causal", "window", "blind"])
+@pytest.mark.parametrize(
+    "case", few_by_default([*CASES, *WINDOWS], one_in=4), ids=["causal", "not causal", "window", "blind"]
+)
 def test_the_tile_does_not_matter(
     tiles: Tiles, capability: tuple[int, int], case: AttentionCase, emulate: Callable[..., None]
 ) -> None:
@@ -182,7 +184,7 @@ def test_the_tile_does_not_matter(
 LAYOUTS = "a slice of wider rows", "every other element", "odd offset", "one for all rows"
 
 
-@pytest.mark.parametrize("layout", some(LAYOUTS, 2))
+@pytest.mark.parametrize("layout", few_by_default(LAYOUTS, one_in=2))
 def test_rows_of_any_layout(layout: str, emulate: Callable[..., None]) -> None:
     """Layouts whose rows cannot be moved 16 bytes at a time are copied first. Gradients have the inputs' shapes."""
     emulate()
@@ -303,10 +305,10 @@ WINDOW_FAULTS = {
 
 
 SEEDED = [
-    *some([(AMPERE, FAULTS, name) for name in FAULTS], 10),
-    *some([(TURING, TURING_FAULTS, name) for name in TURING_FAULTS], 10),
-    *some([(TURING, FAULTS, name) for name in FAULTS if name not in ON_AMPERE], 10),
-    *some([(AMPERE, WINDOW_FAULTS, name) for name in WINDOW_FAULTS], 13),
+    *few_by_default([(AMPERE, FAULTS, name) for name in FAULTS], one_in=10),
+    *few_by_default([(TURING, TURING_FAULTS, name) for name in TURING_FAULTS], one_in=10),
+    *few_by_default([(TURING, FAULTS, name) for name in FAULTS if name not in ON_AMPERE], one_in=10),
+    *few_by_default([(AMPERE, WINDOW_FAULTS, name) for name in WINDOW_FAULTS], one_in=13),
 ]
 
 

@@ -19,14 +19,14 @@ from lmsys.attention.flash_cuda import HEAD_DIMS
 from tests.attention import test_attention, test_flash_cuda, test_patterns
 from tests.attention.test_flash_cuda import AMPERE, SMALL, TURING, VARIANTS, capability_id
 from tests.support.attention_rows import Row
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 
 @pytest.mark.long
 @pytest.mark.skipif(flash_cuda.nvcc() is None, reason="needs nvcc of the CUDA toolkit")
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "windowed"),
-    some([(*one, windowed) for one in VARIANTS[3:] + VARIANTS[:3] for windowed in (True, False)], 18),
+    few_by_default([(*one, windowed) for one in VARIANTS[3:] + VARIANTS[:3] for windowed in (True, False)], one_in=18),
 )
 def test_all_variants_compile_for_turing_ampere_and_hopper_and_hardly_spill(
     dtype: str, head_dim: int, windowed: bool, tmp_path: Path
@@ -57,7 +57,7 @@ def test_all_variants_compile_for_turing_ampere_and_hopper_and_hardly_spill(
 @pytest.mark.long
 @pytest.mark.skipif(flash_cuda.nvcc() is None, reason="needs nvcc of the CUDA toolkit")
 @pytest.mark.parametrize("capability", [AMPERE, TURING], ids=capability_id)
-@pytest.mark.parametrize("head_dim", some(HEAD_DIMS, 3))
+@pytest.mark.parametrize("head_dim", few_by_default(HEAD_DIMS, one_in=3))
 def test_every_product_runs_on_tensor_cores(head_dim: int, capability: tuple[int, int], tmp_path: Path) -> None:
     """SASS has as many mma.sync as a tile's products need, ldmatrix for operands, and cp.async or loads for tiles."""
     triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 for its cuobjdump")

@@ -36,7 +36,7 @@ from tests.support.attention_rows import assert_within_budget, growing  # noqa: 
 from tests.support.gluon_simulator import assert_right, gluon, plans_taken, simulated  # noqa: E402
 from tests.support.processes import ROOT, compiling  # noqa: E402
 from tests.support.trials import COUNT  # noqa: E402
-from tests.support.variants import some  # noqa: E402
+from tests.support.variants import few_by_default  # noqa: E402
 
 known = pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written")
 CASE = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", grad=True)
@@ -71,7 +71,7 @@ def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: 
 @known
 @settings(max_examples=2)
 @given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
-@pytest.mark.parametrize(("head_dim", "causal", "plan"), some(every_plan("forward"), 6))
+@pytest.mark.parametrize(("head_dim", "causal", "plan"), few_by_default(every_plan("forward"), one_in=6))
 def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int, seed: int, group: int) -> None:
     case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal)
     assert_right(case, make_inputs(case, seed), forward=plan)
@@ -93,7 +93,7 @@ def small_tiles() -> list[tuple[int, Any]]:
 )  # fmt: skip
 @example(queries=512, keys=512, seed=0, group=1, causal=True, dynamic=True)
 @example(queries=256, keys=256, seed=0, group=1, causal=False, dynamic=False)
-@pytest.mark.parametrize(("head_dim", "plan"), some(small_tiles(), 9) if is_known() else [])
+@pytest.mark.parametrize(("head_dim", "plan"), few_by_default(small_tiles(), one_in=9) if is_known() else [])
 def test_small_tiles_of_keys(
     head_dim: int, plan: Any, queries: int, keys: int, seed: int, group: int, causal: bool, dynamic: bool
 ) -> None:
@@ -105,7 +105,7 @@ def test_small_tiles_of_keys(
 
 
 @known
-@pytest.mark.parametrize("causal", some([True, False], 2))
+@pytest.mark.parametrize("causal", few_by_default([True, False], one_in=2))
 @settings(max_examples=4)
 @given(
     growth=st.lists(st.sampled_from([-20.0, 0.0, 3.0, 7.9, 30.0, 200.0]), min_size=1, max_size=6),
@@ -121,9 +121,10 @@ STEP = "wide", "late_dv", "by_query", "fma_exp", "peeled"
 
 @known
 @pytest.mark.parametrize(
-    ("deterministic", "prefetch"), some([(False, True), (False, False), (True, True), (True, False)], 2)
+    ("deterministic", "prefetch"),
+    few_by_default([(False, True), (False, False), (True, True), (True, False)], one_in=2),
 )
-@pytest.mark.parametrize("causal", some([True, False], 2))
+@pytest.mark.parametrize("causal", few_by_default([True, False], one_in=2))
 @settings(max_examples=3)
 @given(
     length=st.integers(1, 420),
@@ -219,7 +220,7 @@ def test_ctas_wait_only_for_ctas_of_lower_numbers(
 
 
 @known
-@pytest.mark.parametrize("causal", some([True, False], 2))
+@pytest.mark.parametrize("causal", few_by_default([True, False], one_in=2))
 @settings(max_examples=1)
 @given(group=st.integers(1, 2), queries=st.integers(1, 300), keys=st.integers(1, 300), seed=st.integers(0, 2**31))
 @example(group=2, queries=200, keys=300, seed=0)
@@ -273,7 +274,7 @@ AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)
 
 
 @known
-@pytest.mark.parametrize("mutant", some([(one,) for one in MUTANTS], 15), ids=range(len(MUTANTS)))
+@pytest.mark.parametrize("mutant", few_by_default([(one,) for one in MUTANTS], one_in=15), ids=range(len(MUTANTS)))
 def test_the_simulation_notices_a_fault(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     module, right, faulty = mutant
     read = Path.read_text
@@ -488,7 +489,7 @@ def test_the_selftest_runs_every_plan_and_both_orders(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("fault", [None, "o", "dq", "dk", "dv"])
 @pytest.mark.parametrize(
     ("head_dim", "causal", "deterministic", "window"),
-    some([(128, True, True, 70), (64, True, False, None), (128, False, True, None)], 3),
+    few_by_default([(128, True, True, 70), (64, True, False, None), (128, False, True, None)], one_in=3),
 )
 def test_the_selftest_refuses_what_is_not_exact(
     head_dim: int,

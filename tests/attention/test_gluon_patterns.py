@@ -23,7 +23,7 @@ from lmsys.testing import make_inputs  # noqa: E402
 from tests.support import gluon_simulator  # noqa: E402
 from tests.support.gluon_simulator import assert_right, gluon, plans_taken  # noqa: E402
 from tests.support.patterns import document_lengths, make_pattern  # noqa: E402
-from tests.support.variants import some  # noqa: E402
+from tests.support.variants import few_by_default  # noqa: E402
 
 known = pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written")
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ PLANS = [(head_dim, plan) for head_dim in (64, 128) for plan in plans.bounded_pl
 @settings(max_examples=1)
 @given(queries=lengths, keys=lengths, window=st.integers(1, 200), seed=SEEDS)
 @example(queries=600, keys=600, window=100, seed=0)
-@pytest.mark.parametrize(("head_dim", "plan"), some(PLANS, 4) if is_known() else [])
+@pytest.mark.parametrize(("head_dim", "plan"), few_by_default(PLANS, one_in=4) if is_known() else [])
 def test_every_plan_skips_tiles_on_either_side(
     head_dim: int, plan: Any, queries: int, keys: int, window: int, seed: int
 ) -> None:

@@ -16,7 +16,7 @@ from lmsys.attention import AttentionCase, Documents, Pattern, attention
 from lmsys.testing import Inputs, Oracle, make_inputs
 from tests.support.attention_rows import Row, law, results_of
 from tests.support.patterns import make_pattern, patterned, spelled
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 NAN, INF = float("nan"), float("inf")
 LIKE = {"o": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}  # results have a vector for each of q, or of k
@@ -81,7 +81,7 @@ BESIDE = [*product(("naive", "vectorized", "flash_torch"), ADDED, HIDES)]
 INTERPRETED = [*product(("flash_triton",), ("sinks", "alibi", ""), HIDES)]  # it knows no bias
 
 
-@pytest.mark.parametrize(("impl", "added", "hides"), [*BESIDE, *some(INTERPRETED, 6)])
+@pytest.mark.parametrize(("impl", "added", "hides"), [*BESIDE, *few_by_default(INTERPRETED, one_in=6)])
 def test_nan_beyond_key_lengths_reaches_no_result_under_other_options(
     impl: str, added: str, hides: dict[str, Any]
 ) -> None:

@@ -18,7 +18,7 @@ from lmsys.attention import ATTENTION, Documents, attention
 from lmsys.attention.contract import case_of
 from lmsys.attention.pattern import checked_pattern
 from lmsys.testing import error_ratio
-from tests.support.variants import but
+from tests.support.variants import by_default_all_but
 
 KERNELS = ("flash_torch", "flash_triton", "flash_triton_torch_bwd", "flash_cuda", "flash_gluon")
 ROWS = ("flash_torch", "flash_triton", "vectorized", "naive", "sdpa_flash", "sdpa_math", "auto")
@@ -116,7 +116,7 @@ def test_modes_of_the_compiler(row: str, mode: str, options: str) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("row", but(["flash_torch", "vectorized", "auto"], "vectorized", "auto"))
+@pytest.mark.parametrize("row", by_default_all_but(["flash_torch", "vectorized", "auto"], "vectorized", "auto"))
 def test_a_module_is_exported_for_any_length(row: str, strict: bool) -> None:
     class Module(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -177,7 +177,9 @@ def transformed(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("row", but(["flash_torch", "flash_triton", "vectorized", "sdpa_math"], "flash_triton"))
+@pytest.mark.parametrize(
+    "row", by_default_all_but(["flash_torch", "flash_triton", "vectorized", "sdpa_math"], "flash_triton")
+)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_functions_of_torch_func(row: str, options: str, device: str) -> None:
     leaves = tensors(device=device)
@@ -196,7 +198,7 @@ def differentiated_again(function: Callable[..., Tensor], *leaves: Tensor) -> li
 
 
 @pytest.mark.parametrize(("row", "device"), ON_DEVICES)
-@pytest.mark.parametrize("options", but(OPTIONS, "window", "key_lengths", "two sides"))
+@pytest.mark.parametrize("options", by_default_all_but(OPTIONS, "window", "key_lengths", "two sides"))
 def test_derivatives_of_gradients_are_right(row: str, options: str, device: str) -> None:
     """Also those that `torch.autograd.grad` of some inputs alone computes: they were zero once."""
     dtype, head_dim = (torch.bfloat16, 64) if row == "flash_gluon" else (torch.float32, 16)

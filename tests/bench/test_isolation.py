@@ -31,7 +31,7 @@ from lmsys.measure.host import available_bytes
 from tests.support.faults import FAULTS
 from tests.support.harness import MACHINE
 from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT, command
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 TIMED_CALL = 16  # number of a row's call that is timed: its check makes fewer calls before
 LEAVES_CHANGED = [name for name, fault in FAULTS.items() if not fault.ends]  # faults that do not end the process
@@ -113,7 +113,7 @@ def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pyte
 ENDS = ("segmentation_fault", "hangs_in_c"), ("leaves_with_0", "hangs_in_python"), ("interrupts",)
 
 
-@pytest.mark.parametrize("ends", some([(ends,) for ends in ENDS], 3), ids=range(len(ENDS)))
+@pytest.mark.parametrize("ends", few_by_default([(ends,) for ends in ENDS], one_in=3), ids=range(len(ENDS)))
 def test_a_row_that_ends_its_process_costs_its_own_cases(
     ends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +150,7 @@ def test_an_interrupt_that_comes_with_the_answer_costs_nothing_later(monkeypatch
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("more", "outcome"), some([(1, "oom"), (0, "error")], 2))
+@pytest.mark.parametrize(("more", "outcome"), few_by_default([(1, "oom"), (0, "error")], one_in=2))
 def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
     more: int, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
 
 @pytest.mark.parametrize(
     ("fault", "outcome", "told"),
-    some([("interrupts", "error", "KeyboardInterrupt"), ("eats_memory", "oom", "GiB of memory")], 2),
+    few_by_default([("interrupts", "error", "KeyboardInterrupt"), ("eats_memory", "oom", "GiB of memory")], one_in=2),
 )
 def test_what_was_measured_before_a_row_ended_its_process_is_in_the_journal(
     fault: str, outcome: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +267,7 @@ def row(q, k, v, *, causal=False, scale=None):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", some([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], one_in=3))
+@pytest.mark.parametrize("number", few_by_default([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], one_in=3))
 def test_no_worker_outlives_pytest(number: int, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HANGS.format(pids=tmp_path / "pids"))
     options = "--attention", f"{tmp_path}/mine.py:row", "--length", "64", "--dtype", "float32", "--benchmark-disable"
@@ -293,7 +293,7 @@ IMPORTED = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("text", some(IMPORTED, one_in=3))
+@pytest.mark.parametrize("text", few_by_default(IMPORTED, one_in=3))
 def test_a_file_that_cannot_be_imported_is_a_usage_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
     reason, deadline_s = IMPORTED[text]

@@ -21,7 +21,7 @@ from lmsys.bench.options import check_free, check_group_by, memory_limit, output
 from lmsys.measure import machine
 from tests.bench.test_plugin import BAD, EXAMPLE, ROOT, SMALL, run
 from tests.support.collected import collect
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 ATTENTION = {"id": "a", "benchmark": "attention", "section": "s", "impl": "i", "label": "i", "outcome": "ok"} | {
     "device": "cpu",
@@ -164,12 +164,12 @@ def test_groups_by_unknown_fields_are_refused_before_anything_is_measured(folder
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    some(
+    few_by_default(
         [
             (("-k", "nothing"), "-k 'nothing' selects no case. There are, by sections, attention: smoke"),
             (("-k", "nothing", "--against", "HEAD"), "-k 'nothing' selects no case"),
         ],
-        2,
+        one_in=2,
     ),
 )
 def test_a_run_that_selects_nothing_ends_before_the_machine_is_measured(

@@ -117,9 +117,9 @@ def test_a_row_without_a_parameter_for_an_option_is_unsupported() -> None:
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> Any:
         return q
 
-    from lmsys.attention.contract import keywords_of, why_not_told
+    from lmsys.attention.contract import keywords_of, why_not_given
 
-    assert why_not_told(plain, {"window": 3}) == "it has no parameter `window`"
+    assert why_not_given(plain, {"window": 3}) == "it has no parameter `window`"
     assert keywords_of(plain, Pattern(True)) == {"causal": True}
     with pytest.raises(ValueError, match="has no parameter `window`"):
         keywords_of(plain, Pattern(True, 3))

@@ -27,7 +27,7 @@ from lmsys.measure import compare
 from tests.support import processes
 from tests.support.harness import cases_of, results
 from tests.support.processes import ROOT
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 KERNELS = '''
 import functools
@@ -221,7 +221,7 @@ REFUSED = ("beyond_128_keys", "no_scale", "other_heads", "no_tail")
 TAKEN = ("right", "of_a_course")  # the second has no parameter `scale`, and is not checked with one
 
 
-@pytest.mark.parametrize("device", some(["cpu", "cuda"], one_in=2))
+@pytest.mark.parametrize("device", few_by_default(["cpu", "cuda"], one_in=2))
 def test_the_smoke_sweep_refuses_what_is_wrong_beyond_one_tile(device: str) -> None:
     """It also refuses rows that are wrong for grouped heads, an odd length or a given scale.
 

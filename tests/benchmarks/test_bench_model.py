@@ -32,7 +32,7 @@ from lmsys.model import TransformerLM, functions, fused
 from lmsys.training.gradients import GraphedGradients
 from tests.support.collected import collect
 from tests.support.harness import cases_of, results
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 TINY: dict[str, Any] = {  # values of axes
     "size": ("tiny",),
@@ -91,7 +91,7 @@ def test_models_take_all_attention_rows_and_rows_for_models_alone() -> None:
     assert unknown["code"] == 4 and "unknown attention 'lama'; did you mean llama" in unknown["said"]
 
 
-@pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
+@pytest.mark.parametrize("precision", few_by_default(["fp32", "bf16", "fp16"], one_in=3))
 def test_every_mode_is_timed_and_has_its_memory_and_operations(precision: str) -> None:
     by_case = records(precision=(precision,))
     config = config_of("tiny", 8)
@@ -116,7 +116,7 @@ def test_every_mode_is_timed_and_has_its_memory_and_operations(precision: str) -
 
 
 @needs_llama
-@pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
+@pytest.mark.parametrize("precision", few_by_default(["fp32", "bf16", "fp16"], one_in=3))
 def test_llama_is_compared_with_our_model(precision: str) -> None:
     by_case = records(precision=(precision,), attention=("auto", "llama"))
     for mode in MODES:

@@ -30,7 +30,7 @@ from lmsys.testing import SPOT_TIMES
 from lmsys.training.optimizer import AdamW
 from tests.support.cheats import CLOCK, seen
 from tests.support.harness import cases_of, results
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 TINY = {"size": ("tiny",), "context": (32,), "batch": (2,), "compile": ("eager",)}
 needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
@@ -253,7 +253,7 @@ def honest_when_checked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None
     return put
 
 
-@pytest.mark.parametrize(("cheat", "precision", "mode"), some(VARIANTS, 6))
+@pytest.mark.parametrize(("cheat", "precision", "mode"), few_by_default(VARIANTS, one_in=6))
 def test_an_attention_row_that_cheats_while_it_is_timed_is_refused(
     cheat: Any, precision: str, mode: str, honest_when_checked: Callable[[Any], None]
 ) -> None:

@@ -22,7 +22,7 @@ from benchmarks.data_parallel.rank import take_pass
 from lmsys.bench.ranks import Ranks
 from lmsys.parallel.group import WorkerError
 from tests.support import harness, rank_cheats
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 ONE = Pass(seed=1, draw=2, key=3, steps=5)  # the pass that tests take
 HONEST = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
@@ -47,12 +47,12 @@ def worst(ranks: Ranks, case: ParallelCase) -> float:
     return max(max(ratios.values()) for ratios in ranks.run(case.world_size, case.backend, judge_pass, case, ONE))
 
 
-@pytest.mark.parametrize("strategy", [*HONEST, target(rank_cheats.Honest), *some(PEERS, 5)])
+@pytest.mark.parametrize("strategy", [*HONEST, target(rank_cheats.Honest), *few_by_default(PEERS, one_in=5)])
 def test_honest_steps_are_right(strategy: str, two_ranks: Ranks) -> None:
     assert worst(two_ranks, case_of(strategy, bucket_mb=(1,))) < MARGIN
 
 
-@pytest.mark.parametrize("strategy", some(["fsdp", "overlapped", "torch_ddp"], 3))
+@pytest.mark.parametrize("strategy", few_by_default(["fsdp", "overlapped", "torch_ddp"], one_in=3))
 def test_honest_steps_in_bfloat16_are_right(strategy: str, two_ranks: Ranks) -> None:
     """fsdp gathers parameters in bfloat16, which its budget allows."""
     assert worst(two_ranks, case_of(strategy, precision=("bf16",))) < MARGIN
@@ -91,12 +91,12 @@ def test_honest_steps_by_muon_are_right(strategy: str, values: dict[str, Any], t
     assert worst(two_ranks, case_of(strategy, optimizer=("muon",), **values)) < MARGIN
 
 
-@pytest.mark.parametrize("cheat", some(rank_cheats.CHEATS, 2))
+@pytest.mark.parametrize("cheat", few_by_default(rank_cheats.CHEATS, one_in=2))
 def test_cheats_by_muon_are_wrong(cheat: type, two_ranks: Ranks) -> None:
     assert worst(two_ranks, case_of(target(cheat), optimizer=("muon",))) > 5
 
 
-@pytest.mark.parametrize("cheat", some([rank_cheats.HalvedGradients, rank_cheats.StaleGradients], 2))
+@pytest.mark.parametrize("cheat", few_by_default([rank_cheats.HalvedGradients, rank_cheats.StaleGradients], one_in=2))
 def test_cheats_in_bfloat16_are_wrong(cheat: type, two_ranks: Ranks) -> None:
     assert worst(two_ranks, case_of(target(cheat), precision=("bf16",))) > 3
 

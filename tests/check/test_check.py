@@ -22,7 +22,7 @@ from lmsys.check.kinds import KINDS, RIGHT, WRONG, Kind, check
 from lmsys.check.question import Options
 from lmsys.registry import Entry, Table, load_target
 from tests.support import wrong_kernels
-from tests.support.variants import but, some
+from tests.support.variants import by_default_all_but, few_by_default
 
 FILE = Path(wrong_kernels.__file__)
 
@@ -35,7 +35,7 @@ def entry(name: str) -> Entry:
 RIGHT_FUNCTIONS = "right", "of_a_course", "right_by_tiles", "right_by_small_tiles"
 
 
-@pytest.mark.parametrize("name", but(RIGHT_FUNCTIONS, *RIGHT_FUNCTIONS[2:]))
+@pytest.mark.parametrize("name", by_default_all_but(RIGHT_FUNCTIONS, *RIGHT_FUNCTIONS[2:]))
 def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(entry(name), Options(32, grad=True)) == RIGHT
     printed_text = capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_the_example_of_the_pages_is_right() -> None:
     assert check(Entry("mine", f"{mine}:my_attention"), Options(32)) == RIGHT
 
 
-@pytest.mark.parametrize("name", some(wrong_kernels.WRONG, 3))
+@pytest.mark.parametrize("name", few_by_default(wrong_kernels.WRONG, one_in=3))
 def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words, function = wrong_kernels.WRONG[name]
     monkeypatch.setattr(wrong_kernels, name, function, raising=False)
@@ -108,7 +108,9 @@ def test_a_row_is_asked_for_the_options_that_it_has_a_parameter_for(
     assert "with softcap" not in printed_text
 
 
-@pytest.mark.parametrize("name", but(["naive", "vectorized", "flash_torch", "sdpa_math"], "naive", "vectorized"))
+@pytest.mark.parametrize(
+    "name", by_default_all_but(["naive", "vectorized", "flash_torch", "sdpa_math"], "naive", "vectorized")
+)
 def test_rows_of_the_table_are_right(name: str) -> None:
     assert check(ATTENTION[name], Options(32, seed=1)) == RIGHT
 

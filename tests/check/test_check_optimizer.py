@@ -21,7 +21,7 @@ from lmsys.extremes.model import HUGE, LARGE, TINY, extreme, plant, planted
 from lmsys.registry import Entry
 from tests.museum import optimizer as museum
 from tests.museum.exhibit import EXHIBITS, Exhibit
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 FAULTS = [exhibit for exhibit in EXHIBITS if exhibit.kind == "optimizer"]
 
@@ -31,14 +31,14 @@ def answers(entry: Entry) -> Iterator[tuple[Question, Fault | None]]:
     return ((question, question.judge()) for question in questions(entry, Options(seed=1)) if question.reason is None)
 
 
-@pytest.mark.parametrize("fault", some(FAULTS, 4), ids=lambda exhibit: exhibit.name)
+@pytest.mark.parametrize("fault", few_by_default(FAULTS, one_in=4), ids=lambda exhibit: exhibit.name)
 def test_a_published_fault_is_refused_and_named(fault: Exhibit) -> None:
     wrong = next(answer for _, answer in answers(fault.entry) if answer is not None)
     assert fault.mistake is not None and wrong.mistake is not None, wrong.text
     assert fault.mistake in wrong.mistake and wrong.mistake in wrong.text
 
 
-@pytest.mark.parametrize("entry", some(museum.HONEST, 4), ids=lambda exhibit: exhibit.name)
+@pytest.mark.parametrize("entry", few_by_default(museum.HONEST, one_in=4), ids=lambda exhibit: exhibit.name)
 def test_a_right_optimizer_is_never_refused(entry: Entry) -> None:
     judged = list(answers(entry))
     assert [answer for _, answer in judged if answer is not None] == []

@@ -24,7 +24,7 @@ from lmsys.registry import Entry
 from lmsys.testing import make_inputs
 from tests.museum import attention
 from tests.museum.exhibit import EXHIBITS, Exhibit
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 ATTENTION_EXHIBITS = [exhibit for exhibit in EXHIBITS if exhibit.kind == "attention"]
 CASES = st.builds(
@@ -91,7 +91,7 @@ def test_honest_rows_are_right(dtype: str, row: str, causal: bool, seed: int) ->
     assert fault is None, fault
 
 
-@pytest.mark.parametrize("exhibit", some(ATTENTION_EXHIBITS, 3), ids=lambda exhibit: exhibit.name)
+@pytest.mark.parametrize("exhibit", few_by_default(ATTENTION_EXHIBITS, one_in=3), ids=lambda exhibit: exhibit.name)
 def test_a_published_fault_is_refused_and_named(exhibit: Exhibit) -> None:
     faults = (question.judge() for question in KINDS["attention"].questions(exhibit.entry, Options(64)))
     fault = next((fault for fault in faults if fault is not None), None)

@@ -10,14 +10,14 @@ from lmsys.check.question import Options
 from lmsys.registry import Entry
 from tests.museum import loss, norm, rotary, swiglu
 from tests.museum.exhibit import EXHIBITS, Exhibit
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 MODULES = {"loss": loss, "norm": norm, "rotary": rotary, "swiglu": swiglu}
 FAULTS = [exhibit for exhibit in EXHIBITS if exhibit.kind in MODULES]
 HONEST = [(kind, entry) for kind, module in MODULES.items() for entry in module.HONEST]
 
 
-@pytest.mark.parametrize("exhibit", some(FAULTS, 2), ids=lambda exhibit: exhibit.name)
+@pytest.mark.parametrize("exhibit", few_by_default(FAULTS, one_in=2), ids=lambda exhibit: exhibit.name)
 def test_a_fault_is_refused_and_named(exhibit: Exhibit, capsys: pytest.CaptureFixture[str]) -> None:
     assert kind_of(exhibit.entry.load()) == exhibit.kind
     assert check(exhibit.entry, Options(), exhibit.kind) == WRONG

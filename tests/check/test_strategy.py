@@ -23,7 +23,7 @@ from lmsys.registry import Entry
 from tests.museum import parallel
 from tests.museum import sharded_optimizer as optimizers
 from tests.museum.exhibit import EXHIBITS, Exhibit
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
 
 KINDS = {"strategy": strategy.questions, "sharded_optimizer": strategy.optimizer_questions}
@@ -51,7 +51,9 @@ def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault]
 
 
 @pytest.mark.parametrize(
-    "fault", some((fault for fault in EXHIBITS if fault.kind in KINDS), 6), ids=lambda fault: fault.name
+    "fault",
+    few_by_default((fault for fault in EXHIBITS if fault.kind in KINDS), one_in=6),
+    ids=lambda fault: fault.name,
 )
 def test_a_published_fault_is_refused(ranks: Ranks, fault: Exhibit) -> None:
     wrong = first_fault(ranks, fault.kind, fault.entry)
@@ -59,7 +61,9 @@ def test_a_published_fault_is_refused(ranks: Ranks, fault: Exhibit) -> None:
     assert fault.mistake is None or fault.mistake in (wrong[1].mistake or ""), wrong[1].text
 
 
-@pytest.mark.parametrize(("kind", "name", "words"), some(PLANTED, 3), ids=[name for _, name, _ in PLANTED])
+@pytest.mark.parametrize(
+    ("kind", "name", "words"), few_by_default(PLANTED, one_in=3), ids=[name for _, name, _ in PLANTED]
+)
 def test_a_planted_mistake_is_named(ranks: Ranks, kind: str, name: str, words: str) -> None:
     wrong = first_fault(ranks, kind, Entry(name, f"tests.support.wrong_strategies:{name}"))
     assert wrong is not None and words in (wrong[1].mistake or ""), wrong

@@ -20,7 +20,7 @@ from lmsys.cost.memory import MATMUL_BYTES, fit, training_memory
 from lmsys.measure.memory import peak_bytes, saved_bytes
 from lmsys.model import TransformerLM
 from lmsys.training.optimizer import AdamW
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 CONFIGS = st.builds(
     lambda heads, group, dim, **sizes: ModelConfig(
@@ -87,7 +87,7 @@ def test_activations_are_predicted(precision: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("precision", some(["fp32", "bf16"], 2))
+@pytest.mark.parametrize("precision", few_by_default(["fp32", "bf16"], one_in=2))
 def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str) -> None:
     """A batch of 1 has few activations beside many gradients, and a batch of 16 the other way round."""
     if (device, precision) == ("cpu", "bf16"):
@@ -153,7 +153,7 @@ def test_fit_computes_the_least_again_that_fits(
         asked(least * 0.5, world_size=2, stage=stage, gradients_stay=stays)
 
 
-@pytest.mark.parametrize("precision", some(["fp32", "bf16"], 2))
+@pytest.mark.parametrize("precision", few_by_default(["fp32", "bf16"], one_in=2))
 @pytest.mark.parametrize(("level", "residual"), [("attention", "wide"), ("attention", "narrow"), ("whole", "wide")])
 def test_the_peak_with_checkpointing_is_predicted(level: str, residual: str, precision: str, device: str) -> None:
     """The peak of forward and backward, without the weights; in this model it is mostly activations."""

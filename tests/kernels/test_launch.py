@@ -16,14 +16,14 @@ from lmsys.attention import flash_triton  # noqa: E402
 from lmsys.kernels import launch  # noqa: E402
 from lmsys.kernels.tritons import KNOWN_TRITON, is_known  # noqa: E402
 from tests.support.processes import compiling  # noqa: E402
-from tests.support.variants import some  # noqa: E402
+from tests.support.variants import few_by_default  # noqa: E402
 
 SHAPES = [(1, 4, 4, 256, 64), (2, 4, 2, 100, 64), (1, 4, 4, 256, 64), (1, 4, 4, 255, 64), (2, 2, 2, 100, 20)]
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, whose launcher is called directly")
-@pytest.mark.parametrize("capability", some([90, 80], 2))
+@pytest.mark.parametrize("capability", few_by_default([90, 80], one_in=2))
 def test_both_launchers_give_the_driver_equal_parameters(capability: int, tmp_path: Path) -> None:
     """Kernels are compiled for a GPU with TMA and for one without, and launched into a stub of the CUDA driver.
 

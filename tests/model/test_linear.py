@@ -19,7 +19,7 @@ from lmsys.attention.compiled import why_no_compiler
 from lmsys.model.linear import linear
 from lmsys.testing import error_ratio
 from lmsys.training.optimizer import AdamW, clip_grad_norm
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -115,7 +115,7 @@ NEEDS = (True, True, True, True), (False, True, False, True), (True, False, Fals
 @pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 @pytest.mark.parametrize("autocast", [torch.bfloat16, None])
-@pytest.mark.parametrize("needs", some([(needs,) for needs in NEEDS], 3))
+@pytest.mark.parametrize("needs", few_by_default([(needs,) for needs in NEEDS], one_in=3))
 def test_compiled_equals_eager(needs: tuple[bool, bool, bool, bool], autocast: torch.dtype | None) -> None:
     case = Case((2, 3), 8, (6, 4, 4), needs, gaps=False, seed=0)
     compiled = torch.compile(linear, fullgraph=True, dynamic=False)

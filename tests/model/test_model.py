@@ -23,7 +23,7 @@ from lmsys.model import TransformerLM
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.model.transformer import Attention
 from lmsys.testing import error_ratio
-from tests.support.variants import but
+from tests.support.variants import by_default_all_but
 
 VOCABULARY = 31
 ROWS = [
@@ -88,7 +88,7 @@ def test_only_relative_positions_matter(seed: int, shift: int) -> None:
     assert torch.equal(model(tokens, positions.expand(2, -1)), model(tokens))
 
 
-@pytest.mark.parametrize("row", but(ROWS, "naive_compiled"))
+@pytest.mark.parametrize("row", by_default_all_but(ROWS, "naive_compiled"))
 @settings(max_examples=1)
 @given(seed=seeds)
 def test_the_attention_row_does_not_matter(row: str, seed: int) -> None:
@@ -136,7 +136,7 @@ def test_blocks_compiled_together_equal_eager_ones(together: int, checkpointed: 
 
 
 @needs_compiler
-@pytest.mark.parametrize("together", but([1, 4], 1))
+@pytest.mark.parametrize("together", by_default_all_but([1, 4], 1))
 def test_a_deep_model_compiles_once(together: int) -> None:
     """There is one graph for each shape of inputs, for any number of blocks."""
     torch.compiler.reset()

@@ -22,7 +22,7 @@ from lmsys.model.loss import linear_cross_entropy
 from lmsys.model.rotary import RotaryEmbedding
 from lmsys.model.transformer import RMSNorm
 from lmsys.testing import error_ratio
-from tests.support.variants import but
+from tests.support.variants import by_default_all_but
 
 ROWS = ("flash_torch", "auto", "sdpa_math", "naive")
 
@@ -47,8 +47,8 @@ def assert_equal_up_to_rounding(tested: list[Tensor], eager: list[Tensor], exact
         assert error_ratio(x, right, usual) <= 1
 
 
-@pytest.mark.parametrize("row", but(ROWS, "auto", "sdpa_math", "naive"))
-@pytest.mark.parametrize("packed", but([False, True], False))
+@pytest.mark.parametrize("row", by_default_all_but(ROWS, "auto", "sdpa_math", "naive"))
+@pytest.mark.parametrize("packed", by_default_all_but([False, True], False))
 def test_a_whole_model_compiles_once_without_a_break(row: str, packed: bool) -> None:
     torch.compiler.reset()
     tested, exact = model(row, num_layers=1), model(row, num_layers=1).double()
@@ -81,7 +81,7 @@ def test_compiled_blocks_are_not_compiled_again_for_other_document_lengths() -> 
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("row", but(["flash_torch", "auto"], "auto"))
+@pytest.mark.parametrize("row", by_default_all_but(["flash_torch", "auto"], "auto"))
 def test_a_model_is_exported_for_any_length(row: str) -> None:
     tested, exact = model(row), model(row).double()
     exported = torch.export.export(tested, (ids(),), dynamic_shapes=({1: torch.export.Dim("length", min=3, max=16)},))
@@ -104,7 +104,7 @@ def test_gradients_of_each_sequence_by_torch_func(row: str) -> None:
         assert_equal_up_to_rounding([x[number] for x in each.values()], usual, right)
 
 
-@pytest.mark.parametrize("row", but(ROWS, "auto", "sdpa_math"))
+@pytest.mark.parametrize("row", by_default_all_but(ROWS, "auto", "sdpa_math"))
 def test_a_model_is_copied_and_saved_after_a_forward(row: str) -> None:
     tested = model(row).compile_blocks(2, backend="eager")
     with torch.inference_mode():

@@ -24,7 +24,7 @@ from lmsys.cost.memory import kept_bytes
 from lmsys.measure.memory import saved_bytes
 from lmsys.model import TransformerLM
 from tests.model.test_model import ROWS, needs_compiler
-from tests.support.variants import but
+from tests.support.variants import by_default_all_but
 
 VOCABULARY = 29
 CONFIGS = st.builds(
@@ -103,7 +103,7 @@ def test_checkpointing_changes_no_bit(config: ModelConfig, data: Any, precision:
     assert_same_bits(config, data.draw(groups | plans), precision, seed)
 
 
-@pytest.mark.parametrize("row", but(ROWS, "naive_compiled"))
+@pytest.mark.parametrize("row", by_default_all_but(ROWS, "naive_compiled"))
 def test_checkpointing_changes_no_bit_under_any_attention_row(row: str) -> None:
     """It holds for rows that are an operator, a Function that launches kernels, or a compiled graph."""
     assert_same_bits(replace(BIG, attention=row), "attention*1,matmuls*1", "fp32", 1)
@@ -186,7 +186,7 @@ def test_what_a_block_keeps_is_predicted_to_the_byte(precision: str, config: Mod
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", but(["matmuls", "attention"], "matmuls"))
+@pytest.mark.parametrize("level", by_default_all_but(["matmuls", "attention"], "matmuls"))
 def test_compiled_blocks_keep_the_same_and_change_no_bit(level: str) -> None:
     config = replace(BIG, checkpoint_blocks=level)
     expected = step(model_of(BIG).compile_blocks(backend="aot_eager"), "bf16")

@@ -30,7 +30,7 @@ from lmsys.parallel.copy_engine import (
 )
 from lmsys.testing import error_ratio
 from tests.support.streams import Gpu, Handle, run
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 to run the kernel in its interpreter")
 mean_triton = pytest.importorskip("lmsys.parallel.mean_triton")
@@ -204,7 +204,9 @@ def test_parameters_of_every_step_come_to_all_ranks(
 
 @pytest.mark.parametrize(
     "fault",
-    some([{"without": READY}, {"without": ARRIVED}, {"no_wait": 0}, {"too_early": 0}, {"too_early": 1}], 2),
+    few_by_default(
+        [{"without": READY}, {"without": ARRIVED}, {"no_wait": 0}, {"too_early": 0}, {"too_early": 1}], one_in=2
+    ),
     ids=["READY", "ARRIVED", "updated while sent", "sent before updated", "later ones sent before updated"],
 )
 def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> None:
@@ -235,13 +237,13 @@ def seeds_that_tell(**fault: Any) -> int:
 
 @pytest.mark.parametrize(
     "fault",
-    some(
+    few_by_default(
         [
             *({"without": barrier} for barrier in (READY, ARRIVED, DONE)),
             {"fault": "inbox"},
             {"fault": "never waited for"},
         ],
-        2,
+        one_in=2,
     ),
     ids=["READY", "ARRIVED", "DONE", "inbox", "finish"],
 )

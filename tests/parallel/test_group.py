@@ -22,7 +22,7 @@ from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, check_
 from lmsys.parallel.overlapped import Bucketed
 from lmsys.watchdog import under_torchrun
 from tests.support.processes import PATIENCE_S, Stopwatch
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 
 def _facts(value: int) -> tuple[int, int, float]:
@@ -109,7 +109,7 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
 
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
-    some(
+    few_by_default(
         [
             (_is_killed, "died", "rank 1 died: killed by SIGKILL, in _is_killed"),
             (_leaves, "died", "rank 1 died with exit code 3, in _leaves"),
@@ -117,7 +117,7 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
             (_sleeps, "timeout", "rank 1 did not answer within 3 s, in _sleeps"),
             (_is_stopped, "stopped", r"rank 1 was stopped \(SIGSTOP\) for 2 s, in _is_stopped"),
         ],
-        4,
+        one_in=4,
     ),
 )
 def test_a_rank_that_fails_ends_the_others_within_seconds(  # type: ignore[no-untyped-def]

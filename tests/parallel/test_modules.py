@@ -30,7 +30,7 @@ from tests.support.modules import (
     save_checkpoint,
 )
 from tests.support.ranks import Net, Recipe
-from tests.support.variants import but
+from tests.support.variants import by_default_all_but
 
 recipes = st.builds(Recipe, width=st.integers(1, 9), tied=st.booleans(), frozen=st.booleans(), mixed=st.booleans())
 REPLICATED = ("naive", "flat", "overlapped", "bucketed")
@@ -84,7 +84,8 @@ def test_every_operation_has_an_expected_text() -> None:
 
 
 @pytest.mark.parametrize("operation", ONE_BY_ONE)
-@pytest.mark.parametrize("strategy", but(STRATEGIES, "naive", "flat", "overlapped"))  # bucketed stands in for these
+# By default `bucketed` stands in for the strategies named here.
+@pytest.mark.parametrize("strategy", by_default_all_but(STRATEGIES, "naive", "flat", "overlapped"))
 def test_an_operation_just_after_a_step(ranks: WorkerGroup, strategy: str, operation: str) -> None:
     first, second = ranks.run(do, strategy, operation)[:2]
     expected = OTHERWISE.get((strategy, operation), EXPECTED[operation])

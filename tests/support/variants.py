@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 
-def some(values: Iterable[Any], one_in: int) -> list[Any]:
+def few_by_default(values: Iterable[Any], one_in: int) -> list[Any]:
     """For `parametrize`: the first of every `one_in` values always runs, the others only with -m on_request.
 
     values  parameters, or tuples of several parameters
@@ -18,6 +18,6 @@ def some(values: Iterable[Any], one_in: int) -> list[Any]:
     return marked
 
 
-def but(values: Iterable[Any], *on_request: Any) -> list[Any]:
+def by_default_all_but(values: Iterable[Any], *on_request: Any) -> list[Any]:
     """For `parametrize`: the values in `on_request` run only with -m on_request, the others always."""
     return [pytest.param(value, marks=[pytest.mark.on_request] if value in on_request else []) for value in values]

@@ -30,7 +30,7 @@ from tests.support.training_runs import (
     trainer,
     weights,
 )
-from tests.support.variants import but
+from tests.support.variants import by_default_all_but
 
 FP16 = "train.precision=fp16"
 ALONE = FP16, "train.strategy=none"
@@ -160,7 +160,7 @@ STRATEGIES = (
 )
 
 
-@pytest.mark.parametrize("strategy", but(STRATEGIES, "naive", "zero1+muon", "torch_ddp"))
+@pytest.mark.parametrize("strategy", by_default_all_but(STRATEGIES, "naive", "zero1+muon", "torch_ddp"))
 def test_two_ranks_equal_one_and_resume(ranks: WorkerGroup, tmp_path: Path, strategy: str) -> None:
     name = strategy.removesuffix("+muon")
     settings = (FP16, f"train.steps={STEPS}", *on(name), *(MUON if name != strategy else ()))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM
 from lmsys.training.loop import first_nonfinite
-from tests.support.variants import but
+from tests.support.variants import by_default_all_but
 
 CONFIG = ModelConfig(32, 48, 2, 4, vocab_size=31, context_length=8, attention="naive")
 PARTS = [name for name, module in TransformerLM(CONFIG).named_modules() if getattr(module, "weight", None) is not None]
@@ -32,7 +32,7 @@ def test_a_finite_loss_is_no_error() -> None:
     assert first_nonfinite(model, lambda: model(tokens)) is None
 
 
-@pytest.mark.parametrize("together", but([1, 2], 1))
+@pytest.mark.parametrize("together", by_default_all_but([1, 2], 1))
 def test_compiled_blocks_are_looked_into_as_well(together: int) -> None:
     model, tokens = TransformerLM(CONFIG), torch.arange(8)[None]
     model.compile_blocks(together, backend="aot_eager").loss(tokens, tokens).backward()

@@ -21,7 +21,7 @@ from lmsys.training.optimizer_triton import whole_squares
 from lmsys.training.reproducible import Tree, exact_norm
 from lmsys.traits import StrategyTraits
 from tests.support.training_runs import MUON, config, on, reproduced, trainer
-from tests.support.variants import some
+from tests.support.variants import few_by_default
 
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
 SHARDED = "flat+sharded", "overlapped+sharded", "bucketed+sharded"
@@ -46,7 +46,7 @@ def expected(ranks: WorkerGroup, settings: tuple[str, ...], tmp_path_factory: py
     return ranks.run(reproduced, run, 1, STEPS)[0]
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), some(product(STRATEGIES + SHARDED, (1, 2, 4)), 2))
+@pytest.mark.parametrize(("strategy", "world_size"), few_by_default(product(STRATEGIES + SHARDED, (1, 2, 4)), one_in=2))
 def test_weights_have_one_sha256(
     ranks: WorkerGroup, settings: tuple[str, ...], expected: str, tmp_path: Path, strategy: str, world_size: int
 ) -> None:
@@ -66,7 +66,7 @@ CHANGES = [  # of settings, each for one case of the next test
 ]
 
 
-@pytest.mark.parametrize("more", some([(more,) for more in CHANGES], 4))
+@pytest.mark.parametrize("more", few_by_default([(more,) for more in CHANGES], one_in=4))
 def test_other_settings_have_one_sha256_too(ranks: WorkerGroup, tmp_path: Path, more: tuple[str, ...]) -> None:
     digests = set()
     for strategy, world_size in product(("bucketed", "zero1", "fsdp"), (1, 2, 4)):

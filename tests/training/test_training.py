@@ -51,7 +51,7 @@ from tests.support.training_runs import (
     trainer,
     weights,
 )
-from tests.support.variants import but, some
+from tests.support.variants import by_default_all_but, few_by_default
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +264,7 @@ def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.Ca
 ALL_ON_TWO = "bucketed", "zero1", "fsdp", "naive+sharded", "torch_ddp_tuned", "torch_zero1"
 
 
-@pytest.mark.parametrize("strategy", but(ALL_ON_TWO, "torch_zero1"))
+@pytest.mark.parametrize("strategy", by_default_all_but(ALL_ON_TWO, "torch_zero1"))
 def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, group: WorkerGroup, strategy: str) -> None:
     name, sharded = strategy.removesuffix("+sharded"), strategy.endswith("+sharded")
     options = [f"train.strategy={name}", f"train.sharded_optimizer={json.dumps(sharded)}", "checkpoint.keep=null"]
@@ -289,7 +289,7 @@ def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, grou
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    some(
+    few_by_default(
         [
             ("fsdp", "bucketed"),
             ("fsdp", "fsdp"),
