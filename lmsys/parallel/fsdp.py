@@ -111,7 +111,7 @@ class Fsdp(wrapper.Wrapper):
                 block, structure.weakly(self._enter_forward, unit), structure.weakly(self._leave_forward, unit)
             )
 
-    def _lay_out(self, groups: structure.Parameters = ()) -> None:
+    def _lay_out(self, groups: structure.Sets = ()) -> None:
         """Lays the parameters of each unit side by side, those of each of the `groups` in flat tensors of their own."""
         self.unshard()
         is_narrow = self._dtype in (torch.bfloat16, torch.float16)

@@ -22,7 +22,20 @@ from torch.utils._pytree import tree_leaves
 from lmsys.values import instance
 
 Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # (name, parameter) -> options of the optimizer for it alone
-Parameters = Sequence[Collection[nn.Parameter]]  # several sets of parameters, such as those of each param group
+Sets = Sequence[Collection[nn.Parameter]]  # several sets of parameters, such as those of each param group
+
+_PLAIN = (  # types that hold no tensors, and Tensor itself
+    Tensor,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
 
 
 class Structure:
@@ -31,7 +44,8 @@ class Structure:
     def __init__(self, module: nn.Module):
         self.module, self._parameters = module, _parameters(module)
         self._held: list[Any] = [held for child in module.modules() for held in (child._parameters, child._modules)]
-        self._full = list(filter(None, self._held))  # those that hold anything: the lengths tell of the others
+        # The dicts that are not empty. That the others still are shows in the lengths, so only these are gone through.
+        self._full = list(filter(None, self._held))
         # The number of entries of each dict in `_held`, then the names of all entries, then the entries themselves.
         self._before = list(map(len, self._held)), list(chain(*self._held)), list(chain(*map(dict.values, self._held)))
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
@@ -39,7 +53,9 @@ class Structure:
     def is_as_it_was(self) -> bool:
         """True where nothing has changed. As it runs in every forward, no line of Python runs for each module."""
         lengths, names, entries = self._before
-        with torch._C.DisableTorchFunctionSubclass():  # a freed parameter's own function would cost 1.5 µs each
+        # A parameter whose values are elsewhere has the class `Absent` (part.py). Its `__torch_function__` would take
+        # 1.5 µs for each `requires_grad`.
+        with torch._C.DisableTorchFunctionSubclass():
             return (
                 list(map(len, self._held)) == lengths
                 and list(chain.from_iterable(self._full)) == names
@@ -111,20 +127,6 @@ def holds_any(optimizer: Optimizer, ids: Collection[int]) -> bool:
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
-_PLAIN = (
-    Tensor,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-)  # types that hold no other tensors
-
-
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The entries of the outermost ModuleLists, in order, such as a Transformer's layers.
 
@@ -150,13 +152,13 @@ def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
     return [[p for p in module.parameters() if p not in inside], *of_block]
 
 
-def flats_by_block(module: nn.Module, groups: Parameters = ()) -> list[list[list[nn.Parameter]]]:
-    """`parameters_by_block`, each list divided into those that can lie side by side.
+def flats_by_block(module: nn.Module, sets: Sets = ()) -> list[list[list[nn.Parameter]]]:
+    """`parameters_by_block`, each list divided into those that can lie side by side in one flat tensor.
 
     These are of one dtype and device, all trained or all frozen, all `read_rounded` or none, all `read_as_kept` or
-    none, and in each of the `groups` all or none.
+    none, and of each of the `sets` all or none is in it.
     """
-    marks = [read_rounded(module), read_as_kept(module), *groups]
+    marks = [read_rounded(module), read_as_kept(module), *sets]
     return [by_kind(params, marks) for params in parameters_by_block(module)]
 
 
@@ -174,8 +176,8 @@ def read_as_kept(module: nn.Module) -> set[nn.Parameter]:
     return set(_held_by(child for child in module.modules() if getattr(child, "reads_own_dtype", False)))
 
 
-def by_kind(tensors: Iterable[Any], marks: Parameters = ()) -> list[list[Any]]:
-    """The tensors in lists: of one dtype and device, all trained or none, and in each of the `marks` all or none."""
+def by_kind(tensors: Iterable[Any], marks: Sets = ()) -> list[list[Any]]:
+    """The tensors in lists: of one dtype and device, all trained or none, and all or none in each set of `marks`."""
     kinds: dict[Any, list[Any]] = defaultdict(list)
     for x in tensors:
         kinds[x.dtype, x.device, x.requires_grad, not marks or tuple(x in mark for mark in marks)].append(x)
@@ -191,7 +193,8 @@ def _held_by(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 def surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
     """Runs before(block, args) and after(block, args, output) around the block's forward.
 
-    They are hooks, which a later `block.compile()` does not trace, or stand around a block that is compiled already.
+    If the block is not compiled yet, they become hooks, which a later `block.compile()` does not trace. If it is
+    compiled, they are called around what the compiler has made of it.
     """
     compiled = block._compiled_call_impl  # where torch keeps what `block.compile()` has made; None without it
     if compiled is None:
@@ -218,11 +221,12 @@ def is_in_backward() -> bool:
 def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
     """(the tensors of a forward's output that a backward can begin from, True where it may hold others unseen).
 
-    It looks into containers that torch's pytree knows, and one level into other objects.
+    It looks into containers that torch's pytree knows, and one level into other objects, of which a deeper level stays
+    unseen. An output without any tensor counts as unseen, too: its forward may have stored the result elsewhere.
     """
     leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
     others = [x for x in leaves if not isinstance(x, _PLAIN)]
-    for x in others:
+    for x in others:  # to pytree a list or tuple of a class of its own is one leaf, as any object is
         leaves += tree_leaves(list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     return [x for x in tensors if x.requires_grad], bool(others) or not tensors

@@ -3,7 +3,7 @@
 tests/support/streams.py records the work that ranks launch, and runs it in random possible orders. Every mean must be
 right in each of them, and a missing signal or wait must show as a wrong number or a hang. `wrong_elements` does this
 for the gradients, `wrong_parameters` for the parameters; a new fault is an argument of theirs and a case of the test
-that needs it. The last test runs the Triton kernel that adds the copies.
+that needs it. The last test runs the Triton kernel that adds the copies; without Triton the whole file is skipped.
 """
 
 from typing import Any
@@ -35,9 +35,15 @@ from tests.support.variants import few_by_default
 triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 to run the kernel in its interpreter")
 mean_triton = pytest.importorskip("lmsys.parallel.mean_triton")
 
+# The barriers of a bucket or a flat buffer, in their order (`lmsys.parallel.copy_engine` has the details):
+# READY    all ranks may be written to
+# ARRIVED  all copies have come
+# DONE     all means have come: after the last bucket of a step
+
 STEPS = 3
+TIMEOUT_MS = 1  # a simulated barrier ignores it
 tensors = st.lists(st.integers(0, 5 * ALIGNMENT), min_size=1, max_size=3)  # elements of each tensor in a bucket
-speeds = st.lists(st.sampled_from([1.0, 0.1, 0.001]), min_size=3, max_size=3)
+speeds = st.lists(st.sampled_from([1.0, 0.1, 0.001]), min_size=3, max_size=3)  # of the three queues of a `Gpu`
 
 
 def gradient(numel: int, step: int, number: int, index: int, rank: int) -> Tensor:
@@ -84,7 +90,8 @@ def wrong_elements(
     the right one, and NaN over all gradients and means, as if they were clipped in place. Nothing runs before `run`.
 
     buckets   the tensors of each bucket, by their numbers of elements
-    queues    for each rank, the argument of its `Gpu`; `speeds` alike
+    queues    for each rank the list `queues` of its `Gpu`: the queue that each of its streams puts its work into
+    speeds    for each rank the list `speeds` of its `Gpu`: how often `run` takes work from each of its queues
     in_place  gradients are stored where their means will be, as after `zero_grad(set_to_none=False)`
     whole     True: every rank gets the means of whole buckets (all-reduce); False: of its segments (reduce-scatter)
     without   a barrier (READY, ARRIVED or DONE) that is left out, as a fault
@@ -102,9 +109,11 @@ def wrong_elements(
     wrong: list[int] = []
     for rank, gpu in enumerate(gpus):
         handles = [Handle(gpu, rank, [means[peer][n] for peer in ranks], set()) for n in range(len(buckets))]
-        inbox = Handle(gpu, rank, inboxes, signals, without)
         outs = means[rank] if whole else [x[cut[rank]] for x, cut in zip(means[rank], segments, strict=True)]
-        exchange = Exchange(layouts, outs, inboxes[rank], inbox, handles if whole else [], gpu.mean, 1, gpu.copy, gpu)
+        exchange = Exchange(
+            layouts, outs, inbox=inboxes[rank], inboxes=Handle(gpu, rank, inboxes, signals, without),
+            handles=handles if whole else [], mean=gpu.mean, timeout_ms=TIMEOUT_MS, copy=gpu.copy, cuda=gpu,
+        )  # fmt: skip
         exchange._inward.forgets_events = fault == "inbox"
         views = [layout.views(flat) for layout, flat in zip(layouts, means[rank], strict=True)]
         for step in range(STEPS):
@@ -148,10 +157,10 @@ def wrong_parameters(
     """The number of wrong parameters in all steps.
 
     In a step a rank updates its segment of each flat buffer, sends it to the other ranks, and reads the whole buffer:
-    every element must be the number of the step.
+    every element must be the number of the step, from 1 on.
 
     lengths    elements of a segment in each flat buffer
-    queues     for each rank, the argument of its `Gpu`; `speeds` alike
+    queues     as in `wrong_elements`; `speeds` too
     ahead      how many buffers are sent before an earlier one is waited for
     without    a barrier that is left out, as a fault
     no_wait    a rank that, as a fault, neither waits for what it sends nor reads
@@ -167,15 +176,16 @@ def wrong_parameters(
             Handle(gpu, rank, [flats[peer][number] for peer in ranks], signals, without)
             for number in range(len(lengths))
         ]
-        all_gather = AllGather(flats[rank], handles, 1, gpu.copy, gpu)
+        all_gather = AllGather(flats[rank], handles, TIMEOUT_MS, gpu.copy, gpu)
         for step in range(STEPS):
             sent: list[Pending] = []
             for number, flat in enumerate(flats[rank]):
-                for n in lengths[len(sent) : number + 1 + ahead]:
-                    own = flats[rank][len(sent)][rank * n : (rank + 1) * n]
+                for later in range(len(sent), min(number + 1 + ahead, len(lengths))):  # not yet sent
+                    n = lengths[later]
+                    own = flats[rank][later][rank * n : (rank + 1) * n]
                     gpu.launch(n, lambda part, own=own, step=step: own[part].fill_(step + 1))
-                    all_gather._stream.forgets_streams = too_early is not None and len(sent) >= too_early
-                    sent.append(all_gather.send(len(sent)))
+                    all_gather._stream.forgets_streams = too_early is not None and later >= too_early
+                    sent.append(all_gather.send(later))
                 if rank == no_wait:
                     continue
                 sent[number].wait()
@@ -217,7 +227,8 @@ def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> 
     """
     wrong = 0
     for seed in range(40):
-        slow = [[0.001 if seed >> 2 * rank + stream & 1 else 1.0 for stream in range(2)] for rank in range(2)]
+        # The last four bits of the seed say which of the two ranks' two streams each are slow.
+        slow = [[0.001 if (seed >> (2 * rank + stream)) & 1 else 1.0 for stream in range(2)] for rank in range(2)]
         assert wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2) == 0
         wrong += wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2, **fault)
     assert wrong > 0
@@ -227,6 +238,7 @@ def seeds_that_tell(**fault: Any) -> int:
     """How many of twenty seeds show the fault, by a wrong mean or a signal left set. Each rank has one slow stream."""
     count = 0
     for seed in range(20):
+        # Digit `rank` of the seed, in base 3, is the number of the rank's slow stream.
         slow = [[0.001 if seed // 3**rank % 3 == stream else 1.0 for stream in range(3)] for rank in range(2)]
         try:
             count += wrong_elements([[70, 58], [256], [64, 1, 127], [64]], [[0, 1, 2]] * 2, slow, seed, **fault) > 0
@@ -245,7 +257,7 @@ def seeds_that_tell(**fault: Any) -> int:
         ],
         one_in=2,
     ),
-    ids=["READY", "ARRIVED", "DONE", "inbox", "finish"],
+    ids=["READY", "ARRIVED", "DONE", "inbox", "never waited for"],
 )
 def test_each_signal_and_each_wait_is_needed(fault: dict[str, Any]) -> None:
     assert seeds_that_tell() == 0
@@ -265,7 +277,10 @@ def test_gradients_are_held_until_the_end() -> None:
     gpu, inbox = Gpu([0, 1, 2], [1.0] * 3), torch.zeros(1024, dtype=torch.uint8)
     handles = [Handle(gpu, 0, [x, x], set()) for x in (inbox, memory)]
     nothing = lambda *_: None  # noqa: E731
-    exchange = Exchange([layout], [memory], inbox, handles[0], handles[1:], nothing, 1, nothing, gpu)
+    exchange = Exchange(
+        [layout], [memory], inbox=inbox, inboxes=handles[0],
+        handles=handles[1:], mean=nothing, timeout_ms=TIMEOUT_MS, copy=nothing, cuda=gpu,
+    )  # fmt: skip
     gradient = torch.zeros(64)
     storage = StorageWeakRef(gradient.untyped_storage())
     exchange.send(0, [gradient])
@@ -286,9 +301,10 @@ def test_segments_cover_a_bucket_once_and_are_aligned(length: int, world_size: i
 def test_parts_cover_every_tensor_once(numels: list[int], world_size: int) -> None:
     layout = Layout.of([torch.empty(n) for n in numels])
     seen = [[0] * n for n in numels]
+    starts = [start for _, _, start in layout.places]  # of the tensors in the flat one
     for cut in segments_of(layout.length, world_size):
-        for index, part, start in parts_of(layout, cut):
-            assert cut.start + start == layout.places[index][2] + part.start
+        for index, part, start_in_segment in parts_of(layout, cut):
+            assert cut.start + start_in_segment == starts[index] + part.start
             for i in range(part.start, part.stop):
                 seen[index][i] += 1
     assert all(count == 1 for counts in seen for count in counts)
