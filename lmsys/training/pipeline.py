@@ -4,12 +4,15 @@ evaluate and generate print what they find.
 `lmsys train` calls `run` on every rank. A step is a function of a `RunContext`; its name is in STEPS, its function in
 FUNCTIONS, and `_take` calls it.
 
-    OUTPUT/tokenizer/      vocab.json, merges.txt
-    OUTPUT/tokens/         train.npy, valid.npy, or a shard of each for every rank that made them; made.json
-    OUTPUT/checkpoints/    the latest ones
-    OUTPUT/log.jsonl       a line for every step and evaluation; config.json: the settings of the last start
+    OUTPUT/tokenizer/          vocab.json, merges.txt
+    OUTPUT/tokens/             train.npy, valid.npy, or a shard of each for every rank that made them
+    OUTPUT/checkpoints/        the latest ones
+    OUTPUT/log.jsonl           a line for every step and evaluation
+    OUTPUT/log.jsonl.replaced  lines of the log that a run which went on from a checkpoint has written anew
+    OUTPUT/config.json         the settings of the last start
 
-A result that is there, and was made with the same settings, is taken as it is: so an interrupted run goes on.
+A made.json in `tokenizer` and `tokens` says of what they were made. If that is the same today, the step is passed over:
+so an interrupted run goes on. Only a command for the one step `tokenizer` or `tokenize` makes its result anew.
 """
 
 import signal
@@ -45,7 +48,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     """
     doing.now(doing.AT_FIRST)  # the line that errors show, until a step begins
     world_size, rank = collectives.size_and_rank(None)
-    context = RunContext(config, rank, world_size, anew=len(steps) == 1)
+    context = RunContext(config, rank, world_size, anew=len(steps) == 1)  # a data step that is asked for alone
     _agree(config, steps, skip_data)
     config.train.accumulation(world_size)  # a ValueError comes here, not after the data has been made
     STRATEGIES.select([config.train.strategy])  # ValueError for a strategy that is not known
@@ -144,14 +147,13 @@ def make_tokens(context: RunContext) -> None:
     context.wait()
     corpus, tokenizer, folder = context.corpus(), context.tokenizer, context.config.folder / "tokens"
     facts = [_facts(corpus.train), _facts(corpus.valid)]
-    # Those of rank 0, as ranks on other machines may have copies of the text. `before` has what is in `made`, and the
-    # number of shards.
+    # What rank 0 finds counts for all: ranks on other machines may have copies of the text, with other paths and times.
     (made, before), *_ = collectives.gather_objects(
         ({"tokenizer": tokenizer.fingerprint, "text": facts, **_names(context.config)}, _read(folder / "made.json")),
         None,
     )
     if not context.anew:
-        if before | made == before:
+        if before | made == before:  # every entry of `made` is in `before`, which has one more, "shards"
             return
         possible.check_text(context.config, corpus, tokenizer)
     engine = engines.choose(
@@ -191,6 +193,7 @@ def train_model(context: RunContext) -> int:
         ]
         if changed and not done:
             context.say(f"the learning rate has another schedule than before: {', '.join(changed)}")
+    # Of several ranks each may have only a part of the parameters, by its strategy.
     size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if context.world_size == 1 else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
     if config.model.checkpoint_blocks == checkpointing.FIT:
@@ -283,7 +286,7 @@ def _names(config: RunConfig) -> dict[str, str | None]:
 def _read(path: Path) -> dict[str, Any]:
     """The content of a made.json, which a step writes last; {} where the step has not come to its end."""
     try:
-        return strict_json.read_json(path, text=list)
+        return strict_json.read_json(path, text=list)  # both have a list `text`; other content is no made.json
     except ValueError:
         return {}
 

@@ -72,8 +72,11 @@ def test_every_option_is_declared_once_and_has_help() -> None:
 
 
 @pytest.mark.parametrize("kind", [Collectives, DataParallel, Loss, Training])
-def test_every_sweep_has_cases_of_its_own(kind: type[Benchmark]) -> None:
-    """No case's id contains the name of another benchmark, since `-k NAME` would select it then."""
+def test_every_sweep_has_cases_that_the_name_of_no_other_benchmark_selects(kind: type[Benchmark]) -> None:
+    """`-k NAME` selects each case whose id contains NAME.
+
+    The sweeps of other benchmarks are asked in the test files of these benchmarks.
+    """
     names = "attention model loss anatomy precision tokenizer training data_parallel collectives".split()
     for sweep in chain.from_iterable(map(dict.values, SWEEPS.values())):
         ids = Session(Settings(device="cpu"), sweep).add(kind)
@@ -84,10 +87,11 @@ def test_every_sweep_has_cases_of_its_own(kind: type[Benchmark]) -> None:
 def test_values_from_the_command_line_replace_those_of_a_grid() -> None:
     section = Grid("s", length=((1024, 1024),), head_dim=(64,), tokens=4096, width=256)
     known = axes.named("--length", "--tiers", "--head-dim", "--batch", "--heads")
+    # batch, heads, key/value heads, queries, keys, head_dim: 4096 tokens / 1024, and width 256 / 64
     assert list(shapes(filled(section, known, {}))) == [(4, 4, 4, 1024, 1024, 64)]
     given = given_axes(known, {"--tiers": "128:64", "--heads": "8:2", "--head-dim": "32,128"})
     assert given == {"length": ((128, 64),), "heads": ((8, 2),), "head_dim": (32, 128)}
-    assert list(shapes(filled(section, known, given))) == [(32, 8, 2, 128, 64, dim) for dim in (32, 128)]
+    assert list(shapes(filled(section, known, given))) == [(4096 // 128, 8, 2, 128, 64, dim) for dim in (32, 128)]
 
 
 @given(st.lists(st.sampled_from(["fit", *LEVELS, "7", "attention*12,matmuls*22", "whole*1"]), min_size=1))
@@ -97,6 +101,7 @@ def test_commas_separate_settings_of_checkpointing_but_not_the_parts_of_one(sett
     expected = [setting for has_number, parts in groupby(settings, lambda setting: "*" in setting)
                 for setting in ([",".join(parts)] if has_number else parts)]  # fmt: skip
     assert list(given) == expected
+    # Numbers of blocks that share one kept input: 0 is the level "none", and 1 is "whole", each block by itself.
     assert given_axes(axes.NAMED, {"--checkpoint": "0,1"})["checkpoint"] == ("none", "whole")
     assert given_axes(axes.NAMED, {"--residual": "wide,narrow"})["residual"] == RESIDUALS
 
