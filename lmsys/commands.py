@@ -60,7 +60,7 @@ COMMANDS = {
             "lmsys course assignment2-systems": "a checkout as it is: each part by its adapter",
             "lmsys course assignment2-systems --part attention": "the parts that have this in their name",
             "lmsys course assignment1-basics --html right.html": "and as a page",
-            "lmsys course assignment2-systems --measure fast": "then how fast the right parts are: fast/site",
+            "lmsys course assignment2-systems --measure speed": "then how fast the right parts are: speed/site",
         },
     ),
     "report": Command(

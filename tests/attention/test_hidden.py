@@ -1,6 +1,8 @@
 """Keys that an option hides from a query never change its result or its gradient, even if they hold NaN or infinity.
 
-A law is a test that every row of the table must pass: see `tests/support/attention_rows.py`.
+A law is a test that every row of the table must pass: see `tests/support/attention_rows.py`. A `Pattern` is `bounded`
+if an option other than `causal` hides keys; its `simplest` form has no option that hides nothing in this shape, such as
+a window as long as the sequence. `attention` calls rows with that form.
 """
 
 from dataclasses import replace
@@ -24,6 +26,7 @@ LIKE = {"o": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}  # results have a
 
 def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> dict[str, Tensor]:
     """The results of `attention` by name: o, with `return_lse` lse, and with gradients dq, dk and dv."""
+    # In a pattern these are (1, H), and (H,) for `attention`.
     options = pattern.options | {name: x[0] for name, x in pattern.options.items() if name in ("alibi", "sinks")}
     return results_of(partial(attention, causal=pattern.causal, **options, impl=impl), inputs, case.grad)
 
@@ -45,11 +48,12 @@ def reached_by(name: str, at: tuple[int, int, int], sees: Tensor, case: Attentio
     return {"q": queries, "k": keys}
 
 
-@partial(law, of=patterned)()
+@law(of=patterned)
 def test_a_bad_value_reaches_only_queries_that_see_it(row: Row, case: AttentionCase, seed: int) -> None:
     """NaN or infinity is put into one vector of q, k, v or do: all other results stay within their error budget."""
     pattern = make_pattern(case, seed)
-    offset = pattern.offset if isinstance(pattern.offset, Tensor) else abs(pattern.offset)  # as attention() takes it
+    # Rows take a negative offset, and sinks of each batch entry; `attention` takes neither.
+    offset = pattern.offset if isinstance(pattern.offset, Tensor) else abs(pattern.offset)
     pattern = replace(pattern, offset=offset, sinks=None if pattern.sinks is None else pattern.sinks[:1])
     pattern = pattern.simplest(case.queries, case.keys)
     if not pattern.bounded:
@@ -85,7 +89,10 @@ INTERPRETED = [*product(("flash_triton",), ("sinks", "alibi", ""), HIDES)]  # it
 def test_nan_beyond_key_lengths_reaches_no_result_under_other_options(
     impl: str, added: str, hides: dict[str, Any]
 ) -> None:
-    """9 queries at the ends of caches: o, the log-sum-exp, and the gradients of q, k, v and of a bias or sinks."""
+    """9 queries at the ends of caches: o, the log-sum-exp, and the gradients of q, k, v and of a bias or sinks.
+
+    Batch 2, 4 query heads and 2 key heads, room for 40 keys, of which 17 and 33 are in use; head dimension 16.
+    """
     torch.manual_seed(0)
     made = {"sinks": torch.randn(4), "alibi": torch.rand(4), "bias": torch.randn(1, 4, 1, 40)}
     lengths, tensors = torch.tensor([17, 33]), [torch.randn(2, 4, 9, 16), *torch.randn(2, 2, 2, 40, 16)]
@@ -114,7 +121,7 @@ def test_nan_beyond_key_lengths_reaches_no_result_under_other_options(
         assert bool(found[..., 33:].isfinite().all())
 
 
-@law(causal=True, only=())
+@law(causal=True)
 def test_keys_that_no_causal_query_sees_may_be_anything(row: Row, case: AttentionCase, seed: int) -> None:
     if case.keys <= case.queries:
         return
