@@ -2,8 +2,11 @@
 
 The sizes are in `benchmarks/sweeps.py`, the rows in `lmsys.attention.ATTENTION`, the checks in
 `benchmarks.attention.check`, and the report in `benchmarks.attention.layout`. The runner calls the methods of
-`Attention`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns. A new
-axis is a field of `AttentionTest`, an entry of `Attention.axes` and one of `Attention.fields`.
+`Attention`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
+
+A new axis is a field of `AttentionTest` and an entry of `Attention.axes`. `Attention.fields` and `Attention.cases` name
+it, `cases` at its place among the fields of `AttentionTest`, and so does `group`, if its values need inputs of their
+own. Options of the pattern are named in `patterns.OPTIONS` in place of these three.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -184,7 +187,7 @@ class Attention(Benchmark):
             grid.product("dtype", "causal", "direction", *patterns.OPTIONS, "deterministic"),
             rows_of(grid, partial(foreign.Foreign.of, settings) if settings.apart else None),
         ):
-            case = AttentionTest(grid.name, entry, settings.device, *shape, *options)
+            case = AttentionTest(grid.name, entry, settings.device, *shape, *options)  # in the order of its fields
             yield replace(case, offset=max(0, case.keys - case.queries)) if case.offset == axes.END else case
 
     def key(self, case: AttentionTest) -> tuple[str, bool]:
@@ -199,7 +202,10 @@ class Attention(Benchmark):
         return deterministic.deterministic_mode() if cases[0].deterministic else nullcontext()
 
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> check.Spots:
-        """Inputs that all rows of a shape share; with gradients if any of the cases needs them."""
+        """Inputs that all rows of a shape share; with gradients if any of the cases needs them.
+
+        They are in a `check.Spots`, which also judges parts of timed calls on them.
+        """
         case = replace(cases[0].asked, grad=any(test.asked.grad for test in cases))
         inputs, pattern = testing.make_inputs(case, settings.seed), cases[0].pattern
         draws = AttentionDraws(inputs.tensors, settings.seed, pattern.causal)
@@ -222,7 +228,9 @@ class Attention(Benchmark):
             if setup.case.dtype != "float32":
                 check.check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
                 compare.release_memory()
-        elif setup.draws.extreme is not None:  # an extreme unit would widen the gate's budget, which is one for all
+        elif setup.draws.extreme is not None:
+            # The last timed draw has left a unit of extreme values in the inputs (`lmsys.extremes.attention`). It would
+            # widen the gate's budget, which is one for all units. What `redraw_` draws has no extreme unit.
             setup.inputs.redraw_(seed + 2)
         in_own_dtype = check.Gate(setup.inputs, setup.case, setup.pattern)
         for candidate in candidates:
@@ -234,7 +242,7 @@ class Attention(Benchmark):
         setup.draws.fill(draw)
 
     def judge(self, case: AttentionTest, candidate: Candidate, setup: check.Spots, kept: Kept) -> Mapping[str, float]:
-        return setup.judge(case.direction != "fwd", kept, rms=candidate.state != "has float32")
+        return setup.judge(case.direction != "fwd", kept, rms=candidate.state != check.HAS_FLOAT32)
 
     def repeat(self, record: Record, call: Record) -> Iterator[str | int]:
         shape = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
@@ -318,6 +326,7 @@ class Attention(Benchmark):
     def metrics(self, case: AttentionTest, record: Record, machine: Record) -> Record:
         """Work, ideal traffic, and with a time the rates and their share of what this machine reaches."""
         pairs, keys_seen = case.visible
+        # A forward reads only keys that a query sees. A backward also writes the gradients of the others, which are 0.
         read = case.shape | ({"keys": keys_seen} if case.options and case.direction == "fwd" else {})
         moved = operations.attention_bytes(**read, dtype=case.dtype, direction=case.direction)
         flops = case.flops(case.direction)

@@ -31,11 +31,13 @@ from lmsys.extremes.attention import AttentionDraws, Unit, drawn_unit, extreme_o
 from lmsys.measure import clock, compare
 from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
+HAS_FLOAT32 = "has float32"  # the `state` of a candidate that `check_float32` has judged
+
 
 def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern: Pattern, seed: int) -> None:
     """Fails each candidate that can run in float32 and is wrong there.
 
-    A candidate that was judged here has the `state` "has float32": later checks in its own dtype then leave out the
+    A candidate that was judged here has the state HAS_FLOAT32: later checks in its own dtype then leave out the
     root-mean-square rule.
 
     case  the candidates' shape in float32, with gradients if any candidate needs them
@@ -45,7 +47,7 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern:
         return
     in_float32 = Gate(make_inputs(case, seed), case, pattern)
     for candidate in able:
-        candidate.state = "has float32"
+        candidate.state = HAS_FLOAT32
         failure = in_float32.check(candidate)
         if failure and failure[0] == "wrong":
             candidate.failed(*failure)
@@ -119,7 +121,7 @@ class Gate:
         if failure:
             return failure
         # A row without a float32 form must also meet the root-mean-square rule.
-        strictly = judged if candidate.state == "has float32" else self._judge(outputs, rms=True)[0]
+        strictly = judged if candidate.state == HAS_FLOAT32 else self._judge(outputs, rms=True)[0]
         worst, wrong = verdict(strictly, self.case.dtype)
         if wrong:
             candidate.error_ratio = worst

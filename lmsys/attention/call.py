@@ -109,7 +109,8 @@ def attention(
     )
     scale = None if scale is None else float(scale)
     q4, k4, v4 = contract.as_4d(q), contract.as_4d(k), contract.as_4d(v)
-    if pattern.causal and not pattern.bounded and k4.shape[2] > q4.shape[2]:  # keys that no query sees
+    # `bounded`: an option other than `causal` hides keys. Without one, no query sees the keys from Q on.
+    if pattern.causal and not pattern.bounded and k4.shape[2] > q4.shape[2]:
         k4, v4 = k4[:, :, : q4.shape[2]], v4[:, :, : q4.shape[2]]
         if pattern.bias is not None:
             pattern = replace(pattern, bias=pattern.bias[..., : q4.shape[2]])
@@ -136,7 +137,7 @@ def row_of(impl: str, case: contract.AttentionCase) -> tuple[Callable[..., Any],
     """
     return (
         getattr(_TRACED, _traced(impl, *contract.constants_of(case)))
-        if torch.compiler.is_compiling()  # the case then has typical lengths, so that one graph serves many
+        if torch.compiler.is_compiling()  # `constants_of` gives the case typical lengths: one graph serves many
         else _picked(impl, case)[1]
     )
 
