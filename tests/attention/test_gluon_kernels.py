@@ -147,7 +147,7 @@ def test_every_way_through_the_backward(
     plan = plans.BackwardPlan(prefetch, seed % 3, **step)
     long = {"FEW_WAVES": 0, "MOST_DOWN": 0, "IN_ORDER_MIB": dict.fromkeys((False, True), 0)}
     with patch.multiple(gluon(), **long) if many else nullcontext():
-        assert_right(case, make_inputs(case, seed), backward=plan, orders=[deterministic])
+        assert_right(case, make_inputs(case, seed), backward=plan, fixed_orders=[deterministic])
 
 
 ORDERED = (1100, 520), (130, 1100), (700, 700)  # queries, keys
@@ -232,7 +232,7 @@ def test_ctas_of_earlier_heads_zero_dq(causal: bool, group: int, queries: int, k
         patch.object(gluon_simulator, "PROCESSORS", 2),
         patch.multiple(gluon(), FEW_WAVES=0, MOST_CLEARED=100, heads_at_once=lambda *_: 1),
     ):
-        assert_right(case, make_inputs(case, seed), backward=plan, orders=[False])
+        assert_right(case, make_inputs(case, seed), backward=plan, fixed_orders=[False])
 
 
 MUTANTS = [  # (module, its right source, faulty source): each would give wrong results or hang on a GPU, now and then

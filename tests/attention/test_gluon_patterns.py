@@ -47,6 +47,8 @@ def patterned(draw: st.DrawFn) -> AttentionCase:
     )  # fmt: skip
 
 
+# By place: batch, heads, key/value heads, queries, keys, head_dim, dtype, causal. In WIDE a window is wider than a tile
+# of 128 keys. In BLIND the queries from 179 on see no key.
 WIDE = AttentionCase(1, 2, 1, 280, 280, 64, "bfloat16", True, grad=True, window=130)
 BLIND = AttentionCase(1, 1, 1, 250, 130, 128, "bfloat16", True, grad=True, window=50)
 
@@ -57,22 +59,22 @@ BLIND = AttentionCase(1, 1, 1, 250, 130, 128, "bfloat16", True, grad=True, windo
 @example(case=WIDE, seed=0)
 @example(case=BLIND, seed=1)
 def test_simulated_kernels_match_the_oracle(case: AttentionCase, seed: int) -> None:
-    assert_right(case, make_inputs(case, seed), make_pattern(case, seed), orders=[False, True])
+    assert_right(case, make_inputs(case, seed), make_pattern(case, seed), fixed_orders=[False, True])
 
 
 @known
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_intervals_may_end_before_they_begin(head_dim: int) -> None:
     """Queries whose window lies beyond a short cache have such intervals, and so have the keys beyond that cache."""
-    pattern = Pattern(True, 30, key_lengths=torch.tensor([70, 250]))
+    pattern = Pattern(causal=True, window=30, key_lengths=torch.tensor([70, 250]))
     assert (pattern.bounds(250, 250, CPU).end < pattern.bounds(250, 250, CPU).first).any()
     case = AttentionCase(2, 2, 1, 250, 250, head_dim, "bfloat16", True, grad=True, window=30, key_lengths=True)
-    assert_right(case, make_inputs(case, 0), pattern, orders=[False, True])
+    assert_right(case, make_inputs(case, 0), pattern, fixed_orders=[False, True])
 
 
 EDGES = [  # (head dimension, pattern): some query sees a single key of a tile, or a few keys of its second half
-    (64, Pattern(True, 191)),
-    (128, Pattern(True, 63)),
+    (64, Pattern(causal=True, window=191)),
+    (128, Pattern(causal=True, window=63)),
     (128, Pattern(documents=Documents([70, 57, 65, 8]))),
 ]
 
@@ -125,7 +127,8 @@ def test_a_short_span_has_a_plan_of_its_own(head_dim: int, most: int) -> None:
     x = make_inputs(AttentionCase(1, 1, 1, 2700, 2700, head_dim, "bfloat16", True), 0)
     with plans_taken("_Forward") as taken:
         for window in (most, most + 1):
-            gluon()._forward(x.q, x.k, x.v, True, 1.0, pattern=Pattern(True, window))
+            pattern = Pattern(causal=True, window=window)
+            gluon()._forward(x.q, x.k, x.v, causal=True, scale=1.0, pattern=pattern)
     assert taken == [plans.SHORT_SPAN_PLAN[head_dim], plans.forward_plan(head_dim, True, 2700)]
 
 
@@ -157,10 +160,13 @@ def test_tiles_without_visible_keys_are_skipped_and_only_edges_are_masked(
     pattern, bounds = bounds_of(length, window, causal, documents, seed)
     seen = pattern.seen(length, length, CPU).expand(1, 1, length, length)[0, 0]
     backward, forward = gluon_simulator.kernels("backward"), gluon_simulator.kernels("forward")
-    for n in range((length + 127) // 128):
+    for n in range((length + 127) // 128):  # the number of a tile of 128 keys, then of one of 128 queries
         keys, queries = slice(128 * n, 128 * n + 128), slice(128 * n, 128 * n + 128)
         low, end, masked_until, masked_from = (
-            int(x) for x in backward["_visited"](extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
+            int(x)
+            for x in backward["_visited"](
+                extent_of(bounds.of_keys), batch=0, n=torch.tensor(n), K=length, BLOCK_Q=block_q
+            )
         )
         tiles = seen[:, keys].split(block_q)
         some_see = [m for m, tile in enumerate(tiles) if tile.any()]
@@ -169,8 +175,10 @@ def test_tiles_without_visible_keys_are_skipped_and_only_edges_are_masked(
         for m in some_see:
             last = block_q * (m + 1) > length  # rows past the end have weights of zero
             assert (m < masked_until or m >= masked_from) == (not tiles[m].all()) or ragged or last
-        low, high = forward["key_tiles"](extent_of(bounds), torch.tensor(0), 1, torch.tensor(n), length, length,
-                                          True, 128, 128)  # fmt: skip
+        low, high = forward["key_tiles"](
+            extent_of(bounds), bh=torch.tensor(0), H=1, tile=torch.tensor(n), Q=length, K=length,
+            CAUSAL=True, TILE_Q=128, BLOCK_K=128,
+        )  # fmt: skip
         some_see = [j for j, tile in enumerate(seen[queries].split(128, 1)) if tile.any()]
         assert (int(low), int(high)) == (some_see[0], some_see[-1] + 1)
 
@@ -187,8 +195,12 @@ def test_a_key_tile_waits_only_for_higher_ones(
     ends = extent_of(bounds).end
     visits = Counter[int]()
     for n in reversed(range((length + 127) // 128)):
-        low, end, *_ = backward["_visited"](extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
+        low, end, *_ = backward["_visited"](
+            extent_of(bounds.of_keys), batch=0, n=torch.tensor(n), K=length, BLOCK_Q=block_q
+        )
         for m in range(int(low), int(end)):
-            value = backward["semaphore_value"](n, torch.tensor(m), 0, ends, length, True, block_q)
+            value = backward["semaphore_value"](
+                n, torch.tensor(m), num_key_tiles=0, ends=ends, Q=length, CAUSAL=True, BLOCK_Q=block_q
+            )
             assert int(value) == visits[m]
             visits[m] += 1

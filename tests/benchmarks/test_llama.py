@@ -108,7 +108,9 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("levels", "again"),  # what layers keep for their backward; how many matmuls each layer computes again
+    # What layers keep for their backward; how many of its seven matmuls each layer computes again. "attention" computes
+    # W1 x and W3 x. "whole" does all but the last one, with W2, whose result only goes on to the next layer.
+    ("levels", "again"),
     [("none", [0, 0]), ("matmuls", [0, 0]), ("attention", [2, 2]), ("whole", [6, 6]), ("attention*1,none*1", [2, 0])],
 )
 def test_a_layer_computes_only_those_matmuls_again_that_it_does_not_keep(levels: str, again: list[int]) -> None:

@@ -847,17 +847,17 @@ def assert_right(
     pattern: Pattern | None = None,
     forward: Any = None,
     backward: Any = None,
-    orders: Sequence[bool] = (),
+    fixed_orders: Sequence[bool] = (),
 ) -> None:
-    """AssertionError unless simulated kernels give the right o and log-sum-exp, and in each of `orders` gradients.
+    """AssertionError unless simulated kernels give the right o and log-sum-exp, and in some backwards gradients.
 
     forward, backward  plans; None: those that ship
-    orders             for each backward: True if additions to dq have a fixed order (deterministic)
+    fixed_orders       for each backward: True if additions to dq have a fixed order (deterministic)
     """
     oracle, scale, x = Oracle(case, inputs, pattern=pattern), case.head_dim**-0.5, inputs
     with simulated():
         o, lse = gluon()._forward(x.q, x.k, x.v, case.causal, scale, forward, pattern)
         assert_within_budget(oracle.error_ratios({"o": o, "lse": lse}, rms=True))
-        for order in orders:
-            grads = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, case.causal, scale, order, backward, pattern)
+        for fixed in fixed_orders:
+            grads = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, case.causal, scale, fixed, backward, pattern)
             assert_within_budget(oracle.error_ratios(dict(zip(("dq", "dk", "dv"), grads, strict=True)), rms=True))
