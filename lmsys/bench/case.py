@@ -88,7 +88,7 @@ class Candidate:
     interpreted  True if the first call ran kernels in Triton's interpreter
     notes        fields that all its records get
     watched      watched(call, *args) is call(*args), as this row's work: (result, None), or (None, how it failed). The
-                 trial sets it: `lmsys.bench.watch.Watch.attempt`, for this row
+                 trial sets it: `lmsys.bench.watch.Watch.watched`, for this row
     """
 
     case: Any

@@ -88,7 +88,7 @@ class Runner(instruments.Instruments):
             begun(list(fields.grouped((benchmark.key(case), case.id) for case in cases).values()))
             self._in_session(trial, trial.prepare)
             if self.settings.nvtx:
-                trial.attempt(trial.call_in_ranges)
+                trial.own_part(trial.call_in_ranges)
             for turn in benchmark.turns(cases) if self.settings.timed or benchmark.streams else ():
                 self._in_session(trial, trial.take, turn)
                 if benchmark.streams:
@@ -110,7 +110,7 @@ class Runner(instruments.Instruments):
     def _in_session(self, trial: Trial, part: Callable[..., None], *args: Any) -> None:
         """Runs a part of the trial while the other worker of --against, if any, waits and has freed its memory."""
         with self.turns.session():
-            trial.attempt(part, *args)
+            trial.own_part(part, *args)
             if self.turns is not turns.ALONE:
                 clock.synchronize(self.settings.device)
                 compare.release_memory()

@@ -4,6 +4,10 @@
 (samples and checks of timed calls, turn by turn), check_again, repeat, result. A *candidate* is a row on its way; a
 *turn* is the cases that are sampled together. `result` decides what a record holds, beside what the benchmark's hooks
 add.
+
+A call that raises has a failure, (outcome, reason), which `compare.attempt` makes of the exception. `candidate.watched`
+does this for calls of a row's code, and `candidate.attempt` also notes the failure on the candidate. `Trial.own_part`
+is for the bench's own work: all rows fail if it does.
 """
 
 import math
@@ -58,7 +62,7 @@ class Trial:
         on_gpu = self.settings.device == "cuda" and runner.is_watched
         self.watch = watch.Watch(self.candidates.values(), self.settings, runner.heartbeat, on_gpu)
         for candidate in self.candidates.values():
-            candidate.watched = partial(self.watch.attempt, candidate)
+            candidate.watched = partial(self.watch.watched, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
         self._readings: list[sensors.Reading] = []  # of the turn that is sampled
@@ -72,7 +76,7 @@ class Trial:
         """The candidates that have not failed."""
         return [candidate for candidate in self.candidates.values() if candidate.outcome == "ok"]
 
-    def attempt(self, call: Callable[..., Any], *args: Any) -> None:
+    def own_part(self, call: Callable[..., Any], *args: Any) -> None:
         """Runs a part of the trial that is the bench's own work. If it fails, every candidate that was ok fails.
 
         Inputs that do not fit are "oom" for every row; any other failure is an "error" that names the bench.
@@ -96,14 +100,16 @@ class Trial:
         self.watch.doing = "while it was asked whether it can run"
         for candidate in self.good():
             why, failure = candidate.watched(benchmark.why_not, candidate.case)
-            if failure and self.settings.earlier:  # "unsupported": after an error, today's row would look mended
+            # Under --against an error of the earlier state becomes "unsupported": otherwise today's row would be
+            # reported as mended.
+            if failure and self.settings.earlier:
                 why, failure = f"the earlier state cannot run it: {failure[1]}", None
             if why or failure:
                 candidate.failed(*(failure or ("unsupported", why)))
         if not self.good():
             return
         for case in self.cases:
-            self.measurements[case.id].failure = benchmark.no_sample(case)
+            self.measurements[case.id].failure = benchmark.no_sample(case)  # for cases that are checked, but not timed
         self.setup = benchmark.setup(self.cases, self.settings)
         benchmark.redraw(self.setup, self.settings.seed)
         self.watch.doing = "in its first call"
@@ -147,10 +153,10 @@ class Trial:
         if not turn:
             return
         self.watch.doing = "while it was timed"
-        if len(turn) == 1:
+        if len(turn) == 1:  # then any work of `sample` that is not announced by a beat is of this row
             self.watch.beat(self.candidate(turn[0]))
         conditions, self._readings = self.runner.conditions(), []
-        self.benchmark.sample(turn, self)
+        self.benchmark.sample(turn, self)  # by default that calls `interleave` below
         self.watch.heartbeat.rest()
         fields = conditions.record(self._readings)
         for case in turn:
@@ -228,10 +234,10 @@ class Trial:
             self.runner.clocks[self.benchmark.clock],
             seconds=self.settings.seconds_per_row,
             min_rounds=min_rounds or self.settings.min_rounds,
-            trials=self.benchmark.trials,
+            trials=self.benchmark.trials,  # calls before the sampling, by which it is planned
             look=self.runner.sensors.read,
             expect=partial(setattr, self.watch, "expected_s"),  # called with seconds, which `Watch` makes deadlines of
-            turns=self.runner.turns,
+            turns=self.runner.turns,  # with the process of the other state, under --against
         )
         self.watch.settle()
         self.watch.heartbeat.rest()
@@ -362,6 +368,7 @@ class Trial:
             "memory_limit_bytes": self.settings.memory_limit_bytes,
             "own_process": candidate.entry.apart,
         }
+        # A benchmark that streams has turns of one case.
         record |= candidate.notes | ({"alone": True} if benchmark.streams else {})
         if samples:
             samples = rounded(samples)

@@ -162,7 +162,7 @@ class Watch:
         """Says that this row is at work."""
         self.heartbeat.beat(self.rows[id(candidate)], self.doing, self.settings.deadline_s)
 
-    def attempt(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
+    def watched(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
         """(result of the row's call, None), or (None, its failure), as `compare.attempt`, for a call that is not timed.
 
         Waits for the device, and puts back what the row changed. A row that changed the process has failed.
