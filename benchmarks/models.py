@@ -80,27 +80,27 @@ def ratio_by_group(
     plain: torch.Tensor,
     dtype: torch.dtype,
     groups: torch.Tensor,
-    rows: Sequence[int] | None = None,
+    lines: Sequence[int] | None = None,
     times: float = 2,
 ) -> float:
-    """The largest error ratio (`lmsys.testing.ratio_of`) of any group of rows.
+    """The largest error ratio (`lmsys.testing.ratio_of`) of any group of lines, the slices x[i].
 
-    Rows of extreme inputs are groups of their own, so that they neither widen the budget of others nor share it. Plain
-    PyTorch may be exact in them, so only ordinary rows must also meet the root-mean-square rule.
+    Lines of extreme inputs are groups of their own, so that they neither widen the budget of others nor share it. Plain
+    PyTorch may be exact in them, so only ordinary lines must also meet the root-mean-square rule.
 
     x          the result to judge
     reference  the same tensor in float64
     plain      the same tensor by plain PyTorch: its error, when it is rounded to `dtype`, makes the budget
-    groups     a number for each row; 0 for ordinary rows
-    rows       numbers of the rows of `reference`, `plain` and `groups` that x holds; None: all. The budget of an
-               extreme group is that of all its rows: in a single row, plain PyTorch may round well or badly by chance
+    groups     a number for each line; 0 for ordinary lines
+    lines      numbers of the lines of `reference`, `plain` and `groups` that x holds; None: all. The budget of an
+               extreme group is that of all its lines: in a single one, plain PyTorch may round well or badly by chance
     times      how many times plain PyTorch's error, in root mean square, is allowed; SPOT_TIMES of `lmsys.testing` for
                parts
     """
     groups = groups.to(x.device)
-    judged = torch.arange(len(groups), device=x.device) if rows is None else torch.tensor(rows, device=x.device)
+    judged = torch.arange(len(groups), device=x.device) if lines is None else torch.tensor(lines, device=x.device)
     whole = reference.to(torch.promote_types(x.dtype, reference.dtype), copy=True)
-    whole[judged] = x.to(whole.dtype)  # rows that are not judged count as right
+    whole[judged] = x.to(whole.dtype)  # lines that are not judged count as right
     ratios = []
     for group in groups[judged].unique().tolist():
         part = judged[groups[judged] == 0] if group == 0 else groups == group
@@ -111,13 +111,17 @@ def ratio_by_group(
 def mean_ratio(
     mean: torch.Tensor, terms: torch.Tensor, plain: torch.Tensor, groups: torch.Tensor | None = None
 ) -> float:
-    """The error of `mean`, the scalar to judge, over its budget; inf if that is not finite.
+    """|mean - terms.mean()| / budget, of the scalar `mean`; inf if that is not finite.
 
-    `terms` are the numbers whose mean is right, in float64; `plain` are the same numbers by plain PyTorch. The budget
-    is made of the root-mean-square error of `plain`, since no mean of errors is larger. The error of the plain mean
-    itself is no budget: errors of both signs may cancel. With `groups`, a number for each term, the budget is the mean
-    of the groups' budgets, weighted by their sizes. No mean of errors is larger than this budget either, and large
-    terms in a small group widen it less.
+        budget = sum over groups of (size of the group / number of terms) · testing.rms_budget(its terms, its plain)
+
+    No mean of errors is larger than their root mean square, of which `rms_budget` allows a multiple. The error of the
+    plain mean itself is no budget, as errors of both signs may cancel. Large terms in a small group widen the budget
+    less than they would in one group of all.
+
+    terms   the numbers whose mean is right, in float64
+    plain   the same numbers by plain PyTorch
+    groups  a number for each term; None: all are one group
     """
     terms, plain = terms.double(), plain.double()
     groups = torch.zeros_like(terms) if groups is None else groups.to(terms.device)

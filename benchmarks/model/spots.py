@@ -252,7 +252,7 @@ class Spots:
                 ordinary[name],
                 ROUNDING[self.precision],
                 self._groups(name, spot),
-                rows=spot.rows.get(name),
+                lines=spot.rows.get(name),
                 times=SPOT_TIMES,
             )
         return ratios

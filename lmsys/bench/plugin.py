@@ -337,13 +337,14 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Writes the result as soon as the last test has run, whatever fails later; nothing where no test may run."""
     config = session.config
-    is_ended = session.testsfailed and not config.option.continue_on_collection_errors
+    collection_failed = session.testsfailed and not config.option.continue_on_collection_errors
     try:
         return (yield)
     finally:
         ours = config.stash.get(SESSION, None)
-        if ours and ours.output and ours.records and not (config.option.collectonly or is_ended):
+        if ours and ours.output and ours.records and not (config.option.collectonly or collection_failed):
             ours.save(_content(config))
+            # A fault is told by the summary. The empty line ends the line of progress.
             ours.say("" if ours.faults else f"wrote the result to {ours.output}")
 
 

@@ -39,7 +39,9 @@ PACKAGES = {  # {row: (the module that computes the loss, what pip installs for 
     "cut_cross_entropy_exact": ("cut_cross_entropy.cce_utils", GIT),
     "quack": ("quack.linear_cross_entropy", EXTRA),
 }
-IMPLS = {  # {row: the arguments `impl` of the calls that follow autocast}
+# {row: the arguments `impl` of its calls into the package, if that follows autocast}. In Apple's package `impl` names
+# how gradients are added, and whether small terms are left out; "": the row passes none.
+IMPLS = {
     "liger": [],
     "cut_cross_entropy": ["cce"],
     "cut_cross_entropy_kahan": ["cce_kahan_full_c"],
@@ -182,7 +184,7 @@ def test_records_have_the_errors_of_each_output() -> None:
 
 @pytest.mark.parametrize("output", range(3))
 def test_an_error_shows_in_its_output_alone(output: int) -> None:
-    """It is a share of the largest value among rows of its group."""
+    """The error of an output is a share of the largest value among the tokens, or classes, of its group."""
     inputs = checked(drawn(tokens=300, vocab_size=400))
     answer = [inputs.exact[0].mean(), *(x.clone() for x in inputs.exact[1:])]
     answer[output] *= 1 + 2**-10
@@ -202,8 +204,9 @@ def test_the_error_of_a_group_is_a_share_of_its_largest_value(share: float, scal
     assert relative_error(x, exact, groups) == pytest.approx(share, rel=1e-4)
 
 
-# Gradients that installed rows are known not to make as exactly as is allowed. The benchmark says by how much they are
-# off, and calls the rows wrong. The default adds gradients in bfloat16, and leaves small ones out.
+# {(row, precision): gradients that the installed package is known not to make as exactly as is allowed}. The benchmark
+# says by how much they are off, and calls the rows wrong. `cut_cross_entropy`, the package's default, adds gradients in
+# bfloat16, and leaves small terms out.
 INEXACT = {
     ("cut_cross_entropy", "fp32"): OUTPUTS[1:],
     ("cut_cross_entropy", "bf16"): OUTPUTS[1:],

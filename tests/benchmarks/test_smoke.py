@@ -15,7 +15,7 @@ import pytest
 from benchmarks.bench_steps import KERNELS
 from benchmarks.sweeps import TIMED_STRATEGIES
 from lmsys.bench import record
-from tests.support.processes import ALIKE
+from tests.support.processes import ALIKE  # strategies that the fixture leaves out of the sweep, to save time
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def test_collectives_are_checked_and_timed(content: dict[str, Any]) -> None:
     for row in by_row.values():
         assert row["outcome"] == "ok" and row["rounds"] >= 10 and row["loop_s"] > 0, row["reason"]
         assert row["algorithm_bytes_per_s"] == pytest.approx(row["bytes"] / row["time_s"])
+    # A link carries 2 (n - 1) / n of the tensor in an all-reduce of n ranks, and (n - 1) / n in an all-gather; n is 2.
     assert by_row["all_reduce"]["bus_bytes_per_s"] == by_row["all_reduce"]["algorithm_bytes_per_s"]
     assert by_row["all_gather"]["bus_bytes_per_s"] == by_row["all_gather"]["algorithm_bytes_per_s"] / 2
 
@@ -101,7 +102,7 @@ def test_training_steps_of_ours_and_torchs_have_times_by_kind_of_kernel(content:
         assert len(row["losses"]) == row["rounds"] == row["steps"] == 8 and row["alone"]
         assert row["first_loss"] > row["last_loss"] > 0 and 0 < row["error_ratio"] <= 1
         assert row["held_bytes"] + row["peak_bytes"] == row["total_bytes"] > 0
-        # 12 bytes of each parameter, over two ranks.
+        # The parameter and AdamW's two moments, 12 bytes in float32, over two ranks.
         assert row["held_bytes"] == pytest.approx(6 * row["num_parameters"], rel=0.05)
         assert all(row[f"{kind}_s"] >= 0 for kind in KERNELS) and row["matmul_s"] > 0 and row["optimizer_s"] > 0
         assert 0 <= row["exposed_s"] <= row["communication_s"]

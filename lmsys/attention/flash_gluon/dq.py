@@ -30,12 +30,13 @@ Walk = namedtuple("Walk", "low end start num_tiles steps last_bh G")
 # else one for each key head. Under a pattern `ends` points to where the intervals of the Q queries of its batch entry
 # end; otherwise `ends` and Q are None.
 Order = namedtuple("Order", "semaphore n num_key_tiles ends Q")
-# The zeros of dq, as a CTA of key head kv_bh of `num_heads` writes them: `size` tiles for the key head that comes
-# `ahead` key heads later.
+# The zeros of dq, as a CTA of key head kv_bh of `num_heads` writes them, for the key head that comes `ahead` key heads
+# later. dq of a key head has `size` pieces of 4,096 floats, as `clear` writes them.
 Clearing = namedtuple("Clearing", "dq_ptr kv_bh num_heads ahead size")
 STAGES = gl.constexpr(2)  # places in the ring of tiles of queries in shared memory (`backward_steps.Ring`)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
-# Two named barriers, one for each consumer, at which it waits until it may add to dq.
+# Two named barriers, one for each consumer, at which it waits until it may add to dq. The numbers before these are of
+# `backward_steps.py`: EXCHANGE, then Q_FREE and DO_FREE for each of the STAGES places.
 DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)
 
 
@@ -61,18 +62,20 @@ def next_tile(bh, m, walk, ORDER: gl.constexpr):
 
 @gluon.jit
 def clear_ahead(clearing, order):
-    """Lets the consumers add to dq once all `size` tiles of head kv_bh are zero. Then zeroes a share of a later head.
+    """Lets the consumers add to dq once it is zero in all of head kv_bh. Then zeroes a share of a later head.
 
+    A head's semaphore counts the CTAs of an earlier head that have zeroed their share of it: `num_key_tiles` at last.
+    The first `ahead` heads are zero from the beginning (`preprocess_kernel`): they wait for 0, which is there at once.
     A CTA waits only for CTAs of lower numbers (see `ahead_of` in launch.py), so CTAs must start in that order.
     """
     is_first = clearing.kv_bh < clearing.ahead
     semaphore_wait(order.semaphore + clearing.kv_bh, gl.where(is_first, 0, order.num_key_tiles), DQ_ACQUIRED)
     later = clearing.kv_bh + clearing.ahead
     if later < clearing.num_heads:
-        share = gl.cdiv(clearing.size, order.num_key_tiles)
-        tile = later.to(gl.int64) * clearing.size
+        share = gl.cdiv(clearing.size, order.num_key_tiles)  # in pieces
+        piece = later.to(gl.int64) * clearing.size
         for i in range(order.n * share, gl.minimum((order.n + 1) * share, clearing.size)):
-            clear(clearing.dq_ptr + (tile + i) * 4096)  # floats of a tile
+            clear(clearing.dq_ptr + (piece + i) * 4096)
         thread_barrier()
         semaphore_release(order.semaphore + later)
 
@@ -97,6 +100,11 @@ def semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q:
 @gluon.jit
 def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr):
     """Releases the tile of dq that step - STAGES has written, then acquires the tile of the step after that one.
+
+    To acquire a tile is to wait until the CTAs before this one have added to it, and then to let the consumers add. To
+    release it is to let the next CTA add. The producer calls this for the steps 1 to walk.steps + STAGES - 1, from step
+    STAGES on once both consumers have freed the place of step - STAGES in the ring, behind their additions to dq. The
+    first call has nothing to release, and the last one nothing to acquire.
 
     `dq_tile` is the (bh, m) of the tile to release here. The result is the (bh, m) of the tile to release next.
     """
