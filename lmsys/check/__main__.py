@@ -24,7 +24,7 @@ from lmsys import commands, processes, registry, values
 from lmsys.check import cases, question
 from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
 
-MOST_COMPILED = 4  # how many cases --all asks of a row that compiles for each case
+MOST_COMPILED = 4  # with --all, how many right cases are enough for a row that is compiled anew for each case
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,16 +61,16 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"lmsys check: error: {error}", file=sys.stderr)
         return commands.USAGE
-    except Exception as error:  # such as of an implementation that has ended its process
+    except Exception as error:  # such as a ProcessError where an implementation has ended its process
         reason = _reason(error)
-        row = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
-        print(json.dumps(row) if given.json else f"wrong\n\n{given.target}: {reason}")
+        record = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
+        print(json.dumps(record) if given.json else f"wrong\n\n{given.target}: {reason}")
         return WRONG
     return _check_all(options, rows, given.json)
 
 
 def _check_all(options: question.Options, rows: Sequence[tuple[str, registry.Entry]], as_json: bool) -> int:
-    """Prints for each row of the tables if it is right, wrong or refused, and why. Returns RIGHT, WRONG if one is."""
+    """Prints for each row if it is right, wrong or refused, and why. Returns WRONG if one is wrong, else RIGHT."""
     verdicts = Counter[str]()
     # Warnings and logs of torch would be printed in the middle of a row's line.
     with processes.Worker({"PYTHONWARNINGS": "ignore", "TORCH_LOGS": "-all"}) as worker:
@@ -93,15 +93,21 @@ def _check_all(options: question.Options, rows: Sequence[tuple[str, registry.Ent
                     right=0, refused=(str(error),), fault="" if isinstance(error, ImportError) else _reason(error)
                 )
             verdicts[answer.verdict] += 1
-            row = {"schema": SCHEMA, "name": entry.name, "kind": kind, "verdict": answer.verdict}
-            print(json.dumps({**row, "reason": str(answer)}) if as_json else f"{answer.verdict}, {answer}", flush=True)
+            record = {
+                "schema": SCHEMA,
+                "name": entry.name,
+                "kind": kind,
+                "verdict": answer.verdict,
+                "reason": str(answer),
+            }
+            print(json.dumps(record) if as_json else f"{answer.verdict}, {answer}", flush=True)
     if not as_json:
         print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
     return WRONG if verdicts["wrong"] else RIGHT
 
 
 def _reason(error: Exception) -> str:
-    """The error in a line; of a `ProcessError` the first line of its message."""
+    """The error in a line; for a `ProcessError` the reason that it carries."""
     if isinstance(error, processes.ProcessError):
         return error.failure[1]
     return f"it raises {type(error).__name__}: {registry.message_of(error)}"

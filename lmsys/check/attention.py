@@ -1,7 +1,8 @@
 """Attention: the questions that a kernel is asked, each judged by a float64 oracle.
 
 `kinds.py` calls `questions` and `remark`; the course's grading calls `of_a_handout`. The tasks come from `cases.py`,
-extreme inputs from `extremes.py`; `failure` runs one task and asks `patterns.py` to explain a wrong result.
+extreme inputs from `extremes.py`; `failure` runs one task and asks `attention_mistakes.py` to explain a wrong
+result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from lmsys.attention.contract import AttentionCase, adapt, why_not_called, why_not_given
 from lmsys.bench.findings import interpreted_kernels
-from lmsys.check import cases, extremes, laptop, patterns, question
+from lmsys.check import attention_mistakes, cases, extremes, laptop, question
 from lmsys.measure.repeats import apart, repeated
 from lmsys.registry import Entry
 from lmsys.testing import MEMORY, Oracle, make_inputs, run
@@ -140,7 +141,7 @@ def _of_extremes(
         "extreme scores": extremes.case_of_kinds(simple),
         "extreme scores, causal": extremes.case_of_kinds(replace(simple, causal=True)),
         "many equal keys": replace(
-            simple, batch=1, heads=1, kv_heads=1, queries=extremes.FEW_QUERIES, keys=extremes.MANY_KEYS, causal=False
+            simple, batch=1, heads=1, kv_heads=1, queries=extremes.EQUAL_QUERIES, keys=extremes.EQUAL_KEYS, causal=False
         ),
         "extreme scores, whole tiles": extremes.case_of_kinds(simple, extremes.WHOLE),
     }
@@ -211,7 +212,7 @@ def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = Tru
             if named and (task.use in cases.USES.values() or task.memory not in ("", "transposed")):
                 mistake = _of_circumstances(row, task, grad, seed, name)
             elif named and not case.options:
-                mistake = patterns.explain(case, inputs, outputs, name, 2 * oracle.budget[name])
+                mistake = attention_mistakes.explain(case, inputs, outputs, name, 2 * oracle.budget[name])
             return _fault(name, outputs, oracle, case, ratio, mistake)
     return fault
 

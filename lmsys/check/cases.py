@@ -19,7 +19,7 @@ from lmsys.testing import MEMORY, Inputs, run
 
 LONG, ODD, WHOLE = 384, 237, 256  # lengths: of several tiles; no multiple of a tile; a power of two
 DTYPES = ("float32", "bfloat16", "float16")
-HEADS, LONGER = "batches and heads", "lengths of models"  # aspects
+HEADS, LONGER = "batches and heads", "lengths of models"  # aspects that several tasks share
 # By result, the input that has its shape. They are judged in this order: a wrong result makes the later ones wrong.
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 Row = Callable[..., torch.Tensor]
@@ -43,7 +43,7 @@ class Task:
     memory: str = ""
     aspect: str = "extreme scores"
     room: float = 0.0
-    use: "Use | None" = None
+    use: Use | None = None
 
     def __str__(self) -> str:
         case = self.case
@@ -96,7 +96,7 @@ def tasks(
     yield from simple  # before `passes` runs: if the process dies, the reader knows in which task
     # simple[5] has the odd length, simple[1] the causal mask.
     length, masked = ODD if passes(simple[5]) else WHOLE, passes(simple[1])
-    shorter = ODD - 100 if length == ODD else WHOLE // 2
+    shorter = ODD - 100 if length == ODD else WHOLE // 2  # odd, or a power of two, as `length` is
     usual = replace(case, queries=length, keys=length)
     causal = replace(usual, causal=masked)
     differ = "queries and keys of different number"
@@ -107,7 +107,7 @@ def tasks(
             Task("more queries than keys, causal", replace(long, keys=shorter, causal=True), aspect=differ),
             Task("more keys than queries, causal", replace(long, queries=shorter, causal=True), aspect=differ),
         ]
-        * masked,
+        * masked,  # neither if the row fails the causal mask
         Task("one query", replace(long, queries=1), aspect=differ),
         Task("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
         Task("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
@@ -119,8 +119,8 @@ def tasks(
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
     yield from rare + memory
     for dtype in DTYPES[1:]:
-        # One tile; several tiles, causal if the row can; if it can odd lengths, the odd length, causal. Then grouped
-        # heads, rare[-2], and the layouts in memory after the first, which is there twice.
+        # One tile; several tiles, causal if the row passed that; the odd length, causal, if it passed odd lengths. Then
+        # grouped heads, rare[-2], and the layouts in memory after the first, which is memory[0] and memory[1].
         plain = [simple[0], simple[3 if masked else 2]] + simple[6:] * (length == ODD)
         for task in plain + [rare[-2]] + memory[2:]:
             # A kernel that refuses grouped heads says nothing about dtypes, so the task with them keeps its aspect.
@@ -158,12 +158,12 @@ def tasks_of_options(case: AttentionCase) -> Iterator[Task]:
 def pattern_of(case: AttentionCase, seed: int) -> Pattern:
     """The pattern of a case, with tensors drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
-    scores = case.batch, case.heads, case.queries, case.keys
+    shape = case.batch, case.heads, case.queries, case.keys  # of the scores
     drawn: dict[str, Any] = {
         "documents": Documents([case.keys // 3, case.keys - case.keys // 3], case.device),
-        "key_lengths": torch.randint(1, case.keys + 1, scores[:1], generator=draw, dtype=torch.int32),
-        "mask": torch.rand(scores, generator=draw) < 0.5,
-        "bias": torch.randn(scores, generator=draw),
+        "key_lengths": torch.randint(1, case.keys + 1, (case.batch,), generator=draw, dtype=torch.int32),
+        "mask": torch.rand(shape, generator=draw) < 0.5,
+        "bias": torch.randn(shape, generator=draw),
         "alibi": torch.rand(1, case.heads, generator=draw),
         "sinks": torch.randn(1, case.heads, generator=draw),
     }
@@ -205,7 +205,7 @@ def answer(
 
 
 def _forward(call: Row, inputs: Inputs, grad: bool) -> torch.Tensor:
-    """o of a call."""
+    """o, the result of a call."""
     with torch.set_grad_enabled(grad):
         return call(*inputs.leaves(grad))
 
@@ -254,7 +254,7 @@ def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, torch.Tensor
     """
     alone, both = _once(call, inputs, grad), [inputs, inputs.others()]
     with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(lambda of: _once(call, of, grad), both * 4))[::2]
+        results = list(threads.map(lambda x: _once(call, x, grad), both * 4))[::2]  # those on `inputs`
     return next((outputs for outputs in results if not torch.equal(outputs["o"], alone["o"])), results[0])
 
 

@@ -21,7 +21,8 @@ HEADS = 2  # key heads of a batch entry, each with one kind of extreme inputs
 # Queries and keys: no multiple of a tile. On a CPU fewer, since interpreters are slow and their tiles small.
 LENGTH = {"cuda": 161, "cpu": 97}
 WHOLE = 256  # a length that is a multiple of most tiles
-FEW_QUERIES, MANY_KEYS = 32, 4133  # many keys, since a sum of ones stops growing at 2,048 in float16, 256 in bfloat16
+# The case of equal keys. There are many, since a sum of ones stops growing at 2,048 in float16, at 256 in bfloat16.
+EQUAL_QUERIES, EQUAL_KEYS = 32, 4133
 # exp(x) overflows float32 above LARGEST, is denormal below SMALLEST, and 0 below DENORMAL.
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)
@@ -113,7 +114,8 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
     # The number that is subtracted, if a fixed number takes the maximum's place: a sum of WHOLE exponentials overflows
     # at `most`.
     fixed = most - (LARGEST - math.log(WHOLE))
-    # The score at which a running maximum starts. A GPU may flush denormals to zero or not: the middle is taken.
+    # The score at which a running maximum starts. A GPU may flush denormals to zero or not: the middle is taken, and a
+    # start that is nearer to 0 than the denormals are wide counts as 0.
     start = least - (SMALLEST + DENORMAL) / 2
     about = f"{start:.4g}" if abs(start) > SMALLEST - DENORMAL else "0"
     has_least, has_most = math.isfinite(least), math.isfinite(most)
@@ -147,7 +149,8 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
     They are -inf and inf where the range has no end. `leaks`: below `least` results have values of keys that a query
     must not see. ValueError if the row is wrong at ordinary scores.
     """
-    # Near 0 in steps of RESOLUTION, from 256 on by powers of two, on both sides of 0.
+    # Near 0 in steps of RESOLUTION, from 256 on by powers of two, on both sides of 0. In float16 up to 2**12: q kᵀ,
+    # score / scale = 2**12 · √D, then stays below 65,504, float16's largest, up to D = 128.
     far = 2.0 ** torch.arange(8, 13 if case.dtype == "float16" else 20)
     near = torch.arange(0.0, 256.0, RESOLUTION)
     scores = torch.cat([-far.flip(0), -near.flip(0)[:-1], near, far])
@@ -184,7 +187,7 @@ def _lost_and_leaks(
     with torch.set_grad_enabled(grad):
         o = row(q, k, v, causal=case.causal, scale=case.scale)
     off = o.detach().double().cpu()[0, 0] - expected[:, None]
-    lost = ~(off.abs() < 0.2).all(dim=-1)  # values lie between 0 and 1; NaN counts as lost
+    lost = ~(off.abs() < 0.2).all(dim=-1)  # values lie between 0 and 1, and roundings far below 0.2; NaN is lost
     if grad:
         lost = lost | ~torch.autograd.grad(o, q, torch.ones_like(o))[0].cpu()[0, 0].isfinite().all(dim=-1)
     return lost, (off > 0.2).all(dim=-1)

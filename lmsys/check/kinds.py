@@ -46,7 +46,7 @@ class Kind:
 KINDS = {
     "attention": Kind(attention.ATTENTION, "lmsys.check.attention:questions"),
     "strategy": Kind(parallel.STRATEGIES, "lmsys.check.strategy:questions"),
-} | {  # kinds that have no table elsewhere: our own implementation is the only row
+} | {  # kinds that have no table elsewhere: our own implementation, if there is one, is the only row
     name: Kind(registry.Table(name, [registry.Entry(*ours) for ours in rows.items()]), f"lmsys.check.{asks}")
     for name, asks, rows in (
         (
@@ -126,7 +126,7 @@ SCHEMA = 1  # the version of the JSON lines: docs/check.md
 def check_target(target: str, kind: str | None, options: question.Options, as_json: bool = False) -> int:
     """`check` of a name in a table or of path.py:attribute. ValueError as in `find`.
 
-    It changes torch and Triton in this process (`laptop.install`), which should be one of its own.
+    It changes torch and Triton in this process (`laptop.install`), so the process should serve this check alone.
     """
     laptop.install()
     with closing(outputs.Outputs()) as mended:
@@ -233,12 +233,12 @@ def verdict_on(
     say: Callable[..., None] = lambda text, /, **fields: None,
     held: question.Holds | None = None,
 ) -> Answer:
-    """Asks a row the questions of its kind, and returns the findings. It ends at the first wrong answer.
+    """Asks a row the questions of its kind, up to the first wrong answer unless `held` is given. Returns the findings.
 
     may_raise  an exception counts as a refusal of the case, not as a fault
     most       how many right cases are enough; None: all are asked
     say        called for each case, as `say` in `check`
-    held       counts the answers; if it is given, every question is asked, also after a wrong answer
+    held       counts the answers; with it every question is asked, also after a wrong answer
     """
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
     right, asked, refused, wrong = 0, 0, dict[str, list[str]](), ""
@@ -251,7 +251,7 @@ def verdict_on(
             break
         asked += 1
         say(f"  {case.about}: ")  # before it is judged: if the process dies, the reader knows in which case
-        # Only attention is asked after a wrong answer. A mistake is searched for behind its first wrong answer alone.
+        # Only attention is asked after a wrong answer, and only its first wrong answer is searched for a mistake.
         fault = case.judge(named=False) if wrong else case.judge()
         if held is not None:
             held.add(case.aspect, fault)
@@ -282,11 +282,11 @@ def verdict_on(
             if held is None:
                 break
     return Answer(
-        right,
-        tuple(
+        right=right,
+        refused=tuple(
             f"refused in {cases[0]}{f' and {len(cases) - 1} more' * (len(cases) > 1)}: {reason}" if cases else reason
             for reason, cases in refused.items()
         ),
-        wrong,
-        asked,
+        fault=wrong,
+        asked=asked,
     )

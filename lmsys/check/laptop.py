@@ -22,8 +22,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 GPU = torch.device("cuda", 0)  # the device that tensors say they are on; it does not exist
+# Why `attention.questions` does not ask an interpreted row some cases.
 NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloat16 wrongly", "runs no two threads"))
-# Notes by which `attention.questions` ends: the first if kernels were interpreted, the second if a row ran in `Laptop`.
+# Notes that end `attention.questions`: the first if kernels were interpreted, the second if a row ran in `Laptop`.
 INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
 PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
 running: list[Any] = []  # the row that `fitting` runs in `Laptop`, if any: then backwards run in `Laptop` as well
@@ -70,7 +71,8 @@ def install() -> None:
     """Patches this process, if it has no GPU, so that torch and Triton do not refuse to run. NVTX does nothing.
 
     A second call changes nothing.
-    On any machine, packages of the course CS336 that are not installed, but lie on the path, get a version.
+    On any machine, packages of the course CS336 that are not installed, but lie on the path, get a version: they ask
+    for their own when they are imported.
     """
     importlib.metadata.version = version
     if torch.cuda.is_available() or BackwardCFunction.apply is _backward:
@@ -121,7 +123,7 @@ def _install_in_triton() -> None:
             get_active_torch_device=lambda: GPU,
             get_device_interface=lambda: torch.cuda,
             utils=SimpleNamespace(
-                get_device_properties=lambda *_: {"multiprocessor_count": 1, "max_shared_mem": 101376}  # in bytes
+                get_device_properties=lambda *_: {"multiprocessor_count": 1, "max_shared_mem": 101376}  # 99 KiB
             ),
         )
     )
@@ -165,7 +167,10 @@ def _mend_interpreter() -> None:
     patch = interpreter._patch_lang  # the interpreter calls it for each kernel that it runs
 
     def by_name(function: Any) -> Any:
-        """Makes names that a file imported from Triton look up the function that the interpreter has put there."""
+        """Makes names that a file imported from triton.language call what the interpreter has put there in their place.
+
+        `_patch_lang` refuses a file that has no name for the module triton.language, so the file gets one.
+        """
         function.__globals__.update(
             {name: partial(_of_language, x.__name__) for name, x in function.__globals__.items() if is_builtin(x)},
             triton_language=language,

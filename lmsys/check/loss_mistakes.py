@@ -1,8 +1,8 @@
 """The formula of the cross-entropy loss, `right`, and the mistakes that people make in it, for `loss.py`.
 
 `loss.py` gives `right`, `plain` and `mistakes` to `formulas.judge`. It tries the mistakes in their order and reports
-the first that gives the wrong result: put plainer ones first. To add a mistake, add its words and a function to the
-table for the place of the mistake:
+the first that gives the wrong result: put plainer ones first. To add a mistake, add an exhibit to `tests/museum/`, and
+its words and a function to the table for the place of the mistake:
 
     MAXIMUM          what is subtracted before the exponential
     IGNORED          ignored tokens
@@ -72,7 +72,7 @@ def plain(inputs: Inputs, settings: Settings) -> Tensor:
     """
     if options_of(settings) or next(iter(inputs.values())).dtype != torch.float32:
         return right(inputs, settings)
-    targets = settings["targets"].where(counts(settings), 0)
+    targets = settings["targets"].where(counted_tokens(settings), 0)
     return mean(testing.log_sum_exp_loss(logits_of(inputs), targets), settings)
 
 
@@ -81,19 +81,19 @@ def options_of(settings: Settings) -> list[str]:
     return [name for name in OPTIONS if name in settings]
 
 
-def counts(settings: Settings) -> Tensor:
+def counted_tokens(settings: Settings) -> Tensor:
     """(N,): True for tokens that are not ignored."""
     return settings["targets"] != settings["ignore_index"]
 
 
 def mean(each: Tensor, settings: Settings) -> Tensor:
     """The mean over the tokens that are not ignored."""
-    return each.where(counts(settings), 0).sum() / counts(settings).sum()
+    return each.where(counted_tokens(settings), 0).sum() / counted_tokens(settings).sum()
 
 
 def at_target(x: Tensor, settings: Settings) -> Tensor:
     """(N,): the values of x (N, V) at the targets. For ignored tokens the values mean nothing."""
-    return x.gather(1, settings["targets"].where(counts(settings), 0)[:, None])[:, 0]
+    return x.gather(1, settings["targets"].where(counted_tokens(settings), 0)[:, None])[:, 0]
 
 
 def of_sum(
@@ -102,7 +102,7 @@ def of_sum(
     lse: Callable[[Tensor], Tensor] = lambda logits: logits.logsumexp(dim=-1),
     times: int = 1,
 ) -> Tensor:
-    """The loss with `lse` in place of the logarithm of the sum of exponentials, to which each class adds `times`."""
+    """The loss with `lse` in place of the logarithm of the sum of exponentials, in which each class counts `times`."""
     logits = logits_of(inputs)
     return mean(lse(logits) + math.log(times) - at_target(logits, settings), settings)
 
@@ -126,7 +126,7 @@ def mistakes(problem: Problem) -> Mistakes:
             if name != "reduction"
         }
         return forwards(without | (BY_COUNT if "token_weights" in options else {})) | backwards(right, FIRST_FOR_ALL)
-    counted = counts(problem.settings)
+    counted = counted_tokens(problem.settings)
     tokens, vocabulary = logits_of(problem.inputs).shape
     smoothed = {
         **{
@@ -166,7 +166,7 @@ def mistakes(problem: Problem) -> Mistakes:
 
 BY_COUNT: dict[str, Formula] = {  # mistakes where tokens have weights
     "the weighted sum is divided by the number of tokens, not by the sum of weights": (
-        lambda x, s: right(x, {**s, "reduction": "sum"}) / counts(s).sum()
+        lambda x, s: right(x, {**s, "reduction": "sum"}) / counted_tokens(s).sum()
     )
 }
 FIRST_FOR_ALL: dict[str, Gradients] = {  # mistakes in the backward of a loss with options
@@ -211,7 +211,7 @@ IGNORED: dict[str, Formula] = {  # mistakes in ignored tokens
         _as_they_are
     ),
     "the losses of ignored tokens are added to the sum, which is divided by the number of other tokens": (
-        lambda x, s: _as_they_are(x, s) * len(counts(s)) / counts(s).sum()
+        lambda x, s: _as_they_are(x, s) * len(counted_tokens(s)) / counted_tokens(s).sum()
     ),
 }
 
@@ -252,7 +252,7 @@ def _of_chunks(tokens: int) -> dict[str, Formula]:
 
 def _mean_of_means(inputs: Inputs, settings: Settings, size: int) -> Tensor:
     """The mean over chunks of `size` tokens of each chunk's mean loss."""
-    chunks, counted = (x.split(size) for x in (losses(inputs, settings), counts(settings)))
+    chunks, counted = (x.split(size) for x in (losses(inputs, settings), counted_tokens(settings)))
     return torch.stack([x.sum() / some.sum().clamp(min=1) for x, some in zip(chunks, counted, strict=True)]).mean()
 
 
@@ -304,7 +304,7 @@ def _through_the_head(
     of_logits  (p, targets as one-hot rows), (N, V) each -> gradients of the logits (N, V)
     tokens     (N,), boolean: the tokens that add to the gradients
     """
-    inputs, counted, logits = problem.inputs, counts(problem.settings), logits_of(problem.inputs)
+    inputs, counted, logits = problem.inputs, counted_tokens(problem.settings), logits_of(problem.inputs)
     one_hot = F.one_hot(problem.settings["targets"].where(counted, 0), logits.shape[-1])
     one_hot = one_hot.to(logits).where(counted[:, None], 0)
     d_logits = of_logits(logits.softmax(dim=-1), one_hot).where(tokens[:, None], 0)

@@ -3,7 +3,8 @@
 `kinds.py` calls `questions`. A norm is a function, `f(x, weight, eps)` for RMSNorm, and with a bias,
 `f(x, weight, bias, eps)`, for LayerNorm. Or it is a module's class, built with the width and eps, whose first parameter
 is the weight. Results have the dtype of x. A case's shape is that of x. ROLES and BUILT list the names that parameters
-may have; new mistakes go to `rms_norm_mistakes`, `layer_norm_mistakes` and the tables that they use.
+may have; new mistakes go to `rms_norm_mistakes`, `layer_norm_mistakes` and the tables that they use, with an exhibit
+in `tests/museum/`.
 """
 
 from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Call
     module = signature.built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
 
     def call(x: Tensor, **parameters: Tensor) -> Any:
-        # In the order of the module, whatever the names are: its weight, and its bias if it has one.
+        # They are given in the module's order, whatever its names are: its weight, and its bias if it has one.
         given = zip(dict(module.named_parameters()), parameters.values(), strict=False)
         return torch.func.functional_call(module, dict(given), (x,))
 
@@ -94,7 +95,7 @@ def _problem(case: formulas.Case, options: question.Options, with_bias: bool) ->
 
     Rows 1 to 4 are multiplied by 2**-5, 2**-10, 2**-15 and 2**-20. Their mean squares, about 1e-3 to 1e-12, are of the
     sizes of USUAL_EPS, so that each eps gives other results. The rows' grad_output is multiplied by the same factors:
-    otherwise their dx, up to 1 / sqrt(EPS) times as large as it, would raise the error allowed for all rows.
+    otherwise their dx, up to 1 / sqrt(EPS) times the grad_output, would raise the error allowed for all rows.
     """
     size, width = case.more.get("size", 1.0), case.shape[-1]
     rows = torch.ones(*case.shape[:-1], 1)

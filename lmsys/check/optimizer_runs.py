@@ -121,6 +121,7 @@ class Case:
     missing   by step: the parameters without a gradient
     reloads   the steps before which the state is saved and loaded
     sizes     by step: the size of its gradients, a name in `lmsys.extremes.model.SIZES`; others are near-normal
+    dtype     of parameters and gradients
     masters   the optimizer must keep float32 master weights
     in_place  a step may change gradients
     """
@@ -269,7 +270,7 @@ def trace_of(
         if step in run.reloads:
             state = copy.deepcopy(optimizer.state_dict())
             parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-            # It is constructed with DEFAULTS, so that settings which load_state_dict does not restore show.
+            # The new one is constructed with DEFAULTS, so that settings which load_state_dict does not restore show.
             optimizer = _optimizer_of(make, claim, run, parameters, [DEFAULTS] * len(run.groups))
             optimizer.load_state_dict(state)
         if step > 0 and run.settings[step] != run.settings[step - 1]:

@@ -60,6 +60,7 @@ class Recorder:
     names     of parameters, by their number of elements, for messages
     unwaited  running collectives that were not waited for yet: their handles, and in words what they are
     raced     collectives whose tensors were written to while they were running, in words
+    _numbers  by the name of a process group: the numbers of this rank's next notes
     """
 
     trial: int
@@ -98,7 +99,7 @@ class Recorder:
             if (
                 written is None
                 or group.name() != "gloo"
-                or not _caller_is_a_users()
+                or not _begun_by_strategy()
                 or not tensors
                 or not all(x.is_contiguous() for x in _tensors(args))
             ):
@@ -211,7 +212,7 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
-def _caller_is_a_users() -> bool:
+def _begun_by_strategy() -> bool:
     """True if a strategy's own code began the collective; False for torch's code, such as DistributedDataParallel.
 
     The functions of torch.distributed in between are passed over.

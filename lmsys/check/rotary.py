@@ -4,7 +4,8 @@
 `f(x, cos, sin)` with tables (S, D / 2). Or it is a module's class, built with a theta, a head dimension and a longest
 sequence, and called as (x, positions). x is (B, H, S, D), positions are (S,). The pairs of columns that are rotated may
 be neighbours (2i, 2i + 1) or lie in two halves (i, i + D / 2), but must be the same in all cases. A case's shape is
-that of x. ROLES and BUILT list the names that parameters may have; new mistakes go to `mistakes` and its tables.
+that of x. ROLES and BUILT list the names that parameters may have; new mistakes go to `mistakes` and its tables, with
+an exhibit in `tests/museum/`.
 
 Legend: B batch, H heads, S sequence length, D head dimension.
 """
@@ -44,8 +45,9 @@ CASES = (
         formulas.Case("late positions", ODD, more=LATE),
     )
     + formulas.cases_in(formulas.NARROW, ["a few tokens"], SMALL)
-    + formulas.cases_in(formulas.NARROW, ["late positions"], ODD, LATE)
-    + formulas.cases_in(formulas.DTYPES[:2], ROWS, ODD, {"first position": 3}, extreme=True)  # float32 and bfloat16
+    + formulas.cases_in(formulas.NARROW, ["late positions"], ODD, more=LATE)
+    # In float32 and bfloat16.
+    + formulas.cases_in(formulas.DTYPES[:2], ROWS, ODD, more={"first position": 3}, extreme=True)
 )
 
 
@@ -53,6 +55,7 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
     """A question for each case. The first case also shows which pairs the implementation rotates."""
     implementation = entry.load()
     call = None if signature.is_module(implementation) else signature.called(implementation, ROLES)
+    # A function that takes neither a theta nor tables is not asked about another theta.
     lacking = [] if call is None or call.has("theta") or call.has("cos") else ["theta"]
     return formulas.questions_of(CASES, partial(_fault_of, implementation, options), options, lacking)
 
@@ -174,12 +177,12 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
     plainest: dict[str, formulas.Formula] = {
         "x is turned the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
         "sine and cosine are exchanged": by(lambda x, s: torch.pi / 2 - angles_of(x, s)),
-        "x is returned unchanged": lambda inputs, _: inputs["x"] * 1,
+        "x is returned unchanged": lambda inputs, _: inputs["x"] * 1,  # * 1: a result of its own, for autograd
         "pairs are mixed up: cos and sin are ordered for pairs (2i, 2i + 1), but x is turned in pairs (i, i + D / 2)": (
-            _mixed(HALVES, NEIGHBOURS)
+            _mixed(pairs=HALVES, columns=NEIGHBOURS)
         ),
         "pairs are mixed up: cos and sin are ordered for pairs (i, i + D / 2), but x is turned in pairs (2i, 2i + 1)": (
-            _mixed(NEIGHBOURS, HALVES)
+            _mixed(pairs=NEIGHBOURS, columns=HALVES)
         ),
         "only the first half of the head dimension is turned": _half_turned,
     }

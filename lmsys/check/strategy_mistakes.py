@@ -26,8 +26,8 @@ NOT_SHARED = "no broadcast or all-gather brings the updated weights to all ranks
 EARLY = "are synchronized too early, before both uses of the weight have added their parts"
 TWICE = "are synchronized twice, once after each use of the weight"
 # Each mistake is (the condition under which it can be made, what happens to gradients, the gradient that ranks step
-# by: (1, ...) for all ranks, or (world_size, ...)). "are ..." follows {gradients}. If two mistakes give equal results,
-# the first is named.
+# by: (1, ...) for all ranks, or (world_size, ...)). `StepGradients.holds` knows the conditions; "" always holds. "are
+# ..." follows {gradients}. If two mistakes give equal results, the first is named.
 MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] = (
     ("", "are never synchronized: each rank steps by its own gradients", lambda s: s.local),
     (
@@ -156,8 +156,7 @@ CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule 
 def optimizer_rules(steps: Sequence[Before]) -> Iterable[Rule]:
     """A rule for each known mistake of a sharded optimizer, as in `rules`.
 
-    steps  the right training before each step, up to the first wrong one; the weights are those after that step
-    {names} in the words stands for parameters.
+    steps  the right training before each step, up to the first wrong one; a rule's weights are those after that step
     """
     last, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
     means, world_size, options_given = last.means, trial.world_size, OPTIMIZERS[trial.optimizer]

@@ -2,7 +2,8 @@
 
 `kinds.py` calls `questions`. The implementation is `f(gate, up)`, silu(gate) · up. Or it is the whole feed-forward
 `f(x, w1, w2, w3)`, W2 (silu(W1 x) · W3 x), with weights as `nn.Linear` has them. A case's shape is that of gate and up,
-(N, F). ROLES lists the names that parameters may have; new mistakes go to ACTIVATIONS, OVERFLOWS or BACKWARDS.
+(N, F). ROLES lists the names that parameters may have; new mistakes go to ACTIVATIONS, OVERFLOWS or BACKWARDS, with an
+exhibit in `tests/museum/`.
 
 Legend: N rows, M d_model, F d_ff.
 """
@@ -64,13 +65,15 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
             "w2": formulas.drawn(options, "w2", WIDTH, columns) * columns**-0.5,
             "w3": formulas.drawn(options, "w3", columns, WIDTH) * WIDTH**-0.5,
         }
-        gates, columns = inputs["w1"][:, :1].mT, WIDTH
+        gates, columns = inputs["w1"][:, :1].mT, WIDTH  # columns: of the result, from here on
         if case.extreme:
             inputs["x"][:, 0] = 1.0
             inputs["w1"].zero_()
     if case.extreme:
         GATES[case.about](gates)
-    return formulas.Problem.of(case, options, inputs, {}, formulas.drawn(options, "upstream", rows, columns))
+    return formulas.Problem.of(
+        case, options, inputs, settings={}, grad_output=formulas.drawn(options, "upstream", rows, columns)
+    )
 
 
 def of_halves(

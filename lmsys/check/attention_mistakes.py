@@ -2,8 +2,8 @@
 
 `check/attention.py` calls `explain`. Each mistake is the formula of attention with that mistake in it, in float64. The
 first whose result equals the kernel's, within the error that a right kernel may have, is named. If there is none, the
-places that are wrong are described. To add a mistake, add an entry to `mistakes`, `of_backwards`, OF_ONLINE or
-`_roundings`; the plainest come first.
+places that are wrong are described. To add a mistake, add an entry to `mistakes` (`_scales`, `_masks`), `of_backwards`,
+`_elsewhere`, OF_ONLINE or `_roundings`, the plainest first, and an exhibit to `tests/museum/`.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
 """
@@ -74,11 +74,11 @@ def online(
     detached  the one value that a backward treats as constant: "factor", by which sums are rescaled, or "maximum", in P
     divided   False: o is not divided by the sum at the end
     rounded   names what is rounded: "scores" (q kᵀ), "P" (as it is multiplied by v), "sum" (P as it is summed)
-    near      the function by which this is rounded
+    near      the function that rounds it
     """
     scores, v = right.scores(q, k), repeat_heads(v, q.shape[1])
     scores = near(scores / right.scale) * right.scale if "scores" in rounded else scores
-    top = torch.full_like(scores[..., :1], -1e300)  # the maximum over the tiles so far
+    top = torch.full_like(scores[..., :1], -1e300)  # the maximum so far; finite, as -inf - -inf is NaN
     o = total = torch.zeros_like(top)
     for part, values in zip(scores.split(tile, dim=-1), v.split(tile, dim=-2), strict=True):
         new_top = torch.maximum(top, part.amax(dim=-1, keepdim=True))
@@ -113,7 +113,7 @@ def right(case: AttentionCase) -> Formula:
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
     """The formula with each mistake of a forward, by the mistake in words, the plainest first."""
-    # Numbers of keys after which a kernel may stop, such as whole tiles.
+    # Numbers of keys after which a kernel may stop: that of the queries, whole tiles, or one too few.
     ends = {case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}
     changes: dict[str, dict[str, Any]] = {
         **{words: {"scale": scale} for words, scale in _scales(case).items()},
@@ -380,7 +380,7 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
 
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """x rounded to `dtype`, as float64. dtype None: rounded to ten bits of mantissa, which TF32 and float16 have."""
-    bits = (x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF  # drops 13 of the mantissa's 23 bits
+    bits = (x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF  # rounds away 13 of 23 bits of mantissa
     return (bits.view(torch.float32) if dtype is None else x.to(dtype)).double()
 
 
