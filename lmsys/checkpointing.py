@@ -19,7 +19,7 @@ from lmsys import values
 
 LEVELS = ("none", "matmuls", "attention", "whole")  # from the least to the most that is recomputed
 FIT = "fit"  # the setting that `lmsys.cost.memory.fit` replaces by levels
-RUN = re.compile(rf"({'|'.join(LEVELS)})\*([1-9][0-9]{{0,8}})")  # a level and a number of blocks
+RUN = re.compile(rf"({'|'.join(LEVELS)})\*([1-9][0-9]{{0,8}})")  # a level and a number of blocks, up to nine digits
 
 
 class Group(NamedTuple):

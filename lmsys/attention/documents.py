@@ -1,7 +1,7 @@
 """`Documents`: documents packed one after another into a sequence, as an option of `attention`.
 
-A user makes them once for many calls. So they also keep tensors that rows derive from them, such as masks: see `keep`
-and `kept_on_documents`. `Pattern` reads `starts`, `ends` and `places`; rows of FlashAttention read `cu_seqlens`.
+A user makes one `Documents` for many calls. So it also keeps tensors that rows derive from it, such as masks: see
+`keep` and `kept_on_documents`. `Pattern` reads `starts`, `ends` and `places`; rows of FlashAttention read `cu_seqlens`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -213,12 +213,12 @@ def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
 def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator of `make(documents, *key)` that keeps its results, at most `most`. The last of `key` is a device.
 
-    Results are kept on the documents and freed with them, so a result must not refer to its documents. Results for
-    documents None are kept by the decorated function itself.
+    Results are kept on the documents and freed with them, so a result must not refer to its documents. Where
+    `documents` is None, the decorated function itself keeps the results.
     """
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
-        without: dict[Hashable, Any] = {}
+        without: dict[Hashable, Any] = {}  # results where `documents` is None
 
         @wraps(make)
         def kept_or_made(documents: Documents | None, *key: Any) -> Any:

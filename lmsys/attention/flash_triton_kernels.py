@@ -34,7 +34,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
-HEADS_AT_ONCE = tl.constexpr(8)  # heads whose tiles are computed side by side: see `_owned_tile`
+HEADS_AT_ONCE = tl.constexpr(8)  # heads whose tiles are computed side by side, to share the L2 cache (`_owned_tile`)
 TOGETHER = tl.constexpr(32)  # tiles that share a flag in `spoilt_ptr`
 TENSORS = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse2", "delta"]  # arguments named `q_desc` and so on
 # Arguments on whose values Triton must not specialise: one binary serves all lengths and addresses.

@@ -24,8 +24,8 @@ from lmsys.attention import compiled, contract
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 
-# The options, by their names in `AttentionCase.options`, that flex and all rows of SDPA take. None of their values is a
-# tensor that a caller may change, so a mask of these options alone can be kept between calls.
+# The options, by their names in `AttentionCase`, that flex and all rows of SDPA take. None of their values is a tensor
+# that a caller may change, so a mask of these options alone is made once and kept between calls.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
 
 
@@ -83,7 +83,7 @@ def _masks_of(
     documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
 ) -> Any:
     """`Pattern.seen_and_blind` of these options. shape: (queries, keys, device)."""
-    return Pattern(causal, window, offset, documents, prefix=prefix).seen_and_blind(*shape)
+    return Pattern(causal, window=window, offset=offset, documents=documents, prefix=prefix).seen_and_blind(*shape)
 
 
 def _sdpa(
@@ -277,7 +277,7 @@ def _make_block_mask(
     device: Any,
 ) -> BlockMask:
     """FlexAttention's mask of these options of a pattern; `left` to `offset` as `_numbers` gives them."""
-    # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
+    # It is not compiled, so it holds a (Q, K) matrix of flags meanwhile: 4 GiB at 65,536 queries and keys.
     batch = None if documents is None or documents.batch == 1 else documents.batch
     return create_block_mask(
         _mask_mod(left, right, prefix, offset, documents), batch, None, queries, keys, device=device

@@ -48,9 +48,9 @@ BY_TMA = {
     ),
 }
 # Candidates for kernels that move tiles by addresses, without TMA, in the same form. The first of each fits 99 KiB and
-# spills no register in its loop on any such card. Up to head dimension 128 the warps divide the rows that a program
-# owns: with 32 rows for each warp, the warps read half as much from shared memory. Those tiles were timed as code for
-# sm_80 on an H100.
+# spills no register in its loop on any card that needs them. Up to head dimension 128 the warps divide the rows that a
+# program owns: with 32 rows for each warp, the warps read half as much from shared memory. Those tiles were timed as
+# code for sm_80 on an H100.
 BY_ADDRESSES = {
     ("fwd", 64): (Tile(128, 64, 4, 3), Tile(64, 64, 2, 3), Tile(64, 64, 2, 2)),
     ("dq", 64): (Tile(128, 32, 4, 3), Tile(64, 32, 2, 3), Tile(128, 64, 4, 2)),
@@ -151,7 +151,7 @@ def _fits(tile: Tile, launch: Callable[[Tile], None]) -> bool:
 
 
 def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
-    """Milliseconds of a launch; the median of several if they are short."""
+    """Milliseconds of a launch; the median of several if they are short. `warmup` and `rep` are milliseconds, too."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     launch(tile)

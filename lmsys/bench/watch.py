@@ -83,7 +83,7 @@ class Beat(ctypes.Structure):
 class Heartbeat:
     """Writes the beats of this process into a shared file.
 
-    file  its number; -1: there is none, and beats go into memory that no other process reads
+    file  the descriptor of that file; -1: there is none, and beats go into memory that no other process reads
     """
 
     def __init__(self, file: int = -1):
@@ -116,13 +116,13 @@ class GpuRow:
     def __init__(self, beat: Beat):
         self._beat = beat
         self._host = torch.full((1,), NOBODY, dtype=torch.int64, pin_memory=True)
-        self._rows: Any = torch.arange(1024, device="cuda")  # a group has fewer rows
+        self._numbers: Any = torch.arange(1024, device="cuda")  # what `enqueue` copies; a group has fewer rows
         self._seen = self._host.numpy()
         threading.Thread(target=self._copy, daemon=True).start()
 
     def enqueue(self, row: int) -> None:
         """Announces this row's next launches in the current stream: the GPU writes the row once it comes to them."""
-        self._host.copy_(self._rows[row : row + 1], non_blocking=True)
+        self._host.copy_(self._numbers[row : row + 1], non_blocking=True)
 
     def _copy(self) -> None:
         while True:
@@ -175,19 +175,19 @@ class Watch:
 
         self.beat(candidate)
         result, failure = attempt(done)
-        failure = _with(failure, self.state.mend())
+        failure = _joined(failure, self.state.mend())
         self.heartbeat.rest()
         return None if failure else result, failure
 
     def settle(self) -> None:
-        """Puts back what the row that ran last has changed, and notes it for `failure`; nothing if that is done."""
+        """Puts back what the row that ran last has changed, and notes it for `failure`, unless that is done already."""
         if self._last is not None and (changes := self.state.mend()):
             self._changes.setdefault(self._last, changes)
         self._last = None
 
     def failure(self, candidate: Candidate, failure: Failure | None) -> Failure | None:
         """The row's failure in its timed calls, joined with what it has changed there; None for neither."""
-        return _with(failure, self._changes.pop(self.rows[id(candidate)], None))
+        return _joined(failure, self._changes.pop(self.rows[id(candidate)], None))
 
     def over(self, step: Step, candidate: Candidate, own_redraw: Callable[[int], None], own_keep: Any) -> Step:
         """The step with each timed call announced by a beat, and refused if it changes the process.
@@ -196,9 +196,9 @@ class Watch:
 
         A timed call has this order (`lmsys.measure.compare`), with what is added here:
 
-        1. before, by a loop clock alone: announced by a beat, since it may be the row's own code.
+        1. before, which only a loop clock calls: it may be the row's own code, so a beat announces it.
         2. redraw: puts back what the last row changed, then draws the inputs, then announces this row.
-        3. prepare and run, the row's call: nothing, as it is timed.
+        3. prepare and run, the row's call: nothing is added, since it is timed.
         4. keep: puts back what the row changed. If there was something, the call fails; else the result is kept.
 
         `like`, the reference of `prepare`, is the row's own code and is announced by a beat, too.
@@ -222,7 +222,7 @@ class Watch:
                 raise BenchFault(failure[1])
             if self._on_gpu:
                 self.heartbeat.gpu.enqueue(row)
-            at_work(nothing)
+            at_work(nothing)  # announces the row; its call comes next
 
         def keep(result: Any, key: int | None) -> Any:
             self._last = None  # first, so that a later change is not blamed on this row if this raises
@@ -239,7 +239,7 @@ class Watch:
         )
 
 
-def _with(failure: Failure | None, changes: str | None) -> Failure | None:
+def _joined(failure: Failure | None, changes: str | None) -> Failure | None:
     """The failure, with what the row changed behind its reason; "error" if the change is the only failure."""
     if not changes:
         return failure

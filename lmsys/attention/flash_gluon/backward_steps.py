@@ -40,7 +40,8 @@ DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
 NEVER = gl.constexpr(2**31 - 1)  # the first query that sees a key past the end: none
 Ring = namedtuple("Ring", "qs lses q_full dos deltas do_full")  # STAGES tiles of queries, with barriers for "loaded"
 # The tiles of queries that need a mask: tiles m < `until`, and under a pattern also m >= `beginning`. `spans`, (4, 64)
-# in shared memory, holds the intervals of the keys (`_keep_intervals`) under a pattern, else it is None.
+# in shared memory, holds the keys' intervals under a pattern, two rows of `first` and two of `length`, one for each
+# consumer (`_keep_intervals`); else it is None.
 Masked = namedtuple("Masked", "until beginning spans")
 
 
@@ -128,7 +129,7 @@ def _step(
     if LATE_DV:
         dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
     fence_async_shared()
-    named_barrier("sync", EXCHANGE, 256)
+    named_barrier("sync", EXCHANGE, 256)  # the threads of both consumers
     dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
     if D == 128:  # each consumer computes half of the columns of dq; at head_dim 64, half of the rows
         dq_token = warpgroup_mma(ds_rows, all_k.slice(WG * 64, 64, dim=1), dq_zeros, use_acc=False, is_async=True)
@@ -145,8 +146,8 @@ def _step(
         await_acquired(DQ_ACQUIRED + WG)
     dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
     _release(step, DO_FREE)
-    tile = dq_ptr + place.to(gl.int64) * 4096
-    if STORES == "some":
+    tile = dq_ptr + place.to(gl.int64) * 4096  # 64 · 64 elements each
+    if STORES == "some":  # first to reach tile m is, under CAUSAL, the highest key tile that it sees, else the lowest
         if m < masked.until if CAUSAL else n == 0:
             store_registers(tile, dq)
         else:

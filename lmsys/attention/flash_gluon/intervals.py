@@ -30,7 +30,8 @@ ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
 def edges(extent, batch, start, length, NUM: gl.constexpr):
     """(low, stop, full_from, full_to) of the owners [start, start + NUM) of a batch entry, which has `length` owners.
 
-    No owner sees anything outside of [low, stop); all of them see [full_from, full_to), which may be empty.
+    No owner sees anything outside of [low, stop); all of them see [full_from, full_to), which may be empty. These are
+    the intervals' limits of the first and the last owner, since neither limit falls from one to the next.
     """
     rows = batch * extent.per_entry * length
     first = rows + gl.minimum(start, length - 1)

@@ -14,7 +14,7 @@ from lmsys.kernels import custom_op, launch, trial, tritons
 HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)  # compute capability
 PATTERNS = "window", "documents"  # options that the kernels know
-SELFTEST = "lmsys.attention.flash_gluon.selftest:run"
+SELFTEST = "lmsys.attention.flash_gluon.selftest:run"  # the trial: module:function
 SOURCES = Path(__file__).parent, Path(launch.__file__)  # a change in any of these files needs a new trial
 
 
