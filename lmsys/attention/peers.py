@@ -277,7 +277,7 @@ def _make_block_mask(
     device: Any,
 ) -> BlockMask:
     """FlexAttention's mask of these options of a pattern; `left` to `offset` as `_numbers` gives them."""
-    # It is not compiled, so it holds a (Q, K) matrix of flags meanwhile: 4 GiB at 65,536 queries and keys.
+    # `create_block_mask` is not compiled here, so it holds a (Q, K) matrix of flags: 4 GiB at 65,536 queries and keys.
     batch = None if documents is None or documents.batch == 1 else documents.batch
     return create_block_mask(
         _mask_mod(left, right, prefix, offset, documents), batch, None, queries, keys, device=device
