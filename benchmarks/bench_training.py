@@ -25,15 +25,15 @@ from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
 
-CURVE_POINTS = 100  # the most points of a curve that a record holds
+CURVE_POINTS = 100  # the most points of a curve that a record holds, beside the last one
 
 
 @dataclass
 class Curve:
     """Results of a training: losses over the global batch and gradient norms by step, and the final held-out loss.
 
-    weights  of the reference alone: {attention row: (sha256 of the weights at the end of reproducible trainings, the
-             row that ended first)}
+    weights  of the reference alone, from the reproducible trainings: {attention row: (sha256 of the weights after the
+             last epoch of the training that ended first, the `row` of that training)}
     """
 
     losses: list[float] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Curve:
         self.norms += epoch.norms
 
     def fields(self, reference: "Curve", dtype: str) -> Record:
-        """Fields of a record: at most CURVE_POINTS losses, with differences to the reference's as far as it goes."""
+        """Fields of a record: evenly spaced losses and the last one, and differences as far as the reference goes."""
         apart = [a - b for a, b in zip(self.losses[: testing.CURVE_STEPS], reference.losses, strict=False)]
         number = len(self.losses)
         places = sorted({number - 1}.union(range(0, number, -(-number // CURVE_POINTS))))
@@ -65,8 +65,8 @@ class Curve:
 
 
 class Training(Benchmark):
-    """Each case by itself is inspected, then trained; each epoch is held to the reference before the next. The first
-    epoch is not timed, the others are the samples."""
+    """One case after another: first steps are measured apart (`inspect`), then it is trained, and each epoch is held to
+    the reference before the next. The first epoch is not timed, the others are the samples."""
 
     name = "training"
     layout = LAYOUT
@@ -132,7 +132,7 @@ class Training(Benchmark):
 
         ValueError for numbers of tokens on the command line that fill no step or window.
         """
-        text = [grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")]
+        text = {name: grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")}
         for (model, num_ranks), row, entry in product(
             product(
                 grid.product("size", "context", "batch", "precision", "compile"),
@@ -144,10 +144,19 @@ class Training(Benchmark):
             strategy = traits.StrategyTraits.of(entry)
             buckets = grid["bucket_mb"] if strategy.takes_bucket_mb or strategy.tuned_bucket_mb else (None,)
             ways = product(buckets, grid["reproducible"])
-            for bucket_mb, same in ways if num_ranks > 1 or not strategy.synchronizes else ():
-                # In the order of the fields of `TrainingCase`; the last is `names_bucket`.
-                asked = *model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1
-                case = TrainingCase(grid.name, entry, settings.device, *asked)
+            for bucket_mb, reproducible in ways if num_ranks > 1 or not strategy.synchronizes else ():
+                case = TrainingCase(
+                    grid.name,
+                    entry,
+                    settings.device,
+                    *model,  # the size to `compile`
+                    attention=row,
+                    num_ranks=num_ranks,
+                    bucket_mb=bucket_mb,
+                    reproducible=reproducible,
+                    names_bucket=len(buckets) > 1,
+                    **text,
+                )
                 if grid.given & {"train_tokens", "val_tokens"}:
                     _ = case.steps, case.windows  # properties that raise the ValueError
                 yield case
@@ -161,7 +170,7 @@ class Training(Benchmark):
             reason = models.why_not(case.attention, case.asked, case.precision, case.compile) or case.entry.why_not(
                 case
             )
-            _ = reason or case.run_config(seed=0)
+            _ = reason or case.run_config(seed=0)  # raises ValueError for what the training loop does not have
         except ValueError as error:
             return str(error)
         return reason
@@ -182,11 +191,11 @@ class Training(Benchmark):
 
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
         """Trains the reference for as many steps as curves are compared."""
-        run, left = partial(_on_ranks, plain, runner), min(testing.CURVE_STEPS, plain.epochs * plain.steps)
+        run, steps = partial(_on_ranks, plain, runner), min(testing.CURVE_STEPS, plain.epochs * plain.steps)
         run(begin, tokens_of(*plain.text), runner.settings.seed)
-        while left > len(reference.losses):
-            (first_rank,) = run(epoch, min(left - len(reference.losses), plain.steps))
-            reference.add(first_rank)
+        while steps > len(reference.losses):
+            (only_rank,) = run(epoch, min(steps - len(reference.losses), plain.steps))
+            reference.add(only_rank)
         run(clear)
 
     def sample(self, turn: Sequence[TrainingCase], trial: Any) -> None:
@@ -209,7 +218,7 @@ class Training(Benchmark):
             candidate.failed("unsupported", refused[0])
             return
         run(begin, text, settings.seed)
-        epochs: list[list[Epoch]] = []  # by rank
+        epochs: list[list[Epoch]] = []  # of each epoch the results by rank
         while len(epochs) < case.epochs and (settings.timed or len(curve.losses) < testing.CURVE_STEPS):
             epochs.append(run(epoch, case.steps))
             curve.add(epochs[-1][0])
@@ -227,8 +236,8 @@ class Training(Benchmark):
         elif case.reproducible and (others := _other_weights(case, weights[0], trial.setup)):
             candidate.failed("wrong", others)
         elif settings.timed:
-            clocks = [rank.sm_clock_mhz for ranks in epochs[1:] for rank in ranks if rank.sm_clock_mhz is not None]
-            measurement.samples = [max(rank.seconds for rank in ranks) for ranks in epochs[1:]]
+            clocks = [one.sm_clock_mhz for by_rank in epochs[1:] for one in by_rank if one.sm_clock_mhz is not None]
+            measurement.samples = [max(one.seconds for one in by_rank) for by_rank in epochs[1:]]
             candidate.notes["weights"] = weights[0] if case.reproducible else None
             measurement.record = {
                 "peak_bytes": max(peaks),
@@ -268,9 +277,9 @@ class Training(Benchmark):
 
 
 def _other_weights(case: TrainingCase, weights: str, reference: Curve) -> str:
-    """A sentence if the weights differ from those of earlier reproducible trainings with this row, else ""."""
-    before, row = reference.weights.setdefault(case.attention.name, (weights, case.row))
-    return "" if before == weights else f"its weights are not those of {row}: sha256 {weights[:12]} and {before[:12]}"
+    """A sentence if the weights are not those of the first reproducible training with this attention row, else ""."""
+    first, row = reference.weights.setdefault(case.attention.name, (weights, case.row))
+    return "" if first == weights else f"its weights are not those of {row}: sha256 {weights[:12]} and {first[:12]}"
 
 
 def _on_ranks(case: TrainingCase, runner: Any, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -42,5 +42,5 @@ def why_no_compiler(device: str) -> str | None:
     """None if torch.compile can compile for `device` ("cpu" or "cuda"), else the reason."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile on CUDA needs triton, which is not installed"
-    lacks = device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
-    return "torch.compile on CPU needs a C++ compiler: no CXX, g++ or clang++ was found" if lacks else None
+    no_compiler = device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
+    return "torch.compile on CPU needs a C++ compiler: no CXX, g++ or clang++ was found" if no_compiler else None

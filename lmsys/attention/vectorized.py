@@ -26,12 +26,12 @@ def vectorized(
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
     A `pattern` replaces `causal`. Unlike `naive` it scales q instead of the scores, folds the G query heads of a key
-    head into the rows of one matmul instead of repeating keys, masks in place, and keeps one (Q, K) matrix for the
-    backward, the softmax; two of them where scores are wider than v. With `pattern.return_lse` the result is
-    (o, log-sum-exp (B, H, Q)).
+    head into the rows of one matmul instead of repeating keys, and masks in place. For the backward it keeps one (Q, K)
+    matrix, the softmax, and where v has a narrower dtype also the softmax in that dtype. With `pattern.return_lse` the
+    result is (o, log-sum-exp (B, H, Q)).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    pattern, blind = pattern or PLAIN[causal], None
+    pattern, blind = pattern or PLAIN[causal], None  # blind: which queries see no key, if some do; their o is 0
     num_kv_heads, num_queries, num_keys = k.shape[1], q.shape[2], k.shape[2]
     rows = (contract.for_scores(q) * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
     # (B, Hkv, G * Q, K), and under ALiBi at least float32, as in `naive.masked_scores`
@@ -50,7 +50,7 @@ def vectorized(
         by_head.masked_fill_(~seen, float("-inf"))
     if pattern.sinks is None:
         weights = torch.softmax(scores, dim=-1)
-    else:
+    else:  # the sinks are a last column, which takes its share of the softmax and has no value
         weights = torch.softmax(naive.with_sinks(by_head, pattern), dim=-1)[..., :num_keys].reshape(scores.shape)
     o = (weights.to(v.dtype) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
     o = o if blind is None else o.masked_fill(blind, 0)

@@ -45,14 +45,14 @@ class Settings:
     timed            False: rows are checked and not timed
     memory_limit_bytes  the most that the GPU's allocator may give; None: no limit
     command          the command line, for the result file
-    seed             the seed of inputs outside of timed calls, whose draws are random
+    seed             the seed of inputs outside of timed calls; those of timed calls have random seeds
     deadline_s       seconds after which a call that may compile, or a run on ranks, is ended
     nvtx             each case is called in NVTX ranges, for a profiler, instead of being timed
     energy           the energy of each case's calls is measured, in a pass of its own
     sustained        what the machine reaches under its power limit is measured, too
-    checks_files     rows from files are first asked the quick part of `lmsys check`
+    checks_files     rows from files first have to pass the quick part of `lmsys check`
     earlier          rows are those of an earlier state of the code, which may lack some
-    apart            rows from files and of other packages get processes of their own, where the benchmark has it so
+    apart            rows from files and of other packages get processes of their own; bench_attention.py alone reads it
     """
 
     device: str = "cpu"
@@ -72,7 +72,7 @@ class Settings:
     apart: bool = False
 
 
-Cases = Sequence[Any]
+Cases = Sequence[Any]  # of a `Case` or a subclass
 # What `Runner.collect` returns: cases by id, and their rows as JSON by (kind of the table, name of the row).
 Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]
 
@@ -80,7 +80,8 @@ Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]
 class Benchmark:
     """The base class. Its hooks do what most benchmarks need.
 
-    In hooks, `setup` is what `setup` has returned for a group, and a `Candidate` is a row on its way.
+    A *group* is the cases with one `Case.group`: they share inputs, and run one after another. In hooks, `setup` is
+    what the hook `setup` has returned for the group, and a `Candidate` is a row on its way through the runner.
 
     name            names the benchmark in records, results and sweeps
     case_type       the class of its cases, by which a case is made again from a record
@@ -92,8 +93,8 @@ class Benchmark:
     trials          calls before sampling, from which the runner learns what one costs
     opens           True: rows are opened and called in this process; False: ranks do everything
     streams         True: each case is a turn of its own, and its result is given as it ends, not as its group ends
-    num_proofs      how many timed calls of a case must have been checked, or all if it has fewer samples: else the case
-                    is wrong. The record holds the evidence of each for `repeat`
+    num_proofs      how many timed calls of a case must have been checked, or all if there are fewer: else the case is
+                    wrong. For each the record holds evidence, from which `repeat` judges it again
     """
 
     name = ""
