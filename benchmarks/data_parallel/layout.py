@@ -44,7 +44,7 @@ DATA_PARALLEL: Layout = {
     },
     "prepare": [
         *KEPT,
-        ["defaulted", "optimizer", "adamw"],
+        ["defaulted", "optimizer", "adamw"],  # older files lack this axis, too
         # Refuses cases in which a field of the first list is no number, or one of the second no text.
         ["checked", ["context", "batch", "world_size"], ["section", "size", "precision", "strategy"]],
         # Adds `strategy_all_reduce_model`. Where that trait is False, the times of an all-reduce predict nothing; older
@@ -68,7 +68,7 @@ DATA_PARALLEL: Layout = {
                     "shown": "GiB",
                     "of": "predicted_parameters_bytes + predicted_gradients_bytes + predicted_optimizer_bytes",
                 },
-                *COMPILED,
+                *COMPILED,  # adds `way` and `how`: how blocks are compiled, in file names and in headings
             ],
         ],
         ["row_labels", "none"],  # adds `called`: strategy and bucket size, and checkpointing unless it is "none"

@@ -8,6 +8,7 @@ here alone:
     ["times_by_size"]                                   such tables of times and speedups
     ["predicted", metric, expected, sections, title, about]  a table of a metric beside the field that predicts it
     ["best", of, mode, by, keys, metrics, title]        a table of the case with the most of `of` for each value of `by`
+                                                        (cases with the last value of the field `mode` alone)
     ["means", lines, columns, word, title]              a table of geometric means of speedups
     ["each", item, ...], ["either", item, ...]          all of these tables and plots; the first item that draws any
 """
@@ -180,7 +181,8 @@ MODEL: Layout = {
                                 [
                                     [
                                         "each",
-                                        [["only", f"not {TOGETHER}"], ["last_of", "mode"], *BESIDE],  # "step", if run
+                                        # The last mode is "step", if steps were run.
+                                        [["only", f"not {TOGETHER}"], ["last_of", "mode"], *BESIDE],
                                         [
                                             ["only", f"not {TOGETHER}"],
                                             [

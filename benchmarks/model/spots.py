@@ -8,9 +8,9 @@
                    logits of such tokens, and its own loss, which must be finite
     backward       gradients: the embeddings of such tokens, through all blocks; where the batch is not too much work
                    for a reference, rows of the matrices of one block and of the head, to which all sequences add
-    optimizer      these gradients, and what the update has made of some weights and their moments: in a few of their
-                   rows the gradient is extreme (rig.py), planted once the backward has made it
-    step           these gradients, and the update as the backward's gradients give it
+    optimizer      these gradients, and what the update has made of rows of a matrix and its moments; in some of them
+                   rig.py replaces the gradient that the backward has made by an extreme one
+    step           these gradients, and what the update has made of such rows with the backward's own gradients
 
 Half of the tokens are drawn log-uniformly: most are among the first, where attention's share in the result is largest.
 The embedding of a token that only one sequence holds has its gradient from that sequence alone: no other is run for it.

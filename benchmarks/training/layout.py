@@ -6,9 +6,11 @@ in them.
 The first arguments of the steps that are used here:
     checked               fields that must be numbers, fields that must be texts
     cut                   a template for file names, a template for headings: one part for each combination of values
-    styled                a field that gets colours and markers, the field of the row that they belong to
+    styled                a field that gets colours and markers, the field of the row that they belong to; the field
+                          whose words legends show
     ordered               fields by which cases are sorted
-    beside_baseline       the axis that the baseline is on, the axes on which cases agree; the baseline
+    beside_baseline       the axis that the baseline is on, the axes on which cases agree; the baseline, if not
+                          that of the table
     pivot                 metrics, a table each; fields of the lines, field of the columns; more by keyword
     bars                  metrics, a plot each; field of the groups, field of the bars; the end of the file name
     lines                 metrics, a plot each; field of the x axis, field of the lines; the end of the file name
@@ -143,7 +145,8 @@ TRAINING: Layout = {
                             "row",
                             {
                                 "word": "loss",
-                                # {right} is the field that the block's steps have added above.
+                                # {right} is the field that the block's steps have added above; 100 is CURVE_STEPS of
+                                # `lmsys.testing`.
                                 "about": "Loss after the last epoch on {val_tokens} held-out tokens, nats; in brackets"
                                 " how far the loss of a step was at most from that of naive attention in one process,"
                                 " over the first 100 steps{right}",

@@ -15,8 +15,8 @@ A change is an estimate with an error. Both come from ranks, so that a few slow 
 and Lehmann 1963, "Estimates of Location Based on Rank Tests". Intervals invert the rank test of Mann and Whitney or,
 for rows that took turns, that of Wilcoxon. Neighbouring rounds resemble one another, which widens the error.
 
-To change a threshold, edit the constants below. A new verdict is a constant, a place in VERDICTS, a case in `_verdict`
-or `_change`, and a sentence in `lmsys.reports.against`.
+To change a threshold, edit the constants below. A new verdict is a constant, a place in VERDICTS (and in BAD, if it is
+to fail a comparison), a case in `_verdict` or `_change`, and a sentence in MEANINGS of `lmsys.reports.against`.
 """
 
 import math
@@ -45,11 +45,11 @@ BAD = (BROKEN, SLOWER)
 MARGIN = 0.05  # a smaller change between two runs is none: clocks that move from run to run change times by less
 FALSE_DISCOVERIES = 0.05  # the expected share of false ones among the verdicts "faster" and "slower"
 MOST_LINES = 20  # of changes in a terminal
-LARGEST = 700.0  # math.exp of a larger logarithm overflows
+LARGEST_LOGARITHM = 700.0  # math.exp of a larger logarithm overflows
 Z = NormalDist().inv_cdf(0.975)  # half a two-sided interval of 95 %, in standard errors
-FEWEST = 5  # with fewer rounds there is no estimate
-MOST = 1000  # only the first MOST rounds count, since every pair of rounds is compared
-MOST_ALIKE = 0.9  # a correlation of neighbouring rounds above this counts as this
+FEWEST_ROUNDS = 5  # with fewer rounds there is no estimate
+MOST_ROUNDS = 1000  # only the first MOST_ROUNDS rounds count, since every pair of rounds is compared
+MOST_CORRELATION = 0.9  # a correlation of neighbouring rounds above this counts as this
 Key = tuple[Any, ...]  # values of fields by which a case is found again
 Pair = tuple[fields.Record, fields.Record]  # the records of one case: of the earlier run, of the later run
 
@@ -78,50 +78,50 @@ class Shift:
 
 
 def between(old: Sequence[float], new: Sequence[float]) -> Shift:
-    """The shift from `old` to `new`, two samples from different runs, in logarithms, of FEWEST rounds or more.
+    """The shift from `old` to `new`: logarithms of times in two runs, of FEWEST_ROUNDS rounds or more each.
 
-    The candidates are all differences new[i] - old[j].
+    The candidates for the shift are all differences new[i] - old[j].
     """
-    x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
+    x, y = (np.asarray(values[:MOST_ROUNDS], dtype=float) for values in (old, new))
     return _shift(
         np.subtract.outer(y, x).ravel(),
         variance=len(x) * len(y) * (len(x) + len(y) + 1) / 12,
-        alike=max(_alike(x), _alike(y)),
+        correlation=max(_correlation(x), _correlation(y)),
     )
 
 
 def paired(differences: Sequence[float]) -> Shift:
-    """The shift of two samples of FEWEST rounds or more that took turns.
+    """The shift of two samples of FEWEST_ROUNDS rounds or more that took turns.
 
     differences  by round: the logarithm of the new time, less that of the old one
 
-    The candidates are the Walsh averages: (x[i] + x[j]) / 2 for all i <= j.
+    The candidates for the shift are the Walsh averages: (x[i] + x[j]) / 2 for all i <= j.
     """
-    x = np.asarray(differences[:MOST], dtype=float)
+    x = np.asarray(differences[:MOST_ROUNDS], dtype=float)
     means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2
-    return _shift(means, variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24, alike=_alike(x))
+    return _shift(means, variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24, correlation=_correlation(x))
 
 
-def _shift(candidates: np.ndarray, variance: float, alike: float) -> Shift:
-    """The median of all candidate shifts, with an error from the interval that the rank test leaves around it.
+def _shift(candidates: np.ndarray, variance: float, correlation: float) -> Shift:
+    """The median of all candidates for the shift, with an error from the interval that the rank test leaves around it.
 
-    variance  of the rank test's statistic
-    alike     the correlation of neighbouring rounds
+    variance     that of the rank test's statistic
+    correlation  that of neighbouring rounds
     """
     ordered = np.sort(candidates)
     # The test's 95 % interval runs from the candidate at `place` to the one as far from the other end. It is 2 Z errors
     # wide. Rounds that follow one another as an autoregressive process of order 1 widen it by the last factor.
     place = max(0, math.floor(len(ordered) / 2 - Z * math.sqrt(variance)))
     error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
-    return Shift(float(np.median(ordered)), error * math.sqrt((1 + alike) / (1 - alike)))
+    return Shift(float(np.median(ordered)), error * math.sqrt((1 + correlation) / (1 - correlation)))
 
 
-def _alike(values: np.ndarray) -> float:
-    """The correlation of ranks with those of the round before, from 0 to `MOST_ALIKE`."""
+def _correlation(values: np.ndarray) -> float:
+    """The correlation of ranks with those of the round before, from 0 to `MOST_CORRELATION`."""
     ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float)
-    if len(ranks) < FEWEST or not np.ptp(values):
+    if len(ranks) < FEWEST_ROUNDS or not np.ptp(values):
         return 0.0
-    return min(MOST_ALIKE, max(0.0, float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])))
+    return min(MOST_CORRELATION, max(0.0, float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])))
 
 
 def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
@@ -188,9 +188,9 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
 
     margin  a change of less than this share is none
 
-    The error also includes by how much estimates of two runs of one commit differ. That standard deviation stands in
-    records that `--repeat` measured. The largest of three counts: the old record's, the new record's, and the median of
-    the benchmark's cases (`_usual`).
+    The error also includes the standard deviation of the difference between estimates of two runs of one commit, which
+    records that `--repeat` measured hold as `between_runs`. The largest of three counts: that of the old record, that
+    of the new one, and the median of the benchmark's cases (`_usual`).
     """
     old, new = list(old), list(new)
     usual = _usual(old + new)
@@ -306,7 +306,7 @@ def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]
     In runs with `--against` the estimate is the ratio of today to earlier, and the id is today's.
     """
     known = list(map(list, runs))
-    # The differences of each case's estimate from run to run, by the case's id.
+    # `shifts`: the differences of each case's estimate from run to run, by the case's id.
     if any(case.get("against") for case in chain.from_iterable(known)):
         estimates = _estimates(starmap(_change, chain.from_iterable(map(in_turns, known))))
         shifts = {name: [b - a for a, b in pairwise(of_case)] for name, of_case in estimates.items()}
@@ -382,7 +382,7 @@ def _together(pair: Pair) -> Key:
 
 def _is_timed(pair: Pair) -> bool:
     """True if both records have samples enough for an estimate."""
-    return all(case["outcome"] == "ok" and len(case.get("samples_s") or ()) >= FEWEST for case in pair)
+    return all(case["outcome"] == "ok" and len(case.get("samples_s") or ()) >= FEWEST_ROUNDS for case in pair)
 
 
 def _unsteadiness(case: fields.Record) -> float:
@@ -431,4 +431,4 @@ def _ratios(ours: fields.Record, theirs: fields.Record) -> list[float]:
 
 def _exponential(value: float) -> float:
     """exp(value), of a value that is cut to what `math.exp` can take."""
-    return math.exp(max(-LARGEST, min(LARGEST, value)))
+    return math.exp(max(-LARGEST_LOGARITHM, min(LARGEST_LOGARITHM, value)))

@@ -48,7 +48,7 @@ class Checkout:
                 not (self.commit and is_folder),
                 f"{begin} is a folder and a git reference: name one by ./{text} or its commit",
             ),
-            # A range, such as ^HEAD, has a sign in front of its number.
+            # Of a range, such as ^HEAD, git prints the hash with a sign in front of it.
             (self.commit.isalnum() or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
         )
         self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
@@ -59,16 +59,16 @@ class Checkout:
             shutil.unpack_archive(archive, earlier, filter="data")
         self.folder = temporary / "tree"
         _mirror(earlier, self.folder)
-        bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
-        for path in (*bench, *(PACKAGE / name for name in JUDGES)):
+        others = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
+        for path in (*others, *(PACKAGE / name for name in JUDGES)):
             self.use_today(path)
         # Today's registry, with the names added that rows of earlier states import from it. Where lmsys lies outside
         # of the repository, as an installed package does, this path is no link but the package's own file: it stays.
         registry = self._mapped(PACKAGE / "registry.py")
         if registry.is_symlink():
-            text = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()
+            source = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()
             registry.unlink()
-            registry.write_text(text)
+            registry.write_text(source)
         self.working_folder = self._mapped(Path.cwd())
         hold((self.working_folder.is_dir(), f"{begin}: it has no folder {Path.cwd().relative_to(self.root)}"))
 

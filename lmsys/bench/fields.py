@@ -25,8 +25,8 @@ class Axis:
     name     its key in a grid, and what `--axis name=a,b` calls it
     parse    one value's text -> the value; ValueError says what would be right
     default  the values where neither a grid nor the command line names others
-    option   an option of its own on the command line, such as --length. Several options give values to one name if each
-             has an axis of that name
+    option   an option of its own on the command line, such as --length. Axes of one name, each with an option, are one
+             axis: the values of these options add up
     help, metavar  of its option, as argparse takes them
     single   the option takes one value, not a list, and the grid holds it as it is
     split    a list's text -> the texts of its values; only for values that have commas in them
@@ -294,9 +294,10 @@ BATCH_INVARIANT = Field(
 
 
 def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: Any) -> bool | None:
-    """True if elements called alone had the same bits; None if none was called alone, or if calls do not repeat.
+    """False if a tensor that repeats had other bits when an element was called alone; else True if elements were called
+    alone and all tensors repeat; else None.
 
-    The arguments are parts of the record's `same_bits` (`lmsys.bench.findings`).
+    The arguments are parts of the record's `same_bits`: see `findings.same_bits`.
     """
     return not alone if alone or (elements and not differ) else None
 

@@ -89,7 +89,7 @@ class Guard:
             f"{owner.__name__}.{name}": value
             for owner, names in owners.items()
             for name, value in names.items()
-            if type(value) is dict and not name.startswith("_")  # others are filled by their modules
+            if type(value) is dict and not name.startswith("_")  # private ones are filled by their modules
         }
         # (name of the owner or dict, its content now, a function that puts a value back, the remembered content)
         self._held = [(owner.__name__, vars(owner), partial(setattr, owner), names) for owner, names in owners.items()]
@@ -186,7 +186,7 @@ class Part:
 
 def _set_default_device(device: torch.device) -> None:
     """Makes `device` the one that torch's factory functions use."""
-    torch.set_default_device(None)  # one that is set costs every factory function
+    torch.set_default_device(None)  # a default that is set, even to the CPU, slows every factory function down
     if torch.empty(0).device != device:
         torch.set_default_device(device)
 
@@ -247,7 +247,11 @@ PARTS = (
             partial(lambda which: signal.getitimer(which)[0] > 0, which),  # True: the timer runs
             partial(lambda which, _: signal.setitimer(which, 0.0), which),
         )
-        for name, which in (("ITIMER_REAL", 0), ("ITIMER_VIRTUAL", 1), ("ITIMER_PROF", 2))
+        for name, which in (
+            ("ITIMER_REAL", signal.ITIMER_REAL),
+            ("ITIMER_VIRTUAL", signal.ITIMER_VIRTUAL),
+            ("ITIMER_PROF", signal.ITIMER_PROF),
+        )
     ),
     Part("torch's default device", lambda: torch.empty(0).device, _set_default_device),
     Part("torch's seed", torch.initial_seed, torch.manual_seed),

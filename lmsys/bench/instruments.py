@@ -80,7 +80,7 @@ class Instruments:
         return facts
 
     def ceilings(self) -> fields.Record:
-        """The rates that the machine reaches now, measured for as long as two rows are sampled."""
+        """The rates that the machine reaches now, each measured for at most as long as two rows are sampled."""
         return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
 
     def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:

@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # {name without a prefix: keywords of ar
     "fail-on": {"metavar": "OUTCOMES", "help": "exit with 1 where a case ends so, such as wrong,error"},
 }
 
-MOST_ROUNDS = 100_000
+MOST_ROUNDS = 100_000  # of --benchmark-min-rounds, since with some more zeros a run would never end
 # Two reasons in REFUSED. "Replayed": pytest-benchmark gets samples that our runner has measured (`lmsys.bench.plugin`).
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
@@ -111,7 +111,7 @@ def as_typed(config: pytest.Config, text: str) -> str:
 
     A folder whose conftest does not call `add_options` has only the long names, such as --lmsys-sweep.
     """
-    # One list under both names where a conftest has added --axis; else --axis is another plugin's, or None.
+    # Where a conftest has added --axis, both names give one list. Else --axis is unknown (None), or another plugin's.
     if config.getoption("--axis", None) is config.getoption("lmsys_axis"):
         return text
     # Whole words alone: neither --lmsys-sweep nor --benchmark-axis nor --axis-of are changed.

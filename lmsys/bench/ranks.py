@@ -1,8 +1,8 @@
 """The ranks of a run: processes that benchmarks of collectives and data parallelism measure on.
 
 They are started when first needed, and again after one has failed; under torchrun they are those that it has started. A
-benchmark calls `Ranks.ask` with a function that `on_part` decorates. The function runs on each rank of a case, and
-`ask` returns the results by rank. New work for ranks is such a function, in the benchmark's own folder.
+benchmark calls `Ranks.ask` with a function that `on_part` decorates. The function runs on the first `case.world_size`
+ranks, and `ask` returns the results by rank. New work for ranks is such a function, in the benchmark's own folder.
 """
 
 import gc
@@ -25,7 +25,7 @@ from lmsys.watchdog import under_torchrun
 
 P = ParamSpec("P")
 T = TypeVar("T")
-TIMEOUT_S = 420.0  # seconds after which ranks that do not answer are ended
+TIMEOUT_S = 420.0  # seconds after which ranks that do not answer are ended: 0.7 times the default of --deadline
 PARENT = "LMSYS_PARENT"  # environment variable of ranks: id of the process that all processes of this run descend from
 _ENTROPY = random.SystemRandom()
 
@@ -191,6 +191,7 @@ def times(
     kind, kept = device().type, dict[int, Any]()
     clock, marks = clock_of(kind, ahead=False), list[Any]()
     clock.others = partial(_others, kind)
+    # Before each call the hosts meet on a CPU, the devices on a GPU that has a lead; else ranks do not meet.
     begin = partial(dist.barrier, group) if kind == "cpu" else _together(group) if lead_s else nothing
     begin()
     done = clock.watch()  # done() raises ClockError if the device's clock and the host's differ too much
@@ -224,7 +225,10 @@ def _together(group: Any) -> Callable[[], Any]:
 
 
 def entropy() -> int:
-    """A number that nobody can foresee, drawn on a rank. Callers send the first rank's to all, if all need the same."""
+    """A number that nobody can foresee, drawn on a rank. Callers send the first rank's to all, if all need the same.
+
+    It has 53 bits, the most that every reader of JSON holds exactly.
+    """
     return _ENTROPY.getrandbits(53)
 
 
