@@ -133,7 +133,7 @@ class Training(Benchmark):
         ValueError for numbers of tokens on the command line that fill no step or window.
         """
         text = {name: grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")}
-        for (model, num_ranks), row, entry in product(
+        for ((size, context, batch, precision, compile), num_ranks), row, entry in product(
             product(
                 grid.product("size", "context", "batch", "precision", "compile"),
                 ranks.world_sizes(grid, ranks.backend_of(settings.device)),
@@ -149,7 +149,11 @@ class Training(Benchmark):
                     grid.name,
                     entry,
                     settings.device,
-                    *model,  # the size to `compile`
+                    size=size,
+                    context=context,
+                    batch=batch,
+                    precision=precision,
+                    compile=compile,
                     attention=row,
                     num_ranks=num_ranks,
                     bucket_mb=bucket_mb,

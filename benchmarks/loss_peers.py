@@ -1,9 +1,9 @@
 """Other people's heads and losses, as rows (implementations) of `benchmarks.bench_loss`, whose table LOSSES names them.
 
-docs/measurement.md says which of their settings are chosen here. A row maps hidden states (N, M), a weight (V, M), both
-float32, and targets (N) to the mean loss. In bf16 and fp16 it is called under autocast; a row that autocast does not
-reach casts its inputs itself. `<row>_supports` returns None, or why the row cannot run a case. Packages are imported on
-first use, as most machines have none of them.
+docs/measurement.md says which of their settings are chosen here. A row maps hidden states (N tokens, M features), a
+weight (V classes, M), both float32, and targets (N) to the mean loss. In bf16 and fp16 it is called under autocast; a
+row that autocast does not reach casts its inputs itself. `<row>_supports` returns None, or why the row cannot run a
+case. Packages are imported on first use, as most machines have none of them.
 """
 
 import importlib

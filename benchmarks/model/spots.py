@@ -153,8 +153,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     )
 
 
-NUM_TOKENS, NUM_ROWS = 64, 8  # of a spot: tokens of its sequence, and rows of each matrix
-MOST_WORK = {"cuda": 2**39, "cpu": 2**31}  # tokens x parameters of a batch that is run whole for its reference
+NUM_TOKENS, NUM_ROWS = 64, 8  # of a spot: tokens of its sequence, and rows of each matrix; an update has as many rows
+MOST_WORK = {"cuda": 2**39, "cpu": 2**31}  # the most tokens x parameters of a batch that is run whole for its reference
 MATRICES = "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3"
 # Names of parts; the parts of gradients have the names of their parameters.
 LOGITS, STATES, ALL_STATES, LOSS, UPDATE = "logits", "hidden states", "all hidden states", "loss", "update"

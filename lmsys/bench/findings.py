@@ -29,7 +29,7 @@ from lmsys.measure.step import Failure, Step
 from lmsys.registry import Entry
 
 # The `energy_note` that trial.py gives to a case that other processes run, such as ranks.
-OF_OTHERS = "energy is measured of calls that the bench's own process makes again and again: here others make them"
+OTHERS_ENERGY = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 
 
 def source_of(entry: Entry) -> fields.Record:

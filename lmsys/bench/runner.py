@@ -149,6 +149,7 @@ class Runner(instruments.Instruments):
             }
             record = ones | facts_of(case) | {"benchmark": benchmark.name, "outcome": "ok"}
             more, _ = compare.attempt(benchmark.metrics, case, record, facts)  # may fail for want of other fields
+            # `ones` once more, in place of numbers that `metrics` has computed.
             records.append(instruments.all_declared(benchmark, record | (more or {})) | ones)
         return {"machine": facts, "records": records}
 

@@ -186,7 +186,7 @@ class Trial:
         that is faster here than its arithmetic allows gets no energy.
         """
         if case.id not in self.called_here:
-            return {"energy_note": findings.OF_OTHERS}
+            return {"energy_note": findings.OTHERS_ENERGY}
         candidate = self.candidate(case)
 
         def step() -> Step:

@@ -41,6 +41,7 @@ def check_object(where: str, value: Any) -> Record:
 Shape = Callable[[str, Any], Any] | Sequence[Any] | Mapping[str, Any]
 NUMBER, TEXT, LONG_TEXT = measured, check_text, partial(check_text, most=10 * MOST_CHARACTERS)
 POSITIVE, AMOUNT, COUNT = partial(measured, above=0), partial(measured, least=0), partial(whole, least=0, most=2**63)
+# What the machine reaches and cannot exceed: numbers, and for some of them one number for each dtype.
 RATES = {"*": AMOUNT, "matmul_flops_per_s?": {"*": AMOUNT}, "flops_per_s?": {"*": AMOUNT}}
 SHAPES: dict[str, dict[str, Shape]] = {  # {benchmark: {field: shape}}; the fields of "" are those of every benchmark
     "": {

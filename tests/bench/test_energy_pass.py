@@ -11,7 +11,7 @@ import pytest
 
 from lmsys.bench import Settings, Step
 from lmsys.bench.fields import ENERGY, Record
-from lmsys.bench.findings import OF_OTHERS
+from lmsys.bench.findings import OTHERS_ENERGY
 from lmsys.bench.watch import Heartbeat
 from lmsys.measure import energy
 from lmsys.measure.energy import Energy, EnergyError
@@ -153,5 +153,5 @@ def test_calls_that_several_processes_make_have_none(passes: list[Any]) -> None:
                 trial.measurements[case.id].samples = [1.0] * 10
 
     for record in records(Apart(), FakeDevice()).values():
-        assert record["energy_note"] == OF_OTHERS and record.keys() & MEASURED == set()
+        assert record["energy_note"] == OTHERS_ENERGY and record.keys() & MEASURED == set()
         assert record["sm_clock_mhz"] is None and "others_cpu_share" in record
