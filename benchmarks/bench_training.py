@@ -138,7 +138,7 @@ class Training(Benchmark):
                 grid.product("size", "context", "batch", "precision", "compile"),
                 ranks.world_sizes(grid, ranks.backend_of(settings.device)),
             ),
-            [row for row in models.MODEL_ROWS.select(grid["attention"] or [models.AUTO.name]) if row != models.LLAMA],
+            models.MODEL_ROWS.select(grid["attention"] or [models.AUTO.name]),
             parallel.STRATEGIES.select(grid["strategy"]),
         ):
             strategy = traits.StrategyTraits.of(entry)
@@ -169,6 +169,8 @@ class Training(Benchmark):
         return {"attention": case.attention, "strategy": case.entry}
 
     def why_not(self, case: TrainingCase) -> str | None:
+        if models.ModelTraits.of(case.attention).whole_model:
+            return "a training is of our own model: name a row of attention"
         try:
             _ = case.steps, case.windows
             reason = models.why_not(case.attention, case.asked, case.precision, case.compile) or case.entry.why_not(

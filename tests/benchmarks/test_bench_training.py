@@ -126,7 +126,7 @@ def test_the_sweep_matrix_crosses_attention_rows_with_strategies() -> None:
 def test_the_command_line_names_rows_and_sizes() -> None:
     options = {"--strategy": "none,bucketed,naive", "--world-size": "1,2", "--bucket-mb": "1,25", "--batch": "3"}
     options |= {"--epochs": "5", "--train-tokens": "1000", "--val-tokens": "200", "--context": "32", "--dtype": "x"}
-    options |= {"--attention": "sdpa_flash,llama"}
+    options |= {"--attention": "sdpa_flash"}
     session = Session(Settings(device="cpu"), Sweep(grids={"training": (Grid("s", **TINY),)}), texts=options)
     start, ids = "s-tiny-S32B3-fp32-", session.add(Training)
     assert [name.removeprefix(start) for name in ids] == [
@@ -135,6 +135,12 @@ def test_the_command_line_names_rows_and_sizes() -> None:
     ]
     first, second = (session._cases["training", name] for name in ids[:2])
     assert [(case.global_batch, case.steps, case.windows) for case in (first, second)] == [(3, 10, 6), (6, 5, 6)]
+
+
+@pytest.mark.parametrize("row", ["llama", "llama_tuned"])
+def test_a_row_that_is_a_whole_model_cannot_be_trained_and_says_so(row: str) -> None:
+    (case,) = cases_of(attention=(row,), strategy=("none",))
+    assert Training().why_not(case) == "a training is of our own model: name a row of attention"
 
 
 def test_too_few_tokens_for_a_step_or_a_window_are_refused() -> None:
