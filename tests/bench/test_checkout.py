@@ -41,14 +41,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     folder = tmp_path / "repository"
     rows = "lmsys/attention/naive.py", "lmsys/attention/flash.py"
-    files = *rows, "lmsys/bench/runner.py", "work/mine.py", "work/bench_mine.py", "lmsys/parallel"
-    write(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="earlier")
+    both = *rows, "lmsys/bench/runner.py", "lmsys/testing.py", "lmsys/autograd.py", "work/mine.py", "work/bench_mine.py"
+    write(folder, *both, "lmsys/parallel", text="earlier")
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "first")
     (folder / "lmsys" / "parallel").unlink()  # a file in the earlier state, a folder today
-    files = *files[:-1], "lmsys/turns.py", "lmsys/attention/contract.py", *(f"lmsys/{name}" for name in JUDGES[2:])
-    write(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="today")
+    write(folder, *both, "lmsys/turns.py", *(f"lmsys/{name}" for name in JUDGES), text="today")
     monkeypatch.chdir(folder / "work")
     monkeypatch.setattr(checkout, "PACKAGE", folder / "lmsys")
     (tmp_path / "temporary").mkdir()
@@ -69,7 +68,7 @@ def test_rows_are_of_the_earlier_state_and_the_bench_is_of_today(is_folder: bool
     state = Checkout(text, repository.parent / "temporary")
     texts = {
         path.relative_to(state.folder).as_posix(): path.read_text()
-        for path in sorted(state.folder.glob("[lw]*/**/*.py"), key=str)
+        for path in sorted(state.folder.glob("[lw]*/**/*.py"), key=str)  # of lmsys and work
     }
     for folder in ("lmsys/attention", "lmsys/bench"):  # they are links, which glob does not follow
         texts |= {f"{folder}/{path.name}": path.read_text() for path in (state.folder / folder).iterdir()}
@@ -101,7 +100,7 @@ def test_installed_packages_are_imported_from_where_they_are(repository: Path, m
     assert state.target(f"{repository}/work/mine.py:f") == f"{state.working_folder}/mine.py:f"
 
 
-def test_a_name_of_no_state_is_refused(repository: Path) -> None:
+def test_a_text_that_names_no_state_is_refused(repository: Path) -> None:
     folder = repository.parent / "temporary"
     with pytest.raises(ValueError, match="'v9': neither a folder nor a git reference of"):
         Checkout("v9", folder)
@@ -134,7 +133,7 @@ def test_the_listed_files_exist() -> None:
 
 
 def test_the_registry_has_what_earlier_rows_need(repository: Path) -> None:
-    """lmsys/bench/earlier.py is appended to today's registry."""
+    """The checkout's registry is today's, with lmsys/bench/earlier.py appended."""
     write(repository, "lmsys/registry.py", text="today\n")
     write(repository, "lmsys/bench/earlier.py", text="and more\n")
     state = Checkout("HEAD", repository.parent / "temporary")

@@ -19,18 +19,18 @@ def right(x: Any, weight: Any, eps: float) -> Any:
 
 
 def no_weight(x: Any, weight: Any, eps: float) -> Any:
-    """Wrong by as much as the weight differs from 1."""
+    """As with a weight of ones. The real weight stays an input of the result, with a gradient of zero."""
     return right(x, weight, eps) + 0 * weight - right(x, weight - 1, eps)
 
 
 def detached(x: Any, weight: Any, eps: float) -> Any:
-    """Wrong in the backward alone."""
+    """Wrong in the backward alone: no gradient flows through the root mean square."""
     return x * (x.detach().square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def ratio(norm: Any, dtype: str, direction: str) -> float:
     """The largest error over what is allowed, by the example's check; at most 1 is right."""
-    case = EXAMPLE["NormCase"]("test", EXAMPLE["ROWS"]["torch"], "cpu", 33, 96, dtype, direction)
+    case = EXAMPLE["NormCase"]("test", EXAMPLE["ROWS"]["torch"], "cpu", 33, 96, dtype, direction)  # tokens, width
     norms, candidate = EXAMPLE["Norm"](), Candidate(case=case, call=norm)
     setup = norms.setup([case], Settings(seed=3))
     norms.redraw(setup, 5)

@@ -48,7 +48,7 @@ def test_parameters_gradients_and_optimizer_are_exact(config: ModelConfig) -> No
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     model.loss(tokens, tokens).backward()
     optimizer.step()
-    predicted = training_memory(config, 1, 8, "fp32")
+    predicted = training_memory(config, batch=1, context=8, precision="fp32")
     assert bytes_of(model.parameters()) == predicted.parameters
     assert bytes_of(x.grad for x in model.parameters()) == predicted.gradients
     moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
@@ -77,13 +77,16 @@ def kept(config: ModelConfig, batch: int, context: int, precision: str, device: 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_are_predicted(precision: str, device: str) -> None:
-    config = ModelConfig(256, 1024, 3, 4, vocab_size=512, context_length=256, attention="sdpa_flash")
+    batch, context = 4, 256
+    config = ModelConfig(256, 1024, num_layers=3, num_heads=4, vocab_size=512, context_length=context)
+    config = replace(config, attention="sdpa_flash")
     if device == "cuda":
         config = replace(config, attention="sdpa_efficient" if precision == "fp32" else "sdpa_flash")
-    predicted = training_memory(config, 4, 256, precision).activations
-    if device == "cpu":  # there torch keeps the normalised input of each RMSNorm as well
-        predicted += (2 * config.num_layers + 1) * 4 * 256 * config.d_model * 4
-    assert predicted == pytest.approx(kept(config, 4, 256, precision, device), rel=0.03 if device == "cpu" else 0.15)
+    predicted = training_memory(config, batch, context, precision).activations
+    if device == "cpu":  # there torch keeps the normalised input of each RMSNorm as well, in float32
+        predicted += (2 * config.num_layers + 1) * batch * context * config.d_model * 4
+    measured = kept(config, batch, context, precision, device)
+    assert predicted == pytest.approx(measured, rel=0.03 if device == "cpu" else 0.15)
 
 
 @pytest.mark.parametrize("batch", [1, 16])
@@ -93,7 +96,7 @@ def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str
     if (device, precision) == ("cpu", "bf16"):
         batch = min(batch, 4)  # a CPU without instructions for bfloat16 would take a minute for more
     attention = "sdpa_efficient" if (device, precision) == ("cuda", "fp32") else "sdpa_flash"
-    config = ModelConfig(256, 1024, 4, 4, vocab_size=1024, context_length=128, attention=attention)
+    config = ModelConfig(256, 1024, num_layers=4, num_heads=4, vocab_size=1024, context_length=128, attention=attention)
     model = TransformerLM(config, device=device)
     optimizer, tokens = AdamW(model.parameters()), torch.zeros(batch, 128, dtype=torch.int64, device=device)
 
@@ -108,7 +111,7 @@ def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str
     model.zero_grad(set_to_none=True)
     predicted = training_memory(config, batch, 128, precision)
     if device == "cpu":  # there the optimizer needs room, and the normalised input of each RMSNorm is kept as well
-        norms = (2 * config.num_layers + 1) * 4 * batch * 128 * config.d_model
+        norms = (2 * config.num_layers + 1) * batch * 128 * config.d_model * 4
         predicted = replace(
             predicted,
             gradients=predicted.gradients + predicted.parameters,
@@ -130,34 +133,38 @@ def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str
 def test_fit_computes_the_least_again_that_fits(
     config: ModelConfig, batch: int, precision: str, stage: int, stays: bool, share: float
 ) -> None:
-    """If one more block kept as much as the next higher level, it would not fit; too small a device is refused."""
+    """If one more block had the level that recomputes less, it would not fit; too small a device is refused.
+
+    share  where the device's memory lies between the least peak (0) and the largest (1)
+    stays  gradients are in memory before the backward
+    """
 
     def peak(levels: Sequence[str]) -> int:
         with_levels = replace(config, checkpoint_blocks=setting_of(levels))
-        found = training_memory(with_levels, batch, 8, precision, 2, stage)
+        found = training_memory(with_levels, batch, 8, precision, world_size=2, stage=stage)
         return found.peak + (min(found.gradients, found.activations + found.recomputed) if stays else 0)
 
     layers = config.num_layers
-    least, most = sorted([peak(["whole"] * layers), peak(["none"] * layers)])  # of one block "whole" may be the most
+    least, most = sorted([peak(["whole"] * layers), peak(["none"] * layers)])  # with one layer, "whole" may need more
     memory = least + share * (most - least)
-    asked = partial(fit, replace(config, checkpoint_blocks="fit"), batch, 8, precision)
-    chosen = asked(memory, world_size=2, stage=stage, gradients_stay=stays)
+    fitted = partial(fit, replace(config, checkpoint_blocks="fit"), batch, 8, precision)
+    chosen = fitted(memory, world_size=2, stage=stage, gradients_stay=stays)
     levels = [group.level for group in chosen.groups for _ in range(group.first, group.stop)]
     assert peak(levels) <= memory and replace(config, checkpoint_blocks=chosen.checkpoint_blocks) == chosen
     assert [*map(LEVELS.index, levels)] == sorted(map(LEVELS.index, levels), reverse=True)
-    if levels != ["none"] * layers:
+    if levels != ["none"] * layers:  # the last block of the level that recomputes most gets the next lower level
         heaviest = max(map(LEVELS.index, levels))
         last = layers - 1 - [*map(LEVELS.index, levels)][::-1].index(heaviest)
         assert peak([*levels[:last], LEVELS[heaviest - 1], *levels[last + 1 :]]) > memory
     with pytest.raises(ValueError, match="a step needs .* GiB of .* GiB even where whole blocks are run again"):
-        asked(least * 0.5, world_size=2, stage=stage, gradients_stay=stays)
+        fitted(least * 0.5, world_size=2, stage=stage, gradients_stay=stays)
 
 
 @pytest.mark.parametrize("precision", few_by_default(["fp32", "bf16"], one_in=2))
 @pytest.mark.parametrize(("level", "residual"), [("attention", "wide"), ("attention", "narrow"), ("whole", "wide")])
 def test_the_peak_with_checkpointing_is_predicted(level: str, residual: str, precision: str, device: str) -> None:
     """The peak of forward and backward, without the weights; in this model it is mostly activations."""
-    config = ModelConfig(64, 256, 8, 4, vocab_size=64, context_length=128, attention="sdpa_flash")
+    config = ModelConfig(64, 256, num_layers=8, num_heads=4, vocab_size=64, context_length=128, attention="sdpa_flash")
     config = replace(config, checkpoint_blocks=level, residual=residual)
     if (device, precision) == ("cuda", "fp32"):
         config = replace(config, attention="sdpa_efficient")
@@ -179,4 +186,4 @@ def test_the_peak_with_checkpointing_is_predicted(level: str, residual: str, pre
 
 def test_an_unknown_precision_is_named() -> None:
     with pytest.raises(ValueError, match="precision='int8' must be one of fp32, tf32, bf16, fp16"):
-        training_memory(ModelConfig(32, 48, 2, 4), 1, 8, "int8")
+        training_memory(ModelConfig(32, 48, 2, 4), batch=1, context=8, precision="int8")

@@ -36,7 +36,7 @@ lengths = st.integers(1, 60)
 def test_pairs_are_those_of_a_query_and_a_key_that_it_sees(queries: int, keys: int) -> None:
     assert attention_pairs(queries, keys, causal=False) == queries * keys
     visible = sum(j <= i for i in range(queries) for j in range(keys))
-    expected = queries * keys / 2 if queries == keys else visible
+    expected = queries * keys / 2 if queries == keys else visible  # a square counts as half, as in published figures
     assert attention_pairs(queries, keys, causal=True) == expected
 
 
@@ -51,10 +51,10 @@ def test_flops_of_a_published_case() -> None:
 
 @given(batch=st.integers(1, 4), heads=st.integers(1, 4), group=st.integers(1, 3), queries=lengths, keys=lengths)
 def test_bytes_are_the_sizes_of_inputs_and_outputs(batch: int, heads: int, group: int, queries: int, keys: int) -> None:
-    q, k = batch * heads * group * queries * 8 * 2, batch * heads * keys * 8 * 2
+    q, k = batch * heads * group * queries * 8 * 2, batch * heads * keys * 8 * 2  # head dimension 8, 2 bytes
+    sizes = {"batch": batch, "heads": heads * group, "kv_heads": heads, "queries": queries, "keys": keys, "head_dim": 8}
     moved = {
-        direction: attention_bytes(batch, heads * group, heads, queries, keys, 8, dtype="bfloat16", direction=direction)
-        for direction in FLOPS_OF_FORWARD
+        direction: attention_bytes(**sizes, dtype="bfloat16", direction=direction) for direction in FLOPS_OF_FORWARD
     }
     assert moved == {
         "fwd": q + k + k + q,
@@ -99,7 +99,7 @@ def test_a_step_has_six_operations_for_each_weight_and_token_and_those_of_attent
     config: ModelConfig, context: int, batch: int
 ) -> None:
     tokens, width = batch * context, config.d_model
-    weights = model_parameters(config) - config.vocab_size * width
+    weights = model_parameters(config) - config.vocab_size * width  # embeddings are read, not multiplied
     forward = attention_flops(batch, 1, context, context, width, causal=True, direction="fwd") * config.num_layers
     flops = {
         mode: model_flops(config, tokens=tokens, context=context, mode=mode) for mode in ("forward", "backward", "step")
@@ -127,7 +127,8 @@ def test_the_figures_of_a_published_solution() -> None:
     assert devices_needed(3276 * gib + activations, 80 * gib) == 256
     assert devices_needed(fsdp_bytes(**BLOCKS, tokens=tokens, world_size=1), 95 * gib) == 125
     assert fsdp_bytes(**BLOCKS, tokens=tokens, world_size=125) < 95 * gib
-    least = compute_bound_batch(4.6e14, 2 * 9e10, 53248, fsdp_axes=2, tensor_axes=1)
+    # On a mesh of 16 x 4 TPUs v5p, with 4.6e14 FLOP/s and 9e10 bytes/s in each direction of a link.
+    least = compute_bound_batch(4.6e14, 2 * 9e10, BLOCKS["d_ff"], fsdp_axes=2, tensor_axes=1)
     assert least == pytest.approx(61.325, abs=1e-3)
     assert math.ceil(least) * 16 * 4 == 3968
 
@@ -154,15 +155,15 @@ def test_times_without_a_bandwidth_are_refused(sizes: list[float], times: list[f
 
 
 def test_each_zero_stage_divides_one_more_kind_of_memory() -> None:
-    by_stage = [zero_memory(10, 4, stage) for stage in range(4)]
+    by_stage = [zero_memory(num_parameters=10, world_size=4, stage=stage) for stage in range(4)]
     assert [sum(memory.values()) for memory in by_stage] == [160, 100, 70, 40]
     assert by_stage[1] == {"parameters": 40, "gradients": 40, "optimizer": 20}
     with pytest.raises(ValueError, match="stage=4"):
-        zero_memory(10, 4, 4)
+        zero_memory(num_parameters=10, world_size=4, stage=4)
 
 
 def test_bus_bandwidth_counts_what_a_link_carries() -> None:
-    assert [bus_factor(name, 4) for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")] == [
+    assert [bus_factor(name, world_size=4) for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")] == [
         1.5, 0.75, 0.75, 1.0,
     ]  # fmt: skip
     with pytest.raises(ValueError, match="operation='gather'"):

@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ VERDICTS = {
     "FSDP": "refused",
     "sharded optimizer": "refused",
 }
-QUICK = [*VERDICTS][:7]  # parts that are judged within seconds
+QUICK = [*VERDICTS][:7]  # up to AdamW: parts that are judged within seconds
 
 
 @pytest.mark.long
@@ -251,7 +252,7 @@ def test_a_part_is_right_wrong_refused_not_written_or_not_judged(
     page = checkout.parent / "right.html"
     assert main([str(checkout), "--html", str(page)]) == 1
     report = capfd.readouterr().out
-    assert [line[:36].rstrip() for line in report.splitlines()[: len(QUICK)]] == QUICK
+    assert [line[:36].rstrip() for line in report.splitlines()[: len(QUICK)]] == QUICK  # a column of names
     assert all(re.search(rf"^{part} +{VERDICTS[part]}\b", report, re.MULTILINE) for part in QUICK)
     assert "it is the sigmoid alone" in report and "python -m pip install package_of_nobody" in report
     assert "what a checkout prints" not in report and "killed by SIGABRT" in report
@@ -262,7 +263,7 @@ def test_a_part_is_right_wrong_refused_not_written_or_not_judged(
 def test_each_part_has_its_verdict(
     checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "BEYOND_S", math.inf)
+    monkeypatch.setattr(parts, "BEYOND_S", math.inf)  # all that goes beyond the handout is asked, too
     assert main([str(checkout.parent), "--json"]) == 1
     answers: dict[str, Any] = {x["part"]: x for x in map(json.loads, capfd.readouterr().out.splitlines())}
     assert {part: answer["verdict"] for part, answer in answers.items()} == VERDICTS
@@ -280,7 +281,7 @@ def test_ours_are_right_in_a_checkout(
     checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The adapters of docs/examples are right in a checkout with the tests of either assignment and either year."""
-    # No time for tests beyond the handout: test_basics.py and the tests of `lmsys check` run them all on ours.
+    # Nothing is asked beyond the handout: test_basics.py and the tests of `lmsys check` ask all of it of ours.
     monkeypatch.setattr(parts, "BEYOND_S", 0.0)
     root = tmp_path / "reference"
     (root / "tests").mkdir(parents=True)
@@ -311,14 +312,14 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_text_of_an_exception_decides_the_verdict() -> None:
-    assert verdict_of("in two steps: rank 0 raises NotImplementedError: no message", True) == "not written"
-    assert (
-        verdict_of("it raises NotImplementedError: inline_asm not supported in interpreter mode", True) == "not judged"
-    )
-    assert verdict_of("it raises ModuleNotFoundError: No module named 'einops'", True) == "not judged"
-    assert verdict_of("it raises AssertionError: Torch not compiled with CUDA enabled", True) == "not judged"
-    assert verdict_of("it raises AssertionError: no message", True) == "refused"
-    assert verdict_of("after a step weights are wrong; NVIDIA", False) == "wrong"
+    verdict = partial(verdict_of, raises=True)
+    assert verdict("in two steps: rank 0 raises NotImplementedError: no message") == "not written"
+    assert verdict("it raises NotImplementedError: inline_asm not supported in interpreter mode") == "not judged"
+    assert verdict("it raises ModuleNotFoundError: No module named 'einops'") == "not judged"
+    assert verdict("it raises AssertionError: Torch not compiled with CUDA enabled") == "not judged"
+    assert verdict("it raises AssertionError: no message") == "refused"
+    # With raises=True, the word NVIDIA would make it "not judged".
+    assert verdict_of("after a step weights are wrong; NVIDIA", raises=False) == "wrong"
 
 
 def test_every_part_has_an_adapter_of_the_course() -> None:

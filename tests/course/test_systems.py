@@ -53,7 +53,7 @@ def test_an_optimizer_that_keeps_all_state_shards_nothing(kind: Any, monkeypatch
 
 
 class WithoutLse(torch.autograd.Function):
-    """Saves probabilities in place of the log-sum-exp, and doubles dk."""
+    """Saves probabilities in place of the log-sum-exp, and makes dk twice what is right."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -75,7 +75,8 @@ def test_attention_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdicts(function: Any) -> list[dict[str, Any]]:
         functions = SimpleNamespace(**{systems.CLASSES["flash_pytorch"]: lambda: function})
         monkeypatch.setitem(sys.modules, "tests.adapters", functions)
-        return [judged(PARTS[f"FlashAttention in PyTorch, {name}"], 0.0) for name in ("forward", "backward")]
+        part = "FlashAttention in PyTorch, "
+        return [judged(PARTS[part + name], beyond_s=0.0) for name in ("forward", "backward")]
 
     assert [answer["verdict"] for answer in verdicts(FlashTorch)] == ["right", "right"]
     forward, backward = verdicts(WithoutLse)
@@ -88,7 +89,7 @@ def test_a_function_without_a_triton_kernel_counts_as_not_written(monkeypatch: p
     monkeypatch.setitem(
         sys.modules, "tests.adapters", SimpleNamespace(**{systems.CLASSES["flash_triton"]: lambda: FlashTorch})
     )
-    answer = judged(PARTS["FlashAttention in Triton, forward"], 0.0)
+    answer = judged(PARTS["FlashAttention in Triton, forward"], beyond_s=0.0)
     assert answer["verdict"] == parts.NOT_WRITTEN and "no Triton kernel" in answer["text"]
 
 
@@ -121,14 +122,14 @@ def test_mistakes_of_fsdp_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault_of(train: Callable[[], systems.State]) -> Any:
         monkeypatch.setattr(systems, "WorkerGroup", Ranks(train))
         answers = [question.judge() for question, _ in systems.fsdp()]
-        assert len(answers) == 2
+        assert len(answers) == 2  # in float32, and with float16 for computation
         return answers[0]
 
     right = systems.train_alone(systems.RATE)
     assert fault_of(lambda: right) is None
     assert "summed" in fault_of(lambda: systems.train_alone(2 * systems.RATE)).mistake
     assert "divided by the number of ranks twice" in fault_of(lambda: systems.train_alone(systems.RATE / 2)).mistake
-    norm = {"1.weight": right["1.weight"] + 1e-2}
+    norm = {"1.weight": right["1.weight"] + 1e-2}  # layer 1 is the model's RMSNorm
     assert "not sharded, such as RMSNorm's" in fault_of(lambda: right | norm).mistake
     other = {"0.weight": torch.full_like(right["0.weight"], math.nan)}
     assert fault_of(lambda: right | other).mistake is None

@@ -16,17 +16,16 @@ from dev.deliverables import COMPUTED, PAGE, command_of, main, problems, saved_b
 def test_every_problem_of_the_page_with_a_command_has_a_file() -> None:
     page, found = PAGE.read_text(), [*problems()]
     lines = [line for line in page.splitlines() if line.startswith("| ") and "`lmsys bench " in line]
-    assert len(found) == len(lines) > 15
-    assert len({problem.name for problem in found}) == len(found)
-    assert {"benchmarking_script-a-b-2025", "flash_benchmarking", "fsdp_accounting-2026"} <= {x.name for x in found}
+    names = {problem.name for problem in found}
+    assert len(names) == len(found) == len(lines) > 15
+    assert {"benchmarking_script-a-b-2025", "flash_benchmarking", "fsdp_accounting-2026"} <= names
     assert all(problem.files for problem in found)
     assert all(f"`{name}.md`" in page for name in COMPUTED)
     files = {problem.name: problem.files for problem in found}
     timelines = "plots/anatomy-*-timeline", "tables/anatomy-peaks", "tables/anatomy-*-allocations"
     assert all({*timelines} <= {*files[f"memory_profiling-a-c-e-{year}"]} for year in (2025, 2026))
-    assert (
-        "tables/flash-*-causal-*-time" in files["flash_benchmarking"]
-    )  # forward, backward and both, in both precisions
+    # Forward, backward and both, in both precisions.
+    assert "tables/flash-*-causal-*-time" in files["flash_benchmarking"]
 
 
 def test_a_command_is_small_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +34,7 @@ def test_a_command_is_small_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
         for text in problem.commands:
             command = command_of(text, tmp_path / "r.json", ["mine.py:f"])
             assert command is None or command[-2:] == ["-o", str(tmp_path / "r.json")]
-            assert (command is None) == text.startswith("steps")
+            assert (command is None) == text.startswith("steps")  # the one benchmark that needs a GPU
             attention = command is not None and text.startswith("attention")
             assert ("--attention=naive,mine.py:f" in (command or [])) == attention
             assert not attention or "--length" in (command or [])
@@ -83,23 +82,22 @@ def test_tables_and_plots_that_the_page_names_are_shown(tmp_path: Path) -> None:
 
 def test_computed_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(deliverables, "SHAPE", ("tiny", 16, 2))
-    prefixes = [word for name in COMPUTED for word in ("--problem", name)]
+    options = [word for name in COMPUTED for word in ("--problem", name)]
     monkeypatch.setattr(deliverables, "problems", lambda: iter(()))
-    assert main(["-o", str(tmp_path), *prefixes]) == 0
+    assert main(["-o", str(tmp_path), *options]) == 0
     texts = {name: (tmp_path / f"{name}.md").read_text() for name in COMPUTED}
     assert len(capsys.readouterr().out.splitlines()) == len(COMPUTED)
     assert "| layer norm |" in texts["benchmarking_mixed_precision-toy_model"]
     assert len(re.findall(r"^\| .* \d+% \|$", texts["memory_profiling-f-contributors"], re.MULTILINE)) == 5
     rows = [line.split(" | ") for line in texts["gradient_checkpointing"].splitlines() if line.startswith("| ")][2:]
-    assert [row[0].strip("| ") for row in rows] == ["none", "1", "2"]
+    assert [row[0].strip("| ") for row in rows] == ["none", "1", "2"]  # blocks in a group
     assert float(rows[1][1]) < float(rows[0][1])  # a checkpointed block saves less
     assert (tmp_path / "gradient_checkpointing.svg").is_file()
-    assert re.search(r"^\| 2.7b \| 12.69 \|.* \| 20 \|$", texts["memory_on_paper"], re.MULTILINE)  # MiB of the residual
+    # 12.69 GiB of parameters, and 20 MiB of the residual stream.
+    assert re.search(r"^\| 2.7b \| 12.69 \|.* \| 20 \|$", texts["memory_on_paper"], re.MULTILINE)
     assert "| 3,518 GB |" in texts["communication_accounting-2025"]
-    assert (
-        min(map(float, re.findall(r"^\| \d+ \| (.*) \|$", texts["ddp_bucketed_benchmarking-b-2025"], re.MULTILINE)))
-        == 3.098
-    )
+    overheads = re.findall(r"^\| \d+ \| (.*) \|$", texts["ddp_bucketed_benchmarking-b-2025"], re.MULTILINE)
+    assert min(map(float, overheads)) == 3.098  # ms with the best number of buckets: 2 √(s · o / w)
     assert "| tensor | backward | 1386 | 133.6 | 73.61 |" in texts["parallelism_calcs-2026"]
 
 

@@ -17,6 +17,7 @@ from tests.support.processes import ENVIRONMENT, ROOT
 
 
 def result(path: Path, **machine: Any) -> Path:
+    """A result file without records, with `machine` as what it says of its machine and run."""
     content = {"schema": 2, "machine": machine, "fields": {}, "layouts": {}, "rows": {}, "records": []}
     path.write_text(json.dumps({"lmsys": content}))
     return path
@@ -31,6 +32,7 @@ def test_a_group_of_several_results_has_the_geometric_mean(tmp_path: Path, monke
     monkeypatch.setattr(sys, "argv", ["durations", *names])
     durations.main()
     made = json.loads((tmp_path / "durations_cpu.json").read_text())
+    # In three digits; "gone" is no group of the last result.
     assert made == {"a x": 1.23, "a y": 1.41, "b": 300.0}
 
 
