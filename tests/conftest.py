@@ -105,7 +105,7 @@ def smoke_result(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[str, WorkerGroup]]:
-    """The groups of processes that tests share, by backend ("gloo", "nccl"): `_ready` adds them, the end closes all."""
+    """The groups of processes that tests share, by backend ("gloo", "nccl"): `_ready` adds, and this closes them."""
     by_backend: dict[str, WorkerGroup] = {}
     yield by_backend
     for group in by_backend.values():
@@ -164,9 +164,10 @@ def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from tests.support.triton_interpreter import trust_indices
 
-    trust_indices()
+    trust_indices()  # makes the interpreter faster
 
     def choose(case: tuple[object, ...], tiles: tuple[Any, ...], launch: Callable[[Any], None], _: object) -> Any:
+        """In place of `tune`: the tile that the hash names, or the next one that fits."""
         first = zlib.crc32(repr(case).encode()) % len(tiles)
         for tile in tiles[first:] + tiles[:first]:
             try:

@@ -1,7 +1,9 @@
-"""The memory layout of inputs, gradients and `key_lengths` never changes a result; empty inputs and extreme values."""
+"""The memory layout of inputs, gradients and `key_lengths` never changes a result; empty inputs and extreme values.
+
+`law` makes a function of (row, case, seed) a test of every row on drawn cases (tests/support/attention_rows.py).
+"""
 
 from dataclasses import replace
-from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -24,13 +26,13 @@ def test_rows_read_inputs_and_gradients_of_any_layout(row: Row, case: AttentionC
     assert max(ratios.values()) <= 1, (memory, ratios)
 
 
-@partial(law, of=patterned)(key_lengths=True, batch=2)
+@law(of=patterned, key_lengths=True, batch=2)
 def test_key_lengths_have_any_layout(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     room = torch.tensor([[0, case.keys, 0]] * case.batch, device=case.device)
-    for lengths in (room[:, 1], room[0, 1:2].expand(case.batch)):
-        asked = replace(pattern, key_lengths=lengths)
-        assert_within_budget(Oracle(case, inputs, pattern=asked).error_ratios(row.run(case, inputs, pattern=asked)))
+    for lengths in (room[:, 1], room[0, 1:2].expand(case.batch)):  # strides of 3 and of 0
+        pattern = replace(pattern, key_lengths=lengths)
+        assert_within_budget(Oracle(case, inputs, pattern=pattern).error_ratios(row.run(case, inputs, pattern=pattern)))
 
 
 @given(
@@ -41,9 +43,10 @@ def test_key_lengths_have_any_layout(row: Row, case: AttentionCase, seed: int) -
     expands=st.sets(st.integers(0, 3)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_aligned_copies_only_tensors_that_are_not_aligned(
+def test_aligned_copies_tensors_whose_rows_are_not_aligned(
     shape: tuple[int, ...], more: int, offset: int, order: list[int], expands: set[int], dtype: torch.dtype
 ) -> None:
+    """x begins at element `offset` of a buffer, has `more` elements between rows, and strides of 0 for `expands`."""
     sizes = [1 if at in expands else n for at, n in enumerate(shape)]
     room = torch.randn(*(sizes[at] for at in order), sizes[3] + more).to(dtype)
     flat = torch.cat([torch.zeros(offset, dtype=dtype), room.flatten()])[offset:].view(room.shape)
@@ -105,6 +108,7 @@ def test_without_queries_keys_or_entries_there_is_nothing_to_compute(
 
 @pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "flash_triton", "sdpa"])
 def test_scores_beyond_float16_do_not_become_infinite(impl: str) -> None:
+    """All scores are 80 · 256² / √80, about 586,000; float16 ends at 65,504."""
     q, k, v = (torch.full((1, 2, 8, 80), 256.0, dtype=torch.float16) for _ in range(3))
     assert torch.equal(attention(q, k, v, impl=impl), v)
 
@@ -113,7 +117,7 @@ def test_scores_beyond_float16_do_not_become_infinite(impl: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("softcap", [1e5, 1e12, 3e38])
 def test_a_softcap_may_be_huge(impl: str, dtype: str, softcap: float) -> None:
-    case = AttentionCase(1, 2, 2, 9, 9, 16, dtype, grad=True)
+    case = AttentionCase(batch=1, heads=2, kv_heads=2, queries=9, keys=9, head_dim=16, dtype=dtype, grad=True)
     inputs = make_inputs(case, 0)
     found = run(lambda q, k, v, **_: attention(q, k, v, softcap=softcap, impl=impl), inputs)
     assert max(Oracle(case, inputs).error_ratios(found).values()) <= 1

@@ -1,6 +1,7 @@
 """Ideas of the peers' own tests of attention, restated for `flash_torch` and `flash_triton`.
 
-A name in ASKED, or a docstring, begins with the peers that have such a test.
+Most names in ASKED, and docstrings, begin with the peers that have such a test. A `Row` is an implementation on a
+device (tests/support/attention_rows.py).
 
 Sources: pytorch/pytorch test/test_transformers.py; Dao-AILab/flash-attention tests/test_flash_attn.py;
 fla-org/flash-linear-attention tests/ops/test_attn.py. docs/kernel.md lists what does not apply, with the reason.
@@ -57,8 +58,8 @@ def case_of(row: Row, queries: int, keys: int, head_dim: int = 16, **fields: Any
     return row.case(**{"queries": queries, "keys": keys, "head_dim": head_dim, "grad": True, **fields})
 
 
-def times(inputs: Inputs, factors: dict[str, float]) -> Inputs:
-    """The inputs with these tensors multiplied."""
+def multiplied(inputs: Inputs, factors: dict[str, float]) -> Inputs:
+    """The inputs, with each tensor that `factors` names multiplied by its factor."""
     return replace(inputs, **{name: inputs.tensors[name] * factor for name, factor in factors.items()})
 
 
@@ -81,7 +82,8 @@ def square(*lengths: int) -> list[list[tuple[int, int]]]:
     return [[(length, length)] if length else [] for length in lengths]
 
 
-# {who asks what: (sizes (queries, keys) for `by_row`, fields of the case)}; the offset "end" is K - Q.
+# {who asks what: (sizes (queries, keys) for `by_row`, fields of the case)}. The offset "end" is keys - queries, and
+# "times" is no field, but the factors for `multiplied`.
 ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     # One query of many keys, many of one, a few more than a tile, and twice as many.
     **{f"torch, flash-attn: lengths{name}": (LENGTHS, {"head_dim": 32, **fields}) for name, fields in CAUSALS.items()},
@@ -175,7 +177,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
 @rows
 @pytest.mark.parametrize("name", ASKED)
 def test_what_the_peers_ask_is_right(row: Row, name: str) -> None:
-    """Each call is judged in every dtype that is narrower than float32. `make_pattern` draws what options need."""
+    """Each call is judged in every dtype but float32, the first. `make_pattern` draws what options need."""
     sizes, fields = ASKED[name]
     if not (sizes := by_row(row, *sizes)):
         pytest.skip("the interpreter takes long: asked on a GPU")
@@ -183,7 +185,7 @@ def test_what_the_peers_ask_is_right(row: Row, name: str) -> None:
     for (queries, keys), dtype in product(sizes, row.dtypes[1:]):
         offset = keys - queries if fields.get("offset") == "end" else 0
         case = case_of(row, queries, keys, **others | {"dtype": dtype, "offset": offset})
-        inputs = times(make_inputs(case, seed), fields.get("times", {}))
+        inputs = multiplied(make_inputs(case, seed), fields.get("times", {}))
         checked(row, case, inputs, make_pattern(case, seed) if case.options else None)
 
 
@@ -201,12 +203,12 @@ def test_a_scale_that_is_negative_or_large(row: Row, scale: float) -> None:
 def test_the_largest_scores_give_the_value_and_no_nan(row: Row) -> None:
     """torch: q = k = v = 133,120 in bfloat16. In float16 256 is used, so that sums of 64 products stay small enough.
 
-    `flash_triton` is given 8,192: its kernel scales scores and subtracts their maximum in one instruction. The rounding
-    error of that maximum, up to 32 at 2^29, would become an exponent of 2.
+    `flash_triton` is given 8,192: its kernel computes 2^(score · scale - maximum), where only the maximum is rounded.
+    Near 2^29 it is off by up to 32, and 2^32 is divided out again. With 133,120 it is off by 2^13: that is infinity.
     """
     dtype, size = ("float16", 256.0) if row.interpreted else ("bfloat16", 133_120.0)
     size = 8_192.0 if row.name == "flash_triton" and not row.interpreted else size
-    case = case_of(row, 1, 1, 64, dtype=dtype)
+    case = case_of(row, queries=1, keys=1, head_dim=64, dtype=dtype)
     inputs = make_inputs(case, seed=0)
     inputs = replace(inputs, **{name: torch.full_like(inputs.q, size) for name in ("q", "k", "v")})
     found = row.run(case, inputs)
@@ -226,15 +228,15 @@ def test_packed_sequences_of_a_token_a_tile_and_longer(row: Row, window: int | N
     )
     for lengths in packings:
         case = case_of(row, sum(lengths), sum(lengths), causal=True, documents=True, window=window)
-        inputs = times(make_inputs(case, seed=sum(lengths)), factors)
-        checked(row, case, inputs, Pattern(True, window, documents=Documents(lengths, row.device)))
+        inputs = multiplied(make_inputs(case, seed=sum(lengths)), factors)
+        checked(row, case, inputs, Pattern(causal=True, window=window, documents=Documents(lengths, row.device)))
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
 def of_a_projection(x: Tensor) -> Tensor:
-    """A part of (B, S, 2, H, D)."""
+    """x as a part of a tensor (B, S, 2, H, D), in which a projection has written two such parts side by side."""
     return torch.stack([x.transpose(1, 2)] * 2, dim=2)[:, :, 0].transpose(1, 2)
 
 
@@ -301,12 +303,12 @@ def test_a_head_dimension_of_one_has_any_stride(row: Row) -> None:
 @causals
 def test_repeats_have_the_same_bits(row: Row, causal: bool) -> None:
     """flash-attn's races and deterministic backwards: many batch entries, forward and backward, again and again."""
-    batch, times = by_row(row, [(2, 2)], [(4, 5)], [(60, 100)])[0]
+    batch, repeats = by_row(row, [(2, 2)], [(4, 5)], [(60, 100)])[0]
     for queries, keys in by_row(row, [(17, 33)], [(97, 97)], [(1, 239), (239, 1), (257, 257), (1024, 128)]):
         case = case_of(row, queries, keys, batch=batch, heads=4, kv_heads=4, causal=causal)
         inputs = make_inputs(case, seed=0)
         first = row.run(case, inputs)
-        for _ in range(times):
+        for _ in range(repeats):
             assert all(torch.equal(x, first[name]) for name, x in row.run(case, inputs).items())
 
 
@@ -316,7 +318,7 @@ def test_repeats_have_the_same_bits(row: Row, causal: bool) -> None:
 @causals
 def test_a_cuda_graph_gives_the_same_bits_and_reads_new_inputs(row: Row, causal: bool) -> None:
     """torch: captured forward and backward, replayed."""
-    case = case_of(row, 256, 512, 64, batch=2, causal=causal)
+    case = case_of(row, queries=256, keys=512, head_dim=64, batch=2, causal=causal)
     inputs = make_inputs(case, seed=0)
     for _ in range(3):
         row.run(case, inputs)

@@ -1,8 +1,8 @@
 """The Triton kernels, compiled for every card (kind of GPU) without one: they fit, spill nothing, use tensor cores.
 
 `nox -s tritons` compiles all of them with each known version of Triton; a plain run compiles some. The instructions are
-counted in SASS, NVIDIA's machine code (`tests/support/sass.py`). That a kernel compiles and fits does not say that it
-is fast: of these cards only sm_90 was measured.
+counted in SASS, NVIDIA's machine code; `tests/support/sass.py` says what their names (LDL, HGMMA, ...) mean. That a
+kernel compiles and fits does not say that it is fast: of these cards only sm_90 was measured.
 """
 
 from functools import cache
@@ -26,12 +26,17 @@ def some(arch: int, head_dim: int, kernel: str, mask: str) -> Any:
 
 
 HOPPER = [some(90, *values) for values in product((64, 128), KERNELS, MASKS)]
+# The kernel of decoding, "split_keys", has the number of queries in place of a mask: Q1 or Q16.
 DECODES = [some(90, head_dim, "split_keys", f"Q{queries}") for head_dim, queries in DECODING]
 OTHER_CARDS = [arch for arch in SHARED if arch != 90]
 ON_CARDS = [some(*values) for values in product(OTHER_CARDS, (64, 128), KERNELS, MASKS)]
-CLEAN = "clean dq", "clean dkdv"
+CLEAN = "clean dq", "clean dkdv"  # second launches of a backward, for tiles that a NaN has reached: they may spill
 ON_CARDS += [some(arch, head_dim, name, "bounds") for arch, head_dim, name in product(OTHER_CARDS, (64, 128), CLEAN)]
-ON_CARDS += [some(arch, one[0], "split_keys", f"Q{one[1]}") for arch in OTHER_CARDS for one in DECODING[:-1]]
+ON_CARDS += [
+    some(arch, head_dim, "split_keys", f"Q{queries}")
+    for arch in OTHER_CARDS
+    for head_dim, queries in DECODING[:-1]  # without head dimension 256
+]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,8 @@ def test_a_kernel_for_hopper_is_well_made(arch: int, head_dim: int, kernel: str,
     found = program(arch, head_dim, kernel, mask)
     assert found["LDL"] == found["STL"] == 0, "registers spill to local memory"
     assert found["registers"] <= 255
-    assert found["HGMMA"] >= {"fwd": 2, "dq": 3, "dkdv": 4}[kernel] * 4, "every product runs on tensor cores"
+    # An instruction multiplies 16 columns, and a tile has at least 64.
+    assert found["HGMMA"] >= PRODUCTS[kernel] * 4, "every product runs on tensor cores"
     assert found["waits"] <= found["HGMMA"] // 3, (
         "a wait after every instruction means that the compiler serialised them"
     )
@@ -122,6 +128,7 @@ def test_a_kernel_for_hopper_is_well_made(arch: int, head_dim: int, kernel: str,
 
 @pytest.mark.parametrize(("arch", "head_dim", "kernel", "mask"), DECODES)
 def test_decoding_kernels_fill_a_multiprocessor(arch: int, head_dim: int, kernel: str, mask: str) -> None:
+    """A multiprocessor has 64 Ki registers and 228 KiB of shared memory; a program takes 1 KiB more than it asks."""
     programs = 1 if mask == "Q1" and head_dim > 64 else 2
     found = program(arch, head_dim, kernel, mask)
     assert found["LDL"] == found["STL"] == 0, "registers spill to local memory"
@@ -130,5 +137,5 @@ def test_decoding_kernels_fill_a_multiprocessor(arch: int, head_dim: int, kernel
         "tiles arrive by bulk tensor loads: q, and those of keys and values before the loop and in it"
     )
     assert found["waits"] <= max(2, found["HGMMA"] // 6), "the compiler serialised products"
-    assert found["registers"] * 4 * 32 * programs <= 64 * 1024
+    assert found["registers"] * 4 * 32 * programs <= 64 * 1024  # in each thread of four warps
     assert 128 * 1024 <= (found["shared"] + 1024) * programs <= 228 * 1024

@@ -1,4 +1,7 @@
-"""The tuner of tiles: it picks the fastest that fits, keeps the choice on disk, and names a corrupt file."""
+"""The tuner of tiles: it picks the fastest that fits, keeps the choice on disk, and names a corrupt file.
+
+Where `clock` replaces the timing, nothing is launched: `print` then stands for the function that launches a kernel.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +18,7 @@ from triton.runtime.errors import OutOfResources  # noqa: E402
 from lmsys.attention import tuning  # noqa: E402
 from lmsys.attention.tuning import Tile  # noqa: E402
 
+# An answer in the file, as JSON. In `Tile(...)` the numbers have the same order.
 TILE = '{"block_q": 64, "block_k": 64, "num_warps": 4, "num_stages": 1}'
 CANDIDATES = [Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 128, 8, 2)]
 DEVICE = torch.device("cpu")
@@ -37,8 +41,8 @@ def clock(
     """Makes `tune` measure these `times`; infinity stands for a tile that does not fit. Returns a list, to which each
     tile is added when it is timed.
 
-    `drift`: each measurement is slower than the one before it by this share of its time. `boost`: the first is faster
-    by this share, the second by a tenth of it, and so on, as on a GPU that was idle."""
+    `drift`: measurement n is slower than the first by n times this share of its time. `boost`: the first is faster by
+    this share, the second by a tenth of it, and so on, as on a GPU that was idle."""
     timed: list[Tile] = []
 
     def time(tile: Tile, launch: object) -> float:
@@ -61,7 +65,7 @@ def test_the_fastest_that_fits_is_chosen_and_remembered(order: list[float]) -> N
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
         monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
-        assert len(timed) == 3 * (len(CANDIDATES) - 1)
+        assert len(timed) == 3 * (len(CANDIDATES) - 1)  # one round uncounted, two counted; one tile does not fit
 
 
 @given(
@@ -72,8 +76,8 @@ def test_the_fastest_that_fits_is_chosen_and_remembered(order: list[float]) -> N
 def test_a_clock_that_drifts_or_was_idle_does_not_change_the_choice(
     order: list[float], change: dict[str, float]
 ) -> None:
-    """A tile that is timed while a GPU is cool gains more by this than the best tile is faster. The clock of a GPU that
-    was idle is higher in the first moments, in which the first tile is timed."""
+    """A cool GPU speeds the tile that it runs up by more than the best tile is faster than others. The clock of a GPU
+    that was idle is higher in the first moments, in which the first tile is timed."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tuning, "_chosen", {})
         tuning.KEPT.path.unlink(missing_ok=True)
@@ -153,7 +157,7 @@ def test_a_kernel_is_timed_once_and_then_read(monkeypatch: pytest.MonkeyPatch) -
     timed: list[Tile] = []
     real = tuning._time
     monkeypatch.setattr(tuning, "_time", lambda tile, launch: timed.append(tile) or real(tile, launch))
-    monkeypatch.setattr("lmsys.attention.flash_triton.tune", tuning.tune)  # in place of the tests' own choice
+    monkeypatch.setattr("lmsys.attention.flash_triton.tune", tuning.tune)  # in place of the fixture `any_tile`
     q, k, v = torch.randn(3, 1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     expected = tuning.candidates("fwd", q.dtype, 64, "ieee")
     first = flash_triton(q, k, v, causal=True)

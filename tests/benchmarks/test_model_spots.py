@@ -1,7 +1,8 @@
 """Timed calls of whole models are judged at a few places, called spots (`benchmarks/model/spots.py`).
 
-The judge's reference must be right, honest models must be within their budget, and a row that is right only while it
-is checked must be refused. A new cheat is a function in CHEATS, which gets the right row and its inputs.
+The judge's reference must be right, honest models must be within their budget (the error that is allowed: an error
+ratio of 1), and a row that is right only while it is checked must be refused. A new cheat is a function in CHEATS,
+which gets the right row and its inputs.
 """
 
 import copy
@@ -50,7 +51,7 @@ def cases(**values: Any) -> list[ModelTest]:
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes limits so small that references run a part of a batch, and attention in blocks of a few query rows."""
     monkeypatch.setitem(spots.MOST_WORK, "cpu", 0)
-    monkeypatch.setitem(spots.BLOCK_SCORES, "cpu", 5 * 4 * 32)
+    monkeypatch.setitem(spots.BLOCK_SCORES, "cpu", 5 * 4 * 32)  # five query rows of 4 heads and 32 keys
 
 
 def exact_model(rig: Rig, case: ModelTest) -> Any:
@@ -64,9 +65,10 @@ def test_the_reference_is_the_function_that_is_tested(row: str) -> None:
     (case,) = cases(attention=(row,), mode=("step",))
     rig = Rig(case, seed=1)
     model, data = exact_model(rig, case), rig.data
-    # The peer rotates other pairs of rows. `meant` reorders its rows: ours is then the same function.
+    # The peer's rotary embedding pairs other rows of the projections. `meant` reorders a weight of the peer, so that
+    # our model computes the same function with it.
     meant = rig.model(case).meant if case.peer else lambda name, weight: weight
-    reference = Reference(rig.base, "fp32", True, meant)
+    reference = Reference(rig.base, "fp32", exact=True, meant=meant)
     with torch.no_grad():
         logits = model(data.tokens)
     for sequence in range(len(data.tokens)):
@@ -96,7 +98,7 @@ def judged(rig: Rig, case: ModelTest, draw: int, key: int) -> dict[str, float]:
     parts = step.keep(step.run(step.prepare()), key)
     assert parts is not None
     rig.draws.fill(draw)
-    return dict(rig.judge(case, Kept(0, draw, key, parts)))
+    return dict(rig.judge(case, Kept(index=0, draw=draw, key=key, result=parts)))
 
 
 @pytest.mark.usefixtures("in_pieces")
@@ -104,7 +106,7 @@ def judged(rig: Rig, case: ModelTest, draw: int, key: int) -> dict[str, float]:
 def test_where_sequences_are_many_few_are_run_and_a_call_is_judged_by_those(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run: list[int] = []
+    run: list[int] = []  # how many sequences each call of `gradients(data, sequences, names)` runs
     gradients = Reference.gradients
     monkeypatch.setattr(Reference, "gradients", lambda self, *x: run.append(len(x[1])) or gradients(self, *x))
     for case in cases(attention=(row,), batch=(5,)):
@@ -116,11 +118,12 @@ def test_where_sequences_are_many_few_are_run_and_a_call_is_judged_by_those(
 
 
 def test_a_single_row_of_an_extreme_kind_has_the_budget_of_all_of_them() -> None:
-    """In one row of a kind plain PyTorch is nearly exact by chance, and another implementation is not.
+    """In one row of an extreme group plain PyTorch is exact by chance, and another implementation is not.
 
-    That implementation is as far off in this row as plain PyTorch is in the others, which is right.
+    That implementation is right if it is as far off in this row as plain PyTorch is in the others of the group.
     """
     torch.manual_seed(0)
+    # Every fifth row (4, 9, ...) is in the extreme group 1, all others in the ordinary group 0.
     reference, groups = torch.randn(40, 16, dtype=torch.float64), torch.arange(40) % 5 // 4
     plain = reference + 0.2 * torch.randn_like(reference)
     lucky = 4
@@ -141,9 +144,10 @@ def test_a_single_row_of_an_extreme_kind_has_the_budget_of_all_of_them() -> None
 def test_a_spot_has_the_budget_in_root_mean_square_that_the_policy_gives_to_spots() -> None:
     torch.manual_seed(0)
     reference = torch.randn(8, 16, dtype=torch.float64)
-    plain, groups = reference + 0.05, torch.zeros(8, dtype=torch.int64)
+    error = 0.05  # of plain PyTorch; the result that is judged is `off` times as far off
+    plain, groups = reference + error, torch.zeros(8, dtype=torch.int64)
     for off, times, is_right in [(2.5, 2.0, False), (2.5, SPOT_TIMES, True), (3.5, SPOT_TIMES, False)]:
-        ratio = ratio_by_group(reference + off * 0.05, reference, plain, torch.bfloat16, groups, times=times)
+        ratio = ratio_by_group(reference + off * error, reference, plain, torch.bfloat16, groups, times=times)
         assert (ratio <= 1) == is_right, (off, times, ratio)
 
 
@@ -178,6 +182,7 @@ def test_a_right_call_is_within_its_budget_whatever_is_looked_at(row: str, preci
     for mode in ("backward", "optimizer", "step"):
         assert {EMBEDDINGS, HEAD} <= looked_at[mode] and sum("attn" in name for name in looked_at[mode]) >= 4
         assert any("exp_avg_sq" in name for name in looked_at[mode]) == (mode in spots.UPDATES)
+        # 7.4e+19 is HUGE of `lmsys.extremes.model`, 2 ** 66: a gradient that the mode "optimizer" plants.
         assert any("where the gradient is 7.4e+19" in name for name in looked_at[mode]) == (mode == "optimizer")
 
 
@@ -212,11 +217,12 @@ def half_of_the_queries(right: Row, *x: Tensor) -> Tensor:
 
 
 def the_first_result(right: Row, *x: Tensor, known: dict[Any, Tensor] = {}) -> Tensor:  # noqa: B006
+    """Returns the result of its first call, by dtype and with or without autograd, and right gradients."""
     o = right(*x)
     return o + (known.setdefault((x[0].dtype, torch.is_grad_enabled()), o.detach()) - o).detach()
 
 
-CALLS = [0]  # of `zeros_in_one_layer` so far: tiny models have two layers, so each second call is in one layer
+CALLS = [0]  # calls of `zeros_in_one_layer` so far: of the two layers of a tiny model, one gets every second call
 
 
 def zeros_in_one_layer(right: Row, *x: Tensor) -> Tensor:
@@ -239,7 +245,7 @@ def record_of(**values: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def honest_when_checked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """A function that puts a row into the table, which cheats while the clock runs; None: an honest one."""
+    """A function put(cheat), which makes `vectorized` a row that cheats while the clock runs; None: an honest row."""
 
     def put(cheat: Any) -> None:
         def right(*x: Tensor) -> Tensor:
@@ -289,7 +295,7 @@ def test_a_loss_that_is_remembered_is_refused(precision: str, monkeypatch: pytes
 
 
 class Idle(AdamW):
-    """Makes no step while the clock runs, but the first."""
+    """Makes a step while the clock runs only if it has made none before."""
 
     def step(self, closure: Any = None) -> Any:
         return None if timed() and len(self.state) else super().step(closure)
@@ -346,9 +352,9 @@ def test_an_update_that_overflows_on_huge_gradients_is_refused(
 
 
 def test_planted_gradients_are_put_back_before_gradients_are_judged() -> None:
-    """After an update on huge planted gradients, the model's gradients are computed again, on the weights before it.
+    """After an update on huge planted gradients, the gradients that the backward has made take their place again.
 
-    An update moves small weights, and gradients on moved weights would differ in the last bit.
+    They are those of the weights before the update, to the bit: gradients of moved weights would differ.
     """
     for precision in ("fp32", "fp16"):
         (case,) = cases(mode=("optimizer",), precision=(precision,))
@@ -362,7 +368,8 @@ def test_planted_gradients_are_put_back_before_gradients_are_judged() -> None:
         made = watch.parameter.grad / rig.scaler.get_scale()
         step.run(step.prepare())
         planted = watch.parameter.grad[watch.rows[:3]]
-        assert torch.equal(planted, torch.tensor(extremes.planted(False))[:, None].expand_as(planted))
+        values = torch.tensor(extremes.planted(held_by_torch=False))
+        assert torch.equal(planted, values[:, None].expand_as(planted))
         step.keep(None, 5)
         assert torch.equal(watch.parameter.grad, made)
 
@@ -398,7 +405,7 @@ def test_a_graph_of_old_tokens_is_refused(stale: bool, monkeypatch: pytest.Monke
     step.prepare()
     for draw in (5, 6):
         step.redraw(draw)
-        kept = Kept(draw, draw, 7, step.keep(step.run(None), 7))
+        kept = Kept(index=draw, draw=draw, key=7, result=step.keep(step.run(None), 7))
         assert (max(rig.judge(case, kept).values()) > 1) == stale
         rig.draws.fill(draw)
 

@@ -34,6 +34,7 @@ def conftest() -> ModuleType:
 
 
 def on_card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    """Makes torch report a GPU of this compute capability; None: no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
@@ -45,7 +46,7 @@ def grids_of(sweep: Any) -> list[tuple[str, Grid]]:
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (12, 0)])
-def test_cards_that_have_it_and_cpus_take_the_sweeps_as_they_are(
+def test_cards_with_bfloat16_and_cpus_take_the_sweeps_as_they_are(
     conftest: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None
 ) -> None:
     on_card(monkeypatch, capability)
@@ -66,6 +67,7 @@ def test_float16_is_in_its_place_on_a_t4(conftest: ModuleType, monkeypatch: pyte
         assert {axis: grid[axis] for axis in whole if axis not in AXES} == {
             axis: whole[axis] for axis in whole if axis not in AXES
         }
+        # A benchmark that scales no loss cannot take fp16 in place of bf16.
         instead = INSTEAD if benchmark in ("attention", "anatomy", "loss", "model") else INSTEAD | {"bf16": "fp32"}
         for axis in {*AXES} & whole.keys():
             assert grid[axis] == tuple(dict.fromkeys(instead.get(value, value) for value in whole[axis]))

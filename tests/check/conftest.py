@@ -14,7 +14,7 @@ from lmsys.attention import AttentionCase
 from lmsys.check import attention, extremes
 from lmsys.testing import Inputs, Oracle
 
-KEPT: dict[Any, dict[str, Any]] = {}  # the attributes of each oracle, by what it was made from
+KEPT: dict[Any, dict[str, Any]] = {}  # the attributes of each oracle, by its case, inputs and options
 
 
 def digest(inputs: Inputs) -> bytes:
@@ -28,7 +28,7 @@ def digest(inputs: Inputs) -> bytes:
 class KeptOracle(Oracle):
     """An oracle that takes its results from an earlier one of the same case, inputs and options, if there was one.
 
-    With a `pattern` among the options, which is no key, it always computes anew.
+    With a `pattern` among the options it always computes anew, since tensors in a pattern cannot be part of a key.
     """
 
     def __init__(self, case: AttentionCase, inputs: Inputs, **options: Any):

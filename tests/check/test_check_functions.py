@@ -143,7 +143,7 @@ def test_no_option_is_checked_of_a_loss_without_options() -> None:
 
 
 def test_a_parameter_of_no_known_meaning_is_refused() -> None:
-    assert roles_of(of_logits) != ROLES == roles_of(linear_first)
+    assert roles_of(of_logits) != ROLES == roles_of(linear_first)  # `of_logits` needs no weight: it is given logits
     with pytest.raises(ValueError, match="parameter 'temperature' has no default and no known name"):
         called(unheard_of, roles_of(unheard_of))
 
@@ -187,7 +187,7 @@ def test_a_mistake_of_a_forward_is_not_named_if_the_result_is_right() -> None:
     inputs = {"gate": torch.randn(5, 7), "up": torch.randn(5, 7)}
     problem = Problem(inputs, {}, torch.randn(5, 7))
     reference_outputs, plain_outputs = outputs_of(right, problem), outputs_of(right, problem, torch.float32)
-    exchanged = next(iter(mistakes(problem).values()))(problem)
+    exchanged = next(iter(mistakes(problem).values()))(problem)  # the outputs under the first mistake
     wrong = {**reference_outputs, "gate": exchanged["gate"]}
     assert explain(wrong, "gate", reference_outputs, plain_outputs, problem, mistakes(problem)) is None
     wrong[RESULT] = exchanged[RESULT]

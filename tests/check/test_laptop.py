@@ -35,7 +35,7 @@ torch.zeros(1, device=DEVICE)
 @triton.jit
 def scaled(x, y, count, scale, negative, BLOCK: tl.constexpr):
     halves = tl.full((16, 16), 0.5, tl.float32).to(tl.bfloat16)
-    scale *= tl.max(tl.max(tl.dot(halves, halves), 1), 0) / 4
+    scale *= tl.max(tl.max(tl.dot(halves, halves), 1), 0) / 4  # the matmul in bfloat16: 16 * 0.5 * 0.5 / 4 is 1
     if negative:
         scale = -scale
     at = program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ class Attention(torch.autograd.Function):
 
 def test_a_kernel_for_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
-    package = tmp_path / "project_of_mine"
+    package = tmp_path / "project_of_mine"  # TRITON imports from it: the folder of pyproject.toml must be found
     package.mkdir()
     (tmp_path / "pyproject.toml").touch()
     (package / "__init__.py").touch()
@@ -123,5 +123,5 @@ def compiled() -> float:
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(why_no_compiler("cpu")), reason="torch.compile needs a compiler of C++")
-def test_torch_compile_works_there() -> None:
+def test_torch_compile_works_while_a_gpu_is_pretended() -> None:
     assert in_own_process(compiled, timeout_s=300.0) == 2.0

@@ -1,6 +1,6 @@
 """`lmsys check` on strategies and sharded optimizers (lmsys/check/strategy.py): mistakes are named, right ones pass.
 
-The wrong ones are the published faults of tests/museum (exhibits) and the planted ones of
+The wrong rows are the published faults of tests/museum (exhibits) and the planted ones of
 tests/support/wrong_strategies.py, whose WRONG tables map a class to the words that name its mistake. A question is a
 training that the check compares with one process; `first_fault` asks one strategy until it fails a question, on ranks
 that all tests share.
@@ -29,9 +29,11 @@ from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
 KINDS = {"strategy": strategy.questions, "sharded_optimizer": strategy.optimizer_questions}
 QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # the other right ones are checked on request
 SUPPORT = Path(__file__).parents[1] / "support"
-# (kind, class, words of the report) of each wrong row in tests/support/wrong_strategies.py
+# (kind, class, words that name its mistake) of each wrong row in tests/support/wrong_strategies.py
 PLANTED = [
-    (kind, name, words) for kind, of in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True) for name, words in of.items()
+    (kind, name, words)
+    for kind, wrong in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True)
+    for name, words in wrong.items()
 ]
 
 
