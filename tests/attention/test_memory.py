@@ -56,6 +56,9 @@ def test_aligned_copies_tensors_whose_rows_are_not_aligned(
     assert found.data_ptr() % 16 == 0 and 0 not in [s for s, n in zip(found.stride(), shape, strict=True) if n > 1]
     if not found.is_contiguous():
         assert all(n == 1 or s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], shape[:3], strict=True))
+    steps = [step * x.element_size() for step in x.stride()[:3]]
+    fits = x.is_contiguous() or (x.stride(3) == 1 and all(step and step % 16 == 0 for step in steps))
+    assert (found is x) == (fits and x.data_ptr() % 16 == 0)
     if found is not x:
         assert found.is_contiguous()
 

@@ -161,9 +161,9 @@ def test_a_kernel_is_timed_once_and_then_read(monkeypatch: pytest.MonkeyPatch) -
     q, k, v = torch.randn(3, 1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     expected = tuning.candidates("fwd", q.dtype, 64, "ieee")
     first = flash_triton(q, k, v, causal=True)
-    assert tuple(timed) == (*expected, *reversed(expected))
+    assert tuple(timed) == (*expected, *expected, *reversed(expected))  # the first round is not counted
     (key,) = tuning.KEPT.read()
     assert torch.cuda.get_device_name() in key and "bfloat16" in key
     monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
     monkeypatch.setattr("lmsys.attention.flash_triton._launches", {})
-    assert torch.equal(flash_triton(q, k, v, causal=True), first) and len(timed) == 2 * len(expected)
+    assert torch.equal(flash_triton(q, k, v, causal=True), first) and len(timed) == 3 * len(expected)

@@ -437,4 +437,4 @@ def test_a_key_says_where_to_look_and_keys_look_everywhere() -> None:
     assert {spot.sequence for spot in drawn} == {0, 1, 2}
     assert {position for spot in drawn for position in spot.positions} == set(range(32))
     assert {name.split(".")[1] for spot in drawn for name in spot.rows if name != HEAD} == {"0", "1"}
-    assert {row for spot in drawn for row in spot.rows[HEAD]} > set()
+    assert len({row for spot in drawn for row in spot.rows[HEAD]}) > 60  # of the head's rows
