@@ -12,7 +12,7 @@ from pathlib import Path
 
 LEAST_LOAD_S = 0.2  # the shortest time over which a load is measured
 BUSY = 0.1  # the share of the CPU's time above which other programs count as a disturbance
-GROUPS = (  # of cgroup 2 and 1: files with the limit, the use and statistics; the statistic of what could be dropped
+CGROUP_FILES = (  # cgroup 2, cgroup 1: the files of limit, use and statistics; the statistic of droppable bytes
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
@@ -23,15 +23,15 @@ def available_bytes(root: Path = Path("/")) -> float:
     least, groups = float("inf"), root / "sys/fs/cgroup"
     with suppress(OSError, KeyError):
         least = 1024.0 * int(_facts(root / "proc/meminfo")["MemAvailable:"])
-    for limit, held, stat, cached in GROUPS:
+    for limit, used, statistics, droppable in CGROUP_FILES:
         with suppress(OSError, KeyError, ValueError):  # ValueError: the limit is "max"
-            free = int((groups / limit).read_text()) - int((groups / held).read_text())
-            least = min(least, free + int(_facts(groups / stat)[cached]))
+            free = int((groups / limit).read_text()) - int((groups / used).read_text())
+            least = min(least, free + int(_facts(groups / statistics)[droppable]))
     return least
 
 
 def _facts(file: Path) -> dict[str, str]:
-    """The second word of each line by the first."""
+    """{the first word of a line: the second}."""
     return {words[0]: words[1] for words in map(str.split, file.read_text().splitlines())}
 
 
@@ -52,9 +52,9 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """CPU seconds that were used since the machine began.
+    """The CPU seconds that were used from the start of the machine up to a moment.
 
-    at_s    when, by `time.monotonic`
+    at_s    the moment, by `time.monotonic`
     busy_s  by all processes, on the cores that this process may use
     own_s   by a process and all that it has started, which are called its family
     """
@@ -78,7 +78,7 @@ def load(parent: int, root: Path = Path("/")) -> Load | None:
 
 
 def family_of(parent: int, processes: dict[int, tuple[int, int]]) -> set[int]:
-    """The numbers of `parent` and all that it has started. `processes`: as `processes_in` gives them."""
+    """The ids of `parent` and all that it has started, and these in turn. `processes`: as `processes_in` gives them."""
     family = {parent}
     while more := {pid for pid, (above, _) in processes.items() if above in family} - family:
         family |= more
@@ -96,15 +96,15 @@ def others_share(before: Load | None, after: Load | None) -> float | None:
     return min(max(others_s / seconds / len(os.sched_getaffinity(0)), 0.0), 1.0)
 
 
-def others_now(seconds: float = 1.25 * LEAST_LOAD_S) -> float | None:
-    """The share of the cores' time that others than this process take in the next `seconds`; None if not known."""
+def others_now(seconds: float = 1.25 * LEAST_LOAD_S) -> float | None:  # with a margin above the least
+    """The share of the cores' time that others than this process's family take in the next `seconds`, or None."""
     before = load(os.getpid())
     time.sleep(seconds)
     return others_share(before, load(os.getpid()))
 
 
 def processes_in(proc: Path) -> dict[int, tuple[int, int]]:
-    """{a process's number: (its parent's number, the ticks that it and the children it has waited for have used)}."""
+    """{a process's id: (its parent's id, the ticks that it and the children it has waited for have used)}."""
     processes = {}
     for folder in proc.iterdir():
         if folder.name.isdecimal():

@@ -72,7 +72,7 @@ def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
     depends on the dtype.
     `spread`: how far the median run of any of these was from its fastest, as a share of it.
     """
-    copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)
+    copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)  # 1 GiB, 128 MiB
     matmuls = {
         str(dtype).removeprefix("torch."): _matmul(dtype, device, seconds) for dtype in (torch.bfloat16, torch.float32)
     }
@@ -96,7 +96,7 @@ def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, flo
             call: Callable[[], Any] = partial(torch.matmul, a, a.T if transposed else a)
             best, _ = _runs(call, device, seconds=0.0, least=3)
             tried.append((2 * size**3 / best, size, call))
-            if 8 * best > CEILING_S:  # the next size takes longer for one run
+            if 2**3 * best > CEILING_S:  # one run of the next size, whose side is twice as long, would take longer
                 break
     rate, size, call = max(tried, key=itemgetter(0))
     best, median = _runs(call, device, seconds)
@@ -167,9 +167,9 @@ def commit() -> dict[str, Any]:
     return {"commit": git(folder, "rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
-# Dense operations that a multiprocessor ends in a cycle, by compute capability: NVIDIA's architecture white papers and
-# the tables of throughput in the CUDA C++ Programming Guide. float32 counts as TF32 where the GPU has
-# it: no way of computing a float32 product by tensor cores is faster.
+# Dense operations that a multiprocessor completes in a cycle, by compute capability: from NVIDIA's architecture white
+# papers and the tables of throughput in the CUDA C++ Programming Guide. float32 counts as TF32 where the GPU has TF32:
+# no way of computing a float32 product by tensor cores is faster.
 FLOP_PER_CYCLE = {
     (7, 0): {"float16": 1024, "bfloat16": 128, "float32": 128},
     (7, 5): {"float16": 1024, "bfloat16": 128, "float32": 128},
@@ -205,7 +205,7 @@ def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:
 
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # of the matmul of `measure_sustained`
-WINDOW_S, LEAST_S, MOST_S = 1.0, 3.0, 15.0  # seconds of a window, whose mean rate counts; limits of all windows
+WINDOW_S, LEAST_S, MOST_S = 1.0, 3.0, 15.0  # of a window, whose mean rate counts; limits of the whole run
 STEADY = 0.01  # a rate has settled when two windows, one after the other, differ by less than this share
 SAMPLE_S = 0.02  # between two readings of the sensors
 
@@ -214,7 +214,7 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     """{"matmul_flops_per_s": {dtype: x}, "seconds": how long it ran}, with the state of the device at its end.
 
     It repeats the largest matmul of SIZES until the rate has settled, for MOST_S at most. x is the mean rate of the
-    last WINDOW_S.
+    last WINDOW_S. A mark is (a moment, the calls done by then).
     """
     size, dtype = SIZES[device][-1], DTYPES[device]
     a, marks = torch.randn(size, size, device=device, dtype=dtype), list[energy.Mark]()

@@ -80,8 +80,8 @@ _registered: dict[str, str] = {}  # kind by pattern: kernels that this file does
 def register_kernels(pattern: str, kind: str) -> None:
     """Says that kernels whose name matches the regular expression are of this kind, of KINDS; "" registers none.
 
-    A file of kernels registers its own when it is imported. Only the kernels of a table's row are registered by the
-    code that profiles the row, from the row's trait `kernels`. ValueError for another kind.
+    A file of kernels registers its own when it is imported. A row of a table may name its kernels in its trait
+    `kernels` instead, which the code that profiles the row registers. ValueError for another kind.
     """
     one_of("kind", kind, KINDS)
     if pattern:
@@ -160,7 +160,7 @@ class Profile:
 
 
 def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace: Path | None = None) -> Profile:
-    """Profiles `steps` calls, after one that warms up and one under the idling profiler.
+    """Profiles `steps` calls, after one that warms up and one that the profiler does not record.
 
     `trace`, a .json file, keeps the trace: for ui.perfetto.dev or chrome://tracing.
     """
@@ -265,7 +265,16 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int)
         for name in names:
             total[name] += seconds
             kinds[name][kind_of(kernel)] += seconds / steps
-    parts = (Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count)
+    parts = (
+        Part(
+            name=name,
+            total_s=total[name] / steps,
+            backward_s=backward[name] / steps,
+            count=count[name] / steps,
+            kinds=dict(kinds[name]),
+        )
+        for name in count
+    )
     return sorted(parts, key=lambda part: -(part.total_s + part.backward_s))
 
 
@@ -311,7 +320,10 @@ def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) 
             live[event.address] = (event.bytes, event.where, event.function)
     at_peak = Counter(live.values())
     count = Counter((event.bytes, event.where, event.function) for event in events if event.bytes > 0)
-    return [Allocation(key[0], count[key], at_peak[key], *key[1:]) for key in sorted(count, reverse=True)[:top]]
+    return [
+        Allocation(bytes=key[0], count=count[key], at_peak=at_peak[key], where=key[1], function=key[2])
+        for key in sorted(count, reverse=True)[:top]
+    ]
 
 
 PROFILED_STEPS = 3  # of `communication_of`
@@ -389,7 +401,10 @@ def merged(intervals: Intervals, gap: float = 0.0) -> Intervals:
 
 
 def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tuple[str, float, float]]:
-    """`Communication.timeline`: the last of the steps, with few and short numbers, since results files keep it."""
+    """`Communication.timeline`: the last of the steps, with few and short numbers, since results files keep it.
+
+    Intervals that lie at most 1 / 2000 of the profiled time apart become one.
+    """
     if not computing:
         return []
     begin, end = computing[0][0], max(spans[-1][1] for spans in (sending, computing) if spans)

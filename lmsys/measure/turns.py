@@ -24,7 +24,7 @@ from typing import Any
 
 from lmsys.measure.step import nothing
 
-LEAVES = "leaves"  # the word that a side sends when it leaves a session
+LEAVES = "leaves"  # a *word* is a JSON value that goes with the baton; this is the word of a side that leaves a session
 
 
 class Turns:
@@ -60,7 +60,7 @@ class Turns:
 
     def exchange(self, ours: Any) -> Any:
         """Sends `ours`, a JSON value; returns the other side's value, None if it has left. Called before `begin`."""
-        # The second side has got the value with the baton, before it sends its own; the first side gets it after that.
+        # The first side sends its value first: the second side has the other's value before it sends its own.
         before, after = self._heard, self._pass_on(ours)
         return after if self.is_first else before
 
@@ -78,8 +78,8 @@ class Turns:
         return ours if self.leads(index) or not self.together else self._heard
 
     def after(self, index: int, word: Any) -> None:
-        """Passes the baton, with `word`, on after this side's part of a round. It is kept by a side that worked second
-        and leads the next round."""
+        """Passes the baton on, with `word`, after this side's part of a round. A side that worked second in it and
+        leads the next one keeps the baton."""
         if self.leads(index) or not self.leads(index + 1):
             self._pass_on(word)
 
