@@ -152,7 +152,7 @@ def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
     """Mistakes made in the backward alone, each of which gives some of the gradients.
 
     formula    the right formula
-    gradients  by the mistake in words; a mistake that all formulas can have, grad_output ignored, is put before them
+    gradients  by the mistake in words. A mistake that any backward can make, to ignore grad_output, is put before them
     """
     mistaken: dict[str, Gradients] = {
         "grad_output is ignored: the backward uses ones in its place": partial(_with_ones, formula),
@@ -179,12 +179,12 @@ def _backward(formula: Formula, gradients_of: Gradients, problem: Problem) -> Ou
 
 
 def padding(width: int) -> list[int]:
-    """The numbers of columns by which blocks of the sizes in BLOCKS pad `width`, in increasing order, without 0."""
+    """The numbers of columns by which blocks of the sizes in BLOCKS pad a row of `width`, in increasing order; no 0."""
     return sorted({-width % block for block in BLOCKS} - {0})
 
 
 def cut(width: int) -> list[int]:
-    """The numbers of columns that count where only whole blocks do, or all but the last column, in increasing order."""
+    """The columns left of `width` if a kernel drops a last block that is not full, or the last column; increasing."""
     return sorted({*(width // block * block for block in BLOCKS), width - 1} - {0, width})
 
 
@@ -227,7 +227,7 @@ def judge(
         return question.Fault.raised(error)
     if changed := [name for name, x in problem.inputs.items() if not torch.equal(x, before[name])]:
         return question.Fault.explained(
-            f"  {changed[0]} differs after the call", f"the function changes its input {changed[0]}", None
+            f"  {changed[0]} differs after the call", f"the function changes its input {changed[0]}", error_ratio=None
         )
     reference = outputs_of(formula, problem)
     # plain: what PyTorch computes in the dtype of the inputs; its error is the budget.
@@ -236,7 +236,9 @@ def judge(
     for name, right in reference.items():
         if name not in outputs:
             return question.Fault.explained(
-                f"  no gradient reaches {name}", "the result is detached, or the backward returns no gradient", None
+                f"  no gradient reaches {name}",
+                "the result is detached, or the backward returns no gradient",
+                error_ratio=None,
             )
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
         if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
@@ -283,7 +285,9 @@ def explain(
 ) -> str | None:
     """The known mistake that gives the wrong `outputs[name]`, in words; else a factor by which it is wrong; else None.
 
-    outputs    what the function gave; reference, plain: what is right, and what plain PyTorch gives in the dtype
+    outputs    what the function gave
+    reference  what is right
+    plain      what plain PyTorch gives in the dtype
     The mistake must also give the outputs before `name`: a right result excludes a mistake of the forward.
     """
     output, right, plain_output = outputs[name], reference[name], plain[name]

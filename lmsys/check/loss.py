@@ -7,7 +7,7 @@ The loss is the mean over all tokens that are not ignored. A case's shape is tha
 "ignored" is how many tokens, from the first on, are ignored; its other settings are arguments of the loss. ROLES lists
 the names that parameters may have. The benchmark of losses calls `faults_of_options`.
 
-Legend: N tokens, V vocabulary, M d_model.
+Legend: N tokens, V vocabulary, M d_model, WIDTH in all cases. KINDS are kinds of extreme inputs.
 """
 
 import math
@@ -157,6 +157,6 @@ def _no_token_counts(call: signature.Called, problem: formulas.Problem) -> quest
             return question.Fault.explained(
                 f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ...",
                 "gradients are divided by the number of tokens that count, which is 0",
-                None,
+                error_ratio=None,
             )
     return None

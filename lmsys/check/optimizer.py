@@ -7,7 +7,8 @@ formula in plain PyTorch. Each row of a parameter is judged alone, so that a row
 An optimizer that claims to keep float32 master weights for bfloat16 weights is compared over the whole run in float64
 instead.
 
-The tables from MOMENTS to KEEPINGS hold the known mistakes, as changes of a `Formula`; add new ones there.
+The tables from IGNORED to KEEPING_MISTAKES hold the known mistakes, as changes of the two parts of a `Formula`, its
+rule and its keeping; add new ones there.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,10 +35,10 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
     for case in optimizer_runs.cases_of(claim):
         about = f"{case.about}, {str(case.dtype).removeprefix('torch.')}"
         yield question.Question(
-            about,
-            partial(failure, optimizer, claim, form, case, options.seed),
-            f"{about}\n  {held_to}",
-            case.why_not(claim),
+            about=about,
+            judge=partial(failure, optimizer, claim, form, case, options.seed),
+            shape=f"{about}\n  {held_to}",
+            reason=case.why_not(claim),
             extreme=bool(case.sizes),
         )
 
@@ -57,6 +58,7 @@ def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int) -> optimizer
 
     None if no form gives its first step, and if a step raises an exception or makes a weight that is not finite.
     """
+    # AdamW is asked with decay, in which its forms may differ, if it takes one.
     decay = claim.taken({"weight_decay": 0.5}) if claim.algorithm == "AdamW" else {}
     run = optimizer_runs.run_of(optimizer_runs.Case("the first steps", steps=4, given=(decay,)), seed)
     run = replace(run, gradients=[[g * NEAR_EPS for g in of_step if g is not None] for of_step in run.gradients])
@@ -76,8 +78,8 @@ def _followed(form: optimizer_formula.Form, run: optimizer_formula.Run, made: op
         optimizer_formula.Formula(form.rule).trace(run, [list(run.parameters)] + made[:-1], dtype)
         for dtype in (torch.float64, torch.float32)
     )
-    pairs = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
-    right = [all(testing.error_ratio(*of) <= 1 for of in of_step) for of_step in pairs]
+    triples = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
+    right = [all(testing.error_ratio(*triple) <= 1 for triple in of_step) for of_step in triples]
     return (right + [False]).index(False)  # the place of the first step that disagrees
 
 
@@ -103,7 +105,7 @@ def failure(
         return question.Fault.explained(
             f"  step {step + 1} of {case.steps}, parameter {i}: the gradient differs after the step",
             "step() changes the gradient in place; gradients must stay as they are",
-            None,
+            error_ratio=None,
         )
     # Each step begins from the weights that the optimizer itself made, except with master weights, which are not seen.
     begins = None if case.masters else [list(run.parameters)] + made[:-1]
@@ -179,18 +181,18 @@ def explain(
     """The known mistake that leads to the steps that were made, in words; None if there is none.
 
     traces  what the optimizer made, what is right, and what plain PyTorch makes, in this order
-    begins  as in `Formula.trace`
+    begins  the weights that each step begins from, as in `Formula.trace`
     form    mistakes are tried in this form; None: in all forms, since a mistake may hide which form it is
     """
     forms = optimizer_formula.FORMS[claim.algorithm]
     others = {
-        f"the formula changes between runs: the first steps are those of {form.words}, these are those of {of.words}": (
-            optimizer_formula.Formula(of.rule)
+        f"the formula changes between runs: the first steps are those of {form.words}, these are those of {x.words}": (
+            optimizer_formula.Formula(x.rule)
         )
-        for of in forms
-        if form and of is not form
+        for x in forms
+        if form and x is not form
     }
-    for rule in [of.rule for of in ([form] if form else forms)]:
+    for rule in [x.rule for x in ([form] if form else forms)]:
         # A case without reloads comes first: if it passes, only load_state_dict can have lost the master weights.
         lost = "load_state_dict loses the float32 masters" if case.reloads else "no float32 masters are kept"
         unkept = (
@@ -266,7 +268,7 @@ MOMENTS: Changes = {  # mistakes of AdamW and Adam, as changes of the rule
     "moments are kept in float16": {"keep": lambda moment: moment.half().double()},
     "moments are kept in bfloat16": {"keep": lambda moment: moment.bfloat16().double()},
 }
-RULES: Mapping[str, Changes] = {  # mistakes by algorithm, as changes of the rule
+RULE_MISTAKES: Mapping[str, Changes] = {  # by algorithm, as changes of the rule
     "AdamW": IGNORED
     | {
         "weight decay is coupled: it is added to the gradient, as in Adam, not taken from the weights": {
@@ -316,7 +318,7 @@ COUNTING: Changes = {  # mistakes in the number of steps, t
         "count": lambda steps, calls, of_all: calls,
     },
 }
-KEEPING: Changes = {  # mistakes in settings and state, of every algorithm
+KEEPING: Changes = {  # mistakes in keeping settings and state, of every algorithm
     "the sign is wrong: weights move along the gradient, not against it": {
         "setting": lambda schedule, step, group: schedule[step][group] | {"lr": -schedule[step][group]["lr"]}
     },
@@ -342,7 +344,7 @@ KEEPING: Changes = {  # mistakes in settings and state, of every algorithm
     },
     "load_state_dict leaves settings as the constructor set them": {"restores": lambda loaded, made: made},
 }
-KEEPING_OF_ADAM: Changes = {
+KEEPING_OF_ADAM: Changes = {  # more of them, of AdamW and Adam
     "the count of steps is lost by load_state_dict": {"loads": lambda state: state | {"t": 0}},
     "moments are lost by load_state_dict": {"loads": lambda state: {"t": state["t"]}},
     "the second moment is lost by load_state_dict": {"loads": lambda state: {"t": state["t"], "m": state["m"]}},
@@ -350,7 +352,7 @@ KEEPING_OF_ADAM: Changes = {
         "restores": lambda loaded, made: loaded | {"corrected_by": made["betas"]},
     },
 }
-KEEPINGS: Mapping[str, Changes] = {  # mistakes by algorithm, as changes of the `Formula`
+KEEPING_MISTAKES: Mapping[str, Changes] = {  # by algorithm, as changes of the keeping
     "AdamW": COUNTING
     | {"weight decay is applied to parameters whose grad is None; they must be skipped": {"without_gradient": "decay"}}
     | KEEPING
@@ -369,5 +371,8 @@ def mistakes(
     rule       the arithmetic of the form in which the mistakes are made
     """
     return {
-        words: optimizer_formula.Formula(replace(rule, **changes)) for words, changes in RULES[algorithm].items()
-    } | {words: optimizer_formula.Formula(rule, **changes) for words, changes in KEEPINGS[algorithm].items()}
+        mistake: optimizer_formula.Formula(replace(rule, **changes))
+        for mistake, changes in RULE_MISTAKES[algorithm].items()
+    } | {
+        mistake: optimizer_formula.Formula(rule, **changes) for mistake, changes in KEEPING_MISTAKES[algorithm].items()
+    }

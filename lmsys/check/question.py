@@ -59,7 +59,8 @@ class Fault:
         """The fault of an implementation that raises an exception: its type, its first line, and where in its file."""
         what, line = "its backward" if backward else "it", registry.message_of(error).splitlines()[0]
         text = f"  {what} raises {type(error).__name__}: {line}{registry.place_of(error)}"
-        # Of a row in a process of its own, a result that is not as promised is an exception that says "wrong".
+        # A row in a process of its own reports a result that is not as promised by an exception, whose `failure` begins
+        # with "wrong". That is a wrong answer, not a refusal.
         failure = getattr(error, "failure", None)
         return cls(text, raises=not (isinstance(failure, tuple) and failure[:1] == ("wrong",)), backward=backward)
 
@@ -70,7 +71,8 @@ class Fault:
         """A fault whose text is `place`, and below it the mistake.
 
         mistake  as in the class; "" if none was searched for: then the text does not say that none is known
-        before   what is right in the same answer, in words; the result of the forward is first
+        before   what is right in the same answer, in words, the forward's result first: if there is any, the backward
+                 alone is at fault
         """
         likely = f"\n  likely mistake: {mistake}" if mistake else "\n  no known mistake gives this result"
         more = f"\n  right in the same answer: {', '.join(before)}" * bool(before)
@@ -94,7 +96,7 @@ class Question:
     shape    the case in full, in words
     reason   why the implementation is not asked; None: it is asked
     extreme  the inputs are extreme: see `lmsys.extremes`
-    aspect   the line of the table in which the answer counts, for kinds that are asked all questions
+    aspect   the line of a table `Holds` in which the answer counts, if there is such a table
     """
 
     about: str

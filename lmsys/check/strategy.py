@@ -52,11 +52,11 @@ def questions(
             if failure is not None and failure.refuses and (trial.extreme or trial.micro_batches > 1):
                 reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
             yield question.Question(
-                trial.about,
-                partial(fault, partial(running.ask, entry), trial, results),
-                f"{trial.about}, {WORLD_SIZE} ranks",
-                reason,
-                trial.extreme,
+                about=trial.about,
+                judge=partial(fault, partial(running.ask, entry), trial, results),
+                shape=f"{trial.about}, {WORLD_SIZE} ranks",
+                reason=reason,
+                extreme=trial.extreme,
             )
 
 
@@ -117,7 +117,9 @@ def fault(ask: strategy_mistakes.Ask, trial: Trial, results: Sequence[trained.Re
     failure = blamed(results)
     if failure is not None and failure.kind == recorder.Mismatch.__name__:
         return question.Fault.explained(
-            f"  {failure.text}, {failure.doing}", "ranks do not call the same collectives in the same order", None
+            f"  {failure.text}, {failure.doing}",
+            "ranks do not call the same collectives in the same order",
+            error_ratio=None,
         )
     if failure is not None:
         return question.Fault(f"  {failure}")

@@ -103,10 +103,10 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
             raise
         return Result(
             failure=Failure(
-                torch.distributed.get_rank(group),
-                type(error).__name__,
-                registry.message_of(error).partition("\n")[0] + registry.place_of(error),
-                doing.last(),
+                rank=torch.distributed.get_rank(group),
+                kind=type(error).__name__,
+                text=registry.message_of(error).partition("\n")[0] + registry.place_of(error),
+                doing=doing.last(),
             )
         )
 
@@ -305,8 +305,8 @@ def _gradients(module: Probe, trial: Trial, step: int) -> dict[str, StepGradient
     for name, g in by_use.items():
         early = second.get(name, torch.zeros_like(g))
         used = (g + early).flatten(start_dim=1).any(dim=1)
-        of_ranks = (x.to(g.dtype).view(-1, *[1] * (g.dim() - 2)) for x in (used, sizes))
-        made[name] = StepGradients(g + early, early.sum(dim=1), *of_ranks)
+        users, examples = (x.to(g.dtype).view(-1, *[1] * (g.dim() - 2)) for x in (used, sizes))
+        made[name] = StepGradients(grads=g + early, early=early.sum(dim=1), used=users, sizes=examples)
     return made
 
 
