@@ -11,7 +11,8 @@ for the branch, where autograd and a compiler need a pass for each. Captured as 
 compiler.
 
 Queries and keys are rotated in place, where their projection has written them. Under autocast one matmul writes gate
-and value of SwiGLU side by side, and the backward of SwiGLU writes their gradients side by side, for one matmul each.
+and value of SwiGLU side by side. The backward of SwiGLU writes their gradients side by side, too, so that one matmul
+gives the gradient of its input, and one those of w1 and w3.
 
 On a CPU, in float64 and without Triton, the same functions are made of PyTorch's.
 Legend: B batch, S sequence length, M d_model, F d_ff.

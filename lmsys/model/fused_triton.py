@@ -17,7 +17,7 @@ from torch import Tensor
 from lmsys.kernels.launch import launch
 from lmsys.measure.profile import register_kernels
 
-SWIGLU_BLOCK = 4096  # the most elements of a program of SwiGLU
+SWIGLU_BLOCK = 4096  # the most elements of the product that a program of SwiGLU makes
 NORM_BLOCK = 1024  # elements that a program of a norm's backward holds at once: whole rows, one at least
 # A norm's backward has as many programs as make WARPS warps on each multiprocessor, or fewer. Each program sums up a
 # part of d_weight over its rows.
@@ -57,7 +57,7 @@ def _add_norm_backward_kernel(
     """A program owns some rows, ROWS at once, and writes its part of the gradient of the weight.
 
     ADDS: the gradient of the sum itself is added. BOTH: the gradient is written in the branch's dtype as well.
-    In the loop x is total / rms(total), and dy its gradient, once it is multiplied by the weight.
+    In the loop x is total / rms(total). dy is the gradient of the normalised result x · weight, then that of x.
     """
     at = tl.arange(0, BLOCK_M)
     weight = tl.load(WEIGHT + at, mask=at < M, other=0.0).to(tl.float32)[None, :]
@@ -165,7 +165,7 @@ def add_norm_backward(
 
 
 def norm_backward_options(width: int) -> dict[str, int]:
-    """Constants and warps of the backward for rows of `width`."""
+    """Constants and warps of the backward for rows of `width`: tiles of whole rows, of about 8 elements a thread."""
     block = triton.next_power_of_2(width)
     at_once = max(1, NORM_BLOCK // block)
     return {"M": width, "BLOCK_M": block, "ROWS": at_once, "num_warps": min(16, at_once * block // 256)}
@@ -207,7 +207,7 @@ def _launch_swiglu(kernel: Any, *tensors: Tensor) -> Tensor:
 
 
 def swiglu_options(width: int) -> dict[str, int]:
-    """Constants and warps of SwiGLU's kernels for rows of F = `width`."""
+    """Constants and warps of SwiGLU's kernels for rows of F = `width`: about 16 elements a thread."""
     block = min(SWIGLU_BLOCK, triton.next_power_of_2(width))
     return {"F": width, "BLOCK": block, "num_warps": max(1, block // 512)}
 
@@ -219,7 +219,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """A program turns BLOCK_H of the heads of one token: those of q, then of k, then of v, which it only copies.
 
-    IN_PLACE it reads and writes HEADS, and leaves v alone.
+    num_angles: the rows of COS and SIN, S or B S. IN_PLACE it reads and writes HEADS, and leaves v alone.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

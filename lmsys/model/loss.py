@@ -7,7 +7,8 @@ ever held, and no matmul is done twice. The idea: Wijmans et al. 2024, "Cut Your
 2024, "Liger Kernel" (arXiv 2410.10989).
 
 On CUDA the kernel of `loss_triton.py` turns logits into losses and gradients; on a CPU, in float64 and without Triton
-plain PyTorch does. An option of the loss is a field of `LossOptions`, and is computed in both places.
+plain PyTorch does, in `_replace_by_gradient`. An option of the loss is a field of `LossOptions` and a parameter of both
+functions, and is computed in these two places and in `cross_entropy`.
 
 Legend: N tokens, C tokens of a chunk, V vocabulary, M d_model.
 """
@@ -243,7 +244,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Factors of 0 and 1 are shares already. The host pays for each of the kernels that would divide them.
         shares, top = _shares(factors) if weighted else (factors, factors.new_ones(()))
         ctx.how = options, chunk, dtype
-        losses, z_losses, *gradients = _walk(needs, shares, hidden, weight, source, targets, *ctx.how)
+        losses, z_losses, *gradients = _by_chunks(needs, shares, hidden, weight, source, targets, *ctx.how)
         ctx.save_for_backward(*((top, *gradients) if at_once else (hidden, weight, source, targets)))
         ctx.mark_non_differentiable(z_losses)
         return (losses * factors).sum() if at_once else losses, z_losses  # no dot: autocast would cast its inputs
@@ -254,14 +255,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The factor 1 / N and the loss scale come last: earlier, float16 would round small gradients to zero.
         if grads[0].dim():
             shares, factor = _shares(grads[0])
-            _, _, *gradients = _walk(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
+            _, _, *gradients = _by_chunks(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
         else:
             factor, *gradients = ctx.saved_tensors
             factor = factor * grads[0]
         return *(x if x is None else _times(x, factor) for x in gradients), *[None] * 9  # None: of all other arguments
 
 
-def _walk(
+def _by_chunks(
     needs: tuple[bool, ...],
     factors: Tensor,
     hidden: Tensor,
@@ -298,7 +299,10 @@ def _walk(
 
 
 def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """(factors / largest, largest factor): gradients in float16 so keep the size that they have without factors."""
+    """(factors / largest, the largest): gradients in float16 so keep the size that they have without factors.
+
+    Sizes count, not signs. The largest is at least float32's smallest normal number, since all factors may be 0.
+    """
     top = nn.functional.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
     return factors / top, top
 
@@ -362,6 +366,7 @@ def _replace_by_gradient(
         # The derivative of a token's loss by its log-sum-exp is 1 from the cross-entropy and `of_lse` from the z-loss.
         of_lse, factor = 2 * options.z_loss * lse, factors[:, None]
         wide.mul_((1 + of_lse) * factor / total)
+        # At the label 1 - smoothing is taken away. expm1 gives p - 1 without cancellation where p is near 1.
         wide.scatter_(1, label, (log_p.expm1() + smoothing + of_lse * log_p.exp()) * factor)
         if smoothing:
             wide.sub_(smoothing / wide.shape[1] * factor)

@@ -73,6 +73,7 @@ def _cross_entropy_kernel(
 
     ONE_READ: a row is read once. BLOCK: the logits of a tile. REST: those of the second tile of a row that is read
     once; 0: there is none. VECTOR: the logits of a lane's wide load, in a row that is read twice.
+    row_top, row_total: the largest logit, the sum of exp(logit - row_top). row_sum: of the logits, for label smoothing.
     """
     row = tl.program_id(0).to(tl.int64)  # C x V may pass 2**31
     logits_ptr += row * stride

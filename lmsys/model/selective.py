@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 MATMUL = torch.ops.aten.mm.default
 
 
-def run_selectively(block: Any, level: str, x: torch.Tensor, *attend: Any) -> torch.Tensor:
+def run_selectively(block: Any, level: str, x: torch.Tensor, *mixing: Any) -> torch.Tensor:
     """The output of a `Block`, which keeps for its backward what `level` says, "matmuls" or "attention".
 
-    attend  the arguments of `Attention.mix` behind the projections: the attention function, rope, positions
+    mixing  the arguments of `Attention.mix` behind the projections: attend, rope, positions
     """
     attn, ffn = block.attn, block.ffn
 
@@ -34,7 +34,7 @@ def run_selectively(block: Any, level: str, x: torch.Tensor, *attend: Any) -> to
         y, gate, value = up(x, mixed)
         return y + _up_to_matmuls(ffn.down, gate, value)
 
-    mixed = attn.mix(_up_to_matmuls(lambda x: attn.project(block.ln1(x)), x), *attend)
+    mixed = attn.mix(_up_to_matmuls(lambda x: attn.project(block.ln1(x)), x), *mixing)
     if level == "attention":
         return run_again(feed, x, mixed)
     y, gate, value = _up_to_matmuls(up, x, mixed)

@@ -281,7 +281,7 @@ class TransformerLM(nn.Module):
         self.rope = rotary.RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
         if config.attention != "auto":
             _ = ATTENTION[config.attention]  # an unknown name fails here
-        # How many blocks `_run` runs at once, which `compile_blocks` sets; True after `fuse_blocks`.
+        # _together: how many blocks `_run` runs at once; `compile_blocks` sets both. _fused: True after `fuse_blocks`.
         self._together, self._run, self._fused = 1, _run, False
         self.rounded: linear.RoundedWeights | None = None  # copies of weights, which `fuse_blocks` makes
 
@@ -353,6 +353,7 @@ class TransformerLM(nn.Module):
         all_blocks = checkpointing.Group(first=0, stop=len(self.layers), level="none")
         for group in self.config.groups if torch.is_grad_enabled() else [all_blocks]:
             x = (
+                # While they run again, blocks keep all that the backward, which follows at once, reads.
                 selective.run_again(self._blocks, x, group._replace(level="none"), attend, positions)
                 if group.level == "whole"
                 else self._blocks(x, group, attend, positions)
