@@ -2,7 +2,7 @@
 
 A row is the class `Ours`, or a class of `lmsys.tokenizer.engines`, which calls another package. All rows encode; those
 with a function in TRAINERS train, too. `call_of` makes the function that is timed, `ids_by_document` reads what an
-encoding returned, and the rows of the benchmark's table name `supports`.
+encoding returned, and `supports` says if the row of another package can do a task.
 
 `python -m benchmarks.tokenizer.rows TASK CLASS PROCESSES TEXT FOLDER VOCAB_SIZE` does a task once, in a process with
 nothing else loaded, so that its memory can be measured. This module does not import torch.

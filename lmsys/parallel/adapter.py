@@ -1,4 +1,6 @@
-"""Any strategy behind one contract: ours, torch's, and a container written for CS336, assignment 2, as it is.
+"""Any strategy behind the contract of wrapper.py: ours, torch's, and one written for CS336, assignment 2, as it is.
+
+A *container* is what a strategy makes: a module around the module that is trained.
 
 `lmsys.training.prepare` and `lmsys check` build strategies by `Adapter(class, module, group, **options)`, and use what
 it gives; so do the benchmarks of training and data parallelism. To take another form of container, change `Adapter`.
@@ -57,7 +59,7 @@ class Adapter:
         return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
 
     def fingerprint(self) -> str:
-        """Hash of the sums of all parameters: ranks with one model have the same."""
+        """Hash of the sums of all parameters and floating-point buffers: ranks with one model have the same."""
         sums = [x.double().sum() for x in self.full_state_dict().values() if x.is_floating_point()]
         return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()
 
@@ -75,7 +77,7 @@ def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any])
     if "process_group" in taken:
         given["process_group"] = group
     if "bucket_size_mb" in taken:
-        given["bucket_size_mb"] = given.pop("bucket_mb", 25)
+        given["bucket_size_mb"] = given.pop("bucket_mb", 25)  # MiB, the default of `Bucketed`
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     unknown = sorted(given.keys() - taken.keys())
     hold((takes_all or not unknown, f"{strategy.__name__} does not take {', '.join(unknown)}"))

@@ -1,7 +1,8 @@
 """Whole tensors on the ranks that own them, from the flat parts of `Fsdp`, and back: an all-to-all each way.
 
 An optimizer that needs whole matrices, such as `lmsys.training.muon.Muon`, keeps its state in flat parts, as any other
-does. To compute, each rank assembles the matrices that it owns: `Muon` makes an `Assembly`, and in each step calls
+does: a `FlatShard` (flat_shard.py), here a *flat*, holds parameters side by side, and each rank has one of its parts.
+To compute, each rank assembles the matrices that it owns: `Muon` makes an `Assembly`, and in each step calls
 `whole` before it computes and `parts` afterwards.
 """
 
@@ -17,7 +18,7 @@ from lmsys.parallel import buckets, collectives, flat_shard
 class Assembly:
     """Who owns which parameter of `flats`, and what each rank sends to which. It is equal on all ranks.
 
-    costs  of each parameter, by which they are shared out: the largest first, to the rank that has least
+    costs  of each parameter, by which `buckets.share_out` chooses the owners
     """
 
     def __init__(self, flats: Sequence[flat_shard.FlatShard], costs: Sequence[float]):

@@ -2,7 +2,8 @@
 
 The strategies with buckets, flat_shard.py and sharded_optimizer.py call this. A bucket is a tuple of places in the list
 of sizes that was given. Every place is in one bucket; buckets come in the order in which their last gradient is ready,
-which is the order in which they are sent.
+which is the order in which they are sent. A bucket may consist of *segments* of one length, one for each rank, which
+owns the tensors in it.
 """
 
 import math
@@ -38,6 +39,7 @@ def plan(
 
     sizes  bytes of each gradient
     order  the places in `sizes`, in the order in which gradients become ready
+    edge   a small first bucket lets communication begin early; what the last one sends, nothing hides
     kinds  of each gradient, such as (dtype, device)
     A gradient larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
     order that does not have each place once.
@@ -58,10 +60,10 @@ def plan(
             closed.append(tuple(bucket))
             bucket.clear()
         bucket.append(index)
-    place = dict(zip(order, count(), strict=False))
-    ready = sorted(closed + list(map(tuple, open_.values())), key=lambda bucket: place[bucket[-1]])
+    turn = dict(zip(order, count(), strict=False))  # of a place: when it becomes ready
+    ready = sorted(closed + list(map(tuple, open_.values())), key=lambda bucket: turn[bucket[-1]])
     # Sorted again: without its tail, the bucket that was the last may be ready before others.
-    return sorted(_small_tail(ready, sizes, edge), key=lambda bucket: place[bucket[-1]])
+    return sorted(_small_tail(ready, sizes, edge), key=lambda bucket: turn[bucket[-1]])
 
 
 def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: float) -> list[tuple[int, ...]]:
@@ -138,8 +140,8 @@ def plan_segments(
             end = _cut(numels, left, limit * world_size, world_size, costs)
             segments.append(_segmented(numels, left[:end], world_size, loads, costs))
             left = left[end:]
-    place = dict(zip(order, count(), strict=False))
-    return sorted(segments, key=lambda bucket: max(_entries(place, bucket.indices)))
+    turn = dict(zip(order, count(), strict=False))
+    return sorted(segments, key=lambda bucket: max(_entries(turn, bucket.indices)))
 
 
 def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int, costs: Sequence[float]) -> int:

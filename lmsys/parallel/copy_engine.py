@@ -6,12 +6,12 @@ node. NCCL carries the first step, by which buckets are planned.
 
 `CopyEngines` is the transport (see overlapped.py) of the rows `copy_engine` and `copy_engine_zero1`; `Exchange` and
 `AllGather` are the two collectives it is made of. Each rank adds up one segment of every bucket. For each bucket, in
-the order in which all ranks send them:
+the order in which all ranks send them, two streams do this:
 
-    one stream      READY    all ranks have this bucket's gradients, and a free half of their inbox
+    _inward         READY    all ranks have this bucket's gradients, and a free half of their inbox
                     copy     gradients of the peers' segments, from where autograd left them, into the peers' inboxes
                     ARRIVED  all copies of this bucket have come
-    another stream  mean     of the own segment over ranks, into the own bucket
+    _outward        mean     of the own segment over ranks, into the own bucket
                     copy     the mean, into the peers' buckets, unless only its owner needs it
     at the end      DONE     all buckets are whole
 
@@ -24,8 +24,8 @@ Buckets stay where they are from step to step: a gradient is a view of one, and 
 autograd has made is held beside them until the end of the synchronization. From the second step on, and in ZeRO-1 from
 the first, a rank that waits for another longer than the group's timeout ends with a CUDA error.
 
-Source: the two halves are Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", 4.5
-(reduce-scatter, then all-gather); the copies are those of torch's asynchronous tensor parallelism.
+Source: an all-reduce in two steps, reduce-scatter and then all-gather, is that of Thakur et al. 2005, "Optimization of
+Collective Communication Operations in MPICH", 4.5; the copies are those of torch's asynchronous tensor parallelism.
 """
 
 import platform
@@ -46,7 +46,7 @@ HALVES = 2  # of an inbox
 # What is done for a bucket, in three lists. Sending: (number of a gradient, slice of it, where it goes in a peer's
 # inbox). Adding: (number of a gradient, slice of it, what peers send of it (peers by rank, n), where the mean goes).
 # Returning: (where the mean goes in a peer's flat tensor, where it is in the own).
-_Bucket = tuple[list[tuple[int, slice, Tensor]], list[tuple[int, slice, Tensor, Tensor]], list[tuple[Tensor, Tensor]]]
+_Work = tuple[list[tuple[int, slice, Tensor]], list[tuple[int, slice, Tensor, Tensor]], list[tuple[Tensor, Tensor]]]
 
 
 class Exchange:
@@ -79,7 +79,7 @@ class Exchange:
         self.rank, self._signal = inboxes.rank, partial(inboxes.barrier, timeout_ms=timeout_ms)
         parts = zip(layouts, flats, handles or [None] * len(flats), strict=True)
         self._buckets = [
-            _bucket(layout, flat, inbox, inboxes, number % HALVES * (inbox.numel() // HALVES), handle)
+            _work_on(layout, flat, inbox, inboxes, half_byte=number % HALVES * (inbox.numel() // HALVES), handle=handle)
             for number, (layout, flat, handle) in enumerate(parts)
         ]
         # High-priority streams: their kernels are short, and what follows waits for them.
@@ -205,14 +205,14 @@ def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, i
     return parts
 
 
-def _bucket(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
-    """The work on a bucket, see `_Bucket`. half: the byte at which its half of every rank's inbox begins."""
+def _work_on(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half_byte: int, handle: Any) -> _Work:
+    """The work on a bucket, see `_Work`. half_byte: where its half of every rank's inbox begins."""
     rank, world_size = inboxes.rank, inboxes.world_size
     peers = peers_of(rank, world_size)
     segments = segments_of(layout.length, world_size)
     mine = flat if handle is None else flat[segments[rank]]
     between = segments[0].stop  # elements from what one peer sends to what the next does
-    first = half // flat.itemsize
+    first = half_byte // flat.itemsize
     sending = []
     for peer in peers:
         place = first + (rank - (rank > peer)) * between  # where that peer keeps what this rank sends
