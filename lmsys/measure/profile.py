@@ -247,11 +247,12 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int)
     # (thread, start, end, when its forward ran) of the nodes of the backward. A trace links them to their forward by
     # flows "fwdbwd", each of which has an event "s" in the forward and an event "f" in the backward.
     forward_at = {flow["id"]: flow["ts"] for flow in events["fwdbwd"] if flow["ph"] == "s"}
-    node = {(op["tid"], op["ts"]): op for op in sorted(events["cpu_op"], key=lambda op: op["dur"])}
+    # Of operators that begin at once, the longest holds the others: sorted by length, it is the one that stays.
+    outermost = {(op["tid"], op["ts"]): op for op in sorted(events["cpu_op"], key=lambda op: op["dur"])}
     backward_spans = [
-        (flow["tid"], flow["ts"], node[flow["tid"], flow["ts"]]["end"], forward_at[flow["id"]])
+        (flow["tid"], flow["ts"], outermost[flow["tid"], flow["ts"]]["end"], forward_at[flow["id"]])
         for flow in events["fwdbwd"]
-        if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in node and flow["id"] in forward_at
+        if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in outermost and flow["id"] in forward_at
     ]
     nodes = _enclosing(backward_spans, [launch for *_, launch in launched])
     # Of several nodes the one whose forward ran last counts; -1, where there is none, lies in no part.

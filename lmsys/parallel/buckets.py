@@ -144,14 +144,14 @@ def plan_segments(
     return sorted(segments, key=lambda bucket: max(_entries(turn, bucket.indices)))
 
 
-def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int, costs: Sequence[float]) -> int:
-    """How many of the places in `order` make the first bucket. limit: elements of the whole bucket."""
+def _cut(numels: Sequence[int], order: Sequence[int], least: float, world_size: int, costs: Sequence[float]) -> int:
+    """How many of the places in `order` make the first bucket. least: the fewest elements that it should have."""
     best, most_even, total = len(order), 0.0, 0
     for end, index in enumerate(order, start=1):
         total += numels[index]
-        if total > 4 * limit and most_even:
+        if total > 4 * least and most_even:
             break
-        if total >= limit or end == len(order):
+        if total >= least or end == len(order):
             parts = share_out(_entries(costs, order[:end]), world_size)
             longest = max(sum(_entries(numels, _entries(order, part))) for part in parts)
             evenness = total / (world_size * longest) if longest else 1.0

@@ -188,7 +188,10 @@ def segments_of(length: int, world_size: int) -> list[slice]:
 
 
 def inbox_bytes(layouts: Sequence[buckets.Layout], itemsizes: Sequence[int], world_size: int) -> int:
-    """The size of an inbox in bytes: each half holds what every peer sends of the largest bucket."""
+    """The size of an inbox in bytes: each half holds what every peer sends of the largest bucket.
+
+    It has at least ALIGNMENT bytes for each peer, also where all buckets are empty.
+    """
     longest = max(
         segments_of(layout.length, world_size)[0].stop * size for layout, size in zip(layouts, itemsizes, strict=True)
     )
