@@ -252,14 +252,14 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
                     contract.as_4d(q), contract.as_4d(k), contract.as_4d(v), causal, ctx.scale, *ctx.tile, **ctx.options
                 )
                 o, lse = o.reshape(q.shape), lse.view(q.shape[:-1])
-            ctx.save_for_backward(q, k, v, o, lse)
+            ctx.save_for_backward(q, k, v, o, lse, *([] if pattern is None else pattern.read_again))
             return o
 
         jvp = staticmethod(no_forward_mode)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            q, k, v, o, lse = ctx.saved_tensors
+            q, k, v, o, lse, *_ = ctx.saved_tensors
             asked, options, run = (ctx.causal, ctx.scale, *ctx.tile), ctx.options, backward
             if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated
                 run, asked, options = gradients, (ctx.causal, ctx.scale, ctx.options.get("pattern")), {}

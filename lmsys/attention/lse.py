@@ -68,7 +68,7 @@ class WithLse(torch.autograd.Function):
             o, lse = merge(o, lse, no_value, logit)
         # The pattern is kept without its bias, which `save_for_backward` keeps.
         ctx.scale, ctx.pattern = scale, replace(pattern, bias=None)
-        ctx.save_for_backward(q, k, v, o, lse, bias, sinks)
+        ctx.save_for_backward(q, k, v, o, lse, bias, sinks, *pattern.read_again)
         return o, lse
 
     jvp = staticmethod(no_forward_mode)
@@ -76,7 +76,7 @@ class WithLse(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, o, lse, bias, sinks = ctx.saved_tensors
+        q, k, v, o, lse, bias, sinks, *_ = ctx.saved_tensors
         do, dlse = grads
         pattern = replace(ctx.pattern, bias=bias)
         dq, dk, dv, *dbias = ctx.run(q, k, v, o, lse, do, pattern.causal, ctx.scale, pattern=pattern, dlse=dlse)

@@ -81,6 +81,16 @@ class Pattern:
         self.options = {name: x for name, x in given.items() if not isinstance(x, int) or x}  # 0 and False: not given
 
     @property
+    def read_again(self) -> list[Tensor]:
+        """The tensors of a caller that the backward of a flash row reads once more, but for a bias.
+
+        The forward saves them, so that autograd refuses a backward before which one of them was changed in place. A
+        tensor of inference mode cannot be saved.
+        """
+        tensors = self.key_lengths, self.offset, self.alibi
+        return [x for x in tensors if isinstance(x, Tensor) and not x.is_inference()]
+
+    @property
     def hides(self) -> bool:
         """False where every query sees every key."""
         return self.causal or self.bounded

@@ -439,6 +439,40 @@ def test_some_query_of_a_drawn_mask_sees_nothing() -> None:
     assert any((~drawn_mask(case, seed).any(-1)).any() for seed in range(5))
 
 
+# Options, the first of which is a tensor that a caller may change later.
+OF_THE_CALLER: dict[str, Callable[[], dict[str, Any]]] = {
+    "key_lengths": lambda: {"key_lengths": torch.tensor([3, 6])},
+    "offset": lambda: {"offset": torch.tensor([-2, 4]), "causal": True},
+    "alibi": lambda: {"alibi": torch.rand(4)},
+    "key_lengths, log-sum-exp": lambda: {"key_lengths": torch.tensor([3, 6]), "sinks": torch.rand(4)},
+}
+
+
+@pytest.mark.parametrize("impl", ["auto", "naive", "flash_torch", "flash_triton"])
+@pytest.mark.parametrize("name", OF_THE_CALLER)
+def test_a_tensor_changed_before_the_backward_is_refused_or_changes_nothing(name: str, impl: str) -> None:
+    """A loop of its own may fill one tensor of lengths again and again, with a backward that comes later."""
+    q, k, v = (torch.randn(2, 4, 8, 16, requires_grad=True) for _ in range(3))
+    options = OF_THE_CALLER[name]()
+    o = attention(q, k, v, impl=impl, **options)
+    expected = torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
+    next(iter(options.values())).add_(1)
+    try:
+        found = torch.autograd.grad(o.sum(), (q, k, v))
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        assert all(map(torch.equal, expected, found))
+
+
+def test_lengths_of_inference_mode_are_taken_by_a_training() -> None:
+    with torch.inference_mode():
+        lengths = torch.tensor([3, 6])
+    q = torch.randn(2, 4, 8, 16, requires_grad=True)
+    first, second = (attention(q, q, q, key_lengths=x, impl="flash_torch") for x in (lengths, torch.tensor([3, 6])))
+    assert torch.equal(torch.autograd.grad(first.sum(), q)[0], torch.autograd.grad(second.sum(), q)[0])
+
+
 @pytest.mark.parametrize("name", ["naive", "vectorized", "flash_torch"])
 def test_alibi_is_as_exact_far_from_a_query_as_near_to_it(name: str) -> None:
     """Scores are then hundreds. In bfloat16 they would be whole numbers, and the budget, twice that error, useless."""
