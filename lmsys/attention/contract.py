@@ -205,9 +205,10 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
 def as_4d(x: Tensor) -> Tensor:
     """(B, S, D) as (B, 1, S, D); (..., H, S, D) as (B, H, S, D) with the leading dimensions flattened into one.
 
-    It is a copy where the last dimension is not contiguous, which no kernel reads well.
+    It is a copy where the last dimension has another stride than 1, which no kernel reads well.
     """
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    # Of a dimension of one element `contiguous` would leave any stride, and torch's flash kernel on a CPU refuses it.
+    x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
     return x.unsqueeze(1) if x.dim() == 3 else x if x.dim() == 4 else x.flatten(0, -4)
 
 

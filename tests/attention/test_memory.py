@@ -88,6 +88,15 @@ def test_a_gradient_is_aligned_before_a_backward_reads_it() -> None:
     assert Probe.found.data_ptr() == right.data_ptr()
 
 
+@pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "sdpa", "sdpa_flash"])
+def test_a_head_dimension_of_one_has_any_stride(impl: str) -> None:
+    q, k, v = (torch.randn(2, 3, 1, 8, requires_grad=True) for _ in range(3))
+    found = attention(q.mT, k.mT, v.mT, causal=True, impl=impl)
+    expected = attention(*(x.reshape(2, 3, 8, 1) for x in (q, k, v)), causal=True, impl=impl)
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, *(torch.autograd.grad(o.sum(), (q, k, v)) for o in (found, expected))))
+
+
 EMPTY = [  # (shape of q, shape of k and v)
     ((2, 3, 0, 8), (2, 3, 5, 8)),
     ((2, 4, 5, 8), (2, 2, 0, 8)),
