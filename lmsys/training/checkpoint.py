@@ -10,6 +10,7 @@ in the parts. For a loop of your own `save_checkpoint` writes one file, without 
 """
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from lmsys import files, strict_json, values
 
@@ -289,17 +292,30 @@ class Stateful(Protocol):
 def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: File) -> None:
     """Saves a dictionary of `model`, `optimizer` (their state dicts) and `iteration` to a path or a binary file.
 
-    A path's folder is made, and its file is replaced only once the new one is whole. ValueError unless iteration is a
-    whole number from 0 on.
+    A path's folder is made, and its file is replaced only once the new one is whole. Numbers of numpy in the
+    optimizer's state, such as a learning rate, become plain ones. ValueError unless iteration is a whole number from 0
+    on, and for a state that `load_checkpoint` would refuse.
     """
     values.hold(
         (isinstance(out, str | os.PathLike) or hasattr(out, "write"), f"{out=} must be a path or a binary file")
     )
     state = {
         "model": values.instance("model", model, Stateful).state_dict(),
-        "optimizer": values.instance("optimizer", optimizer, Stateful).state_dict(),
+        "optimizer": tree_map_only(
+            np.generic, lambda number: number.item(), values.instance("optimizer", optimizer, Stateful).state_dict()
+        ),
         "iteration": values.whole("iteration", iteration, least=0),
     }
+    without_tensors = io.BytesIO()
+    torch.save(tree_map_only(torch.Tensor, lambda _: None, state), without_tensors)
+    without_tensors.seek(0)
+    refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(without_tensors))
+    values.hold(
+        (
+            not refused,
+            f"{out}: a state must hold tensors and plain values alone, to be loaded again; this one needs {refused}",
+        )
+    )
     with files.replacing(Path(out)) if isinstance(out, str | os.PathLike) else nullcontext(out) as file:
         torch.save(state, file)
 

@@ -2,7 +2,9 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,34 @@ def test_a_loaded_training_goes_on_as_the_saved_one(tmp_path: Path, kind: type |
         assert [file.name for file in path.parent.iterdir()] == ["checkpoint.pt"]  # nothing temporary is left
     assert load_checkpoint(out, other, its_optimizer) == 3
     assert all(map(torch.equal, expected, trained(other, its_optimizer, 2)))
+
+
+def test_a_rate_of_numpy_is_saved_as_a_number(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    trained(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)  # as np.cos of a schedule gives it
+    save_checkpoint(model, optimizer, np.int64(3), tmp_path / "checkpoint.pt")  # type: ignore[arg-type]
+    other, its_optimizer = made(1)
+    assert load_checkpoint(tmp_path / "checkpoint.pt", other, its_optimizer) == 3
+    assert its_optimizer.param_groups[0]["lr"] == 0.25 and type(its_optimizer.param_groups[0]["lr"]) is float
+
+
+class WithRandomState(nn.Linear):
+    """Has a state that `load_checkpoint` refuses."""
+
+    def get_extra_state(self) -> Any:
+        return np.random.default_rng(0).integers(9, size=3)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_before_it_replaces_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(*made(0), 3, path)
+    with pytest.raises(ValueError, match=r"checkpoint.pt: a state must hold tensors and plain values alone.*numpy"):
+        save_checkpoint(WithRandomState(2, 2), made(0)[1], 4, path)
+    assert load_checkpoint(path, *made(1)) == 3
 
 
 def test_a_file_that_does_not_fit_or_is_no_checkpoint_is_named(tmp_path: Path) -> None:
