@@ -1,8 +1,9 @@
 """`lmsys pick RESULT.json -o rows.py` writes a module by which a model takes the attention row that was fastest.
 
 For each shape, dtype and mask of the result the module names the row of the least median time, for inference (the
-forward) and for training (the forward and the backward). It leaves out rows that were not right, rows of an earlier
-commit (ROW@COMMIT), and cases under a window, documents or another option. Exit codes: 0 the module is written, 2 the
+forward) and for training (the forward and the backward). It leaves out rows that were not right or not timed, rows of
+an earlier commit (ROW@COMMIT), and cases under a window, documents or another option. Rows that `attention` does not
+know here, such as those of a user's file, are left out as well, and named. Exit codes: 0 the module is written, 2 the
 file has no such case, or bad usage.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys import commands, files, values
+from lmsys.attention import ATTENTION
 from lmsys.bench import fields, record
 
 # The fields of a record that say which case it is, in the order in which `row_for` of MODULE has them.
@@ -50,17 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         content = record.load(given.result)
-        fastest = fastest_rows(content["records"])
+        strangers = {x["impl"] for x in content["records"] if _is_plain(x)} - ATTENTION.keys()
+        fastest = fastest_rows(x for x in content["records"] if x["impl"] not in strangers)
         values.hold((fastest, f"{given.result}: no row of attention was right there in a case without options"))
         machine = content["machine"]
         measured = {name: machine.get(name) for name in ("gpu", "name", "torch", "triton", "commit", "date")}
         lines = "\n".join(f"    {case!r}: {row!r}," for case, row in fastest.items())
         with files.replacing(given.output) as file:
             file.write(MODULE.format(measured=measured, lines=lines).encode())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"lmsys pick: error: {error}", file=sys.stderr)
         return commands.USAGE
     print(f"{given.output}: {len(fastest)} cases, {len(set(fastest.values()))} rows")
+    if strangers:
+        print(f"left out, as impl= knows no such row here: {values.shortly(sorted(strangers))}")
     return 0
 
 
@@ -85,7 +90,7 @@ def _times(records: list[fields.Record], directions: tuple[str, ...]) -> dict[st
     for number, direction in enumerate(directions):
         measured = [x for x in records if x["direction"] == direction]
         last = [x for x in measured if x.get("comparison") == measured[-1].get("comparison")]
-        right = {x["impl"]: x["time_s"] for x in last if x["outcome"] == "ok"}
+        right = {x["impl"]: x["time_s"] for x in last if x["outcome"] == "ok" and x.get("time_s")}
         # The first direction takes every row, each later one the rows that have a time so far.
         times = {row: s + times.get(row, 0.0) for row, s in right.items() if row in times or not number}
     return times

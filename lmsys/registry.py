@@ -289,6 +289,9 @@ class Table(Mapping[str, Entry]):
             raise ValueError(f"unknown {self.kind} {name!r}; did you mean {', '.join(near)}?")
         return self._all_rows[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._all_rows  # that of Mapping expects a KeyError
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._all_rows)
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmsys.attention import ATTENTION
 from lmsys.bench import record
 from lmsys.pick import CASE, fastest_rows, main
 
@@ -30,8 +31,8 @@ def records(draw: st.DrawFn) -> list[dict[str, Any]]:
             "queries": st.sampled_from([64, 128]),
             "window": st.sampled_from([None, None, None, 16]),
             "comparison": st.sampled_from(["first", "second"]),
-            "time_s": st.integers(1, 100).map(float),
-        }
+        },
+        optional={"time_s": st.integers(1, 100).map(float)},  # a row is not timed in Triton's interpreter
     )
     fixed = dict.fromkeys(CASE, 1) | {"benchmark": "attention", "dtype": "float32", "causal": True}
     return [fixed | x for x in draw(st.lists(drawn, max_size=30))]
@@ -48,7 +49,9 @@ def test_the_fastest_of_those_that_were_right_is_picked(drawn: list[dict[str, An
             of_it = [x for x in asked if x["direction"] == direction]
             last = of_it[-1]["comparison"] if of_it else None
             right[direction] = {
-                x["impl"]: x["time_s"] for x in of_it if x["outcome"] == "ok" and x["comparison"] == last
+                x["impl"]: x["time_s"]
+                for x in of_it
+                if x["outcome"] == "ok" and "time_s" in x and x["comparison"] == last
             }
         both = {row: right["fwd"][row] + right["bwd"][row] for row in right["fwd"] if row in right["bwd"]}
         expected[False, length] = right["fwd"]
@@ -71,6 +74,23 @@ def test_the_module_names_rows_for_tensors_and_refuses_what_was_not_measured(tmp
     q.shape = (1, 32, 1024, 64)
     with pytest.raises(ValueError, match="no row was measured for"):
         rows["row_for"](q, q, causal=True, training=False)
+
+
+def test_a_row_that_attention_does_not_know_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(gzip.decompress(RESULT.read_bytes()))
+    for x in content["lmsys"]["records"]:  # as of a user's file: the fastest row of all
+        x["impl"] = "my_attention" if x["impl"] == "flash_gluon" else x["impl"]
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    assert main([str(tmp_path / "mine.json"), "-o", str(tmp_path / "rows.py")]) == 0
+    assert set(runpy.run_path(str(tmp_path / "rows.py"))["FASTEST"].values()) <= set(ATTENTION)
+    assert "left out, as impl= knows no such row here: ['my_attention']" in capsys.readouterr().out
+
+
+def test_a_module_that_cannot_be_written_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(RESULT), "-o", str(tmp_path)]) == 2
+    assert "lmsys pick: error: " in capsys.readouterr().err
 
 
 def test_what_stands_in_a_result_is_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ def table() -> Table:
 
 def test_rows_come_by_name_in_table_order(table: Table) -> None:
     assert list(table) == ["plain", "choosy", "absent"] and len(table) == 3 and "plain" in table
+    assert "plane" not in table
     assert table["plain"].load()(4.0) == 2.0
 
 
