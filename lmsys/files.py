@@ -4,6 +4,7 @@ Results, pages, tokens and checkpoints are written by `replacing` or `write_json
 downloads `claim` what they write. The row `flash_cuda` asks `check_private` before it loads its compiled code.
 """
 
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -73,8 +74,11 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Gives a file with a temporary name; at the end of `with` it is synced to the disk and renamed to `path`.
 
-    Its folder is made where there is none. After an exception `path` is as it was.
+    Its folder is made where there is none. After an exception `path` is as it was. FileExistsError for a folder, and
+    for a device such as /dev/null, which root would else replace by a file.
     """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "it is there, and it is no file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -36,6 +36,16 @@ def test_a_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        no_file = f"it is there, and it is no file: .*{name}"
+        with pytest.raises(FileExistsError, match=no_file), replacing(tmp_path / name) as file:
+            file.write(b"new")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "folder").is_dir() and len([*tmp_path.iterdir()]) == 2
+
+
 def test_a_claim_removes_temporary_files_of_killed_writers(tmp_path: Path) -> None:
     """Only files with names such as a writer makes, NAME.xxxxxxxx.tmp, are removed, and only those of this file."""
     left = [tmp_path / name for name in ("out.json.0123abcd.tmp", "out.json.partial.89abcdef.tmp")]
