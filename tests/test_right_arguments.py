@@ -24,6 +24,7 @@ CONFIG = ModelConfig(8, 16, 1, 2, vocab_size=300, context_length=16, attention="
 
 def test_an_embedding_and_a_norm_take_torchs_positional_arguments() -> None:
     assert transformer.Embedding(4, 8, 0).padding_idx == 0
+    assert torch.equal(transformer.Embedding(4, 8, 2).weight.any(dim=1), torch.tensor([True, True, False, True]))
     assert transformer.Embedding(4, 8, device="meta").weight.is_meta
     assert transformer.RMSNorm(8, 1e-5, False).weight is None
     assert transformer.RMSNorm(8, 1e-5, True, "meta", torch.bfloat16).weight.dtype == torch.bfloat16

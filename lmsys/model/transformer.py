@@ -63,8 +63,9 @@ class Embedding(nn.Embedding):
         )
 
     def reset_parameters(self) -> None:
-        """Called by the constructor of nn.Embedding."""
+        """Called by the constructor of nn.Embedding. The row of `padding_idx`, if one is given, is zeros, as there."""
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
+        self._fill_padding_idx_with_zero()
 
 
 class RMSNorm(nn.RMSNorm):
