@@ -142,3 +142,5 @@ def test_a_bad_folder_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "site").write_text("a file of somebody else")
     assert leaderboard.main([str(tmp_path), "-o", str(tmp_path / "site")]) == 2
     assert "a folder is needed" in capsys.readouterr().err
+    assert leaderboard.main([str(tmp_path / "no"), "-o", str(tmp_path / "new")]) == 2
+    assert "no: is no folder of result files" in capsys.readouterr().err and not (tmp_path / "new").exists()

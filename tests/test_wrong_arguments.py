@@ -241,7 +241,7 @@ CALLS: dict[str, Call] = {
     "encode": Call(tokenizer().encode, {"text": ("ab", {"text", "bytes"})}),
     "encode_array": Call(tokenizer().encode_array, {"text": (b"ab", {"bytes"})}),
     "encode_iterable": Call(
-        tokenizer().encode_iterable, {"texts": (["ab"], {"list", "text", "dict", "bytes?", "entries?"})}, list
+        tokenizer().encode_iterable, {"texts": (["ab"], {"list", "text", "dict"})}, list
     ),
     "decode": Call(tokenizer().decode, {"ids": ([1, 2], {"list"}), "errors": ("replace", UNJUDGED)}),
     "decode_bytes": Call(tokenizer().decode_bytes, {"ids": ([1, 2], {"list"})}),

@@ -38,9 +38,9 @@ class Wrapper(nn.Module):
     Several backwards add their gradients, also between two calls of `finish_gradient_synchronization`.
 
     process_group  None: the default group, or a single rank where no process group was made
-    ValueError when ranks hold different modules, and where a rank has since replaced, added or removed a parameter, or
-    set one to be trained. RuntimeError for a forward or a step after a backward that was not finished, and where ranks
-    have made different forwards. Errors that show only when ranks compare are raised on all of them by
+    ValueError when ranks hold different modules, and where a rank has since replaced, added, removed or frozen a
+    parameter, or set one to be trained. RuntimeError for a forward or a step after a backward that was not finished,
+    and where ranks have made different forwards. Errors that show only when ranks compare are raised on all of them by
     `finish_gradient_synchronization`, on GPUs one step later.
     """
 

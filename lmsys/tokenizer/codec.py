@@ -104,7 +104,7 @@ class Tokenizer:
         """
         waiting, enough = "", _PIECE  # text that is not encoded yet; its length from which on a part is encoded
         for text in values.instance("texts", texts, Iterable):
-            waiting += text
+            waiting += values.instance("an entry of texts", text, str)
             if len(waiting) >= enough:
                 data = _utf8(waiting)
                 cut = self._pretokenizer.cut(data, len(data) // 2) or 0
