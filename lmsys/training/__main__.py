@@ -100,8 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (checkpoint.SaveError, ConnectionError) as error:
         return _failed(FAILED, str(error))
     except WorkerError as error:
-        code = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE}.get(error.kind, FAILED)
-        return _failed(code, str(error) if code == FAILED else error.failure[1])  # [1]: the reason in one line
+        codes = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE, "SaveError": FAILED}
+        message = error.failure[1] if error.kind in codes else str(error)  # [1]: the reason in one line
+        return _failed(codes.get(error.kind, FAILED), message)
     except Exception as error:
         if not watchdog.under_torchrun():
             raise

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmsys.cost.memory import training_memory
-from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.strict_json import parse_json
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
@@ -160,6 +160,20 @@ def test_settings_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_pa
         assert RunConfig.from_json(capsys.readouterr().out).train.steps == steps
     assert main(["--set", "train.lr"]) == 2 and "must be PATH=VALUE" in capsys.readouterr().err
     assert main(["--config", str(tmp_path / "no.json")]) == 2 and "No such file" in capsys.readouterr().err
+
+
+def test_a_full_disk_of_a_rank_is_a_line_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = "Traceback (most recent call last):\n  File x\ncheckpoint.SaveError: a.json: could not be saved\n"
+
+    def fail(*_: Any) -> int:
+        raise WorkerError(1, "SaveError", f"rank 1 failed in the save after step 4:\n{trace}")
+
+    monkeypatch.setattr("lmsys.training.__main__.start", fail)
+    assert main([]) == 1
+    said = "rank 1 failed in the save after step 4: checkpoint.SaveError: a.json: could not be saved"
+    assert capsys.readouterr().err == f"lmsys train: {said}\n"
 
 
 @given(st.lists(st.integers(1, 7), unique=True, max_size=2).map(sorted))
