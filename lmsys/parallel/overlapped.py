@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lmsys import values
 from lmsys.cost.communication import fit_latency_bandwidth, optimal_bucket_bytes
-from lmsys.parallel import buckets, collectives, sharded_optimizer, wrapper
+from lmsys.parallel import buckets, collectives, sharded_optimizer, structure, wrapper
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,15 @@ class Overlapped(wrapper.Wrapper):
         super()._watch(tensors, hidden)
 
     def _begin_backward(self) -> None:
-        """First synchronizes the gradients of an earlier backward: adding to what is being sent would corrupt it."""
+        """First synchronizes the gradients of an earlier backward: adding to what is being sent would corrupt it.
+
+        RuntimeError where another strategy sends gradients of the same parameters in this backward.
+        """
+        if self._synchronizing and self.world_size > 1 and structure.shares_a_backward(self):
+            raise RuntimeError(
+                "this backward comes from two wrappers that train one parameter, and both would send its gradient: hold"
+                " their modules in one module, and wrap that"
+            )
         if self._unfinished and self.world_size > 1:
             self._synchronize()
 

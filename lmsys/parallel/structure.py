@@ -116,6 +116,14 @@ def watch(strategy: nn.Module) -> None:
     _watching.add(strategy)
 
 
+def shares_a_backward(strategy: Any) -> bool:
+    """True where another strategy, which synchronizes as well, is in its backward and holds a parameter of this one."""
+    others = (other for other in list(_watching) if other is not strategy and other._in_backward)
+    return any(
+        other.synchronizes and other._synchronizing and not strategy._whole.isdisjoint(other._whole) for other in others
+    )
+
+
 def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
     """The hook of torch's optimizers: calls this method of each strategy, by its name, with the optimizer."""
     for strategy in list(_watching):

@@ -466,6 +466,26 @@ def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> 
     assert of_forward.startswith(f"ValueError: on rank 0 {trained}; on rank 1 {trained}, after the module was wrapped")
 
 
+@on_first(2)
+def _two_wrappers(group: Any, strategy: str, shared: bool) -> str:
+    """The error of a backward that comes from two wrappers, whose modules hold one layer or are apart."""
+    first = nn.Linear(2, 2)
+    modules = nn.Sequential(first, nn.Linear(2, 1)), nn.Sequential(first if shared else nn.Linear(2, 2))
+    wrappers = [STRATEGIES[strategy].load()(module, group) for module in modules]
+    error = on_ranks.error_of(lambda: sum(wrapper(torch.ones(1, 2)).sum() for wrapper in wrappers).backward())
+    for wrapper in wrappers if error == "nothing raised" else ():
+        wrapper.finish_gradient_synchronization()
+    return error
+
+
+@pytest.mark.parametrize("strategy", ["overlapped", "bucketed", "naive"])
+def test_a_backward_of_two_wrappers_that_send_one_gradient_is_refused(ranks: WorkerGroup, strategy: str) -> None:
+    assert ranks.run(_two_wrappers, strategy, False)[0] == "nothing raised"
+    refused = "RuntimeError: this backward comes from two wrappers that train one parameter"
+    expected = "nothing raised" if strategy == "naive" else refused  # naive sends none before the backward has ended
+    assert ranks.run(_two_wrappers, strategy, True)[0].startswith(expected)
+
+
 def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGroup) -> None:
     sharded, expected = ranks.run(_language_model, "zero1", 0, False, True)[0]
     torch.testing.assert_close(sharded, expected)
