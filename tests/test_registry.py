@@ -9,6 +9,8 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,23 @@ def only_even(case: int) -> str | None:
 @pytest.fixture
 def table() -> Table:
     return Table("number", TABLE_ROWS, auto=lambda case: ("absent", "choosy", "plain"))
+
+
+def test_a_module_that_another_thread_is_importing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "events_of_the_test", (began, go), raising=False)
+    lines = "began, go = threading.events_of_the_test", "began.set()", "go.wait()", "row = 3"
+    (tmp_path / "slow_to_import.py").write_text("\n".join(["import threading", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(load_target, "slow_to_import:row")
+        began.wait()
+        second = threads.submit(load_target, "slow_to_import:row")
+        wait([second], timeout=0.1)  # time for a failure, which would come at once
+        go.set()
+    assert first.result() == second.result() == 3
 
 
 def test_rows_come_by_name_in_table_order(table: Table) -> None:

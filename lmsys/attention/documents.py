@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lmsys.autograd import is_watched
-from lmsys.values import hold, shortly, whole
+from lmsys.values import hold, instance, shortly, whole
 
 INTEGERS = (torch.int32, torch.int64)
 FARTHEST = 2**31 - 1  # positions are int32 in kernels
@@ -47,7 +47,8 @@ class Documents:
         device: torch.device | str = "cpu",
         keys: "Documents | None" = None,
     ):
-        self.lengths, self._keys = tuple(map(_checked, _rows(lengths))), keys
+        self.lengths = tuple(map(_checked, _rows(lengths)))
+        self._keys = instance("keys", keys, Documents | None)
         sums, counts = [sum(row) for row in self.lengths], [len(row) for row in self.lengths]
         hold(
             (

@@ -362,6 +362,7 @@ BAD_DOCUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "half": (lambda: Documents([3, 0.5]), "length of a document=0.5 must be a whole number"),
     "sums": (lambda: Documents([[3, 5], [7]]), "fill all batch entries alike; their lengths add up to [8, 7]"),
     "mixed": (lambda: Documents([[3, 5], 8]), "documents of a batch entry must be a list of lengths; got 8"),
+    "keys: a list": (lambda: Documents([3], keys=[4]), "keys=[4] must be of type"),  # type: ignore[arg-type]
     "edges from 1": (lambda: Documents.from_cu_seqlens(torch.tensor([1, 8])), "cu_seqlens=[1, 8] must be 0, then wher"),
     "one edge": (lambda: Documents.from_cu_seqlens(torch.tensor([0])), "cu_seqlens=[0] must be 0, then where each"),
     "edges fall": (lambda: Documents.from_cu_seqlens(torch.tensor([0, 5, 5])), "cu_seqlens=[0, 5, 5] must increase"),
