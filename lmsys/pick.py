@@ -19,6 +19,7 @@ from lmsys.bench import fields, record
 # The fields of a record that say which case it is, in the order in which `row_for` of MODULE has them.
 CASE = "dtype", "causal", "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
+MEASURED = "gpu", "name", "torch", "triton", "commit", "date"  # the facts of the machine that MODULE names
 # (training, the directions whose times are added up): of two for training the last that was measured counts.
 USES = (False, ("fwd",)), (True, ("fwdbwd",)), (True, ("fwd", "bwd"))
 # The module that is written, a template of str.format: a brace of the module itself is doubled.
@@ -55,17 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         strangers = {x["impl"] for x in content["records"] if _is_plain(x)} - ATTENTION.keys()
         fastest = fastest_rows(x for x in content["records"] if x["impl"] not in strangers)
         values.hold((fastest, f"{given.result}: no row of attention was right there in a case without options"))
-        machine = content["machine"]
-        measured = {name: machine.get(name) for name in ("gpu", "name", "torch", "triton", "commit", "date")}
+        measured = {name: content["machine"].get(name) for name in MEASURED}
         lines = "\n".join(f"    {case!r}: {row!r}," for case, row in fastest.items())
         with files.replacing(given.output) as file:
             file.write(MODULE.format(measured=measured, lines=lines).encode())
     except (OSError, ValueError) as error:
         print(f"lmsys pick: error: {error}", file=sys.stderr)
         return commands.USAGE
-    print(f"{given.output}: {len(fastest)} cases, {len(set(fastest.values()))} rows")
-    if strangers:
-        print(f"left out, as impl= knows no such row here: {values.shortly(sorted(strangers))}")
+    left_out = f"; left out, as impl= knows no such row here: {values.shortly(sorted(strangers))}" if strangers else ""
+    print(f"{given.output}: {len(fastest)} cases, {len(set(fastest.values()))} rows{left_out}")
     return 0
 
 

@@ -45,10 +45,7 @@ def load_target(target: str) -> Any:
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
         raise ValueError(f"{target=} must read module:attribute or path.py:attribute")
-    if module_name.endswith(".py"):
-        module = _load_file(module_name)
-    else:
-        module = _module_named(module_name)
+    module = _load_file(module_name) if module_name.endswith(".py") else _module_named(module_name)
     if not hasattr(module, attribute):
         raise ValueError(f"{target=}: {module_name} defines no {attribute!r}")
     value = getattr(module, attribute)

@@ -85,7 +85,7 @@ def test_a_row_that_attention_does_not_know_is_left_out_and_named(
     (tmp_path / "mine.json").write_text(json.dumps(content))
     assert main([str(tmp_path / "mine.json"), "-o", str(tmp_path / "rows.py")]) == 0
     assert set(runpy.run_path(str(tmp_path / "rows.py"))["FASTEST"].values()) <= set(ATTENTION)
-    assert "left out, as impl= knows no such row here: ['my_attention']" in capsys.readouterr().out
+    assert "rows; left out, as impl= knows no such row here: ['my_attention']" in capsys.readouterr().out
 
 
 def test_a_module_that_cannot_be_written_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

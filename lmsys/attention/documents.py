@@ -47,8 +47,7 @@ class Documents:
         device: torch.device | str = "cpu",
         keys: "Documents | None" = None,
     ):
-        self.lengths = tuple(map(_checked, _rows(lengths)))
-        self._keys = instance("keys", keys, Documents | None)
+        self.lengths, self._keys = tuple(map(_checked, _rows(lengths))), instance("keys", keys, Documents | None)
         sums, counts = [sum(row) for row in self.lengths], [len(row) for row in self.lengths]
         hold(
             (

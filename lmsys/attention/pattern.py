@@ -87,8 +87,9 @@ class Pattern:
         The forward saves them, so that autograd refuses a backward before which one of them was changed in place. A
         tensor of inference mode cannot be saved.
         """
-        tensors = self.key_lengths, self.offset, self.alibi
-        return [x for x in tensors if isinstance(x, Tensor) and not x.is_inference()]
+        return [
+            x for x in (self.key_lengths, self.offset, self.alibi) if isinstance(x, Tensor) and not x.is_inference()
+        ]
 
     @property
     def hides(self) -> bool:

@@ -118,9 +118,13 @@ def watch(strategy: nn.Module) -> None:
 
 def shares_a_backward(strategy: Any) -> bool:
     """True where another strategy, which synchronizes as well, is in its backward and holds a parameter of this one."""
-    others = (other for other in list(_watching) if other is not strategy and other._in_backward)
     return any(
-        other.synchronizes and other._synchronizing and not strategy._whole.isdisjoint(other._whole) for other in others
+        other is not strategy
+        and other._in_backward
+        and other.synchronizes
+        and other._synchronizing
+        and not strategy._whole.isdisjoint(other._whole)
+        for other in list(_watching)
     )
 
 

@@ -101,8 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _failed(FAILED, str(error))
     except WorkerError as error:
         codes = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE, "SaveError": FAILED}
-        message = error.failure[1] if error.kind in codes else str(error)  # [1]: the reason in one line
-        return _failed(codes.get(error.kind, FAILED), message)
+        # [1]: the reason in one line.
+        return _failed(codes.get(error.kind, FAILED), error.failure[1] if error.kind in codes else str(error))
     except Exception as error:
         if not watchdog.under_torchrun():
             raise

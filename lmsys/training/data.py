@@ -155,8 +155,14 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
             raise ValueError(f"{path}: id {largest} is not in this vocabulary of {tokenizer.vocab_size}")
         return ids
     facts = strict_json.read_json(facts_file, tokens=int, vocab_size=int, tokenizer=str)
-    words = f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
-    values.hold((facts["tokens"] == len(ids), values.shortened(words)))
+    values.hold(
+        (
+            facts["tokens"] == len(ids),
+            values.shortened(
+                f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
+            ),
+        )
+    )
     if tokenizer and facts["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
             values.shortened(
