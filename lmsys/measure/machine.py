@@ -175,7 +175,7 @@ FLOP_PER_CYCLE = {
     (7, 5): {"float16": 1024, "bfloat16": 128, "float32": 128},
     (8, 0): {"float16": 2048, "bfloat16": 2048, "float32": 1024},
     (8, 6): {"float16": 1024, "bfloat16": 1024, "float32": 512},
-    (8, 9): {"float16": 2048, "bfloat16": 2048, "float32": 1024},
+    (8, 9): {"float16": 1024, "bfloat16": 1024, "float32": 512},
     (9, 0): {"float16": 4096, "bfloat16": 4096, "float32": 2048},
     (10, 0): {"float16": 8192, "bfloat16": 8192, "float32": 4096},
 }
