@@ -16,7 +16,7 @@ from lmsys.registry import Entry
 
 @dataclass(frozen=True)
 class Case:
-    """One test, in plain values: a row and the axes that a subclass adds as fields.
+    """One test, in plain values: a row, and the axes (such as length or dtype) that a subclass adds as fields.
 
     section     the name of the grid that the case is of, which begins its id
     entry       the row, as its table has it
@@ -83,12 +83,13 @@ class Candidate:
     case         the first of its cases
     outcome, reason  "ok" so far, or how it failed and why
     error_ratio  its largest error over its budget so far; None before a check
-    call         the callable that `Benchmark.open` has made; `state`: whatever else a benchmark keeps of the row
+    call         the callable that `Benchmark.open` has made
+    state        whatever else a benchmark keeps of the row
     compile_s    seconds of the first call
     interpreted  True if the first call ran kernels in Triton's interpreter
     notes        fields that all its records get
-    watched      watched(call, *args) is call(*args), as this row's work: (result, None), or (None, how it failed). The
-                 trial sets it: `lmsys.bench.watch.Watch.watched`, for this row
+    watched      makes call(*args) for watched(call, *args), and returns (result, None) or (None, how it failed). The
+                 trial sets it to `lmsys.bench.watch.Watch.watched` for this row
     """
 
     case: Any

@@ -1,8 +1,9 @@
-"""The end of `lmsys.registry` in the worker of an earlier state of the code: `--against` appends this file there.
+"""Names that rows of an earlier state of the code use, and that `lmsys.registry` no longer has.
 
-The registry in that worker is today's, its rows are the earlier state's (`lmsys.bench.checkout`). Rows of earlier
-states read traits by `row.trait(name)`, state traits that no class has today, and make them by `Traits.stated`, which
-is `Traits.checked` today. When the registry drops a name that rows use, add the name here.
+In the worker of an earlier state (`--against`) the rows are the earlier state's, the registry is today's:
+`lmsys.bench.checkout` appends this file to its copy of the registry. Rows of earlier states read traits by
+`row.trait(name)`, and make them by `Traits.stated`, which is `Traits.checked` today. Traits that no class has today are
+left out. When the registry drops a name that rows use, add the name here.
 """
 
 from typing import Any

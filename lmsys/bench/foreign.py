@@ -57,13 +57,16 @@ from lmsys.measure.step import nothing
 # 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the median. DOUBT: how many more calls may be late
 # than early, in standard deviations of a fair coin.
 MARGIN_S, MARGIN_SHARE, DOUBT = 1e-4, 0.25, 3.0
-TOOK_SHARE = 0.1  # added to the margin, of what the process says: behind a call the memory of the one before is freed
-LEAD_S = 5e-3  # on a GPU, how long inputs stay away, so that the row's process launches ahead of them
+# Added to the margin, as a share of the time that the process says: behind a call it frees the last call's memory.
+TOOK_SHARE = 0.1
+# On a GPU, how long the device idles before a call's inputs arrive: so the row's process launches ahead of the device.
+LEAD_S = 5e-3
 MOST_BYTES, MOST_S = 2**16, 600.0  # of an answer
 # Variables of a row's process. Without them glibc gives freed memory back to the system, and each call takes it anew,
 # by hundreds of page faults; the heap of the process that runs our own rows is larger, and seldom ends in free memory.
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-WAYS = {"fwd": "inference", "bwd": "backward", "fwdbwd": "both"}  # ways to call a row, by direction; or "forward"
+# The ways to call a row, by the direction that is timed. One more, "forward", comes before "backward" and is not timed.
+WAYS = {"fwd": "inference", "bwd": "backward", "fwdbwd": "both"}
 # By way: the groups of shared tensors that the call reads anew, and the group of its results.
 READS = {"inference": ["inputs"], "forward": ["inputs"], "backward": ["upstream"], "both": ["inputs", "upstream"]}
 RESULTS = {"inference": "results", "forward": "results", "backward": "gradients", "both": "gradients"}
@@ -84,7 +87,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _placed(block: Tensor, layout: Mapping[str, Any], copied: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
-    """(its memory as one dimension, the tensor) of each tensor of a block; copied: in memory of its own."""
+    """By name, (its memory as one dimension, the tensor) of each tensor of a block; copied: in copies of the memory."""
 
     def placed(dtype: torch.dtype, shape: Any, strides: Any, begin: int, size: int) -> tuple[Tensor, Tensor]:
         memory = block[begin - begin % 64 : begin + size]
@@ -126,7 +129,8 @@ class _Row:
         self._line, self._launched = line, launched
         self._options: dict[str, Any] = {}  # keywords of all calls
         self._kept: Any = None  # the results of the last call
-        # Tensors by (owner, group), as `_placed` returns them: those that are shared, and those that calls read.
+        # Tensors by (owner, group), as `_placed` returns them: those that are shared, and those that calls read. The
+        # owner is the target of the row that they are for: the process of `null` is called with those of each row.
         self._shared: dict[Any, Any] = {}
         self._own: dict[Any, Any] = {}
 
@@ -158,7 +162,10 @@ class _Row:
         }
 
     def tell(self, options: dict[str, Any], arrived: bytes | None) -> None:
-        """Takes the keywords of all calls that follow, and the handle of the judge's event. Frees memory."""
+        """Takes the keywords of all calls that follow. Frees memory.
+
+        arrived  of timed calls on a GPU: the handle of the judge's event behind the copies of inputs; else None
+        """
         self._options, self._kept = options, None
         compare.release_memory()
         self._arrive: Callable[..., Any] = nothing
@@ -173,7 +180,7 @@ class _Row:
                 flat.copy_(self._shared[key][name][0])
 
     def call(self, owner: str, way: str, more_s: float = 0.0) -> Record:
-        """Makes a call that takes some seconds more, and says how long it took."""
+        """Makes a call, which the process draws out by `more_s` of busy waiting, and says how long it took."""
         mark, self._kept = self._clock.sample(lambda call: call(), partial(self._way, owner, way), self._arrive)
         took_s = self._clock.read([mark], trusted=True)[0].run_s + more_s
         until = time.perf_counter() + more_s
@@ -261,7 +268,7 @@ class Block:
 class Process:
     """A row's process, which is started when it is asked, and the row as a function whose calls run there.
 
-    heartbeat  the judge's: it knows what is done, and by when that must be done
+    heartbeat  of the judge's own process: it has the phrase for what the row does, and the deadline
     windows    {question: seconds that passed here until the last answer to it}; "took", and ways of calling: seconds
                that a call took, as the process says
     """
@@ -298,7 +305,7 @@ class Process:
         return self
 
     def ask(self, name: str, *args: Any, file: Any = None, stops: bool = True) -> Record:
-        """The answer to a question; Refused if that is none.
+        """The answer to a question. Raises Refused if none comes, or if it says that the row has failed.
 
         file   is sent behind the question
         stops  the process is stopped afterwards; False: the next question comes at once
@@ -309,8 +316,9 @@ class Process:
             self._line.send_bytes(request)
             if file is not None:
                 reduction.send_handle(self._line, file.fileno(), worker.pid)
+            # 0.9: this process still has to say why, before its own deadline is over.
             if not self._line.poll(min(0.9 * (self.heartbeat.now.until - time.monotonic()), MOST_S)):
-                worker.signal(signal.SIGUSR1)  # it writes down where it is
+                worker.signal(signal.SIGUSR1)  # it writes down where it is, within a second
                 time.sleep(1.0)
                 raise TimeoutError
             text = self._line.recv_bytes(MOST_BYTES)
@@ -426,7 +434,7 @@ class Process:
         answer = self.ask("bytes", self.entry.target, WAYS[direction])
         return {
             name: answer[name]
-            for name in ("peak_bytes", "saved_bytes")[: 1 + (direction != "fwd")]
+            for name in ("peak_bytes", "saved_bytes")[: 1 + (direction != "fwd")]  # "fwd": without "saved_bytes"
             if type(answer.get(name)) is int
         }
 
@@ -436,7 +444,7 @@ def _settle() -> None:
     for _ in range(20):
         used_s = time.process_time()
         time.sleep(1e-3)
-        if time.process_time() - used_s < 3e-4:
+        if time.process_time() - used_s < 3e-4:  # threads of this process used a CPU for less than a third of the time
             break
 
 
@@ -492,6 +500,7 @@ class ApartClock(clock.CpuClock):
             prepare((row, self._base))
             prepare_s = 0.0 if prepare is nothing else row.windows["call"]
             result = run((row, self._base))
+        # Below, `row` is the last of the two: the row itself.
         of_null, of_row = (x.windows["call"] - x.windows["took"] for x in self._rows)
         copy_of_null, copy_of_row = (x.windows["read"] + x.windows["copy"] for x in self._rows)
         late_s = of_row - of_null, MARGIN_S + MARGIN_SHARE * of_null + TOOK_SHARE * row.windows["took"]
@@ -560,5 +569,8 @@ def process_of(entry: Entry, settings: Settings) -> Process:
 
 
 def null(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """A row of ours that does next to nothing. In a process of its own it shows what any call costs the judge."""
+    """A row of ours that does next to nothing. In a process of its own it shows what any call costs the judge.
+
+    The terms of 0 give k and v gradients.
+    """
     return q + 0 * (k[..., :1, :1].sum() + v[..., :1, :1].sum())

@@ -55,7 +55,7 @@ class Session:
     texts     values of axes on the command line, as text, by option or axis name
     say       called with each line for the user
     carried   records of the file that --resume names, which are not measured again, by benchmark and case id
-    carried_entries, carried_head  the rest of that file: pytest-benchmark's entries, and all of ours but the records
+    carried_entries, carried_head  the rest of that file: pytest-benchmark's entries, and lmsys's part but the records
     results   what this run has measured, by benchmark and case id
     isolated  rows run in a process of their own
     retries   --resume also runs again the cases that had ended their process
@@ -128,13 +128,15 @@ class Session:
         if self.checkout:
             for key, other in ((key, self._other(key)) for key in keys):
                 hold((other in keys, f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}"))
-                if key not in self.carried or other not in self.carried:
+                if key not in self.carried or other not in self.carried:  # the two are measured in turns, or not at all
                     self.carried.pop(key, None)
         asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
         self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
     def made_up(self) -> Record:
-        """A result file's content with made-up records: of the first and the last case of each section and row.
+        """A result file's content with made-up records, by which mistakes of metrics and plots show before the run.
+
+        They are of the first and the last case of each section and row.
 
         ValueError for a benchmark whose metrics return a field that is declared nowhere.
         """

@@ -39,7 +39,7 @@ def undisturbed(cases: Sequence[fields.Record]) -> Sequence[fields.Record]:
 def deciding(
     comparisons: Iterable[Sequence[fields.Record]], says_something: Callable[[Sequence[fields.Record]], bool]
 ) -> list[Sequence[fields.Record]]:
-    """The cases of comparisons that answer a question: those that were not disturbed, or all if none was.
+    """The cases of comparisons that answer a question: the undisturbed ones, or all if there is no undisturbed one.
 
     says_something  True for cases that are enough for an answer; comparisons with fewer are left out
     """
@@ -72,7 +72,7 @@ def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> Fastest:
         """Our time over theirs, as a geometric mean over the comparisons that have both rows."""
         return geometric_mean([_slowness(both[ours], both[theirs]) for both in rows if {ours, theirs} <= both.keys()])
 
-    def most(name: str, cases: dict[str, fields.Record]) -> float:
+    def over_fastest(name: str, cases: dict[str, fields.Record]) -> float:
         """The row's time over that of the fastest row of one comparison."""
         return max(_slowness(cases[name], other) for other in cases.values())
 
@@ -80,11 +80,11 @@ def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> Fastest:
         """The key by which the fastest row is the least: rows that beat it, comparisons (negative), mean slowness."""
         shared = [cases for cases in rows if name in cases]
         slower = sum(slowness(name, other) > NEAR for other in set().union(*shared))
-        return slower, -len(shared), geometric_mean([most(name, cases) for cases in shared])
+        return slower, -len(shared), geometric_mean([over_fastest(name, cases) for cases in shared])
 
     row = min(sorted(set().union(*rows)), key=rank)
     shared = [cases for cases in rows if row in cases]
-    return Fastest(row, sum(most(row, cases) <= NEAR for cases in shared), len(shared))
+    return Fastest(row, sum(over_fastest(row, cases) <= NEAR for cases in shared), len(shared))
 
 
 def _slowness(ours: fields.Record, theirs: fields.Record) -> float:

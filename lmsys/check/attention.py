@@ -71,7 +71,7 @@ def of_a_handout(
     Errors may be 1e-2 larger than usual, as in the course's tests.
 
     causal  causal masks are asked for, too
-    shapes  TESTED or SHORT; many kernels' tiles are longer than SHORT
+    shapes  TESTED or SHORT; many kernels' tiles are longer than SHORT, so "lengths of 16" are an aspect of their own
     use     what is done in place of a single call and its backward: see `cases.Use`
     """
     case = replace(next(_cases(options)).case, heads=1, kv_heads=1)

@@ -26,12 +26,13 @@ def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> t
     )
     # (weight a, size s, time t): a weighted fit, whose weights make errors relative. The slope is 1 / w.
     rows = [(1 / time**2, size, time) for size, time in zip(sizes, times_s, strict=True)]
-    total = math.fsum(a for a, _, _ in rows)
+    total = math.fsum(a for a, _, _ in rows)  # of the weights
     mean_size, mean_time = math.fsum(a * s for a, s, _ in rows) / total, math.fsum(a * t for a, _, t in rows) / total
     slope = math.fsum(a * (s - mean_size) * (t - mean_time) for a, s, t in rows) / math.fsum(
         a * (s - mean_size) ** 2 for a, s, _ in rows
     )
     hold((slope > 0, f"times do not grow with size, so there is no bandwidth: {what}"))
+    # No collective is free, and for o = 0 the best bucket would have no bytes.
     return max(mean_time - slope * mean_size, 1e-6), 1 / slope
 
 
@@ -53,7 +54,7 @@ def optimal_bucket_bytes(total_bytes: float, latency_s: float, bytes_per_s: floa
     return math.sqrt(total_bytes * latency_s * bytes_per_s)
 
 
-BUS_FACTORS: dict[str, Callable[[int], float]] = {  # share of the bytes that a link carries, in a ring of n
+BUS_FACTORS: dict[str, Callable[[int], float]] = {  # by operation, in a ring of n ranks: see `bus_factor`
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -62,7 +63,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {  # share of the bytes that a 
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth (nccl-tests, PERFORMANCE.md); bytes are those of the whole tensor.
+    """The bytes that a link carries over those of the whole tensor: nccl-tests' "busbw" over "algbw" (PERFORMANCE.md).
 
     ValueError for an operation that is not in BUS_FACTORS.
     """

@@ -2,9 +2,9 @@
 
 python -m lmsys.cost.memory --size medium --context 1024 --batch 8 --precision bf16
 
-`fit` chooses what blocks keep for their backward, for training and benchmarks. A level is described in
-`lmsys.checkpointing`; what a block of it keeps is in `kept_bytes`. Imports no torch.
-Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V vocabulary.
+`fit` chooses what blocks keep for their backward, for training and benchmarks. `lmsys.checkpointing` describes the
+levels, and `kept_bytes` has what a block of each keeps. A *stage* is one of ZeRO's: what ranks divide among them
+(`zero_memory`). Imports no torch.
 """
 
 import argparse
@@ -54,7 +54,8 @@ def training_memory(
     count, tokens = model_parameters(config), batch * context
     held = {name: math.ceil(size) for name, size in zero_memory(count, world_size, stage).items()}
     if _gathers(world_size, stage):
-        blocks, table = min(2, config.num_layers), config.vocab_size * config.d_model  # an embedding, and the head
+        # `table` elements are in the embedding, and as many in the head.
+        blocks, table = min(2, config.num_layers), config.vocab_size * config.d_model
         matrices, norms = blocks * block_matrices(config), (2 * blocks + 1) * config.d_model
         held["parameters"] += MATMUL_BYTES[precision] * (matrices + table) + WIDE * (table + norms)
     return Footprint(**held, **_activations(config, tokens, precision, world_size, stage))
@@ -127,8 +128,9 @@ def _activations(config: ModelConfig, tokens: int, precision: str, world_size: i
             gradients = 2 * tokens * narrow * config.d_ff  # of w1 x and w3 x, while all of the block is held
             recomputed = max(recomputed, run_again * read - kept + gradients - after)
         after += keeping * kept
-    last = (WIDE + narrow) * config.d_model + WIDE + 8  # ln_final: input, scale; gradient of its output; token id
-    head = WIDE * config.vocab_size * config.d_model  # the head's gradient, which the forward computes
+    # Bytes of a token: input of ln_final and gradient of its output, 1 / rms, the token's id.
+    last = (WIDE + narrow) * config.d_model + WIDE + 8
+    head = WIDE * config.vocab_size * config.d_model  # the head's gradient: the loss computes it in the forward
     return {"activations": after + tokens * last + head, "recomputed": recomputed}
 
 
@@ -137,13 +139,14 @@ def kept_bytes(
 ) -> int:
     """Bytes that a block keeps for its backward. level: of `lmsys.checkpointing`; the rest as in `training_memory`.
 
-    They include autocast's copies of float32 weights whose matmuls are not recomputed.
+    They include autocast's copies of float32 weights, but for weights that are cast again in the backward, by a block
+    or a piece of it that runs again (`lmsys.model.selective`). All weights but output_proj's are in such pieces.
     """
     narrow = MATMUL_BYTES[precision]
     casts = narrow < WIDE and not _gathers(world_size, stage)
     heads, kv_heads, head_dim = config.num_heads, config.kv_heads, config.head_dim
     residual = (narrow if config.residual == "narrow" else WIDE) * config.d_model
-    attention = narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # with the log-sum-exp
+    attention = narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # q, k, v, o; lse
     projection = narrow * config.d_model
     of_a_token, weights = {  # (bytes of a token, weights that autocast copies), by level
         # For each of two norms its input, always in float32, its output and 1 / rms; w1 x, silu, w3 x, their product.

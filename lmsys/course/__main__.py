@@ -92,9 +92,9 @@ def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
             worker.call(systems.prepare)  # before the checkout is imported, which may ask for a GPU
             written = worker.call(checkout.written)
             named = {
-                part: of.adapter
-                for part, of in parts.PARTS.items()
-                if of.adapter in written and text.lower() in f"{part} {of.adapter}".lower()
+                name: part.adapter
+                for name, part in parts.PARTS.items()
+                if part.adapter in written and text.lower() in f"{name} {part.adapter}".lower()
             }
             values.hold((named, f"{checkout.ADAPTERS} of {str(root)!r} has no part {text}".rstrip()))
             for part, adapter in named.items():
@@ -125,10 +125,10 @@ def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
 def _beyond(answer: Answer) -> str:
     """How many aspects beyond the handout are right, and the names of the others; "" where none was asked."""
     # By verdict: the aspects that have it.
-    names = grouped((verdict, aspect) for aspect, verdict in answer.get("beyond", {}).items())
-    lacking = [f"{verdict}: {', '.join(of)}" for verdict, of in names.items() if verdict != parts.RIGHT]
-    count = f"{len(names.get(parts.RIGHT, []))} of {sum(map(len, names.values()))} right"
-    return f"beyond: {'; '.join([count, *lacking])}" if names else ""
+    aspects = grouped((verdict, aspect) for aspect, verdict in answer.get("beyond", {}).items())
+    lacking = [f"{verdict}: {', '.join(names)}" for verdict, names in aspects.items() if verdict != parts.RIGHT]
+    count = f"{len(aspects.get(parts.RIGHT, []))} of {sum(map(len, aspects.values()))} right"
+    return f"beyond: {'; '.join([count, *lacking])}" if aspects else ""
 
 
 def _line(answer: Answer, width: int) -> str:
@@ -171,8 +171,8 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
     )
 
 
-# A file of rows is written from ROWS: it has a name for each part that can be measured, by which WORKLOADS gives the
-# part to a benchmark.
+# `measure` writes this text into a file, rows.py. Each key of its PARTS is the name of a row, by which WORKLOADS knows
+# it, too; the value names what in systems.py calls the student's part.
 ROWS = '''"""The parts of {root} as rows of a benchmark."""
 
 import sys
@@ -200,8 +200,8 @@ def __getattr__(name):
         raise AttributeError(name)
     return getattr(systems, PARTS[name])
 '''
-# By benchmark: (names of rows by part, options, options that make it smaller where there is no GPU). --no-check leaves
-# checks out, since what goes beyond the handout may be wrong; the timed calls are judged all the same.
+# By benchmark: ({part: its row in rows.py}, options, options that make it smaller where there is no GPU). --no-check
+# leaves checks out, since what goes beyond the handout may be wrong; the timed calls are judged all the same.
 WORKLOADS = {
     "attention": (
         {

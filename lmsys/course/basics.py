@@ -73,7 +73,7 @@ def linear() -> Questions:
 
 
 def embedding() -> Questions:
-    table, ids = drawn("table", V, M), torch.arange(B * S).view(B, S) * 5 % V
+    table, ids = drawn("table", V, M), torch.arange(B * S).view(B, S) * 5 % V  # ids that all differ, out of order
     yield asked("rows by id", partial(adapter("run_embedding"), V, M, table, ids), table[ids])
 
 

@@ -34,11 +34,12 @@ INSTALLED_AS = {  # by the name of a module, the package that pip installs
 # The fault of a part in Triton whose questions launched no kernel. By its text the verdict is NOT_WRITTEN.
 NO_KERNEL = Fault("  NotImplementedError: the results are right, but no Triton kernel makes them", raises=True)
 
-# The verdict that an exception means, by a pattern of its text; the first that fits. All others mean `refused`.
+# The verdict that an exception means, by a pattern of its text; the first that fits. All others mean REFUSED.
 VERDICTS = {
-    r"NotImplementedError.*(interpreter mode|Could not run)": NOT_JUDGED,
-    r"NotImplementedError": NOT_WRITTEN,
+    r"NotImplementedError.*(interpreter mode|Could not run)": NOT_JUDGED,  # raised by Triton or torch
+    r"NotImplementedError": NOT_WRITTEN,  # raised by the course's template
     r"ModuleNotFoundError|ImportError|FileNotFoundError|ConnectionError": NOT_JUDGED,
+    # A compiler fails or is missing; in the next two lines a GPU, its driver, NCCL, or Triton for this machine.
     r"InductorError|BackendCompilerFailed|Cpp\w*Error|InternalTorchDynamoError|dynamo|CompilationError": NOT_JUDGED,
     r"NVIDIA|CUDA (error|driver)|compiled with CUDA|No CUDA|cudart|active driver|dummy base class": NOT_JUDGED,
     r"[Nn][Cc][Cc][Ll]|Did you forget to add @triton.jit": NOT_JUDGED,
@@ -118,9 +119,11 @@ PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout
     "SiLU": Part("run_silu", basics.silu, "x sigmoid(x)"),
     "softmax": Part("run_softmax", basics.softmax, "any dimension, no overflow"),
     "RMSNorm": Part(
-        "run_rmsnorm", partial(_of_kind, "norm", "norm", r"(?!rows|huge).*float32$"), "float32, eps within the root"
+        "run_rmsnorm",
+        partial(_of_kind, "norm", name="norm", asked=r"(?!rows|huge).*float32$"),
+        "float32, eps within the root",
     ),
-    "SwiGLU": Part("run_swiglu", partial(_of_kind, "swiglu", "swiglu", r".*float32$"), "float32"),
+    "SwiGLU": Part("run_swiglu", partial(_of_kind, "swiglu", name="swiglu", asked=r".*float32$"), "float32"),
     "rotary positions": Part("run_rope", basics.rope, "neighbouring channels, positions (S,)"),
     "attention with a mask": Part(
         "run_scaled_dot_product_attention", basics.attention, "3 and 4 dimensions, queries and keys of different number"
@@ -133,7 +136,12 @@ PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout
     "Transformer LM": Part("run_transformer_lm", basics.language_model, "logits, also of a shorter input"),
     "cross-entropy": Part(
         "run_cross_entropy",
-        partial(_of_kind, "loss", "cross_entropy", r"(a few tokens|a vocabulary|more tokens|logits|equal).*float32$"),
+        partial(
+            _of_kind,
+            "loss",
+            name="cross_entropy",
+            asked=r"(a few tokens|a vocabulary|more tokens|logits|equal).*float32$",
+        ),
         "the mean over tokens, no overflow",
     ),
     "gradient clipping": Part(
@@ -141,7 +149,7 @@ PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout
     ),
     "AdamW": Part(
         "get_adamw_cls",
-        partial(_of_kind, "optimizer", "adamw", "(several steps|weight decay|other betas), float32"),
+        partial(_of_kind, "optimizer", name="adamw", asked="(several steps|weight decay|other betas), float32"),
         "steps as torch's or the handout's order has them",
     ),
     "learning-rate schedule": Part(
@@ -179,19 +187,21 @@ PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout
         f"{LENGTHS}, full and causal",
         backward=True,
     ),
-    "DDP": Part("get_ddp", partial(_of_kind, "strategy", "Ddp", OF_DDP), DDP),
+    "DDP": Part("get_ddp", partial(_of_kind, "strategy", name="Ddp", asked=OF_DDP), DDP),
     "DDP, each parameter": Part(
-        "get_ddp_individual_parameters", partial(_of_kind, "strategy", "Individual", OF_DDP), DDP
+        "get_ddp_individual_parameters", partial(_of_kind, "strategy", name="Individual", asked=OF_DDP), DDP
     ),
     "DDP, bucketed": Part(
-        "get_ddp_bucketed", partial(_of_kind, "strategy", "Bucketed", OF_DDP), f"{DDP}, small buckets"
+        "get_ddp_bucketed", partial(_of_kind, "strategy", name="Bucketed", asked=OF_DDP), f"{DDP}, small buckets"
     ),
     "FSDP": Part(
         "get_fsdp", systems.fsdp, "steps of SGD of the course's layers, float32 and float16; a rank holds a share"
     ),
     "sharded optimizer": Part(
         "get_sharded_optimizer",
-        partial(_of_kind, "sharded_optimizer", "sharded_optimizer", "SGD with momentum|AdamW$|AdamW, tied|frozen"),
+        partial(
+            _of_kind, "sharded_optimizer", name="sharded_optimizer", asked="SGD with momentum|AdamW$|AdamW, tied|frozen"
+        ),
         "SGD and AdamW, tied weights, frozen parameters; a rank keeps a share of the state",
     ),
 }

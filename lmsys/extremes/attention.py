@@ -56,12 +56,12 @@ def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         k.copy_(k[:1].clone().expand_as(k))
     elif kind == "sink":
         k[:, 0], k[0, 1:] = 0.0, 0.0
-        q[..., 0], k[0, 0] = SINK / 2**4, 2.0**4
+        q[..., 0], k[0, 0] = SINK / 2**4, 2.0**4  # their product is SINK
     elif kind in ("first", "diagonal"):
         position = torch.arange(queries, device=q.device)
         q.copy_(SHARP * k[position % min(FIRST_KEYS, keys) if kind == "first" else position.clamp(max=keys - 1)])
     elif kind == "last":
-        begin = keys - (keys % TAIL or min(TAIL, keys))
+        begin = keys - (keys % TAIL or min(TAIL, keys))  # of the last tile of TAIL keys, whole or not
         start = begin if causal else 0  # causal queries before `begin` see none of the last keys
         position = torch.arange(start, max(start, queries), device=q.device)
         q[:, start:] = SHARP * k[position.clamp(max=keys - 1) if causal else begin + position % (keys - begin)]

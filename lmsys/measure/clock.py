@@ -141,7 +141,7 @@ class CudaClock:
         late  the bench's own work between `prepare` and `run`, such as filling in inputs that `prepare` must not see
         """
         number, marks = next(self._numbers), [_Event(enable_timing=True) for _ in range(4)]
-        # What records each event; the last two, of start and end, leave the list as they are used.
+        # Functions that record each event; the last two, of start and end, leave the list as they are used.
         begin, ready, *record = (partial(mark.record, self._stream) for mark in marks)
         _, prepared, _ = in_turn(begin, prepare, ready)
         del begin, ready
@@ -162,7 +162,7 @@ class CudaClock:
         self.wait(LEAD_S)
         numbers = [self.sample(nothing, late=late)[0] for _ in range(7)]
         cuda_synchronize()
-        gaps = [_seconds(marks[1], marks[2]) for marks, _ in map(self._marks.pop, numbers)]
+        gaps = [_seconds(ready, start) for (_, ready, start, _), _ in map(self._marks.pop, numbers)]
         # On a busy machine two events are up to 5e-5 s apart although nothing runs between them.
         self._most_gap_s = 1.5 * statistics.median(gaps) + 5e-5
 
@@ -176,7 +176,7 @@ class CudaClock:
         cuda_synchronize()
         share_s = self.share_s if share_s is None else share_s
         known = [self._marks.pop(number) for number in pending]
-        late_s = [_seconds(marks[1], marks[2]) - host_s for marks, host_s in known]
+        late_s = [_seconds(ready, start) - host_s for (_, ready, start, _), host_s in known]
         if self.ahead and known and not trusted and (gap_s := statistics.median(late_s)) > self._most_gap_s:
             raise ClockError(
                 f"the device was busy for {gap_s * 1e6:.0f} us right before the start of a call, where the bench's own "

@@ -34,7 +34,7 @@ MAX_ROUNDS = 200  # of a sampling, unless `min_rounds` is more
 MOST_LOOKS = 20  # about how often the sensors are read during one sampling
 MOST_OF_EXPECTED = 2.0  # sampling ends after this many times the expected wall time: the machine has become busy
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-_ENTROPY = random.SystemRandom()
+_ENTROPY = random.SystemRandom()  # numbers of 53 bits are drawn, the most that every reader of JSON holds exactly
 
 
 @dataclass
@@ -133,6 +133,7 @@ def interleave(
     expect  called with the seconds that the sampling should take
     turns   takes turns with another process, which samples rows of these names, too: as many rounds, on equal inputs
     """
+    # Rows with a clock of their own: they run in processes of their own (`lmsys.bench.foreign`).
     apart = {name for name, step in steps.items() if step.clock is not Step.clock}
     taken = _Taken(steps, clock)
     if not (costs := taken.costs(trials)):
@@ -159,7 +160,7 @@ def interleave(
     until = time.monotonic() + MOST_OF_EXPECTED * expected_s
     for index in range(-warming, max(rounds.values())):  # rounds below 0 only warm the device
         order = _order(index, [name for name in taken.pending if index < rounds[name]], theirs)
-        order.sort(key=apart.__contains__)  # the device is idle behind rows in processes of their own: they come last
+        order.sort(key=apart.__contains__)  # they come last: the device is idle behind them
         if not order or (index >= min_rounds and time.monotonic() > until and not turns.together):
             break
         draw = turns.before(index, _ENTROPY.getrandbits(53))  # the number that all inputs of the round are drawn from
