@@ -7,7 +7,8 @@ dies, or misses the deadline in its heartbeat (`lmsys.bench.watch`), the row tha
 of its group runs again, in turns as before, in a fresh worker. If no row can be blamed, as when memory ran out, each
 row of the group first runs alone, and those that fail alone have failed.
 
-Limits are the constants below. A new way in which a worker can end is a case in `Isolated._ended`.
+Limits are the constants below. A new way in which a worker can end is a case in `Isolated._ended`; a new reason for
+which this process ends it belongs in `Isolated._look_at`.
 """
 
 import faulthandler

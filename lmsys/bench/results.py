@@ -2,7 +2,8 @@
 
 `lmsys.bench.plugin` makes one `Session` per pytest run, adds each benchmark to it, selects cases, asks for each result,
 and has the result file written at the end. A *group* is the cases that share inputs: they are set up and measured
-together, by the runner. A result file that an earlier run wrote is read here for --resume. Records are called *answers*
+together, by the runner. The *journal*, a file beside the result file, gets each record as soon as it is there, for a
+run that is killed. A result file that an earlier run wrote is read here for --resume. Records are called *answers*
 here, since `record` is a module.
 """
 

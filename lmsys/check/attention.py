@@ -208,6 +208,7 @@ def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = Tru
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
             # None: no known mistake gives this result, as for all cases with options. "": none was searched for.
+            # "transposed" is left to `explain`, which knows the result of a row that ignores strides.
             mistake = None if case.options else ""
             if named and (task.use in cases.USES.values() or task.memory not in ("", "transposed")):
                 mistake = _of_circumstances(row, task, grad, seed, name)

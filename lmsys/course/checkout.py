@@ -86,7 +86,7 @@ def load() -> Any:
             except ModuleNotFoundError as error:
                 if error.name is None or error.name in sys.modules or error.name.startswith("tests"):
                     raise
-                _find(error.name)
+                _make_importable(error.name)
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{ADAPTERS} does not load: {type(error).__name__}: {message_of(error)}{place_of(error)}; here it is Python"
@@ -96,7 +96,7 @@ def load() -> Any:
         Missing.loading = False
 
 
-def _find(module: str) -> None:
+def _make_importable(module: str) -> None:
     """Puts the folder of a module on the path, of this process and those that it starts, or marks it as missing."""
     folders = [  # those that hold a file of this name, or a package: the parent of a package's own folder
         str(file.parents[file.stem == "__init__"])

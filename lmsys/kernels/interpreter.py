@@ -2,7 +2,7 @@
 
 `lmsys/kernels/launch.py` calls `mend` once, when it is imported. The fix is applied with Triton 3.6 alone. The caches
 are applied, all or none, if the interpreter's functions have the parameters in PARAMETERS. To cache another function of
-the interpreter, add a replacement here, and its name to PARAMETERS.
+the interpreter, add a replacement here, its parameters to PARAMETERS, and an assignment to `mend`.
 """
 
 import inspect

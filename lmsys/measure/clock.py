@@ -94,7 +94,8 @@ class CudaClock:
     """Times each call by two CUDA events around it, on the current stream; they are read later, after a synchronize.
 
     ahead  True: the host launches ahead of the device, so that the time is the device's alone. Before each call the
-           device writes a buffer of at least twice the L2 cache, so that no call finds its inputs there.
+           device writes a buffer of 256 MiB, or of twice the L2 cache if that is more, so that no call finds its
+           inputs in this cache.
            False: each call begins on an idle device, after what comes before the call in a loop (`Step.before`). Where
            the host launches more slowly than the device works, the time is the host's. This is for calls of more than
            about 1,000 launches, which is how many a device queues: the host cannot be ahead of more.

@@ -260,7 +260,7 @@ def _read_marks(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], 
         if failure := _prepares_too_much(result.prepare_s[name], pending[name][0], clock):
             result.failures[name] = failure
         else:
-            result.samples[name] = [max(sample - share_s, 1e-9) for sample in samples]
+            result.samples[name] = [max(sample - share_s, 1e-9) for sample in samples]  # never 0 s
 
 
 def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) -> list[tuple[str, Any]]:
