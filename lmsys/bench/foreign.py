@@ -55,15 +55,16 @@ from lmsys.measure.step import nothing
 # The judge may wait for a call longer than the row's process says, by what it waits for a call of `null`, and by this
 # margin: seconds, and a share of the wait for `null`. On two busy cores of a virtual machine, waits for honest calls of
 # 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the median. DOUBT: how many more calls may be late
-# than early, in standard deviations of a fair coin.
+# than early, in standard deviations of as many throws of a fair coin.
 MARGIN_S, MARGIN_SHARE, DOUBT = 1e-4, 0.25, 3.0
 # Added to the margin, as a share of the time that the process says: behind a call it frees the last call's memory.
 TOOK_SHARE = 0.1
 # On a GPU, how long the device idles before a call's inputs arrive: so the row's process launches ahead of the device.
 LEAD_S = 5e-3
 MOST_BYTES, MOST_S = 2**16, 600.0  # of an answer
-# Variables of a row's process. Without them glibc gives freed memory back to the system, and each call takes it anew,
-# by hundreds of page faults; the heap of the process that runs our own rows is larger, and seldom ends in free memory.
+# Environment variables of a row's process. Without them glibc gives freed memory back to the system, and each call
+# takes it anew, by hundreds of page faults; the heap of the process that runs our own rows is larger, and seldom ends
+# in free memory.
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 # The ways to call a row, by the direction that is timed. One more, "forward", comes before "backward" and is not timed.
 WAYS = {"fwd": "inference", "bwd": "backward", "fwdbwd": "both"}
@@ -79,6 +80,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """
     spans = [1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in tensors.values()]
     sizes = [span * x.element_size() for span, x in zip(spans, tensors.values(), strict=True)]
+    # 64 bytes are added to each size for the offset `x.data_ptr() % 64`, which keeps the alignment.
     begins = itertools.accumulate((64 * math.ceil(size / 64) + 64 for size in sizes), initial=0)
     return {
         name: (x.dtype, tuple(x.shape), x.stride(), begin + x.data_ptr() % 64, size)
@@ -152,7 +154,7 @@ class _Row:
         }
 
     def place(self, key: tuple[str, str], layout: dict[str, Any], handle: Any) -> None:
-        """Takes a group of tensors that is shared from now on. handle: of a GPU's memory; None: a file follows."""
+        """Takes a group of tensors that is shared from now on. handle: opens a GPU's memory; None: a file follows."""
         block = handle[0](*handle[1]) if handle else _mapped(os.fdopen(reduction.recv_handle(self._line), "r+b"))
         # A GPU reads inputs where they arrive. On a CPU they are copied first, as inputs of our own rows are drawn:
         # into memory of the process, by threads that are then awake.
@@ -232,7 +234,8 @@ class Refused(RuntimeError):
 class Block:
     """Memory that the judge shares with rows' processes, and the tensors in it.
 
-    file, handle  by which another process finds it: a file, for memory of the host, or a handle of CUDA
+    file, handle  by which another process finds it: a file, for memory of the host, or (function, arguments) that open
+                  it, for a GPU's
     placed        the tensors, as `_placed` returns them
     """
 

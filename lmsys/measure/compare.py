@@ -124,9 +124,8 @@ def interleave(
     Where another process takes turns, it does not end early.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
-    after rounds that only warm the device. With a device clock the host enqueues two rounds ahead of the GPU; where
-    launching is slower than executing, the GPU is made to wait. With a loop clock `step.before` runs before each
-    sample.
+    after rounds that only warm the device. With `clock.ahead`, on a GPU, the host enqueues two rounds ahead; where
+    launching is slower than executing, the GPU is made to wait. Without it `step.before` runs before each sample.
 
     trials  calls of each row before the sampling; the quickest one says what a call costs
     look    called between rounds, at even distances, about MOST_LOOKS times: it reads the device's sensors
