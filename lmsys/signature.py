@@ -31,11 +31,15 @@ def is_module(implementation: Any) -> bool:
 def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a call, by name.
 
-    For an autograd Function, or a module's class, they are those of its forward without ctx or self.
+    For an autograd Function, or a module's class, they are those of its forward without ctx or self. A Function with a
+    `setup_context` takes no ctx.
     """
-    if is_module(implementation) or is_function(implementation):
+    is_set_up = (
+        is_function(implementation) and implementation.setup_context is not torch.autograd.Function.setup_context
+    )
+    if (is_module(implementation) or is_function(implementation)) and not is_set_up:
         return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
-    call = implementation.forward if isinstance(implementation, nn.Module) else implementation
+    call = implementation.forward if isinstance(implementation, nn.Module) or is_set_up else implementation
     return dict(inspect.signature(call).parameters)
 
 

@@ -63,7 +63,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.attention.contract import DTYPES, FEW_QUERIES, AttentionCase, keywords_of, repeat_heads
+from lmsys.attention.contract import DTYPES, FEW_QUERIES, AttentionCase, keywords_of, only_o, repeat_heads
 from lmsys.attention.naive import log_sum_exp, masked_scores, naive, with_sinks
 from lmsys.attention.pattern import PLAIN, Pattern
 
@@ -205,7 +205,7 @@ def run(
     pattern = pattern or PLAIN[causal]
     with torch.set_grad_enabled(grad):
         result = row(q, k, v, scale=scale, **keywords_of(row, pattern))
-    results = result if pattern.return_lse else (result,)
+    results = result if pattern.return_lse else (only_o(result),)
     outputs = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
     if lse and not pattern.return_lse:
         outputs["lse"] = saved_lse(result, q)

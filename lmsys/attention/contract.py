@@ -9,7 +9,7 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -245,8 +245,12 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-# The names that foreign functions give to these two parameters.
-ROLES = {"causal": ("causal", "is_causal"), "scale": ("scale", "sm_scale", "softmax_scale")}
+# The names that foreign functions give to these parameters.
+ROLES = {
+    "causal": ("causal", "is_causal"),
+    "scale": ("scale", "sm_scale", "softmax_scale"),
+    "mask": ("mask", "attn_mask"),
+}
 
 
 @cache
@@ -259,31 +263,50 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     1. A function with keywords `causal` and `scale`, or with `**kwargs`, is returned unchanged. No other implementation
        gets options of a `Pattern`. A function gets them by parameters of their names, or all of them by a parameter
        `pattern`: see `keywords_of`.
-    2. An implementation with a fourth parameter is called as CS336 writes it: `f(q, k, v, is_causal)` on (B, S, D),
-       with as many key heads as query heads. Two kinds are excepted: those that have a parameter for the scale, by a
-       name of ROLES, and functions that have one with the name `causal`.
-    3. All others are called on 4-D tensors, with `causal` and `scale` by the names of ROLES.
+    2. An implementation whose fourth parameter is a flag (`_is_flag`) is called as CS336 writes it:
+       `f(q, k, v, is_causal)` on (B, S, D), with as many key heads as query heads. Two kinds are excepted: those that
+       have a parameter for the scale, by a name of ROLES, and functions that have one with the name `causal`.
+    3. All others are called on 4-D tensors, with `causal` and `scale` by the names of ROLES. One that has no `causal`,
+       but a `mask`, gets a boolean tensor (Q, K), True where a query sees a key.
 
     An autograd Function takes no keywords, so its arguments are given by position.
     """
     hold((callable(implementation), f"an attention row must be callable; got {implementation!r}"))
     taken, is_function = _parameters_used(implementation), signature.is_function(implementation)
     keywords = {name for name, x in taken.items() if x.kind is not x.POSITIONAL_ONLY}
-    if not is_function and (_takes_all(implementation) or ROLES.keys() <= keywords):
+    if not is_function and (_takes_all(implementation) or {"causal", "scale"} <= keywords):
         return implementation
     is_4d = "causal" in taken and not is_function or not taken.keys().isdisjoint(ROLES["scale"])
-    if len(taken) > 3 and not is_4d:
+    if not is_4d and _is_flag(list(taken.values())[3:], is_function):
         return _adapt_cs336(implementation.apply if is_function else implementation)
     call = signature.called(implementation, ROLES, dict(list(taken.items())[3:]))
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-        if causal and not call.has("causal"):
+        if causal and not (call.has("causal") or call.has("mask")):
             raise ValueError(f"{causal=}: this row has no parameter for it")
         if not call.has("scale"):
             _hold_default(scale, q)
-        return call({"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}, q, k, v)
+        values: dict[str, Any] = {"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}
+        if call.has("mask") and not call.has("causal"):
+            visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+            values["mask"] = visible.tril() if causal else visible
+        return call(values, q, k, v)
 
     return row
+
+
+def _is_flag(after_v: Sequence[inspect.Parameter], is_function: bool) -> bool:
+    """True if the first of these parameters, which follow v, is the causal mask as a flag that is given by place.
+
+    It has a name of ROLES, or no later parameter has one; then its default, if it has one, is True or False. A `mask`
+    without a default is a flag of an autograd Function alone.
+    """
+    if not after_v or after_v[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        return False
+    first, *later = after_v
+    is_tensor = first.name in ROLES["mask"] and not is_function
+    could_be = isinstance(first.default, bool) or (first.default is first.empty and not is_tensor)
+    return first.name in ROLES["causal"] or (could_be and not any(x.name in ROLES["causal"] for x in later))
 
 
 def _parameters_used(implementation: Any) -> dict[str, inspect.Parameter]:
@@ -312,7 +335,12 @@ def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
     """
     taken = _parameters_used(implementation)
     takes_scale = _takes_all(implementation) or taken.keys() & set(ROLES["scale"])
-    without_causal = "it takes no causal" if case.causal and len(taken) == 3 else None
+    takes_causal = (
+        _takes_all(implementation)
+        or taken.keys() & {*ROLES["causal"], *ROLES["mask"]}
+        or _is_flag(list(taken.values())[3:], signature.is_function(implementation))
+    )
+    without_causal = "it takes no causal" if case.causal and not takes_causal else None
     return without_causal if case.scale is None or takes_scale else "it takes no scale"
 
 
@@ -359,9 +387,19 @@ def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         _hold_default(scale, q)
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-        return function(*(x.flatten(0, 1) for x in (q, k, v)), causal).view(*q.shape[:-1], v.shape[-1])
+        o = only_o(function(*(x.flatten(0, 1) for x in (q, k, v)), causal))
+        return o.view(*q.shape[:-1], v.shape[-1])
 
     return row
+
+
+def only_o(result: Any) -> Tensor:
+    """The result of a row that is not asked for a log-sum-exp. TypeError if it is no tensor, such as (o, lse)."""
+    if not isinstance(result, Tensor):
+        raise TypeError(
+            f"it returns a {type(result).__name__}: return o alone, a tensor; (o, lse) is for a parameter `return_lse`"
+        )
+    return result
 
 
 def _hold_default(scale: float | None, q: Tensor) -> None:

@@ -104,7 +104,11 @@ def kind_of(implementation: Any) -> str:
             *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
             (hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"], "strategy"),
             # q, k, v by any names
-            (signature.is_function(implementation) or (len(own) >= 3 and not is_class), "attention"),
+            (
+                len(signature.parameters_of(implementation)) >= 3
+                and (signature.is_function(implementation) or not is_class),
+                "attention",
+            ),
         ),
         "",
     )
@@ -180,8 +184,13 @@ def check(
         (answer.fault, f"the first wrong case: {answer.fault}"),
         (remark, str(remark)),
         (
-            held is not None and not answer.right and options.layout == "bhsd",
-            "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd",
+            held is not None and not held.right_forwards and options.layout == "bhsd",
+            "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd; if its fourth"
+            " parameter is `is_causal`, it gets (B, S, D): a function that takes (B, H, S, D) names it `causal`",
+        ),
+        (
+            held is not None and held.right_forwards and not answer.right,
+            "the forward is right where the backward is not: --forward asks for the forward alone",
         ),
         # Texts of cases that an exception refused begin with "refused": see the end of `verdict_on`.
         *((True, x if x.startswith("refused") else f"not asked: {x}") for x in answer.refused),

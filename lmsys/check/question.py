@@ -211,6 +211,11 @@ class Holds:
             counts["backward"][verdict] += 1
 
     @property
+    def right_forwards(self) -> int:
+        """How many answers have a right forward."""
+        return sum(counts["forward"]["right"] for counts in self.counts.values())
+
+    @property
     def right(self) -> bool:
         """True if nothing is wrong, and something is right in each direction."""
         totals = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from lmsys.attention import ATTENTION, AttentionCase, attention, peers
+from lmsys.attention import ATTENTION, AttentionCase, Pattern, attention, peers
 from lmsys.attention.contract import adapt, why_not_called
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
@@ -274,7 +274,40 @@ class NeedsDropout(torch.autograd.Function):
         return _by_naive(q, k, v, causal, sm_scale)
 
 
-TAKE_NO_SCALE = FlashTorch, cs336, no_scale
+def only_by_keyword(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    return naive(q, k, v, causal=is_causal)
+
+
+def as_torch(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Any:
+    """torch's order: the fourth parameter is no flag."""
+    assert attn_mask is None
+    return naive(query, key, value, causal=is_causal)
+
+
+def visible(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As CS336's first assignment has it: the mask is a tensor, True where a query sees a key."""
+    return naive(q, k, v, pattern=Pattern(mask=None if mask is None else mask[None, None]))
+
+
+def needs_visible(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return visible(q, k, v, mask)
+
+
+class SetUp(torch.autograd.Function):
+    """A Function in torch's newer form, whose forward takes no ctx."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return cs336(q, k, v, is_causal)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
+TAKE_NO_SCALE = FlashTorch, cs336, no_scale, only_by_keyword, as_torch, visible, needs_visible, SetUp
 TAKE_A_SCALE = softmax_scale, positional, without_keywords, flag_before_causal, ByPlace, WithDropout
 
 
@@ -313,3 +346,12 @@ def test_a_row_may_take_only_q_k_and_v() -> None:
     assert why_not_called(plain, AttentionCase(2, 3, 3, 5, 5, 4, "float32", causal=True)) == "it takes no causal"
     with pytest.raises(ValueError, match="causal=True: this row has no parameter for it"):
         adapt(plain)(q, k, v, causal=True)
+
+
+def test_a_fourth_parameter_that_is_no_flag_keeps_its_default() -> None:
+    def tiled(q: Tensor, k: Tensor, v: Tensor, tile: int = 2) -> Tensor:
+        return torch.cat([naive(rows, k, v) for rows in q.split(tile, dim=2)], dim=2)
+
+    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    torch.testing.assert_close(adapt(tiled)(q, k, v), naive(q, k, v))
+    assert why_not_called(tiled, AttentionCase(2, 3, 3, 5, 5, 4, "float32", causal=True)) == "it takes no causal"

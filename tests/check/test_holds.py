@@ -43,6 +43,15 @@ class NoBackward(torch.autograd.Function):
         raise NotImplementedError
 
 
+def with_sums(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Any:
+    """It returns a second tensor, which nobody asks for."""
+    return attend(q, k, v, causal=causal, scale=scale), q.sum(-1)
+
+
+def with_sums_by_place(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Any:
+    return attend(q, k, v, causal=is_causal), q.sum(-1)
+
+
 def check_to_table(
     name: str, options: Options, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, dict[str, Any], list[Any]]:
@@ -69,6 +78,9 @@ def test_a_wrong_or_refused_case_does_not_end_the_check(capsys: pytest.CaptureFi
 def test_a_missing_backward_leaves_the_forward_judged(capsys: pytest.CaptureFixture[str]) -> None:
     code, holds, _ = check_to_table("NoBackward", OPTIONS, capsys)
     assert code == WRONG  # no backward is right
+    assert check(Entry("NoBackward", f"{__name__}:NoBackward"), OPTIONS) == WRONG
+    report = capsys.readouterr().out
+    assert "--forward asks for the forward alone" in report and "--layout" not in report
     assert all(
         [*directions["forward"]] == ["right"] and [*directions["backward"]] == ["refused"]
         for directions in holds.values()
@@ -77,6 +89,13 @@ def test_a_missing_backward_leaves_the_forward_judged(capsys: pytest.CaptureFixt
     report = capsys.readouterr().out
     assert "not asked: it takes no scale" in report
     assert report.count(": right\n") == sum(directions["forward"]["right"] for directions in holds.values())
+
+
+@pytest.mark.parametrize("name", ["with_sums", "with_sums_by_place"])
+def test_a_row_that_returns_several_tensors_is_refused_in_words(name: str) -> None:
+    fault = next(attention.questions(Entry(name, f"{__name__}:{name}"), OPTIONS)).judge()
+    assert fault is not None and fault.raises
+    assert "it returns a tuple: return o alone" in fault.text
 
 
 BUFFER = torch.zeros(1, 2, 64, 32)  # of the shape of SIMPLE's results
