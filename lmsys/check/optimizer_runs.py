@@ -17,7 +17,10 @@ from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
 
 # Algorithms that also take betas or momentum, by their names in class names. They cannot be checked.
-OTHERS = "AdaBelief", "Adafactor", "Adamax", "Adan", "Lamb", "LAMB", "Lion", "NAdam", "RAdam", "SparseAdam"
+OTHERS = (
+    *("AdaBelief", "Adafactor", "Adamax", "Adan", "Lamb", "LAMB", "Lion", "NAdam", "RAdam", "SparseAdam"),
+    *("LARS", "Muon", "RMSprop", "Shampoo", "SOAP", "Sophia"),
+)
 
 
 @dataclass(frozen=True)

@@ -152,14 +152,17 @@ def test_the_algorithm_is_told_by_base_class_and_name() -> None:
 
     class FancyLion(torch.optim.Adam): ...
 
+    class TinyMuon(torch.optim.SGD): ...
+
     assert claim_of(MyAdamW).algorithm == "AdamW" and "AdamW is in its name" in str(claim_of(MyAdamW))
     assert claim_of(Mine).algorithm == "Adam" and {"lr", "betas", "eps", "weight_decay"} <= claim_of(Mine).settings
     assert claim_of(museum.Masters).masters == {"master_weights": True} and claim_of(MyAdamW).masters is None
     assert claim_of(museum.Sgd).algorithm == "SGD" and kind_of(MyAdamW) == "optimizer"
     with pytest.raises(ValueError, match="Plain takes lr: neither betas"):
         claim_of(Plain)
-    with pytest.raises(ValueError, match="FancyLion looks like Lion"):
-        claim_of(FancyLion)
+    for other, algorithm in ((FancyLion, "Lion"), (TinyMuon, "Muon"), (torch.optim.RMSprop, "RMSprop")):
+        with pytest.raises(ValueError, match=f"{other.__name__} looks like {algorithm}"):
+            claim_of(other)
 
 
 def test_settings_that_it_does_not_take_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
