@@ -225,6 +225,7 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         "the scale is applied twice": summed(p, p * (dp - delta), scale**2),
         "delta = rowsum(do · o) is not subtracted: dS must be P (dP - delta)": summed(p, p * dp),
         "delta = rowsum(do · o) is added: dS must be P (dP - delta), not P (dP + delta)": summed(p, p * (dp + delta)),
+        "delta is a mean over the head dimension, not the sum": summed(p, p * (dp - delta / case.head_dim)),
         "dP is not multiplied by P": summed(p, dp - delta),
         "the saved log2-sum-exp is read as a natural log-sum-exp": with_p((seen - lse / math.log(2)).exp()),
         "the saved natural log-sum-exp is read as a log2-sum-exp": with_p((seen - lse * math.log(2)).exp()),
@@ -239,6 +240,8 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
             if tile < 2 * case.queries
         },
     }
+    if case.queries == case.keys and name != "dq":
+        gradients["P and dS are not transposed"] = summed(p.mT, (p * (dp - delta)).mT)
     if case.causal:
         scores = right(replace(case, causal=False)).scores(q, k)
         gradients |= {
@@ -340,7 +343,14 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
 def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
     """The output `name` of an online softmax with each of its mistakes, by the mistake in words."""
     # One tile of all keys: a mistake that needs no second tile.
-    whole = {"o is not divided by the sum of the exponentials": partial(online, right(case), case.keys, divided=False)}
+    whole: dict[str, Callable[..., Tensor]] = {
+        "o is not divided by the sum of the exponentials": partial(online, right(case), case.keys, divided=False),
+        "the mask is applied after the softmax: the weights that stay do not sum to 1": (
+            lambda q, k, v: (
+                right(replace(case, causal=False)).scores(q, k).softmax(dim=-1).tril() @ repeat_heads(v, case.heads)
+            )
+        ),
+    }
     tiled = {
         f"{words} (tiles of {tile} keys)": partial(online, right(case), tile, **options)
         for tile in ONLINE_TILES

@@ -166,7 +166,7 @@ def of_another_dtype(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, s
 
 
 def with_backward(fault: str) -> Callable[..., Tensor]:
-    """A row whose backward has a fault: "delta" is not subtracted from dP, or "scale" is missing in dk."""
+    """A row whose backward has a fault: "delta" is not subtracted from dP, or "scale" is missing in dk, and so on."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -184,8 +184,11 @@ def with_backward(fault: str) -> Callable[..., Tensor]:
             (q, k, v, p), do = ctx.saved_tensors, grads[0]
             dp = do @ v.mT
             delta = (p * dp).sum(dim=-1, keepdim=True)
+            delta = delta / q.shape[-1] if fault == "mean" else delta
             ds = p * (dp if fault == "delta" else dp - delta)
             scale = 1.0 if fault == "scale" else ctx.scale
+            if fault == "transposed" and q.shape == k.shape:
+                return ds @ k * ctx.scale, ds @ q * scale, p.mT @ do, None, None
             return ds @ k * ctx.scale, ds.mT @ q * scale, p.mT @ do, None, None
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -197,6 +200,15 @@ def with_backward(fault: str) -> Callable[..., Tensor]:
 
 WRONG["no_delta"] = "dq: delta = rowsum(do · o) is not subtracted", with_backward("delta")
 WRONG["dk_without_scale"] = "dk: the scale is missing", with_backward("scale")
+WRONG["mean_for_delta"] = "dq: delta is a mean over the head dimension", with_backward("mean")
+WRONG["dk_not_transposed"] = "dk: P and dS are not transposed", with_backward("transposed")
+
+
+@wrong("the mask is applied after the softmax")
+def masked_late(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+    weights = (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).softmax(dim=-1)
+    return (weights.tril() if causal else weights) @ v
 
 
 def dies(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
