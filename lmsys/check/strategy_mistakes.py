@@ -117,7 +117,12 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] =
         f"{TWICE}: the part made second is multiplied by the number of ranks",
         lambda s: len(s.used) * s.mean - (len(s.used) - 1) * over_ranks(s.early),
     ),
-    ("", "are not used: the weights stay as they are", lambda s: torch.zeros_like(s.mean)),
+    (
+        "",
+        "are not used: the weights stay as they are; a strategy with parameters of its own, such as shards, needs"
+        " make_optimizer() and full_state_dict()",
+        lambda s: torch.zeros_like(s.mean),
+    ),
     ("", "are counted twice", lambda s: 2 * s.mean),
     ("", "are multiplied by the number of ranks twice", lambda s: len(s.used) ** 2 * s.mean),
     ("", "have the wrong sign: weights move along the gradient, not against it", lambda s: -s.mean),
