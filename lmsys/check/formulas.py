@@ -325,7 +325,8 @@ def _alike(
     mistaken, output = mistaken.where(finite, 0), output.double().where(finite, 0)
     # Here `mistaken` takes the place of the reference. Plain PyTorch's error is added to it, so the budget stays.
     error = (plain.double() - right).where(finite, 0)
-    return not bool(finite.any()) or _ratio(output, mistaken, (mistaken + error).to(plain.dtype), mean) <= 1
+    plain = (mistaken + error).to(plain.dtype)  # infinite where the dtype cannot hold the mistake's values
+    return not bool(finite.any()) or (bool(plain.isfinite().all()) and _ratio(output, mistaken, plain, mean) <= 1)
 
 
 def _name_of(name: str) -> str:

@@ -9,7 +9,7 @@ its words and a function to the table for the place of the mistake:
     _of_vocabulary   classes that are padded, left out or counted several times
     _of_chunks       means over chunks of tokens
     _of_gradients    the backward alone; for the gradient of the head's weight alone `_of_weights`
-    BY_COUNT         weights of tokens
+    OF_OPTIONS       an option, such as weights of tokens
     FIRST_FOR_ALL    the backward of a loss with options
     `others` in `mistakes`: all else
 
@@ -65,15 +65,17 @@ def logits_of(inputs: Inputs) -> Tensor:
 
 
 def plain(inputs: Inputs, settings: Settings) -> Tensor:
-    """`right`, except in float32 without options: there a log-sum-exp, as it is often written.
+    """`right`, except in float32 without options: there a log-sum-exp, as it is often written, token by token.
 
-    Where logits are large, both terms of log-sum-exp - logit round, as they may in a right implementation: `judge`
-    allows the larger of the errors of `right` and `plain`.
+    A product of a few rows, such as those of a small chunk, may add up in another order than one of many, and round
+    more. Where logits are large, both terms of log-sum-exp - logit round. Both may happen in a right implementation, so
+    `judge` allows the larger of the errors of `right` and `plain`.
     """
     if options_of(settings) or next(iter(inputs.values())).dtype != torch.float32:
         return right(inputs, settings)
     targets = settings["targets"].where(counted_tokens(settings), 0)
-    return mean(testing.log_sum_exp_loss(logits_of(inputs), targets), settings)
+    tokens = [{**inputs, "hidden": x} for x in inputs["hidden"].split(1)] if "hidden" in inputs else [inputs]
+    return mean(testing.log_sum_exp_loss(torch.cat([logits_of(x) for x in tokens]), targets), settings)
 
 
 def options_of(settings: Settings) -> list[str]:
@@ -125,7 +127,8 @@ def mistakes(problem: Problem) -> Mistakes:
             for name in options
             if name != "reduction"
         }
-        return forwards(without | (BY_COUNT if "token_weights" in options else {})) | backwards(right, FIRST_FOR_ALL)
+        of_options = {text: formula for name in options for text, formula in OF_OPTIONS.get(name, {}).items()}
+        return forwards(without | of_options) | backwards(right, FIRST_FOR_ALL)
     counted = counted_tokens(problem.settings)
     tokens, vocabulary = logits_of(problem.inputs).shape
     smoothed = {
@@ -164,10 +167,17 @@ def mistakes(problem: Problem) -> Mistakes:
     }
 
 
-BY_COUNT: dict[str, Formula] = {  # mistakes where tokens have weights
-    "the weighted sum is divided by the number of tokens, not by the sum of weights": (
-        lambda x, s: right(x, {**s, "reduction": "sum"}) / counted_tokens(s).sum()
-    )
+OF_OPTIONS: dict[str, dict[str, Formula]] = {  # mistakes in an option, by its name
+    "token_weights": {
+        "the weighted sum is divided by the number of tokens, not by the sum of weights": (
+            lambda x, s: right(x, {**s, "reduction": "sum"}) / counted_tokens(s).sum()
+        )
+    },
+    "label_smoothing": {
+        "the smoothing is divided among the V - 1 other classes, not among all V as torch divides it": (
+            lambda x, s: right(x, {**s, "label_smoothing": s["label_smoothing"] / (1 - 1 / logits_of(x).shape[1])})
+        )
+    },
 }
 FIRST_FOR_ALL: dict[str, Gradients] = {  # mistakes in the backward of a loss with options
     "every token's gradient is multiplied by the first token's grad_output, not by its own": (

@@ -174,6 +174,9 @@ def rms(x: Tensor, eps: float) -> Tensor:
     return (mean_of(x * x) + eps).sqrt()
 
 
+OVERFLOWS = "squares overflow in the dtype of x: x must be squared in float32"
+
+
 def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """Mistakes in RMSNorm, the plainest first."""
     x = problem.inputs["x"]
@@ -186,14 +189,7 @@ def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
             }
         ),
         # The formula is right. Computed in the dtype of x, not in float64, it is the mistake.
-        **formulas.forwards(
-            {
-                "squares overflow in the dtype of x: x must be squared in float32": (
-                    partial(of_parts, divisor=rms, centred=False)
-                )
-            },
-            x.dtype,
-        ),
+        **formulas.forwards({OVERFLOWS: partial(of_parts, divisor=rms, centred=False)}, x.dtype),
         **formulas.forwards(_forward_mistakes(x.shape[-1], centred=False)),
         **formulas.backwards(rms_norm, _dx_mistakes(centred=False) | _weight_gradient_mistakes(x, centred=False)),
     }
@@ -219,6 +215,8 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     }
     return {
         **formulas.forwards(plainest | _forward_mistakes(width, centred=True) | padded),
+        # The formula is right. Computed in the dtype of x, not in float64, it is the mistake.
+        **formulas.forwards({OVERFLOWS: partial(of_parts, divisor=rms, centred=True)}, x.dtype),
         # In the dtype of x: `_one_pass` computes in float32, where the subtraction cancels.
         **formulas.forwards(
             {"the variance is mean(x^2) - mean(x)^2, which cancels; use mean((x - mean)^2)": _one_pass}, x.dtype

@@ -235,9 +235,9 @@ ANGLES: dict[str, formulas.Formula] = {  # mistakes in the angles
     "positions are one too large, as if they began at 1": _with("positions", lambda p: p + 1),
     "positions are one too small": _with("positions", lambda p: p - 1),
     "all tokens are at the last position": _with("positions", lambda p: p[-1:].expand(len(p))),
+    "the exponent is -i / D, not -2i / D": _with("theta", lambda theta: theta**0.5),
     **{f"theta is always {theta:,.0f}, whatever is given": _with("theta", theta) for theta in THETAS},
     "frequencies rise with the column: the sign of the exponent is wrong": _with("theta", lambda theta: theta**-1.0),
-    "the exponent is -i / D, not -2i / D": _with("theta", lambda theta: theta**0.5),
     "the exponent is -4i / D, not -2i / D": _with("theta", lambda theta: theta**2.0),
 }
 

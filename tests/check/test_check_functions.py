@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmsys.check import norm
+from lmsys.check import norm, rotary
 from lmsys.check.__main__ import main
 from lmsys.check.formulas import RESULT, Problem, explain, outputs_of
 from lmsys.check.kinds import kind_of
@@ -29,13 +29,20 @@ from lmsys.signature import called
 MUSEUM = Path(__file__).parents[1] / "museum"
 
 
-# `linear_first`, `of_logits` and `Several` are right; `unheard_of` has a parameter of unknown meaning.
+# `linear_first`, `of_logits`, `of_seven` and `Several` are right; `unheard_of` has a parameter of unknown meaning.
 def linear_first(lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.cross_entropy(F.linear(_input, lin_weight).float(), target)
 
 
 def of_logits(input: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     return F.cross_entropy(input, target)
+
+
+def of_seven(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """It takes seven tokens at a time: products of a few rows, which round otherwise than those of many."""
+    parts = zip(hidden.split(7), targets.split(7), strict=True)
+    losses = [F.cross_entropy((part @ weight.mT).float(), target, reduction="sum") for part, target in parts]
+    return torch.stack(losses).sum() / len(targets)
 
 
 def unheard_of(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
@@ -64,9 +71,22 @@ def smoothing_forgotten(
     return F.cross_entropy(logits.float(), targets, reduction=reduction)
 
 
+def to_other_classes(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    classes = logits.shape[1]
+    each = torch.full_like(logits, label_smoothing / (classes - 1))
+    each.scatter_(1, targets[:, None], 1 - label_smoothing)
+    return -(each * logits.float().log_softmax(dim=-1)).sum(dim=-1).mean()
+
+
 def by_count(logits: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
     losses = F.cross_entropy(logits.float(), targets, reduction="none")
     return (losses if token_weights is None else losses * token_weights).mean()
+
+
+def narrow_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Its squares overflow in float16."""
+    x = x - x.mean(dim=-1, keepdim=True)
+    return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt() * weight + bias
 
 
 class _FirstForAll(torch.autograd.Function):
@@ -94,6 +114,7 @@ def first_for_all(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -
 # {function: (the question that it must fail, words of the mistake that is named)}
 OPTION_FAULTS = {
     "smoothing_forgotten": ("smoothed labels", "label_smoothing is ignored"),
+    "to_other_classes": ("smoothed labels", "divided among the V - 1 other classes"),
     "by_count": ("weights of tokens", "divided by the number of tokens, not by the sum of weights"),
     "first_for_all": ("the losses of tokens", "multiplied by the first token's grad_output"),
 }
@@ -107,7 +128,7 @@ def faults(function: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("function", ["linear_first", "of_logits", "Several"])
+@pytest.mark.parametrize("function", ["linear_first", "of_logits", "of_seven", "Several"])
 def test_losses_are_called_by_their_signatures(function: str) -> None:
     assert faults(function) == []
 
@@ -152,6 +173,17 @@ def test_kinds_are_found_from_names_of_parameters() -> None:
     def adamw(params: Any, lr: float = 1e-3, eps: float = 1e-8) -> None: ...
     def attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> None: ...
 
+    class TwoInputs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            return x * weight
+
+    class OfScores(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> None: ...
+
+    assert kind_of(OfScores()) == "attention"
+    with pytest.raises(ValueError, match="it cannot be told what 'TwoInputs' is"):
+        kind_of(TwoInputs)
     assert [kind_of(function) for function in (nn.CrossEntropyLoss, nn.RMSNorm, F.layer_norm)] == [
         "loss",
         "norm",
@@ -174,6 +206,25 @@ def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[
     assert fault["mistake"] == "no maximum is subtracted before the exponential, which overflows"
     assert main([f"{MUSEUM / 'rotary.py'}:of_complex_numbers", "--forward"]) == 0
     assert "it turns neighbours (2i, 2i + 1)" in capfd.readouterr().out
+
+
+def test_a_mistake_whose_values_the_dtype_cannot_hold_explains_nothing() -> None:
+    """In float16 some known mistakes give values above 65,504 on huge rows."""
+    entry = Entry("narrow_layer_norm", f"{__name__}:narrow_layer_norm")
+    faults = filter(None, (case.judge() for case in norm.questions(entry, Options(dtypes=("float16",)))))
+    assert "squares overflow in the dtype of x" in str(next(faults).mistake)
+
+
+def test_an_exponent_without_its_factor_is_not_taken_for_another_theta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """theta ** (-i / D) is what a theta of 100 gives in place of 10,000."""
+
+    def halved(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
+        settings = {"positions": positions, "theta": theta**0.5}
+        return rotary.turned(x, rotary.angles_of(x, settings), rotary.HALVES)
+
+    monkeypatch.setitem(globals(), "halved", halved)
+    fault = next(rotary.questions(Entry("halved", f"{__name__}:halved"), Options())).judge()
+    assert fault is not None and fault.mistake == "the exponent is -i / D, not -2i / D"
 
 
 def test_extreme_cases_come_last_except_the_one_without_tokens() -> None:
