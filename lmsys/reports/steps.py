@@ -101,8 +101,9 @@ def with_any(view: views.View, by: str, name: str) -> views.View:
 @step
 def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views.View:
     """One case for each combination of values of these fields: the first, or that with the most of the field `most`."""
-    groups = view.groups(names).values()
-    return view.of([max(part.cases, key=itemgetter(most)) if most else part.first for part in groups])
+    return view.of(
+        [max(part.cases, key=itemgetter(most)) if most else part.first for part in view.groups(names).values()]
+    )
 
 
 @step

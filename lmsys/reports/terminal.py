@@ -56,8 +56,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     without_sizes = ["section"] + [name for name in axes if type(view.first[name]) not in (int, float)]
     settings = view.ordered(*axes).groups(["comparison"] if every else without_sizes).values()
     parts = [max(part.groups(["comparison"]).values(), key=_size) for part in settings][: None if every else MOST]
-    shown = view.of([part.first for part in parts])
-    axes = list(filter(shown.varies, axes))
+    axes = list(filter(view.of([part.first for part in parts]).varies, axes))
     rates = [name for name, field in view.fields.items() if field.unit.endswith("/s") and view.has(name)]
     figures = ["time_s"] + rates[:1] + list(filter(view.has, SHARES))[:1]
     figures += [fields.ERROR.name] * (every and view.has(fields.ERROR.name))

@@ -172,8 +172,14 @@ class View:
         kinds = dict.fromkeys(words, (str,)) | dict.fromkeys(numbers, (int, float))
         for case in self.cases:
             for name, kind in kinds.items():
-                fault = f"record {case['id']!r}: {name}={case.get(name)!r} is not what its chapter needs"
-                hold((isinstance(case.get(name), kind), f"{self.benchmark} {fault}"), error=load.ValuesError)
+                hold(
+                    (
+                        isinstance(case.get(name), kind),
+                        f"{self.benchmark} record {case['id']!r}: {name}={case.get(name)!r} is not what its chapter"
+                        " needs",
+                    ),
+                    error=load.ValuesError,
+                )
         return self
 
     def read_as(self, name: str, words: Any) -> "View":
@@ -237,8 +243,11 @@ class View:
 
     def metrics(self) -> list[str]:
         """The metrics that were measured, and always the time: its cell tells how a case ended."""
-        metrics = [name for name, field in self.fields.items() if field.role == "metric"]
-        return [name for name in metrics if name == "time_s" or self.has(name)]
+        return [
+            name
+            for name, field in self.fields.items()
+            if field.role == "metric" and (name == "time_s" or self.has(name))
+        ]
 
     def chosen(self, names: Sequence[str]) -> list[str]:
         """The fields that some names stand for.
@@ -252,8 +261,11 @@ class View:
         """
         known = {name.strip("-?!+|") for name in names}
         axes = [name for name in self.axes() if name not in known.union(("section",) + OF_THE_ROW)]
-        metrics = [name for name in self.metrics() if name not in known]
-        several = {"*": metrics, "@": axes, "@?": list(filter(self.varies, axes))}
+        several = {
+            "*": [name for name in self.metrics() if name not in known],
+            "@": axes,
+            "@?": list(filter(self.varies, axes)),
+        }
         tests = {"?": self.varies, "!": self.has, "+": self.has_any, "|": lambda _: not chosen}
         chosen: list[str] = []
         for name in names:
