@@ -194,11 +194,13 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
     """
     old, new = list(old), list(new)
     usual = _usual(old + new)
-    changes = [
-        _change(was, now, anchor, max(usual.get(now["benchmark"], 0.0), *_spreads(was, now)))
-        for was, now, anchor in _pairs(old, new)
-    ]
-    return _judged(changes, margin)
+    return _judged(
+        [
+            _change(was, now, anchor, max(usual.get(now["benchmark"], 0.0), *_spreads(was, now)))
+            for was, now, anchor in _pairs(old, new)
+        ],
+        margin,
+    )
 
 
 def compare_in_turns(records: Iterable[fields.Record], margin: float | None = None) -> list[Change]:

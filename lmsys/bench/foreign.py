@@ -331,8 +331,9 @@ class Process:
                 worker.watcher.send_signal(signal.SIGCONT)  # it must see it if this process ends
             answer = dict(json.loads(text))
         except (OSError, EOFError, ValueError, TypeError, RecursionError) as error:
-            is_late = isinstance(error, TimeoutError)
-            how = "no answer within the deadline" if is_late else f"its process {worker.ending()}"
+            how = (
+                "no answer within the deadline" if isinstance(error, TimeoutError) else f"its process {worker.ending()}"
+            )
             place = watch.place_in(os.pread(self._trace.fileno(), MOST_BYTES, 0).decode(errors="replace"))
             self.close()
             raise Refused("error", f"{how} {self.heartbeat.now.doing}{place and f', at {place}'}") from None

@@ -249,8 +249,12 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
         "--nvtx": config.getoption("lmsys_nvtx"),
         "--repeat": config.getoption("lmsys_repeat") != 1,
     }
-    reason = "cannot be with it: its rows run in a process of their own"
-    hold(*((not is_given, f"--against {text}: {option} {reason}") for option, is_given in others.items()))
+    hold(
+        *(
+            (not is_given, f"--against {text}: {option} cannot be with it: its rows run in a process of their own")
+            for option, is_given in others.items()
+        )
+    )
     folder = tempfile.TemporaryDirectory(prefix="lmsys-against-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     return Checkout(text, Path(folder.name))
@@ -304,8 +308,13 @@ def check_free(output: Path, command: str) -> None:
         earlier = record.load(output)["machine"].get("command")
     except ValueError as error:
         raise ValueError(f"{error}: it is left as it is; write elsewhere, or remove it") from None
-    advice = f"write elsewhere, go on in it by --resume {output}, or remove it"
-    hold((earlier == command, f"{output} is the result of another command, {earlier!r}: {advice}"))
+    hold(
+        (
+            earlier == command,
+            f"{output} is the result of another command, {earlier!r}: write elsewhere, go on in it by --resume"
+            f" {output}, or remove it",
+        )
+    )
 
 
 def claim_writable(output: Path) -> Callable[[], None]:

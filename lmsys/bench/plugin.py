@@ -235,7 +235,6 @@ def _session(config: pytest.Config) -> results.Session:
     name, nvtx = config.getoption("lmsys_sweep"), config.getoption("lmsys_nvtx")
     sweeps = config.hook.pytest_lmsys_sweeps() or {"default": {device: fields.Sweep()}}
     sweep: fields.Sweep = sweeps[choice(name, sweeps, f"--sweep {name!r}: ")][device]
-    isolated = not (config.getoption("lmsys_no_isolation") or config.getoption("collectonly") or group is not None)
     disabled = config.getoption("benchmark_disable") and not config.getoption("benchmark_enable")
     session = results.Session(
         Settings(
@@ -260,7 +259,7 @@ def _session(config: pytest.Config) -> results.Session:
         texts=options.texts(config),
         say=lambda text: _say(config, text),
         fail_on=options.outcomes(config.getoption("lmsys_fail_on")),
-        isolated=isolated,
+        isolated=not (config.getoption("lmsys_no_isolation") or config.getoption("collectonly") or group is not None),
         retries=config.getoption("lmsys_retry_crashed"),
         repeats=options.repeats(config, group is not None),
         checkout=options.checkout(config, group is not None),
@@ -282,13 +281,12 @@ def _ease_waiting(say: Callable[[str], None], others_share: float | None) -> Non
     By default such threads spin for milliseconds, perhaps on the very core that the other thread needs; calls then take
     ten times as long.
     """
-    if others_share is None or others_share <= host.BUSY:
-        return
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    say(
-        f"this machine is busy: other programs take {others_share:.0%} of its CPU, and figures that they disturb are "
-        "marked. For figures that count, end this run by Ctrl-C, and begin again when the machine is idle"
-    )
+    if others_share is not None and others_share > host.BUSY:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        say(
+            f"this machine is busy: other programs take {others_share:.0%} of its CPU, and figures that they disturb"
+            " are marked. For figures that count, end this run by Ctrl-C, and begin again when the machine is idle"
+        )
 
 
 def _say(config: pytest.Config, text: str) -> None:

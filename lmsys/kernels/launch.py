@@ -153,10 +153,9 @@ class DirectKernel:
                 self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
             self._encode = utils.fill_tma_descriptor
             self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
-        metas = compiled.metadata.tensordesc_meta
         self._metas: list[Any] = [  # how to encode each descriptor; for a `Strided` its dtype: strides are in elements
             (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
-            for meta in metas or ()
+            for meta in compiled.metadata.tensordesc_meta or ()
         ] or [getattr(x, "base", x).dtype for x in descriptors]
         assert len(self._metas) == len(descriptors)
         self._constants = (None,) * (len(function.arg_names) - len(descriptors) - len(others))
@@ -180,9 +179,8 @@ class DirectKernel:
     def _described(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments that the launcher takes for x: a TMA descriptor with shape and strides, or a `Strided`."""
         address, _, _, meta = key
-        arguments: tuple[Any, ...]
         if isinstance(meta, torch.dtype):
-            arguments = (strided(x, address),)
+            arguments: tuple[Any, ...] = (strided(x, address),)
         else:
             shape, strides = geometry(x)
             swizzle, element_size, element_type, *block = meta
@@ -205,8 +203,7 @@ class PublicKernel:
         self._blocks = [getattr(descriptor, "block_shape", None) for descriptor in descriptors]
         self._constants = [options.pop(name) for name in function.arg_names[len(descriptors) + len(others) :]]
         self._dtypes = _dtypes(others)
-        args = *descriptors, *others, *self._constants
-        binary = function.warmup(*args, grid=(1, 1, 1), **FUSED | options)
+        binary = function.warmup(*descriptors, *others, *self._constants, grid=(1, 1, 1), **FUSED | options)
         self._kernel = function if binary is None else binary  # None in Triton's interpreter
 
     def __call__(

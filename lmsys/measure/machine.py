@@ -105,9 +105,10 @@ def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, flo
 
 def best_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The higher of two measurements of each ceiling, and the larger of their spreads."""
-    matmuls = first["matmul_flops_per_s"].items()
     return {
-        "matmul_flops_per_s": {dtype: max(rate, second["matmul_flops_per_s"][dtype]) for dtype, rate in matmuls},
+        "matmul_flops_per_s": {
+            dtype: max(rate, second["matmul_flops_per_s"][dtype]) for dtype, rate in first["matmul_flops_per_s"].items()
+        },
         **{name: max(first[name], second[name]) for name in ("copy_bytes_per_s", "spread")},
     }
 
@@ -199,9 +200,10 @@ def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:
     if gpu is None or max_sm_mhz is None or (gpu.major, gpu.minor) not in FLOP_PER_CYCLE:
         return None
     cycles = gpu.multi_processor_count * max_sm_mhz * 1e6
-    memory = 2 * gpu.memory_clock_rate * 1e3 * gpu.memory_bus_width / 8  # kHz, twice in a cycle
-    flops_per_s = {dtype: count * cycles for dtype, count in FLOP_PER_CYCLE[gpu.major, gpu.minor].items()}
-    return Limits(flops_per_s, memory)
+    return Limits(
+        flops_per_s={dtype: count * cycles for dtype, count in FLOP_PER_CYCLE[gpu.major, gpu.minor].items()},
+        bytes_per_s=2 * gpu.memory_clock_rate * 1e3 * gpu.memory_bus_width / 8,  # kHz, twice in a cycle
+    )
 
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # of the matmul of `measure_sustained`

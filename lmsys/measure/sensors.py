@@ -281,11 +281,11 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
     share      the share of the CPU's time that others took
     """
     unexpected, strangers, share = [bit for bit in reasons if not bit & EXPECTED], strangers or 0, share or 0.0
-    tens = int(10 * share) / 10  # few sentences for many cases
     clauses = (
         (unexpected, f"the device was throttled ({told(unexpected)})"),
         (strangers, f"{strangers} other process{'es' if strangers > 1 else ''} had the device, too"),
-        (share > host.BUSY, f"other programs took {tens:.0%} of the CPU or more"),
+        # The share is cut to tens of per cent, so that many cases have few sentences.
+        (share > host.BUSY, f"other programs took {int(10 * share) / 10:.0%} of the CPU or more"),
     )
     return "; ".join(clause for applies, clause in clauses if applies) or None
 
