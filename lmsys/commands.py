@@ -104,11 +104,10 @@ COMMANDS = {
 def parser(name: str, program: str = "") -> argparse.ArgumentParser:
     """The parser of a command: its help ends with its examples. program: another name to show for the command."""
     command = COMMANDS[name]
-    examples = "".join(f"\n  {line}\n      {about}" for line, about in command.examples.items())
     return argparse.ArgumentParser(
         prog=program or f"lmsys {name}",
         description=command.about,
-        epilog=f"examples:{examples}",
+        epilog="examples:" + "".join(f"\n  {line}\n      {about}" for line, about in command.examples.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

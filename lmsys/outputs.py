@@ -33,8 +33,9 @@ class Outputs:
             try:
                 stream.writable()
             except ValueError:  # it is closed, or detached from its buffer
-                encoding = getattr(stream, "encoding", None)
-                self._streams[number] = open(number, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+                self._streams[number] = open(  # noqa: SIM115
+                    number, "w", encoding=getattr(stream, "encoding", None), closefd=False
+                )
             if getattr(sys, OUTPUTS[number]) is not self._streams[number]:
                 setattr(sys, OUTPUTS[number], self._streams[number])
                 changed.append(f"sys.{OUTPUTS[number]}")

@@ -14,7 +14,8 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ def check_backend(backend: str, world_size: int) -> None:
     )
 
 
-class WorkerGroup:
+class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     """world_size ranks on this machine.
 
     backend          None: NCCL where there is a GPU for each rank, else gloo
@@ -145,9 +146,6 @@ class WorkerGroup:
             worker.send(dist.destroy_process_group)
             worker.end()  # asked of all before any is waited for
         self._end(processes.GRACE_S)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -63,8 +63,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
             _check_folder(config.folder)
             if rank == 0:
                 ending.callback(files.claim(config.folder / "log.jsonl"))  # one run at a time writes in the output
-        left = [step for step in steps if not (skip_data and step in DATA_STEPS)]
-        return _take(context, left)
+        return _take(context, [step for step in steps if not (skip_data and step in DATA_STEPS)])
 
 
 def _check_folder(folder: Path) -> None:
@@ -146,12 +145,13 @@ def make_tokens(context: RunContext) -> None:
         context.corpus()  # one rank makes or downloads it
     context.wait()
     corpus, tokenizer, folder = context.corpus(), context.tokenizer, context.config.folder / "tokens"
-    facts = [_facts(corpus.train), _facts(corpus.valid)]
+    mine = {
+        "tokenizer": tokenizer.fingerprint,
+        "text": [_facts(corpus.train), _facts(corpus.valid)],
+        **_names(context.config),
+    }
     # What rank 0 finds counts for all: ranks on other machines may have copies of the text, with other paths and times.
-    (made, before), *_ = collectives.gather_objects(
-        ({"tokenizer": tokenizer.fingerprint, "text": facts, **_names(context.config)}, _read(folder / "made.json")),
-        None,
-    )
+    (made, before), *_ = collectives.gather_objects((mine, _read(folder / "made.json")), None)
     if not context.anew:
         if before | made == before:  # every entry of `made` is in `before`, which has one more, "shards"
             return
@@ -207,14 +207,13 @@ def train_model(context: RunContext) -> int:
         else nullcontext() as lines
     ):
         why, valid = trainer.fit(context.checkpoints, lines, context.say)
-    step, seconds = trainer.step, trainer.seconds
     if why.startswith("SIG"):  # the name of a signal
-        context.say(f"interrupted by {why}; saved at step {step:,}: the same command goes on from there")
+        context.say(f"interrupted by {why}; saved at step {trainer.step:,}: the same command goes on from there")
         return 128 + signal.Signals[why]
     if why == "time" and valid is not None:
-        tokens = step * config.train.batch_size * config.model.context_length
-        mfu = trainer.progress().mfu(", ", seconds / step)
-        context.say(f"speedrun: {tokens:,} tokens in {seconds:.1f} s{mfu}, validation loss {valid.loss:.4f}")
+        tokens = trainer.step * config.train.batch_size * config.model.context_length
+        mfu = trainer.progress().mfu(", ", trainer.seconds / trainer.step)
+        context.say(f"speedrun: {tokens:,} tokens in {trainer.seconds:.1f} s{mfu}, validation loss {valid.loss:.4f}")
     return 0
 
 

@@ -50,15 +50,14 @@ def _execution(
     if traits.compute_dtype and train.precision in prepare.AUTOCAST and not train.reproducible:
         options["compute_dtype"] = prepare.AUTOCAST[train.precision]
     blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
-    # Graphs of several blocks add in another order, and leave strategies no place for hooks between blocks.
-    one_a_graph = train.reproducible or traits.synchronizes
     return prepare.Execution(
         strategy=row,
         options=options,
         precision=train.precision,
         blocks=blocks,
         compiler={
-            "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
+            # Graphs of several blocks add in another order, and leave strategies no place for hooks between blocks.
+            "together": 1 if train.reproducible or traits.synchronizes else BLOCKS_PER_GRAPH,
             "fullgraph": config.data.packing != "documents",  # attention on packed documents breaks a graph
         },
         graph=train.graph,

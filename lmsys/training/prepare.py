@@ -68,11 +68,11 @@ def fitted(
     """
     traits, group = StrategyTraits.of(execution.strategy), execution.group
     stage = max(traits.zero_stage or 0, int(execution.sharded_optimizer))
-    # Gradients are in memory before a backward: of earlier micro-batches, or in the buffers of a strategy.
-    stay = accumulates or (traits.synchronizes and stage < 3)
     return fit(
         config, batch, config.context_length, execution.precision, min(collectives.gather_objects(memory, group)),
-        world_size=collectives.size_and_rank(group)[0], stage=stage, gradients_stay=stay,
+        world_size=collectives.size_and_rank(group)[0], stage=stage,
+        # Gradients are in memory before a backward: of earlier micro-batches, or in the buffers of a strategy.
+        gradients_stay=accumulates or (traits.synchronizes and stage < 3),
     )  # fmt: skip
 
 
