@@ -208,8 +208,7 @@ class Attention(Benchmark):
         """
         case = replace(cases[0].asked, grad=any(test.asked.grad for test in cases))
         inputs, pattern = testing.make_inputs(case, settings.seed), cases[0].pattern
-        draws = AttentionDraws(inputs.tensors, settings.seed, pattern.causal)
-        return check.Spots(case, draws, inputs, pattern)
+        return check.Spots(case, AttentionDraws(inputs.tensors, settings.seed, pattern.causal), inputs, pattern)
 
     def open(self, candidate: Candidate, setup: check.Spots) -> None:
         candidate.call = contract.adapt(candidate.entry.load())
@@ -280,8 +279,11 @@ class Attention(Benchmark):
             keep=partial(setup.keep, case.direction != "fwd"),
             num_kept=check.NUM_KEPT,
         )
-        asked = case.direction, setup.inputs.tensors, {"scale": None} | options, step
-        return call.step(*asked) if isinstance(call, foreign.Process) else step
+        return (
+            call.step(case.direction, setup.inputs.tensors, {"scale": None} | options, step)
+            if isinstance(call, foreign.Process)
+            else step
+        )
 
     def outputs(self, candidate: Candidate, setup: check.Spots, element: int | None = None) -> Mapping[str, Tensor]:
         inputs, pattern = setup.inputs, setup.pattern

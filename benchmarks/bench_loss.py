@@ -159,8 +159,7 @@ class Loss(Benchmark):
 
     def setup(self, cases: Sequence[LossTest], settings: Settings) -> LossDraws:
         case = cases[0]
-        inputs = Inputs(case.tokens, case.d_model, case.vocab_size, case.precision, case.device)
-        return LossDraws(inputs, settings.seed)
+        return LossDraws(Inputs(case.tokens, case.d_model, case.vocab_size, case.precision, case.device), settings.seed)
 
     def open(self, candidate: Candidate, setup: LossDraws) -> None:
         call = candidate.entry.load()

@@ -289,8 +289,14 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         ):
             if row.peer or model == "ours":  # others' models run only under torch's strategies, as their users run them
                 asked = grid.name, row, settings.device, *work, world_size
-                kept_as = {"checkpoint": kept, "residual": residual, "optimizer": optimizer}
-                yield StepsCase(*asked, steps=grid["steps"], model=model, **kept_as)
+                yield StepsCase(
+                    *asked,
+                    steps=grid["steps"],
+                    model=model,
+                    checkpoint=kept,
+                    residual=residual,
+                    optimizer=optimizer,
+                )
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Judges each row by `check.gate`: three steps on the ranks against those of one process."""

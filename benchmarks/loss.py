@@ -285,8 +285,7 @@ def sampled_answer(
         hidden = hidden_block.to(dtype)
         with autocast(precision, inputs.device):
             # The logits of these classes are computed from `rows`, a leaf: so the whole weight needs no gradient.
-            logits = widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
-            loss = formula(logits, targets)
+            loss = formula(widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows))), targets)
         d_rows += torch.autograd.grad(loss.sum() * share, rows)[0]
         losses.append(loss.detach())
     leaf = inputs.hidden.detach()[tokens].to(dtype).requires_grad_()

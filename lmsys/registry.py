@@ -30,11 +30,6 @@ PROJECT = ("pyproject.toml", "setup.py", ".git")  # a folder that holds one of t
 ALIKE = 0.85  # difflib's ratio above which an attribute counts as a misspelt trait: "synchronises" has 0.92
 
 
-# Each call of attention comes here, and import_module would cost the host half a microsecond more. sys.modules has a
-# module before it is whole: import_module waits for another thread that is still importing it.
-_module_named = cache(importlib.import_module)
-
-
 def load_target(target: str) -> Any:
     """The object that `module:attr` or `path.py:attr` names; for an autograd Function's `apply` the Function itself.
 
@@ -45,7 +40,13 @@ def load_target(target: str) -> Any:
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
         raise ValueError(f"{target=} must read module:attribute or path.py:attribute")
-    module = _load_file(module_name) if module_name.endswith(".py") else _module_named(module_name)
+    if module_name.endswith(".py"):
+        module = _load_file(module_name)
+    else:  # each call of attention comes here: import_module would cost the host half a microsecond more
+        module = sys.modules.get(module_name)
+        # It is there before it is whole: import_module waits for another thread that is still importing it.
+        if getattr(getattr(module, "__spec__", None), "_initializing", module is None):
+            module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ValueError(f"{target=}: {module_name} defines no {attribute!r}")
     value = getattr(module, attribute)

@@ -189,13 +189,12 @@ def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
         )
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
-    mb, count = float(size) if size else None, len(buckets) if buckets else None
     return cases.Inspection(
         memory=bytes_of_phases,
         communication=sent,
         step_s=seconds,
-        bucket_mb=mb,
-        num_buckets=count,
+        bucket_mb=float(size) if size else None,
+        num_buckets=len(buckets) if buckets else None,
         finite=finite,
         network=network,
     )

@@ -217,8 +217,13 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     ids.
     """
     corpus = corpora.stdlib()
-    size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)
-    beginning = next(chunks.chunks(corpus.train[:1], pretokens.Pretokenizer([corpora.END_OF_TEXT]), size))
+    beginning = next(
+        chunks.chunks(
+            corpus.train[:1],
+            pretokens.Pretokenizer([corpora.END_OF_TEXT]),
+            max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens),
+        )
+    )
     tokenizer = train([beginning], vocab_size, [corpora.END_OF_TEXT], len(os.sched_getaffinity(0)))
     place = Path(folder().name) / f"{train_tokens}-{val_tokens}-{vocab_size}"
     place.mkdir(exist_ok=True)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.bench.changes import FEWEST, Shift, between, discoveries, paired
+from lmsys.bench.changes import FEWEST_ROUNDS, Shift, between, discoveries, paired
 
-samples = st.lists(st.floats(-1, 1), min_size=FEWEST, max_size=30)
+samples = st.lists(st.floats(-1, 1), min_size=FEWEST_ROUNDS, max_size=30)
 
 
 @given(old=samples, new=samples, by=st.floats(-3, 3))
