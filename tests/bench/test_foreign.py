@@ -288,7 +288,10 @@ def test_files_and_rows_of_other_packages_are_foreign_and_ours_are_not(mine: Pat
 @pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
 @pytest.mark.parametrize("length", [256, 4096])
 def test_on_a_gpu_a_row_takes_as_long_in_its_own_process(direction: str, length: int, mine: Path) -> None:
-    """The same function in both: within a tenth and 5 us. Figures of a GPU that others use say nothing."""
+    """The same function in both: within a tenth and 5 us. Figures of a GPU that others use say nothing.
+
+    The row is plain `scaled_dot_product_attention`, which is wrong for inputs that are not aligned: no small cases.
+    """
     settings = Settings(device="cuda")
     rows = [
         Entry("ours", "lmsys.attention.peers:sdpa"),
@@ -296,6 +299,6 @@ def test_on_a_gpu_a_row_takes_as_long_in_its_own_process(direction: str, length:
     ]
     shape = 1, 16, 16, length, length, 64, "bfloat16", True
     cases = [AttentionTest("s", row, "cuda", *shape, direction) for row in rows]
-    ours, theirs = harness.records(Attention(), cases, device="cuda", seconds_per_row=0.5).values()
+    ours, theirs = harness.records(Attention(), cases, device="cuda", seconds_per_row=0.5, checks_files=False).values()
     assert ours["outcome"] == theirs["outcome"] == "ok", (ours["reason"], theirs["reason"])
     assert theirs["time_s"] == pytest.approx(ours["time_s"], rel=0.1, abs=5e-6)
