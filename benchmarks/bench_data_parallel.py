@@ -69,7 +69,8 @@ class DataParallel(ParallelBenchmark):
 
     Before timing, each row alone is compared with training in one process, tuned, and inspected for memory and
     communication. Then all rows are timed, pass after pass in turns. After a pass all ranks must have one model. In one
-    pass, drawn afterwards, it must also be the model that plain steps lead to.
+    pass, drawn afterwards, it must also be the model that *plain steps* lead to: those of a plain training on the same
+    batches, without the strategy (`data_parallel/passes.py`).
     """
 
     name = "data_parallel"
@@ -92,6 +93,7 @@ class DataParallel(ParallelBenchmark):
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Time of a training step, of the slowest rank"),
         Field("tokens_per_s", "tokens/s", "Rate", about="Tokens of all ranks' batches over the median time of a step"),
+        # Divided by (number of ranks × the tokens/s of one rank alone).
         Field(
             "scaling_efficiency",
             label="Scaling",
@@ -203,6 +205,7 @@ class DataParallel(ParallelBenchmark):
                 yield ParallelCase(*asked, checkpoint=kept, residual=stream, optimizer=optimizer)
 
     def contends(self, case: ParallelCase) -> bool:
+        """True for a row that synchronizes: one that does not does less work, so it is not called the fastest."""
         return bool(case.traits.synchronizes)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
@@ -238,8 +241,8 @@ class DataParallel(ParallelBenchmark):
         number_of_passes = PASSES[turn[0].backend]
         # Each step of a row is compared with the same step of other rows, so all rows take the same number of steps.
         steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)
-        # All rows begin with the same weights, by the seed, and take the same batches. Nobody can foresee which batches
-        # these are, nor which rows of the parameters are judged.
+        # All strategies begin with the same weights, by the seed, and take the same batches. No strategy can foresee the
+        # batches, which `draw` decides, nor which rows of the weight matrices are judged, which `key` decides.
         draw, key = _entropy(turn, trial), _entropy(turn, trial)
         passes = [Pass(trial.settings.seed + number, draw, key, steps) for number in range(number_of_passes)]
         for (number, asked), case in product(enumerate(passes), turn):
@@ -255,8 +258,9 @@ class DataParallel(ParallelBenchmark):
     def _run_pass(self, candidate: Candidate, asked: Pass, number: int, runner: Any) -> None:
         """Runs pass `number` of a row, and keeps its times, of the slowest rank, and its bits in `candidate.state`.
 
-        A pass that is run again replaces its times and bits. The row is wrong if ranks end with different parameters,
-        or if its weights come so late that work must have been put off until after the timed steps.
+        A pass that is run again replaces its times and bits; the times of its steps without synchronization (`alone`)
+        are added to those of the first run. The row is wrong if ranks end with different parameters, or if its weights
+        come so late that work must have been put off until after the timed steps.
         """
         row = candidate.state
         taken = runner.ranks.ask(row.case, take_pass, asked)
@@ -323,7 +327,8 @@ class DataParallel(ParallelBenchmark):
                 )
             ]
         )
-        call = (asked.steps - 1) * len(row.passes) + number  # of the pass's last step, among `row.samples`
+        # The index of the pass's last step in `row.samples`: the first steps of all passes, the second ones, ...
+        call = (asked.steps - 1) * len(row.passes) + number
         trial.measurements[case.id].proof.append({"call": call, "error_ratios": worst} | asdict(asked))
         before = candidate.error_ratio or 0.0
         candidate.judge(worst)
