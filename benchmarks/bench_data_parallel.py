@@ -93,7 +93,7 @@ class DataParallel(ParallelBenchmark):
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Time of a training step, of the slowest rank"),
         Field("tokens_per_s", "tokens/s", "Rate", about="Tokens of all ranks' batches over the median time of a step"),
-        # Divided by (number of ranks × the tokens/s of one rank alone).
+        # The tokens/s are divided by those of one rank alone times the number of ranks.
         Field(
             "scaling_efficiency",
             label="Scaling",
@@ -241,8 +241,8 @@ class DataParallel(ParallelBenchmark):
         number_of_passes = PASSES[turn[0].backend]
         # Each step of a row is compared with the same step of other rows, so all rows take the same number of steps.
         steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)
-        # All strategies begin with the same weights, by the seed, and take the same batches. No strategy can foresee the
-        # batches, which `draw` decides, nor which rows of the weight matrices are judged, which `key` decides.
+        # All strategies begin with the same weights, by the seed, and take the same batches. No strategy can foresee
+        # the batches, which `draw` decides, nor which rows of the weight matrices are judged, which `key` decides.
         draw, key = _entropy(turn, trial), _entropy(turn, trial)
         passes = [Pass(trial.settings.seed + number, draw, key, steps) for number in range(number_of_passes)]
         for (number, asked), case in product(enumerate(passes), turn):

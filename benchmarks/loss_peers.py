@@ -94,7 +94,7 @@ def _why_not(
     )
     if (reason := next(reasons, None)) is not None:
         return reason
-    importlib.import_module(module)
+    importlib.import_module(module)  # only to raise an ImportError where the package is missing
     capable = torch.cuda.get_device_capability() >= least
     return None if capable else f"{package} needs a GPU of compute capability {least[0]}.{least[1]} or later"
 

@@ -3,9 +3,9 @@
     with Worker() as worker:
         result = worker.call(function, argument, timeout_s=10.0)
 
-The bench, `lmsys.parallel.group`, the tokenizer, checks and the course call these functions. A worker is a new
-interpreter that imports what its calls need. It is not forked, since a process with threads, such as torch's, cannot be
-forked safely; nor does it run the caller's main module again, as those of multiprocessing do.
+The bench, `lmsys.parallel.group`, the tokenizer, `lmsys check` and `lmsys course` use it. A worker is a new interpreter
+that imports what its calls need. It is not forked, since a process with threads, such as torch's, cannot be forked
+safely. Nor does it run the caller's main module again, as the processes of multiprocessing do.
 
 A function is sent by its module and name, as pickle does, or as a text for `lmsys.registry.load_target`, such as
 "path.py:function". Arguments and results are pickled; with `tell` a call sends objects before its result. A worker
@@ -40,8 +40,8 @@ Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's message, where the CPU's memory is exhausted
 GRACE_S = 5.0  # how long a process may take to end by itself
-# A shell command that waits until its input is closed, then kills its process group. What stands in its braces ends
-# with a semicolon.
+# A shell command that waits until its input is closed, then kills its process group. The braces stand for `last_words`
+# of `Worker`.
 WATCH = "read _; {} kill -9 0"
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
 _lines: list[Connection] = []  # in a worker: the one connection to its caller
@@ -121,7 +121,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
     environment  variables besides those of this process
     open_files   descriptors of open files that it inherits, under the same numbers
     last_words   a shell command that runs when this process has ended, before the worker is killed; it inherits
-                 `open_files`, too
+                 `open_files`, too. Its text must end with a semicolon
     path         its `sys.path`; None: that of this process
     folder       its working directory; None: that of this process
     """

@@ -1,13 +1,14 @@
 """The report on whole trainings, for each kernel of attention and strategy: speed, memory, loss curves.
 
 `bench_training.py` declares TRAINING as its `layout`. `benchmarks/layouts.py` has the legend of steps and of the texts
-in them.
+in them. A block has three keys: its steps "of" make a view of the cases; "lead" and "more" are tables and plots of that
+view, each a step, or a list of steps of which the last draws.
 
 The first arguments of the steps that are used here:
     checked               fields that must be numbers, fields that must be texts
     cut                   a template for file names, a template for headings: one part for each combination of values
-    styled                a field that gets colours and markers, the field of the row that they belong to; the field
-                          whose words legends show
+    styled                the field whose values get colours and markers; the field that names the rows which have
+                          these, by default the same; the field whose values a legend shows in their place
     ordered               fields by which cases are sorted
     beside_baseline       the axis that the baseline is on, the axes on which cases agree; the baseline, if not
                           that of the table
@@ -23,7 +24,7 @@ from benchmarks.layouts import COMPILED, WORDS, Layout
 
 SAME = ["attention", "comparison"]  # axes on which a case agrees with the one that it is compared with
 TRAINING: Layout = {
-    "place": 100,
+    "place": 100,  # the page has the benchmarks in the order of these numbers
     "words": WORDS,
     "prepare": [
         # An expression, as the step wants one: the text in it has quotes of its own.
@@ -136,6 +137,7 @@ TRAINING: Layout = {
                                     }
                                 ],
                             ],
+                            # "data" are the fields of the table's CSV file.
                             ["pivot", ["cost"], ["attention"], "row", {"word": "cost", "data": ["weights"]}],
                         ],
                         [
@@ -165,6 +167,7 @@ TRAINING: Layout = {
                                         "unit": "nats",
                                         "label": "Loss by step",
                                         "about": "The loss over the global batch by step, with one attention",
+                                        # A height is None where the loss was not finite: 0 in its place draws no point.
                                         "of": "abs(height or 0)",
                                     },
                                 ],
@@ -185,6 +188,7 @@ TRAINING: Layout = {
                                         "about": "How far the loss of a step is from that of naive attention in one"
                                         " process, for each strategy with the attention row that is farthest; where"
                                         " there is no point it is equal",
+                                        # Differences have a sign, and may be None as losses may.
                                         "of": "abs(height or 0)",
                                     },
                                 ],

@@ -46,10 +46,10 @@ class Tile(NamedTuple):
     two places in shared memory.
     """
 
-    block_q: int  # queries that a thread block of fwd and dq owns, a multiple of 16 for each warp; of a stage in dkdv
-    block_k: int  # keys that a thread block of dkdv owns, a multiple of 16 for each warp; of a stage in fwd and dq
+    block_q: int  # queries that a thread block of fwd and dq owns, a multiple of 16 · warps; of a stage in dkdv
+    block_k: int  # keys that a thread block of dkdv owns, a multiple of 16 · warps; of a stage in fwd and dq
     warps: int
-    at_once: int  # columns of scores that a warp of the backward holds at a time
+    at_once: int  # columns of scores that a warp of dq or dkdv holds at a time; fwd does not read it
     kept: bool  # True: the owned tiles are kept in registers
     blocks: int  # thread blocks that a multiprocessor should hold at a time
 

@@ -107,11 +107,12 @@ def add_options(parser: pytest.Parser, prefix: str = "--", axes: Iterable[fields
 
 
 def as_typed(config: pytest.Config, text: str) -> str:
-    """The text for the user with options such as --sweep written as the tests' folder knows them.
+    """The text with its options named as this run of pytest knows them: --sweep stays, or becomes --lmsys-sweep.
 
-    A folder whose conftest does not call `add_options` has only the long names, such as --lmsys-sweep.
+    Only the long names exist where no conftest has called `add_options`.
     """
-    # Where a conftest has added --axis, both names give one list. Else --axis is unknown (None), or another plugin's.
+    # Where a conftest has added --axis, both names give one list. Otherwise --axis gives None, as pytest does not know
+    # it, or the value of another plugin's option.
     if config.getoption("--axis", None) is config.getoption("lmsys_axis"):
         return text
     # Whole words alone: neither --lmsys-sweep nor --benchmark-axis nor --axis-of are changed.

@@ -69,8 +69,8 @@ class Beat(ctypes.Structure):
         """The index of the row whose work the device does.
 
         While calls are timed, that is `gpu_row`; otherwise the host waits for the device, so it is `row`. It is `row`,
-        too, if the last copy is older than a second: then a call of that row keeps the interpreter's lock, so that the
-        thread that copies cannot run.
+        too, if `gpu_row` was copied more than a second ago: then a call of `row` keeps the interpreter's lock, so that
+        the thread that copies cannot run.
         """
         is_known = self.gpu_row != NOBODY and time.monotonic() < self.gpu_seen + 1.0
         return self.gpu_row if self.doing == TIMED and is_known else self.row
@@ -196,12 +196,12 @@ class Watch:
 
         A timed call has this order (`lmsys.measure.compare`), with what is added here:
 
-        1. before, which only a loop clock calls: it may be the row's own code, so a beat announces it.
-        2. redraw: puts back what the last row changed, then draws the inputs, then announces this row.
-        3. prepare and run, the row's call: nothing is added, since it is timed.
-        4. keep: puts back what the row changed. If there was something, the call fails; else the result is kept.
+        1. `before`, which runs only where the clock is not `ahead`, may be the row's own code: a beat announces it.
+        2. `redraw` first puts back what the last row changed. After the inputs are drawn a beat announces this row.
+        3. `prepare` and `run`, the row's call, stay as they are, since `run` is timed.
+        4. `keep` first puts back what the row changed. If there was something, the call fails, and nothing is kept.
 
-        `like`, the reference of `prepare`, is the row's own code and is announced by a beat, too.
+        `like`, whose time that of `prepare` is compared with, is the row's own code: a beat announces it, too.
         """
         row = self.rows[id(candidate)]
 

@@ -28,7 +28,7 @@ ROLES: signature.Roles = {
     "w3": ("w3", "w_up", "up_proj"),
 }
 WIDTH = 48  # d_model of the whole feed-forward
-ODD = 33, 237  # no multiples of a kernel's tile
+ODD = 33, 237  # rows and columns of gate and up: no multiples of a kernel's tile
 CASES: tuple[formulas.Case, ...] = (
     (
         formulas.Case("a few rows", (8, 64)),
@@ -65,7 +65,7 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
             "w2": formulas.drawn(options, "w2", WIDTH, columns) * columns**-0.5,
             "w3": formulas.drawn(options, "w3", columns, WIDTH) * WIDTH**-0.5,
         }
-        gates, columns = inputs["w1"][:, :1].mT, WIDTH  # columns: of the result, from here on
+        gates, columns = inputs["w1"][:, :1].mT, WIDTH  # `columns` are from here on those of the result
         if case.extreme:
             inputs["x"][:, 0] = 1.0
             inputs["w1"].zero_()
@@ -158,7 +158,10 @@ def _gradients(
     _: formulas.Outputs,
     backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> formulas.Outputs:
-    """The gradients that follow from `backward`, as in BACKWARDS: those of gate and up, or of x, w1 and w3."""
+    """The gradients that follow from `backward`, a function in BACKWARDS: those of gate and up, or of x, w1 and w3.
+
+    exact  the problem, in float64
+    """
     x, g = exact.inputs, exact.grad_output
     if "gate" in x:
         return dict(zip(("gate", "up"), backward(g, x["gate"], x["up"], x["gate"].sigmoid()), strict=True))

@@ -43,7 +43,7 @@ def on_capture_stream() -> Iterator[torch.cuda.Stream]:
 
 
 def warm_ups_of(wrapper: Any) -> int:
-    """How many calls must come before a step under this strategy is captured. wrapper: an `Adapter`'s."""
+    """How many steps under a strategy must run before one is captured. wrapper: `Adapter.wrapper`, the strategy."""
     return getattr(wrapper, "warm_ups_before_graph", WARM_UPS)
 
 
