@@ -112,12 +112,12 @@ def test_gradients_of_whole_numbers_are_exact(
 ) -> None:
     """With equal weights of 2 ** -n, dq and dk are whole numbers over 2 ** n, in whatever order they are added up.
 
-    `of_queries`: the keys are zero, so that dk is tested; otherwise the queries are, so that dq is. `many` is (batch
-    size, queries).
+    `log_keys` is n, for 2 ** n keys. `of_queries`: the keys are zero, so that dk is tested; otherwise the queries are,
+    so that dq is. `many`: (batch size, queries) in place of the shape's, for more CTAs than the GPU runs at once.
     """
     if many:
         shape |= {"batch": many[0], "queries": many[1]}
-        log_keys %= 9
+        log_keys %= 9  # at most 256 keys, since the reference below holds all scores in float64
     shape |= {"keys": 2**log_keys, "causal": False}
     generator = torch.Generator("cuda").manual_seed(shape["seed"])
     q, k, v, do = drawn(shape, lambda *size: torch.randint(-1, 2, size, generator=generator, device="cuda").float())
@@ -158,9 +158,12 @@ def test_repeats_are_bitwise_equal(shape: dict[str, Any]) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
 def test_which_results_repeat_on_a_busy_gpu(row: str, deterministic: bool, differing: set[str], causal: bool) -> None:
-    """By default only dq of `flash_gluon` is added up in no fixed order, and so differs from call to call.
+    """By default dq of `flash_gluon` is added up in no fixed order, and so differs from call to call; all else repeats.
 
-    It repeats in the deterministic mode, as does dq of `flash_triton`, which a kernel of its own computes.
+    In the deterministic mode this dq repeats, too. That of `flash_triton`, which a kernel of its own computes, always
+    does.
+
+    differing  the results that must differ in some call
     """
     asked = Row(row, "cuda")
     case = asked.case(batch=2, heads=8, kv_heads=8, queries=4096, keys=4096, head_dim=128, causal=causal, grad=True)
@@ -183,10 +186,10 @@ def test_ctas_that_add_in_order_follow_one_another(
     queries: int, keys: int, processors: int | None, in_order: int, causal: bool, head_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The fixed order of additions, for heads with more key tiles than CTAs can run at once.
+    """The fixed order of additions is right, and repeats, where a head has more key tiles than CTAs can run at once.
 
-    `processors`: the number of multiprocessors that the launcher is told, None: the real one. `in_order`: how many of
-    the four key heads alternate.
+    processors  the number of multiprocessors that the launcher is told; None: the real one
+    in_order    between how many of the four key heads (2 sequences x 2) CTAs take turns; 8: between all four
     """
     monkeypatch.setattr(gluon(), "heads_at_once", lambda *_: in_order)
     monkeypatch.setattr(gluon(), "_launches", {})
@@ -218,8 +221,11 @@ def plans() -> list[Any]:
 def test_every_plan_is_right_at_any_length(
     direction: str, head_dim: int, causal: bool, plan: Any, batch: int, heads: int, length: int
 ) -> None:
-    """Some shapes have more CTAs than the GPU runs at once. Grouped heads walk down (launch.py) or up, and dq is
-    added up in both orders, the free and the fixed one."""
+    """Some shapes have more CTAs than the GPU runs at once. dq is added up in both orders, the free and the fixed one.
+
+    With the free order grouped causal heads walk down, as `MOST_DOWN` of launch.py has it: each key tile begins at the
+    last queries. With a `MOST_DOWN` of 0 they walk up.
+    """
     case = ROW.case(
         batch=batch, heads=heads, kv_heads=heads // 2, queries=length, keys=length, head_dim=head_dim, causal=causal,
         grad=True, dtype="bfloat16",
@@ -229,17 +235,25 @@ def test_every_plan_is_right_at_any_length(
     scale = head_dim**-0.5
     o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, scale, fwd)
     oracle = Oracle(case, inputs)
-    for mode, most_down in ((False, gluon().MOST_DOWN), (False, 0), (True, 0)):
+    for deterministic, most_down in ((False, gluon().MOST_DOWN), (False, 0), (True, 0)):
         with patch.multiple(gluon(), MOST_DOWN=most_down, _launches={}):
-            grads = gluon()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, mode, bwd)
+            grads = gluon()._backward(
+                inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, deterministic, bwd
+            )
         outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
         assert_within_budget(oracle.error_ratios(outputs, rms=True))
 
 
 def short_plans() -> list[Any]:
+    """(head dimension, plan) for every forward plan that is worth timing with SHORT keys, which are few, or fewer.
+
+    Plans without a causal mask stand for all: those of a causal one differ in `l2_mib` alone, which the test sets.
+    """
     from dev.plan_cases import SHORT, candidates
 
-    return [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
+    return [
+        (head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, causal=False, keys=SHORT)
+    ]
 
 
 @pytest.fixture
@@ -255,7 +269,8 @@ def uncaptured(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int, plan: Any, causal: bool) -> None:
     """In a chain each forward reads the result of the one before. Bits are those of calls that wait for one another.
 
-    A hang ends the process, which first prints what hung.
+    Batches are large enough that there are more tiles than CTAs run at once. A hang ends the process, which first
+    prints what hung.
     """
     from tests.support.time_limit import time_limit
 
@@ -264,7 +279,7 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
         batch=batch, heads=16, kv_heads=8, queries=length, keys=length, head_dim=head_dim, causal=causal,
         dtype="bfloat16",
     )  # fmt: skip
-    x, plan = make_inputs(case, 0), replace(plan, l2_mib=32 * causal)
+    x, plan = make_inputs(case, 0), replace(plan, l2_mib=32 if causal else 0)
     what = f"{plan}, {causal=}, {batch=}, {length=}"
 
     def chain(wait: bool) -> list[Tensor]:
@@ -296,18 +311,19 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
 
 def test_processes_that_take_turns_on_a_gpu(tmp_path: Path) -> None:
     """Four processes run the row on one GPU at the same time: see `tests/support/turns.py`."""
-    command = [sys.executable, "-m", "tests.support.turns", "15", str(tmp_path), "4"]
+    seconds, processes = 15, 4
+    command = [sys.executable, "-m", "tests.support.turns", str(seconds), str(tmp_path), str(processes)]
     root = Path(__file__).parents[2]
     started = [
         subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(4)
+        for _ in range(processes)
     ]
     try:
         printed = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * 4, printed
+    assert [process.returncode for process in started] == [0] * processes, printed
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -317,6 +333,7 @@ def test_processes_that_take_turns_on_a_gpu(tmp_path: Path) -> None:
     seed=st.integers(0, 2**31),
 )
 def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
+    """A forward is right where the largest score of a query grows, or falls, from one key tile to the next."""
     case, inputs = growing(growth, causal, seed, "cuda")
     o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
     assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
@@ -365,8 +382,10 @@ def test_whole_numbers_under_a_window_are_exact(
 ) -> None:
     from lmsys.attention.flash_gluon import selftest
 
-    shape = selftest.Shape(3, 4, kv_heads, length, length, head_dim, True, window)
-    selftest.check(shape, dtype, (None, None), deterministic, seed, torch.device("cuda"))
+    shape = selftest.Shape(
+        batch=3, heads=4, kv_heads=kv_heads, queries=length, keys=length, head_dim=head_dim, causal=True, window=window
+    )
+    selftest.check(shape, dtype, (None, None), deterministic, seed, torch.device("cuda"))  # by the row's own plans
 
 
 PATTERNS: dict[str, dict[str, Any]] = {

@@ -34,17 +34,18 @@ def right(
 
     dtypes  those that the results must have
     """
-    of = [torch.Generator().manual_seed(7) for _ in range(3)]
     tested, exact, rounded = (
-        _with_gradients(y, [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs], generator)
-        for y, dtype, generator in zip((function, plain, plain), (None, torch.float64, torch.float32), of, strict=True)
+        _with_gradients(called, [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs])
+        for called, dtype in ((function, None), (plain, torch.float64), (plain, torch.float32))
     )
     for y, exact_y, plain_y, dtype in zip(tested, exact, rounded, [*dtypes, *(x.dtype for x in inputs)], strict=True):
         assert y.dtype == dtype
         assert error_ratio(y, exact_y, plain_y.to(dtype)) <= 1
 
 
-def _with_gradients(function: Callable[..., Any], inputs: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+def _with_gradients(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    """The results, then the gradients of the inputs. Gradients of the results have the same values in every call."""
+    generator = torch.Generator().manual_seed(7)
     results = function(*inputs)
     grads = [torch.randn(y.shape, generator=generator).bfloat16().to(y.device, y.dtype) for y in results]
     return [*results, *torch.autograd.grad(results, inputs, grads)]
@@ -62,7 +63,7 @@ def test_an_addition_and_a_norm(
 
     def plain(x: Tensor, branch: Tensor, weight: Tensor) -> list[Tensor]:
         total = x + branch
-        if total.dtype == torch.float32:  # the budget is that of a sum in the stream's dtype
+        if total.dtype == torch.float32:  # not in float64: the budget is that of a sum in the stream's dtype
             total = total.to(stream).float()
         return [total, torch.nn.functional.rms_norm(total, size[1:], weight, EPS)]
 
@@ -105,7 +106,7 @@ def test_the_product_of_swiglu(size: tuple[int, int], seed: int, dtype: torch.dt
 def models(
     device: str, residual: str = "wide", attention: str = "naive"
 ) -> tuple[TransformerLM, TransformerLM, Tensor]:
-    """(an eager model, a fused model with equal weights, tokens)"""
+    """(an eager model, a fused model with equal weights, tokens). residual, attention: as in ModelConfig."""
     config = replace(model_config("tiny", context_length=16), attention=attention, residual=residual, num_kv_heads=2)
     torch.manual_seed(1)
     plain, other = TransformerLM(config, device), TransformerLM(config, device)
@@ -137,13 +138,13 @@ def test_a_fused_model_errs_no_more_than_an_eager_one(
 ) -> None:
     plain, other, tokens = models(device, residual, attention)
     ordinary = gradients(plain, tokens, dtype)
-    monkeypatch.setattr(fused, "is_plain", lambda x: False)
+    monkeypatch.setattr(fused, "is_plain", lambda x: False)  # kernels run on a CPU, too, in Triton's interpreter
     of_fused = gradients(other, tokens, dtype)
     monkeypatch.undo()
     plain.config = replace(plain.config, attention="naive")
     exact = gradients(plain.double(), tokens)
-    for x, usual, right in zip(of_fused, ordinary, exact, strict=True):
-        assert error_ratio(x, right, usual.to(dtype or torch.float32)) <= 1
+    for x, usual, exact_x in zip(of_fused, ordinary, exact, strict=True):
+        assert error_ratio(x, exact_x, usual.to(dtype or torch.float32)) <= 1
 
 
 def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
