@@ -54,7 +54,8 @@ def test_what_others_take_is_told_once_and_threads_then_sleep(monkeypatch: pytes
 
 def test_the_share_of_others_is_of_the_time_that_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
-    loads = iter([host.Load(1.0, 10.0, 5.0), host.Load(2.0, 10.0 + 0.8 * cores, 5.2)])
+    before = host.Load(at_s=1.0, busy_s=10.0, own_s=5.0)
+    loads = iter([before, host.Load(at_s=2.0, busy_s=10.0 + 0.8 * cores, own_s=5.2)])
     slept: list[float] = []
     monkeypatch.setattr(host, "load", lambda _: next(loads))
     monkeypatch.setattr(host.time, "sleep", slept.append)
@@ -111,6 +112,7 @@ def test_a_group_that_compiled_elsewhere_and_not_here_does_not_tell_the_rest(
 
 @given(cases=st.lists(st.integers(1, 40), min_size=2, max_size=12), case_s=st.floats(0.1, 100.0))
 def test_without_an_earlier_run_the_rest_is_what_its_cases_have_cost(cases: list[int], case_s: float) -> None:
+    """Groups cost as much a case as the one that has run. `time_left` then appends its last argument."""
     assume(case_s * sum(cases[1:]) >= 2)
     text = time_left({"0": cases[0] * case_s}, {str(at): one for at, one in enumerate(cases)}, {}, " in doubt")
     text, doubt, _ = text.partition(" in doubt")
@@ -205,6 +207,7 @@ def test_nobody_waits_in_silence_for_thirty_seconds(watched: tuple[Isolated, Han
     isolated._say = lambda text: (lines_at.append(clock.now_s), tell(text))[1]
     for at in range(int(100 / POLL_S)):
         clock.now_s += POLL_S
+        # A beat now and then: of the first row, then of the second, then of the bench itself.
         if at % 7 == 0:
             heartbeat.beat(at // 300, "in its check", 600.0) if at < 600 else heartbeat.rest()
         isolated._look_at(worker)
@@ -218,7 +221,10 @@ def test_nobody_waits_in_silence_for_thirty_seconds(watched: tuple[Isolated, Han
 def test_sampling_keeps_its_wall_time_where_the_machine_becomes_busy(
     slower: float, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampling takes at most twice the time that first trials have promised, or that of the rounds a median needs."""
+    """Sampling takes at most twice the time that first trials have promised, or that of the rounds a median needs.
+
+    `expect` is called between trials and sampling, so calls become slower just then.
+    """
     clock, pace = Hand(), [0.01]
     monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr("lmsys.measure.clock.perf_counter", clock)
@@ -226,8 +232,8 @@ def test_sampling_keeps_its_wall_time_where_the_machine_becomes_busy(
     def run(_: Any) -> None:
         clock.now_s += pace[0]
 
-    def grows(_: float) -> None:
+    def becomes_slower(_: float) -> None:
         pace[0] *= slower
 
-    sampled = interleave({"a": Step(run)}, CpuClock(), seconds=1.0, min_rounds=10, expect=grows)
+    sampled = interleave({"a": Step(run)}, CpuClock(), seconds=1.0, min_rounds=10, expect=becomes_slower)
     assert abs(len(sampled.samples["a"]) - rounds) <= 1

@@ -1,7 +1,7 @@
 """benchmarks/model/llama.py: Hugging Face's Llama with our model's weights is the same function as our model.
 
-`Llama` is transformers' model with SDPA. `LlamaTuned` passes SDPA no mask. `ShardedLlama` runs layers again in the
-backward, as `checkpoint_blocks` says.
+`Llama` is transformers' model with SDPA. `LlamaTuned` gives SDPA `is_causal` in place of a mask. `ShardedLlama` does
+too, compiles its layers one by one, and runs them again in the backward, as `checkpoint_blocks` says.
 """
 
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_it_compiles_whole(row: str) -> None:
 
 
 def test_tuned_llama_hands_sdpa_no_mask_where_it_is_compiled() -> None:
-    """With a mask, torch before 2.14 would pass a tensor when compiled, which no fast kernel takes."""
+    """Plain Llama, compiled by a torch before 2.14, gives SDPA its mask as a tensor, which no fast kernel takes."""
     ours, tokens, _ = pair()
     masks: list[Any] = []
 

@@ -87,7 +87,7 @@ def test_rows_beyond_two_billion_logits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_loss_in_chunks_with_it_and_without(
+def test_the_loss_in_chunks_with_the_kernels_and_without(
     dtype: torch.dtype, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No tile divides the vocabulary, some targets are ignored, and the weight has the dtype of the matmuls."""

@@ -37,7 +37,7 @@ def results(root: Path) -> None:
         save(root / "runs" / f"{name}.json", rows)
 
 
-REFUSED = (
+REFUSED = (  # the arguments of each command
     "",
     "missing.json",
     "new.json missing.json",
@@ -82,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ended(command: str, program: str = "") -> int:
-    """The exit code of the report's command with these arguments."""
+    """The exit code of the report's command with these arguments. program: its name in messages."""
     try:
         return main(command.split(), (), Path("site"), program)
     except SystemExit as error:

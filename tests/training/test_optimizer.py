@@ -164,11 +164,13 @@ def test_extreme_gradients_give_the_steps_of_torch_on_a_cpu(size: str, device: s
         for optimizer in (ours, kernel, plain, wide):
             case.set_grads(optimizer, step)
             for p in parameters_of(optimizer):
+                # Not held by torch: torch's own kernels on a GPU would overflow, and are not called here.
                 p.grad = extreme(p.grad.cpu(), size, held_by_torch=False).to(p)
         for optimizer in (ours, plain, wide):
             optimizer.step()
+        # Bundles of param group 0: parameters that step together.
         for bundle in kernel._plan(0) if HAS_TRITON else ():
-            _triton_step(bundle, kernel.param_groups[0], None, None, None)
+            _triton_step(bundle, kernel.param_groups[0], rounded=None, grad_scale=None, found_inf=None)
     for optimizer in (ours, kernel) if HAS_TRITON else (ours,):
         (p,), (low,), (ref,) = map(parameters_of, (optimizer, plain, wide))
         for name in STATE[1:]:
@@ -198,7 +200,7 @@ def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overfl
         case.set_grads(ours, step)
         for i, group in enumerate(ours.param_groups):
             for bundle in ours._plan(i):
-                _torch_step(bundle, group, True, grad_scale, found_inf)
+                _torch_step(bundle, group, fused=True, grad_scale=grad_scale, found_inf=found_inf)
         case.set_grads(peer, step)
         peer.grad_scale, peer.found_inf = grad_scale, found_inf
         peer.step()
@@ -222,6 +224,7 @@ class Copies:
         return next((copy for p, copy in self.copies if p is weight), None)
 
     def follow(self, weights: list[Tensor]) -> None:
+        """An optimizer calls it once it has stepped these weights and written their copies."""
         self.followed = weights
 
 
@@ -269,11 +272,11 @@ def test_the_triton_step_is_that_of_torch(
         rounded = None if copied is None else Copies(parameters_of(ours)[::copied], views)
         for bundle in ours._plan(0):
             clip = None if clipped is None else torch.tensor(clipped, device=device)
-            _triton_step(bundle, ours.param_groups[0], rounded, factor, found_inf, clip)
-        if rounded is not None and scale is None:
+            _triton_step(bundle, ours.param_groups[0], rounded, grad_scale=factor, found_inf=found_inf, factor=clip)
+        if rounded is not None and scale is None:  # without a loss scale no step can overflow
             assert all(torch.equal(copy, p.half()) for p, copy in rounded.copies)
             assert rounded.followed == parameters_of(ours)
-        if not skipped:
+        if not skipped:  # a step divides gradients by the loss scale in place, but does not clip them there
             assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters_of(ours), unscaled, strict=True))
     assert_right(ours, plain, wide)
 
@@ -586,14 +589,14 @@ def parameters_with_grads(specs: list[tuple[tuple[int, ...], torch.dtype]], seed
 )
 def test_clipping_is_that_of_torch(specs: list[Any], seed: int, std: float, max_norm: float) -> None:
     ours, peer = (parameters_with_grads(specs, seed, std) for _ in range(2))
+    """Norms and gradients are compared in the coarsest dtype of the parameters."""
     whole = torch.cat([torch.zeros(1), *(p.grad.double().flatten() for p in ours[:-1])]).norm()
     norm, expected = clip_grad_norm(iter(ours), max_norm), torch.nn.utils.clip_grad_norm_(peer, max_norm)
     torch.testing.assert_close(norm.float(), whole.float())
     coarse = min((dtype for _, dtype in specs), key=lambda dtype: -torch.finfo(dtype).eps, default=torch.float32)
     torch.testing.assert_close(norm.to(coarse), expected.to(coarse))
     for p, q in zip(ours[:-1], peer[:-1], strict=True):
-        grad, other = (x.to(torch.promote_types(coarse, torch.bfloat16)) for x in (p.grad, q.grad))
-        torch.testing.assert_close(grad, other)
+        torch.testing.assert_close(p.grad.to(coarse), q.grad.to(coarse))
     assert ours[-1].grad is None
 
 
