@@ -88,7 +88,7 @@ class DataParallel(ParallelBenchmark):
         Field("world_size", label="ranks", role="axis"),
         Field("asked_bucket_mb", "MiB", "bucket size", "axis", "Size of a bucket that the case asks for"),
         "comm_dtype sharded_optimizer optimizer backend",
-        models.WHAT_IS_KEPT,
+        models.WHAT_IS_KEPT,  # the fields of --checkpoint and --residual
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Time of a training step, of the slowest rank"),
@@ -117,6 +117,7 @@ class DataParallel(ParallelBenchmark):
             "bandwidth w of an all-reduce",
             shown="ms",
         ),
+        # The rank that waits least comes last to its collectives: the others wait there for it, not for the network.
         Field(
             "communication_s",
             "s",
@@ -210,8 +211,9 @@ class DataParallel(ParallelBenchmark):
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Checks, tunes and inspects each row once: `candidate.state` becomes a `Row`, or the candidate fails."""
+        # The largest world size comes first: its ranks are started once, and smaller ones use some of them.
         new = sorted((row for row in candidates if row.state is None), key=lambda row: -row.case.world_size)
-        for number, candidate in enumerate(new, start=1):  # the largest first: one start of ranks
+        for number, candidate in enumerate(new, start=1):
             start = time.perf_counter()
             candidate.attempt(self._check_and_profile, candidate, runner)
             ending = candidate.outcome if candidate.reason is None else f"{candidate.outcome}: {candidate.reason}"
