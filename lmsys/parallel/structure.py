@@ -117,13 +117,13 @@ def watch(strategy: nn.Module) -> None:
 
 
 def shares_a_backward(strategy: Any) -> bool:
-    """True where another strategy, which synchronizes as well, is in its backward and holds a parameter of this one."""
+    """True where another strategy that synchronizes is in its backward and trains a parameter of this one."""
     return any(
         other is not strategy
         and other._in_backward
         and other.synchronizes
         and other._synchronizing
-        and not strategy._whole.isdisjoint(other._whole)
+        and not set(map(id, strategy.trainable)).isdisjoint(map(id, other.trainable))
         for other in list(_watching)
     )
 

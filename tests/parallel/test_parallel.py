@@ -467,10 +467,11 @@ def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> 
 
 
 @on_first(2)
-def _two_wrappers(group: Any, strategy: str, shared: bool) -> str:
+def _two_wrappers(group: Any, strategy: str, shared: bool, frozen: bool = False) -> str:
     """The error of a backward that comes from two wrappers, whose modules hold one layer or are apart."""
-    first = nn.Linear(2, 2)
-    modules = nn.Sequential(first, nn.Linear(2, 1)), nn.Sequential(first if shared else nn.Linear(2, 2))
+    first = nn.Linear(2, 2).requires_grad_(not frozen)
+    other = first if shared else nn.Linear(2, 2)
+    modules = nn.Sequential(first, nn.Linear(2, 1)), nn.Sequential(other, nn.Linear(2, 1))
     wrappers = [STRATEGIES[strategy].load()(module, group) for module in modules]
     error = on_ranks.error_of(lambda: sum(wrapper(torch.ones(1, 2)).sum() for wrapper in wrappers).backward())
     for wrapper in wrappers if error == "nothing raised" else ():
@@ -481,6 +482,7 @@ def _two_wrappers(group: Any, strategy: str, shared: bool) -> str:
 @pytest.mark.parametrize("strategy", ["overlapped", "bucketed", "naive"])
 def test_a_backward_of_two_wrappers_that_send_one_gradient_is_refused(ranks: WorkerGroup, strategy: str) -> None:
     assert ranks.run(_two_wrappers, strategy, False)[0] == "nothing raised"
+    assert ranks.run(_two_wrappers, strategy, True, True)[0] == "nothing raised"  # the layer that both hold is frozen
     refused = "RuntimeError: this backward comes from two wrappers that train one parameter"
     expected = "nothing raised" if strategy == "naive" else refused  # naive sends none before the backward has ended
     assert ranks.run(_two_wrappers, strategy, True)[0].startswith(expected)
