@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.model import cases, spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
-from lmsys.bench import Kept, Settings, Step, plain
+from lmsys.bench import Kept, Settings, Step, plain, ranks
 from lmsys.bench.case import verdict
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import clock, memory
@@ -343,7 +343,7 @@ def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
             clock.synchronize(case.device)
             samples += clock.timed(device_clock, partial(step.run, prepared))
             del prepared
-        draw, key = settings.seed + 1, random.SystemRandom().getrandbits(53)
+        draw, key = settings.seed + 1, ranks.entropy()
         step.redraw(draw)
         kept = Kept(len(samples), draw, key, step.keep(step.run(step.prepare()), key))
         if wrong := verdict(rig.judge(case, kept), "in a step after the timed ones")[1]:

@@ -9,7 +9,7 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -263,7 +263,7 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     1. A function with keywords `causal` and `scale`, or with `**kwargs`, is returned unchanged. No other implementation
        gets options of a `Pattern`. A function gets them by parameters of their names, or all of them by a parameter
        `pattern`: see `keywords_of`.
-    2. An implementation whose fourth parameter is a flag (`_is_flag`) is called as CS336 writes it:
+    2. An implementation whose fourth parameter is a flag (`_has_flag`) is called as CS336 writes it:
        `f(q, k, v, is_causal)` on (B, S, D), with as many key heads as query heads. Two kinds are excepted: those that
        have a parameter for the scale, by a name of ROLES, and functions that have one with the name `causal`.
     3. All others are called on 4-D tensors, with `causal` and `scale` by the names of ROLES. One that has no `causal`,
@@ -277,7 +277,7 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     if not is_function and (_takes_all(implementation) or {"causal", "scale"} <= keywords):
         return implementation
     is_4d = "causal" in taken and not is_function or not taken.keys().isdisjoint(ROLES["scale"])
-    if not is_4d and _is_flag(list(taken.values())[3:], is_function):
+    if not is_4d and _has_flag(taken, is_function):
         return _adapt_cs336(implementation.apply if is_function else implementation)
     call = signature.called(implementation, ROLES, dict(list(taken.items())[3:]))
 
@@ -295,12 +295,13 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     return row
 
 
-def _is_flag(after_v: Sequence[inspect.Parameter], is_function: bool) -> bool:
-    """True if the first of these parameters, which follow v, is the causal mask as a flag that is given by place.
+def _has_flag(taken: Mapping[str, inspect.Parameter], is_function: bool) -> bool:
+    """True if the fourth of these parameters, behind q, k and v, is the causal mask as a flag that is given by place.
 
     It has a name of ROLES, or no later parameter has one; then its default, if it has one, is True or False. A `mask`
     without a default is a flag of an autograd Function alone.
     """
+    after_v = list(taken.values())[3:]
     if not after_v or after_v[0].kind is inspect.Parameter.KEYWORD_ONLY:
         return False
     first, *later = after_v
@@ -338,7 +339,7 @@ def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
     takes_causal = (
         _takes_all(implementation)
         or taken.keys() & {*ROLES["causal"], *ROLES["mask"]}
-        or _is_flag(list(taken.values())[3:], signature.is_function(implementation))
+        or _has_flag(taken, signature.is_function(implementation))
     )
     without_causal = "it takes no causal" if case.causal and not takes_causal else None
     return without_causal if case.scale is None or takes_scale else "it takes no scale"

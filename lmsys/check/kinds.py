@@ -90,7 +90,8 @@ def kind_of(implementation: Any) -> str:
     """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
     try:
         own = inspect.signature(implementation).parameters  # for a module's class those of the constructor
-        names = signature.names_of(own) | signature.names_of(signature.parameters_of(implementation))
+        taken = signature.parameters_of(implementation)
+        names = signature.names_of(own) | signature.names_of(taken)
     except (TypeError, ValueError):
         raise ValueError(
             f"{implementation!r} has no parameters that can be read: wrap it in a def of q, k, v"
@@ -104,11 +105,7 @@ def kind_of(implementation: Any) -> str:
             *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
             (hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"], "strategy"),
             # q, k, v by any names
-            (
-                len(signature.parameters_of(implementation)) >= 3
-                and (signature.is_function(implementation) or not is_class),
-                "attention",
-            ),
+            (len(taken) >= 3 and (signature.is_function(implementation) or not is_class), "attention"),
         ),
         "",
     )

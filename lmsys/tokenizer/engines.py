@@ -52,7 +52,10 @@ class Engine:
     @classmethod
     def imported(cls) -> Any:
         """The module `package`. ImportError where it, or one of `needs`, is missing."""
-        return [import_module(name) for name in (cls.package, *cls.needs)][0]
+        module = import_module(cls.package)
+        for name in cls.needs:
+            import_module(name)
+        return module
 
     def _function(self, module: Any) -> Callable[[list[str]], Any]:
         """The package's function that encodes a list of texts with our vocabulary and merges."""

@@ -18,6 +18,7 @@ so an interrupted run goes on. Only a command for the one step `tokenizer` or `t
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,7 @@ def train_model(context: RunContext) -> int:
     if config.model.checkpoint_blocks == checkpointing.FIT:
         context.say(f"model.checkpoint_blocks=fit is {trainer.model.config.checkpoint_blocks} here")
     if context.rank == 0:
-        with files.replacing(config.folder / "config.json") as file:
-            file.write(config.to_json().encode())
+        files.write_json(config.folder / "config.json", asdict(config))
     with (
         closing(log.JsonLines(config.folder / "log.jsonl", trainer.step))
         if context.rank == 0
