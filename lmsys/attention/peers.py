@@ -7,8 +7,10 @@ returns None or that reason. `peers_flash_attn.py` has the rows that call FlashA
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -27,6 +29,8 @@ from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 # The options, by their names in `AttentionCase`, that flex and all rows of SDPA take. None of their values is a tensor
 # that a caller may change, so a mask of these options alone is made once and kept between calls.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
+# `sdpa_kernel` sets flags of the process, and puts back those that it found: two threads at once could leave them off.
+_turn = threading.RLock()
 
 
 def sdpa(
@@ -73,9 +77,8 @@ def _seen_and_blind(
     )
 
 
-def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Any:
-    """`Pattern.seen_and_blind`, computed anew: the trait `mask` of rows in `table.py`, so that it can be timed."""
-    return pattern.seen_and_blind(num_queries, num_keys, device)
+# The trait `mask` of rows in `table.py`: the mask, computed anew, so that it can be timed.
+boolean_mask = Pattern.seen_and_blind
 
 
 @kept_on_documents(most=2)  # keeps few results, on their documents: a mask has Q x K bytes
@@ -96,8 +99,8 @@ def _sdpa(
     pattern: Pattern | None = None,
     backend: SDPBackend,
 ) -> Tensor:
-    """`sdpa` by one backend of torch."""
-    with sdpa_kernel(backend):
+    """`sdpa` by one backend of torch. Threads take turns, but not in compiled code: tracing has chosen the backend."""
+    with nullcontext() if torch.compiler.is_compiling() else _turn, sdpa_kernel(backend):
         return sdpa(q, k, v, causal=causal, scale=scale, pattern=pattern)
 
 
@@ -205,10 +208,9 @@ def _asked(
     q, k, v = (x.requires_grad_(case.grad) for x in (q, k, v))
     dtype = contract.DTYPES[case.dtype] if case.bias else torch.bool
     mask = shaped(case.heads, case.queries, case.keys, dtype) if case.options else None
-    is_causal = case.causal and mask is None  # a mask includes the causal order
-    # q, k, v, attn_mask, dropout, is_causal, enable_gqa
-    params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, is_causal, case.heads != case.kv_heads)
-    with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
+    # q, k, v, attn_mask, dropout, is_causal (a mask includes the causal order), enable_gqa
+    params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, case.causal and mask is None, case.heads != case.kv_heads)
+    with _turn, sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if can_use(params, debug=True):
             return None

@@ -260,6 +260,18 @@ def test_a_backward_may_be_the_first_cuda_work_of_its_thread(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, _backward(*arguments), strict=True))
 
 
+def test_calls_from_two_threads_leave_torchs_choice_of_kernels_as_it_was() -> None:
+    """torch's `sdpa_kernel` sets flags of the whole process. Without turns one pair of calls in ten left them off."""
+    x = torch.randn(1, 2, 16, 32)
+    calls = [partial(attention, x, x, x, impl="sdpa_math"), partial(attention, x, x, x, impl="sdpa_flash")]
+    for _ in range(200):
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(call) for call in calls]:
+                done.result()
+        flags = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+        assert flags == (True, True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", ["flash_torch", "flash_triton", "flash_cuda", "flash_gluon"])
