@@ -64,10 +64,8 @@ def test_a_breakdown_counts_each_storage_once(device: str) -> None:
     }
     assert memory.breakdown(module, optimizer) == after
     flat = torch.zeros(parameters // 4, device=device)
-    offset = 0
-    for x in module.parameters():
-        x.grad = flat[offset : offset + x.numel()].view_as(x)
-        offset += x.numel()
+    for x, grad in zip(module.parameters(), flat.split([x.numel() for x in module.parameters()]), strict=True):
+        x.grad = grad.view_as(x)
     assert memory.breakdown(module)["gradients_bytes"] == parameters
 
 

@@ -433,13 +433,16 @@ def test_time_of_communication_and_its_overlap_are_those_of_the_trace(device: st
     trace count as neither: the call on the host that issues an all-reduce, and an event of metadata.
     """
     sends = {"cpu": ("user_annotation", "gloo:all_reduce"), "cuda": ("kernel", "ncclDevKernel_AllReduce")}[device]
-    issuing: dict[str, Any] = {"cat": "cpu_op", "name": "c10d::allreduce_", "ts": 0.0, "dur": 1000.0}
-    events = [issuing, {"ph": "M", "name": "meta"}]
-    for number in range(3):
-        start = 10.0 + number * 1000.0
-        events.append({"cat": category, "name": "aten::mm", "ts": start, "dur": 600.0})
-        events.append({"cat": sends[0], "name": sends[1], "ts": start + 450, "dur": 200.0})
-        events.append({"cat": sends[0], "name": sends[1], "ts": start + 550, "dur": 200.0})
+    of_a_step = [(category, "aten::mm", 0.0, 600.0), (*sends, 450.0, 200.0), (*sends, 550.0, 200.0)]
+    events: list[dict[str, Any]] = [
+        {"cat": "cpu_op", "name": "c10d::allreduce_", "ts": 0.0, "dur": 1000.0},
+        {"ph": "M", "name": "meta"},
+        *(
+            {"cat": cat, "name": name, "ts": 10.0 + 1000.0 * number + begin, "dur": duration}
+            for number in range(3)
+            for cat, name, begin, duration in of_a_step
+        ),
+    ]
     overlap = read_overlap(events, device, steps=3)
     assert overlap.time_s == pytest.approx(300e-6) and overlap.overlap_fraction == pytest.approx(0.5)
     assert {what for what, _, _ in overlap.timeline} == {"communication", "computation"}
