@@ -104,18 +104,26 @@ def test_a_row_that_ran_alone_has_no_verdict() -> None:
     assert change.verdict == UNCLEAR and not change.beside and change.ratio == pytest.approx(1.3, rel=0.05)
 
 
-def test_beside_rows_of_ours_nobody_knows_which_has_changed() -> None:
-    """Only peers are taken as unchanged. A row of ours that became faster would make the other look slower."""
-    rows = {"mine": False, "other": False}
-    changes = compare(run(1, rows=rows), run(2, rows=rows, mine=0.8))
-    assert verdicts(changes) == {"mine": {UNCLEAR}, "other": {UNCLEAR}} and not any(change.beside for change in changes)
+OURS, BESIDE_A_PEER = {"mine": False, "other": False}, {"mine": False, "sdpa": True}
 
 
-@pytest.mark.parametrize("fact", [{"alone": True}, {"comparison": None}])
-def test_rows_that_took_no_turns_are_no_anchors(fact: Record) -> None:
-    """They ran one after another, or without a comparison."""
-    old, new = ([record | fact for record in side] for side in (run(1), run(2, mine=1.3)))
-    assert {change.verdict for change in compare(old, new)} == {UNCLEAR}
+@pytest.mark.parametrize(
+    ("rows", "fact", "slower", "found"),
+    [
+        # Only peers are taken as unchanged. A row of ours that became faster would make the other look slower.
+        (OURS, {}, 0.8, {(row, UNCLEAR, "") for row in OURS}),
+        # A peer beside our rows alone would be called faster where our row became slower.
+        (BESIDE_A_PEER, {}, 1.1, {("mine", SLOWER, "sdpa"), ("sdpa", UNCLEAR, "")}),
+        # Rows that ran one after another, or without a comparison, took no turns.
+        (ROWS, {"alone": True}, 1.3, {(row, UNCLEAR, "") for row in ROWS}),
+        (ROWS, {"comparison": None}, 1.3, {(row, UNCLEAR, "") for row in ROWS}),
+    ],
+)
+def test_only_peers_that_took_turns_with_a_row_are_its_anchors(
+    rows: dict[str, bool], fact: Record, slower: float, found: set[tuple[str, str, str]]
+) -> None:
+    old, new = ([record | fact for record in side] for side in (run(1, rows=rows), run(2, rows=rows, mine=slower)))
+    assert {(change.new["impl"], change.verdict, change.beside) for change in compare(old, new)} == found
 
 
 def test_a_peer_of_too_few_rounds_is_no_anchor() -> None:
@@ -179,13 +187,6 @@ def test_what_was_wrong_in_both_is_no_figure() -> None:
     changes = compare(old, new)
     assert {change.verdict for change in changes if change.new["impl"] == "sdpa"} == {UNCLEAR}
     assert {change.beside for change in changes if change.new["impl"] == "mine"} == {"sdpa_math"}
-
-
-def test_a_peer_beside_our_rows_alone_has_no_verdict() -> None:
-    """Otherwise the peer would be called faster where our row became slower."""
-    rows = {"mine": False, "sdpa": True}
-    by_row = verdicts(compare(run(1, rows=rows), run(2, rows=rows, mine=1.1)))
-    assert by_row == {"mine": {SLOWER}, "sdpa": {UNCLEAR}}
 
 
 def learnt(records: list[Record], spreads: dict[str, float]) -> list[Record]:

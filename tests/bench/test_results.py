@@ -177,17 +177,22 @@ def test_repeats_run_in_new_processes_and_say_how_much_they_differ() -> None:
     assert "between_runs" not in records["sdpa"]  # no other peer took turns with it
 
 
-def test_a_row_that_fails_in_one_of_several_repeats_has_failed() -> None:
-    good, bad = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}, {"mine": ("wrong", 1.0), "sdpa": ("ok", 2.0)}
-    records, _ = repeated(good, bad, good)
-    assert records["mine"]["outcome"] == "wrong" and records["sdpa"]["outcome"] == "ok"
+GOOD = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}
 
 
-def test_an_interrupt_keeps_the_repeats_that_are_complete() -> None:
-    good = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}
-    records, _ = repeated(good, good, {})
-    assert {row["outcome"] for row in records.values()} == {"ok"} and len(records) == 2
-    assert repeated({})[0] == {}
+@pytest.mark.parametrize(
+    ("runs", "outcomes"),
+    [
+        ((GOOD, GOOD | {"mine": ("wrong", 1.0)}, GOOD), {"mine": "wrong", "sdpa": "ok"}),
+        ((GOOD, GOOD, {}), {"mine": "ok", "sdpa": "ok"}),
+        (({},), {}),
+    ],
+)
+def test_a_row_has_failed_if_one_repeat_fails_and_an_interrupt_keeps_those_that_are_complete(
+    runs: tuple[dict[str, tuple[str, float]], ...], outcomes: dict[str, str]
+) -> None:
+    records, _ = repeated(*runs)
+    assert {row: record["outcome"] for row, record in records.items()} == outcomes
 
 
 @pytest.mark.parametrize(

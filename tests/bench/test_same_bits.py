@@ -85,7 +85,6 @@ def lenient(q, k, v, *, causal=False, scale=None):
 '''
 WITH_GRADIENTS = ("repeats", "any_order", "dq_by_atomics", "by_batch")
 NAMES = (*WITH_GRADIENTS, "compiled", "never_alone", "untidy", "lenient")
-GRADIENTS = ("dq", "dk", "dv")
 RecordsByCase = dict[tuple[str, str, int], dict[str, Any]]
 
 
@@ -113,41 +112,37 @@ def test_no_row_is_wrong_for_its_bits(by_case: RecordsByCase) -> None:
         assert 3 <= record["same_bits"]["calls"] <= 10, key
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_a_row_that_repeats(by_case: RecordsByCase, direction: str) -> None:
-    record = by_case["repeats", direction, 3]
-    assert record["repeatable"] is True and record["batch_invariant"] is True
-    expected = {"differ": {}, "elements": [0, 2], "alone": {}, "failure": None}
-    assert record["same_bits"] == {"calls": record["same_bits"]["calls"], **expected}
-
-
-def test_a_sum_in_no_fixed_order_shows_in_every_tensor(by_case: RecordsByCase) -> None:
-    for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", *GRADIENTS})):
-        record = by_case["any_order", direction, 3]
-        assert record["repeatable"] is False and record["same_bits"]["differ"].keys() == tensors
-        assert all(0 < size < 1e-4 for size in record["same_bits"]["differ"].values()), record["same_bits"]
-        assert record["batch_invariant"] is None, "a row that does not repeat cannot show if it depends on the batch"
-
-
-def test_the_tensor_that_does_not_repeat_is_named(by_case: RecordsByCase) -> None:
-    assert by_case["dq_by_atomics", "fwd", 3]["repeatable"] is True
-    record = by_case["dq_by_atomics", "bwd", 3]
-    assert record["repeatable"] is False and record["same_bits"]["differ"].keys() == {"dq"}
-    assert record["same_bits"]["alone"] == {} and record["batch_invariant"] is None
-
-
-def test_bits_that_depend_on_the_batch(by_case: RecordsByCase) -> None:
-    for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", "dq"})):
-        record = by_case["by_batch", direction, 3]
-        assert record["repeatable"] is True and record["batch_invariant"] is False
-        assert record["same_bits"]["alone"].keys() >= tensors
-    alone = by_case["by_batch", "fwd", 1]
-    assert alone["repeatable"] is True and alone["batch_invariant"] is None, "a batch of 1 is alone already"
-
-
-def test_a_row_that_compiles_for_each_shape_is_not_asked_alone(by_case: RecordsByCase) -> None:
-    record = by_case["compiled", "fwd", 3]
-    assert record["repeatable"] is True and record["batch_invariant"] is None and record["same_bits"]["elements"] == []
+@pytest.mark.parametrize(
+    ("row", "direction", "batch", "invariant", "differ", "alone"),
+    [
+        ("repeats", "fwd", 3, True, set(), set()),
+        ("repeats", "bwd", 3, True, set(), set()),
+        # A sum in no fixed order shows in every tensor. It cannot show if the row depends on the batch.
+        ("any_order", "fwd", 3, None, {"o"}, set()),
+        ("any_order", "bwd", 3, None, {"o", "dq", "dk", "dv"}, set()),
+        ("dq_by_atomics", "fwd", 3, True, set(), set()),
+        ("dq_by_atomics", "bwd", 3, None, {"dq"}, set()),
+        ("by_batch", "fwd", 3, False, set(), {"o"}),
+        ("by_batch", "bwd", 3, False, set(), {"o", "dq"}),
+        ("by_batch", "fwd", 1, None, set(), set()),  # a batch of 1 is alone already
+        ("compiled", "fwd", 3, None, set(), set()),  # compiles for each shape, and is not asked alone
+    ],
+)
+def test_a_record_names_the_tensors_that_do_not_repeat_or_depend_on_the_batch(
+    by_case: RecordsByCase,
+    row: str,
+    direction: str,
+    batch: int,
+    invariant: bool | None,
+    differ: set[str],
+    alone: set[str],
+) -> None:
+    record = by_case[row, direction, batch]
+    bits = record["same_bits"]
+    assert record["repeatable"] is not bool(differ) and record["batch_invariant"] is invariant
+    assert bits["differ"].keys() == differ and all(0 < size < 1e-4 for size in bits["differ"].values()), bits
+    assert bits["alone"].keys() >= alone and bool(bits["alone"]) == bool(alone), bits
+    assert bits["elements"] == ([] if batch == 1 or row == "compiled" else [0, 2]) and bits["failure"] is None
 
 
 @pytest.mark.parametrize(
