@@ -250,31 +250,55 @@ def test_without_the_option_nothing_is_run_for_it(passes: Mock) -> None:
     assert not passes.called
 
 
-def test_a_machine_without_a_counter_says_why_and_makes_nothing_up(passes: Mock) -> None:
-    for record in with_energy(Counting(), Sensors()).values():
-        assert record["outcome"] == "ok" and record["time_s"] > 0
-        assert record["energy_note"] == Sensors.why_no_joules and record.keys() & MEASURED == set()
-        assert record["flops_per_j"] is None
+class Slow(Counting):
+    def step(self, case: Any, candidate: Any, setup: Any) -> Step:
+        return Step(lambda _: time.sleep(2e-3))
 
 
-def test_a_pass_that_fails_costs_the_energy_only(passes: Mock) -> None:
-    passes.side_effect = [EnergyError("the counter of energy went back"), OF_A_PASS]
-    measured = with_energy(Counting(), FakeDevice())
-    assert (
-        measured["right"]["energy_note"] == "the counter of energy went back" and measured["right"]["outcome"] == "ok"
-    )
-    assert measured["right"].keys() & MEASURED == set() and measured["also"]["energy_j"] == 3.0
+class Apart(Counting):
+    """As a benchmark whose calls are made by several processes."""
+
+    def sample(self, turn: Any, trial: Any) -> None:
+        for case in turn:
+            trial.measurements[case.id].samples = [1.0] * 10
 
 
-def test_a_row_that_is_faster_than_its_arithmetic_in_the_pass_has_no_energy(passes: Mock) -> None:
-    """The pass draws inputs once, so a row may know them. The row's arithmetic takes at least 1 ms.
+BACK, FAST = "the counter of energy went back", "faster than this machine can be"
 
-    The limits also allow 1.5 ms for reads, which a cache may save: the pass is held to the arithmetic alone.
-    """
-    passes.side_effect = [Energy(3.0, 3.0, 0.9e-3, 10.0), Energy(3.0, 3.0, 1.1e-3, 10.0)]
-    measured = with_energy(Slow(), FakeDevice(), Limits({"float32": 1.0}, 1e9 / 1.5e-3))
-    assert "faster than this machine can be" in measured["right"]["energy_note"]
-    assert measured["also"]["energy_j"] == 3.0 and measured["right"]["outcome"] == "ok"
+
+@pytest.mark.parametrize(
+    ("kind", "device", "limits", "results", "notes"),
+    [
+        (Counting, Sensors(), None, [], (Sensors.why_no_joules, Sensors.why_no_joules)),
+        (Counting, FakeDevice(), None, [EnergyError(BACK), OF_A_PASS], (BACK, None)),
+        # The pass draws inputs once, so a row may know them. The row's arithmetic takes at least 1 ms. The limits also
+        # allow 1.5 ms for reads, which a cache may save: the pass is held to the arithmetic alone.
+        (
+            Slow,
+            FakeDevice(),
+            Limits({"float32": 1.0}, 1e9 / 1.5e-3),
+            [Energy(3.0, 3.0, 0.9e-3, 10.0), Energy(3.0, 3.0, 1.1e-3, 10.0)],
+            (FAST, None),
+        ),
+        (Apart, FakeDevice(), None, [], (OTHERS_ENERGY, OTHERS_ENERGY)),
+    ],
+)
+def test_a_row_without_energy_says_why_and_has_its_time(
+    kind: type[Telling],
+    device: Sensors,
+    limits: Limits | None,
+    results: list[Any],
+    notes: tuple[str | None, str | None],
+    passes: Mock,
+) -> None:
+    passes.side_effect = results
+    measured = with_energy(kind(), device, limits)
+    for row, note in zip(("right", "also"), notes, strict=True):
+        record, told = measured[row], measured[row]["energy_note"]
+        assert record["outcome"] == "ok" and record["time_s"] > 0 and "others_cpu_share" in record
+        assert told is None if note is None else note in told
+        assert record.get("energy_j") == (3.0 if note is None else None)
+        assert note is None or (record.keys() & MEASURED == set() and record["flops_per_j"] is None)
 
 
 @pytest.mark.gpu
@@ -292,24 +316,8 @@ def test_a_gpu_has_energy_and_conditions_in_its_records() -> None:
     assert record["other_processes"] is not None and "others_cpu_share" in record
 
 
-class Slow(Counting):
-    def step(self, case: Any, candidate: Any, setup: Any) -> Step:
-        return Step(lambda _: time.sleep(2e-3))
-
-
 def test_a_pass_may_take_longer_than_the_deadline_of_a_call(passes: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[float] = []
     monkeypatch.setattr(Heartbeat, "renew", lambda self, seconds: renewed.append(seconds))
     with_energy(Counting(), FakeDevice())
     assert renewed == [600.0, 600.0]  # the deadline is renewed in each row's pass
-
-
-def test_calls_that_several_processes_make_have_none(passes: Mock) -> None:
-    class Apart(Counting):
-        def sample(self, turn: Any, trial: Any) -> None:
-            for case in turn:
-                trial.measurements[case.id].samples = [1.0] * 10
-
-    for record in with_energy(Apart(), FakeDevice()).values():
-        assert record["energy_note"] == OTHERS_ENERGY and record.keys() & MEASURED == set()
-        assert record["sm_clock_mhz"] is None and "others_cpu_share" in record
