@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -364,32 +364,25 @@ def asked() -> Iterator[Isolated]:
     runner.close()
 
 
-def test_an_interrupt_that_comes_with_the_answer_costs_nothing_later(
-    asked: Isolated, monkeypatch: pytest.MonkeyPatch
+# {a function behind which an interrupt comes: what is called in its place before}
+INTERRUPTED: dict[str, Callable[..., object]] = {
+    "lmsys.processes.Worker.send": processes.Worker.send,  # the question was sent
+    "lmsys.bench.isolation.answered": lambda workers, _: processes.answered(workers, PATIENCE_S),  # the answer has come
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interrupt_leaves_no_answer_to_the_next_question(
+    name: str, asked: Isolated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupt comes between two calls of the worker, and ends it. The next question goes to a fresh worker."""
-
-    def answered(workers: Sequence[Any], timeout_s: float) -> list[Any]:
-        assert processes.answered(workers, PATIENCE_S)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("lmsys.bench.isolation.answered", answered)
-        asked.ask("facts")
-    assert asked.ask("facts")["device"] == "cpu"
-
-
-def test_an_interrupt_behind_a_question_leaves_no_answer_to_the_next(
-    asked: Isolated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send = processes.Worker.send
+    """It comes behind a question or with its answer, and ends the worker. The next question goes to a fresh one."""
 
     def interrupted(*arguments: Any) -> None:
-        send(*arguments)
+        INTERRUPTED[name](*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(processes.Worker, "send", interrupted)
+        patch.setattr(name, interrupted)
         asked.ask("facts")
     assert "clock_share" in asked.ask("ready")
     asked._say.assert_called_with("measuring what this machine reaches")  # by the worker
