@@ -76,16 +76,24 @@ def test_a_mistake_ends_the_run_before_it_measures(tmp_path: Path) -> None:
     assert "sampling" not in ended.stdout and not (tmp_path / "out.json").exists()
 
 
+PARTS = Field("parts_s", "s", role="detail")
+FIRST = Field("first_s", "s", of=lambda record: record["parts_s"].get("first"))
+
+
 @pytest.mark.parametrize(
-    "metrics",
+    "changed",
     [
-        lambda self, case, record, machine: {"size": record["losses"][0]},
-        lambda self, case, record, machine: {"size": machine["a fact that is measured"]},
-        lambda self, case, record, machine: {"size": 1 / (record["time_s"] - 1)},
+        {"metrics": lambda self, case, record, machine: {"size": record["losses"][0]}},
+        {"metrics": lambda self, case, record, machine: {"size": machine["a fact that is measured"]}},
+        {"metrics": lambda self, case, record, machine: {"size": 1 / (record["time_s"] - 1)}},
+        {"fields": (*Telling.fields, PARTS, FIRST)},
     ],
+    ids=range(4),
 )
-def test_metrics_that_need_more_than_a_made_up_record_are_no_mistake(metrics: Any) -> None:
-    assert len(made_up(metrics=metrics)["records"]) == 2
+def test_metrics_and_fields_that_need_more_than_a_made_up_record_are_no_mistake(
+    changed: dict[str, Any],
+) -> None:
+    assert [record.get("first_s", 1.0) for record in made_up(**changed)["records"]] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +108,6 @@ def test_layouts_that_need_other_values_are_no_mistake(step: Any) -> None:
     with pytest.raises(ValuesError):
         chapters(view_of(machine, Telling.name))
     rehearse(result)
-
-
-def test_derived_fields_that_need_other_values_are_no_mistake() -> None:
-    parts = Field("parts_s", "s", role="detail")
-    first = Field("first_s", "s", of=lambda record: record["parts_s"].get("first"))
-    assert {record["first_s"] for record in made_up(fields=(*Telling.fields, parts, first))["records"]} == {1.0}
 
 
 def test_each_section_and_row_is_tried_at_its_first_and_last_size() -> None:

@@ -62,9 +62,7 @@ def test_only_results_of_equal_settings_are_resumed(tmp_path: Path) -> None:
         {**RECORD, "id": "d", "time_s": None, "reason": "verified, not timed"},
         {**RECORD, "id": "e", "outcome": "error", "time_s": None, "crashed": True},
     ]
-    journal = record.Journal(tmp_path / "out.json", head())
-    for line in records:
-        journal.add(line)
+    record.Journal(tmp_path / "out.json", head(), records)
     (tmp_path / "out.json").touch()  # as a killed run leaves it
     journaled = record.load(tmp_path / "out.json")
     assert journaled["records"] == records
