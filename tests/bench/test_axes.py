@@ -6,6 +6,7 @@ more case of the first test.
 """
 
 from itertools import chain, groupby
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -101,19 +102,28 @@ def test_commas_separate_settings_of_checkpointing_but_not_the_parts_of_one(sett
     expected = [setting for has_number, parts in groupby(settings, lambda setting: "*" in setting)
                 for setting in ([",".join(parts)] if has_number else parts)]  # fmt: skip
     assert list(given) == expected
-    # Numbers of blocks that share one kept input: 0 is the level "none", and 1 is "whole", each block by itself.
-    assert given_axes(axes.NAMED, {"--checkpoint": "0,1"})["checkpoint"] == ("none", "whole")
-    assert given_axes(axes.NAMED, {"--residual": "wide,narrow"})["residual"] == RESIDUALS
 
 
-def test_values_of_two_options_of_one_axis_are_joined() -> None:
-    both = given_axes(axes.named("--length", "--tiers"), {"--length": "8", "--tiers": "4:2"})
-    assert both == {"length": ((8, 8), (4, 2))}
-    assert given_axes([Axis("size", positive)], {"size": "3,5"}) == {"size": (3, 5)}
+LENGTHS = axes.named("--length", "--tiers")
+NUMBERS = [Axis("size", positive, option="--size"), Axis("size", positive, option="--more")]
 
 
-def test_values_given_by_name_are_read_by_the_first_axis_of_that_name() -> None:
-    assert given_axes(axes.named("--length", "--tiers"), {"length": "1024"}) == {"length": ((1024, 1024),)}
-    numbers = [Axis("size", positive, option="--size"), Axis("size", positive, option="--more")]
-    assert given_axes(numbers, {"size": "1,2"}) == {"size": (1, 2)}
-    assert given_axes(numbers, {"size": "1,2", "--more": "3"})["size"] == (1, 2, 3)
+@pytest.mark.parametrize(
+    ("known", "texts", "values"),
+    [
+        # Numbers of blocks that share one kept input: 0 is the level "none", and 1 is "whole", each block by itself.
+        (axes.NAMED, {"--checkpoint": "0,1"}, {"checkpoint": ("none", "whole")}),
+        (axes.NAMED, {"--residual": "wide,narrow"}, {"residual": RESIDUALS}),
+        # Two options of one axis are joined.
+        (LENGTHS, {"--length": "8", "--tiers": "4:2"}, {"length": ((8, 8), (4, 2))}),
+        (NUMBERS, {"size": "1,2", "--more": "3"}, {"size": (1, 2, 3)}),
+        ([Axis("size", positive)], {"size": "3,5"}, {"size": (3, 5)}),
+        # Values given by name are read by the first axis of that name.
+        (LENGTHS, {"length": "1024"}, {"length": ((1024, 1024),)}),
+        (NUMBERS, {"size": "1,2"}, {"size": (1, 2)}),
+    ],
+)
+def test_values_are_read_by_the_options_and_names_of_axes(
+    known: list[Axis], texts: dict[str, str], values: dict[str, Any]
+) -> None:
+    assert given_axes(known, texts) == values

@@ -7,9 +7,11 @@ programs from `lmsys.measure.host`. Clocks are moved by hand.
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import assume, given
@@ -38,18 +40,25 @@ class Hand:
         return self.now_s
 
 
-def test_what_others_take_is_told_once_and_threads_then_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    for share in (None, 0.0, host.BUSY):
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        _ease_waiting(lambda text: pytest.fail(text), share)
-        assert "OMP_WAIT_POLICY" not in os.environ
+@pytest.mark.parametrize(
+    ("share", "before", "after"),
+    [
+        (None, None, None),
+        (0.0, None, None),
+        (host.BUSY, None, None),
+        (0.75, None, "passive"),
+        (0.75, "active", "active"),  # the user's own
+    ],
+)
+def test_what_others_take_is_told_once_and_threads_then_sleep(
+    share: float | None, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
-    _ease_waiting(lines.append, 0.75)
-    assert os.environ["OMP_WAIT_POLICY"] == "passive"
-    assert len(lines) == 1 and "other programs take 75% of its CPU" in lines[0]
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    _ease_waiting(lines.append, 0.75)
-    assert os.environ["OMP_WAIT_POLICY"] == "active"  # the user's own
+    environment = {"OMP_WAIT_POLICY": before} if before else {}
+    monkeypatch.setattr("lmsys.bench.plugin.os", SimpleNamespace(environ=environment))
+    _ease_waiting(lines.append, share)
+    assert environment.get("OMP_WAIT_POLICY") == after
+    assert ["other programs take 75% of its CPU" in line for line in lines] == [True] * (share == 0.75)
 
 
 def test_the_share_of_others_is_of_the_time_that_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,39 +128,25 @@ def test_without_an_earlier_run_the_rest_is_what_its_cases_have_cost(cases: list
     assert doubt and 1 / 1.5 < told_s(text) / (case_s * sum(cases[1:])) < 1.5
 
 
-def test_a_group_that_never_ran_costs_what_cases_have_cost() -> None:
-    """Group b is known: here it takes twice its usual 10 s. A group that never ran takes 3 s a case, as group a did."""
-    rest = time_left({"a": 6.0}, {"a": 2, "b": 5, "new": 4}, {"a": 3.0, "b": 10.0}, " in doubt")
-    assert rest == f", about {2 * 10 + 4 * 3} s left in doubt"
-
-
-def test_before_anything_is_known_nothing_is_told() -> None:
-    assert time_left({}, {"a": 1}, {}) == "" and time_left({}, {"a": 1, "b": 1}, {"a": 1.0}) == ""
-    assert time_left({}, {"a": 1, "b": 1}, {"a": 1.0, "b": 9.0}) == ", about 10 s left"
-
-
-def test_the_end_is_told_in_seconds() -> None:
-    lefts = {s: time_left({}, {"a": 1}, {"a": s}) for s in (90.0, 119.0, 149.0, 151.0, 400.0)}
-    assert [text.split()[2:4] for text in lefts.values()] == [
-        ["90", "s"], ["119", "s"], ["149", "s"], ["3", "min"], ["7", "min"]
-    ]  # fmt: skip
-
-
-class Slow:
-    """A runner whose groups take `seconds`, by a clock that is moved by hand."""
-
-    machine: dict[str, Any] = {}
-
-    def __init__(self, clock: Hand, seconds: dict[str, float]):
-        self.clock, self.seconds = clock, seconds
-
-    def ready(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def run(self, benchmark: object, cases: list[str]) -> Iterator[Result]:
-        self.clock.now_s += self.seconds[cases[0]]
-        yield from (Result(RECORD | {"id": f"{cases[0]}{number}"}, [1.0]) for number in range(len(cases)))
+@pytest.mark.parametrize(
+    ("took", "cases", "usual", "left"),
+    [
+        # Before anything is known, nothing is told.
+        ({}, {"a": 1}, {}, ""),
+        ({}, {"a": 1, "b": 1}, {"a": 1.0}, ""),
+        ({}, {"a": 1, "b": 1}, {"a": 1.0, "b": 9.0}, ", about 10 s left"),
+        # Group b is known: here it takes twice its usual 10 s. A group that never ran takes 3 s a case, as a did.
+        ({"a": 6.0}, {"a": 2, "b": 5, "new": 4}, {"a": 3.0, "b": 10.0}, f", about {2 * 10 + 4 * 3} s left in doubt"),
+        # The end is told in seconds.
+        *(({}, {"a": 1}, {"a": s}, f", about {s:.0f} s left") for s in (90.0, 119.0, 149.0)),
+        ({}, {"a": 1}, {"a": 151.0}, ", about 3 min left"),
+        ({}, {"a": 1}, {"a": 400.0}, ", about 7 min left"),
+    ],
+)
+def test_what_is_left_is_told_in_words(
+    took: dict[str, float], cases: dict[str, int], usual: dict[str, float], left: str
+) -> None:
+    assert time_left(took, cases, usual, " in doubt") == left
 
 
 def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +155,15 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
     monkeypatch.setattr("lmsys.bench.results.time", SimpleNamespace(monotonic=clock))
 
     def lines(pace: float, took_s: dict[str, float] | None = None) -> list[str]:
+        """What two groups of cases, a and b, say that take `pace` and 100 * `pace` seconds."""
+
+        def run(benchmark: object, cases: list[str]) -> Iterator[Result]:
+            clock.now_s += pace * {"a": 1.0, "b": 100.0}[cases[0]]
+            yield from (Result(RECORD | {"id": f"{cases[0]}{number}"}, [1.0]) for number in range(len(cases)))
+
         messages: list[str] = []
         session = Session(Settings(device="cpu"), Sweep(took_s=took_s or {}), say=messages.append)
-        session.__dict__["runner"] = Slow(clock, {"a": 1.0 * pace, "b": 100.0 * pace})
+        session.__dict__["runner"] = Mock(machine={}, run=run)
         session.benchmarks["attention"] = None  # type: ignore[assignment]
         session._groups |= {("attention", name): [name] * 2 for name in "ab"}
         for name in "ab":
@@ -185,33 +186,24 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
     assert lines(4.0, elsewhere)[0] == "[1/2] a"
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Isolated, Hand, Heartbeat, list[str]]]:
-    """(a worker's parent, its clock, the heartbeat of a worker that runs nothing, the lines that the parent prints)"""
-    lines: list[str] = []
+def test_nobody_waits_in_silence_for_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line names who is at work: a row, or the bench itself. The worker runs nothing, but its heart beats."""
     clock, file = Hand(), shared_file()
     monkeypatch.setattr("lmsys.bench.isolation.time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    parent = Isolated(Settings(device="cpu"), lines.append)
-    parent._memory, parent._most_bytes = map_file(file), float("inf")
-    yield parent, clock, Heartbeat(file), lines
-    os.close(file)
-
-
-def test_nobody_waits_in_silence_for_thirty_seconds(watched: tuple[Isolated, Hand, Heartbeat, list[str]]) -> None:
-    """Each line names who is at work: a row, or the bench itself."""
-    isolated, clock, heartbeat, lines = watched
+    told = [(clock.now_s, "")]
+    isolated = Isolated(Settings(device="cpu"), lambda text: told.append((clock.now_s, text)))
+    isolated._memory, isolated._most_bytes = map_file(file), float("inf")
     isolated.rows = [["first-fwd", "first-bwd"], ["second-fwd"]]
-    worker: Any = SimpleNamespace(pid=os.getpid())
-    lines_at = [clock.now_s]
-    tell: Callable[[str], None] = isolated._say
-    isolated._say = lambda text: (lines_at.append(clock.now_s), tell(text))[1]
+    heartbeat, worker = Heartbeat(file), Mock(pid=os.getpid())
     for at in range(int(100 / POLL_S)):
         clock.now_s += POLL_S
         # A beat now and then: of the first row, then of the second, then of the bench itself.
         if at % 7 == 0:
             heartbeat.beat(at // 300, "in its check", 600.0) if at < 600 else heartbeat.rest()
         isolated._look_at(worker)
-    assert max(later - earlier for earlier, later in zip(lines_at, lines_at[1:], strict=False)) < 30
+    os.close(file)
+    moments, (_, *lines) = zip(*told, strict=True)
+    assert max(later - earlier for earlier, later in pairwise(moments)) < 30
     assert len(lines) == int(100 / (QUIET_S + POLL_S))
     assert lines[0] == "  at work: first-fwd, in its check" and "  at work: second-fwd, in its check" in lines
     assert lines[-1].startswith("  at work: the bench itself")

@@ -2,6 +2,10 @@
 
 `compare` judges two result files beside their peers, and `compare_in_turns` a run that measured each row as it is and
 as it was (`--against`). Records are made up by `run` and `in_turns`.
+
+Both rest on how far two sets of timings are apart, whose laws come last. `between` compares timings that were taken
+apart from one another, `paired` the differences of two rows in each round. Both return a `Shift`: an estimate with its
+standard error, from which an interval and verdicts follow.
 """
 
 import math
@@ -9,20 +13,27 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmsys.bench.changes import (
     BROKEN,
     FASTER,
+    FEWEST_ROUNDS,
     MENDED,
     ONLY_NOW,
     SAME,
     SLOWER,
     UNCLEAR,
+    Shift,
+    between,
     compare,
     compare_in_turns,
+    discoveries,
     lines,
     look_changed,
     of_one_run,
+    paired,
     spreads_between,
 )
 from lmsys.bench.record import earlier, today
@@ -93,21 +104,26 @@ def test_a_row_that_ran_alone_has_no_verdict() -> None:
     assert change.verdict == UNCLEAR and not change.beside and change.ratio == pytest.approx(1.3, rel=0.05)
 
 
-def test_beside_rows_of_ours_nobody_knows_which_has_changed() -> None:
-    """Only peers are taken as unchanged. A row of ours that became faster would make the other look slower."""
-    rows = {"mine": False, "other": False}
-    changes = compare(run(1, rows=rows), run(2, rows=rows, mine=0.8))
-    assert verdicts(changes) == {"mine": {UNCLEAR}, "other": {UNCLEAR}} and not any(change.beside for change in changes)
+OURS, BESIDE_A_PEER = {"mine": False, "other": False}, {"mine": False, "sdpa": True}
 
 
-def test_rows_that_ran_one_after_another_are_no_anchors() -> None:
-    old, new = ([record | {"alone": True} for record in side] for side in (run(1), run(2, mine=1.3)))
-    assert {change.verdict for change in compare(old, new)} == {UNCLEAR}
-
-
-def test_without_a_comparison_nothing_took_turns() -> None:
-    old, new = ([record | {"comparison": None} for record in side] for side in (run(1), run(2, mine=1.3)))
-    assert {change.verdict for change in compare(old, new)} == {UNCLEAR}
+@pytest.mark.parametrize(
+    ("rows", "fact", "slower", "found"),
+    [
+        # Only peers are taken as unchanged. A row of ours that became faster would make the other look slower.
+        (OURS, {}, 0.8, {(row, UNCLEAR, "") for row in OURS}),
+        # A peer beside our rows alone would be called faster where our row became slower.
+        (BESIDE_A_PEER, {}, 1.1, {("mine", SLOWER, "sdpa"), ("sdpa", UNCLEAR, "")}),
+        # Rows that ran one after another, or without a comparison, took no turns.
+        (ROWS, {"alone": True}, 1.3, {(row, UNCLEAR, "") for row in ROWS}),
+        (ROWS, {"comparison": None}, 1.3, {(row, UNCLEAR, "") for row in ROWS}),
+    ],
+)
+def test_only_peers_that_took_turns_with_a_row_are_its_anchors(
+    rows: dict[str, bool], fact: Record, slower: float, found: set[tuple[str, str, str]]
+) -> None:
+    old, new = ([record | fact for record in side] for side in (run(1, rows=rows), run(2, rows=rows, mine=slower)))
+    assert {(change.new["impl"], change.verdict, change.beside) for change in compare(old, new)} == found
 
 
 def test_a_peer_of_too_few_rounds_is_no_anchor() -> None:
@@ -173,23 +189,20 @@ def test_what_was_wrong_in_both_is_no_figure() -> None:
     assert {change.beside for change in changes if change.new["impl"] == "mine"} == {"sdpa_math"}
 
 
-def test_a_peer_beside_our_rows_alone_has_no_verdict() -> None:
-    """Otherwise the peer would be called faster where our row became slower."""
-    rows = {"mine": False, "sdpa": True}
-    by_row = verdicts(compare(run(1, rows=rows), run(2, rows=rows, mine=1.1)))
-    assert by_row == {"mine": {SLOWER}, "sdpa": {UNCLEAR}}
+def learnt(records: list[Record], spreads: dict[str, float]) -> list[Record]:
+    """These records, as a sweep writes them that has learnt how far repeated runs of a case differ: {id: spread}."""
+    return [record | {"between_runs": spreads.get(record["id"])} for record in records]
 
 
 def test_what_a_sweep_has_learnt_from_repeats_counts_too() -> None:
-    """Records keep the spread between repeated runs as `between_runs`, and a change within it is none."""
+    """A change within the spread between repeated runs is none."""
     old, new = run(8), run(9, mine=1.07)
     assert verdicts(compare(old, new))["mine"] == {SLOWER}
-    for record in (*old, *new):
-        record["between_runs"] = 0.02 if record["impl"] == "mine" else None
-    assert SLOWER not in verdicts(compare(old, new))["mine"]
-    for record in (*old, *new):
-        record["between_runs"] = 5.0 if record["id"] == "0-mine" else 0.001 if record["impl"] == "mine" else None
-    assert [change.verdict for change in compare(old, new) if change.new["impl"] == "mine"].count(SLOWER) == 9
+    alike = {f"{group}-mine": 0.02 for group in range(10)}
+    assert SLOWER not in verdicts(compare(learnt(old, alike), learnt(new, alike)))["mine"]
+    but_one = dict.fromkeys(alike, 0.001) | {"0-mine": 5.0}
+    changes = compare(learnt(old, but_one), learnt(new, but_one))
+    assert [change.verdict for change in changes if change.new["impl"] == "mine"].count(SLOWER) == 9
 
 
 def test_the_same_runs_give_the_same_verdicts() -> None:
@@ -222,30 +235,42 @@ def test_rows_that_took_turns_with_themselves_need_no_peer(factor: float, verdic
     assert verdict == SAME or changes[0].ratio == pytest.approx(factor, rel=0.005)
 
 
-def test_the_margin_is_that_of_the_run_unless_another_is_asked_for() -> None:
-    assert verdicts(compare_in_turns(in_turns(1, mine=1.03)))["mine"] == {SLOWER}
-    assert verdicts(compare_in_turns(in_turns(1, 0.06, mine=1.03)))["mine"] == {SAME}
-    assert verdicts(compare_in_turns(in_turns(1, 0.06, mine=1.03), 0.01))["mine"] == {SLOWER}
-    assert verdicts(compare_in_turns(in_turns(1, 0.06, mine=1.03), 0.0))["mine"] == {SLOWER}
+@pytest.mark.parametrize(
+    ("of_run", "asked", "verdict"),
+    [(0.02, (), SLOWER), (0.06, (), SAME), (0.06, (0.01,), SLOWER), (0.06, (0.0,), SLOWER)],
+)
+def test_the_margin_is_that_of_the_run_unless_another_is_asked_for(
+    of_run: float, asked: tuple[float, ...], verdict: str
+) -> None:
+    assert verdicts(compare_in_turns(in_turns(1, of_run, mine=1.03), *asked))["mine"] == {verdict}
 
 
-def test_a_row_that_was_wrong_is_mended_and_one_that_is_now_is_broken() -> None:
+@pytest.mark.parametrize(
+    ("ended", "printed"),
+    [
+        (
+            {0: ("wrong", "q is off"), 3: ("oom", "no room")},
+            {
+                0: "1 broken, 1 mended, 38 same, by a margin of 0.02",
+                2: "broken 0-other: no room",
+                3: "mended 0-mine: q is off",
+            },
+        ),
+        (
+            {0: ("unsupported", "the earlier state cannot run it")},
+            {0: "1 only now, 39 same, by a margin of 0.02", 2: "only now 0-mine: the earlier state cannot run it"},
+        ),
+    ],
+)
+def test_a_row_that_was_wrong_is_mended_and_one_that_is_now_is_broken(
+    ended: dict[int, tuple[str, str]], printed: dict[int, str]
+) -> None:
+    """One that could not be run there was not mended. In the records each row of today is behind its earlier state."""
     records = in_turns(1)
-    records[0] |= {"outcome": "wrong", "samples_s": None, "reason": "q is off"}
-    records[3] |= {"outcome": "oom", "samples_s": None, "reason": "no room"}
-    changed = {(change.old["impl"], change.verdict) for change in compare_in_turns(records) if change.is_changed}
-    assert changed == {("mine@0123456789", MENDED), ("other@0123456789", BROKEN)}
-    printed = list(lines(compare_in_turns(records), 0.02))
-    assert printed[0] == "1 broken, 1 mended, 38 same, by a margin of 0.02"
-    assert printed[2].endswith("0-other: no room") and printed[3].endswith("0-mine: q is off")
-
-
-def test_a_row_that_could_not_be_run_there_was_not_mended() -> None:
-    records = in_turns(1)
-    records[0] |= {"outcome": "unsupported", "samples_s": None, "reason": "the earlier state cannot run it"}
-    printed = list(lines(compare_in_turns(records), 0.02))
-    assert printed[0] == "1 only now, 39 same, by a margin of 0.02"
-    assert printed[2].startswith("only now ") and printed[2].endswith("0-mine: the earlier state cannot run it")
+    for number, (outcome, reason) in ended.items():
+        records[number] |= {"outcome": outcome, "samples_s": None, "reason": reason}
+    found = list(lines(compare_in_turns(records), 0.02))
+    assert {number: " ".join(found[number].split()) for number in printed} == printed
 
 
 def test_cases_of_other_runs_took_no_turns() -> None:
@@ -256,18 +281,13 @@ def test_cases_of_other_runs_took_no_turns() -> None:
 
 def test_what_looks_changed_once_and_not_again_is_no_change() -> None:
     """Two processes of the same code may differ by the place of their memory, and the next two may not."""
-    first, again, lasting = in_turns(1, mine=1.0), in_turns(2, mine=1.04), in_turns(3, mine=1.04)
-    assert look_changed(again) and not look_changed(first)
-    assert verdicts(compare_in_turns(again))["mine"] == {SLOWER}
-    spreads = spreads_between([first, again])
-    for record in again:
-        record["between_runs"] = spreads.get(record["id"])
-    assert SLOWER not in verdicts(compare_in_turns(again))["mine"]
-    first = in_turns(4, mine=1.04)
-    spreads = spreads_between([first, lasting])
-    for record in lasting:
-        record["between_runs"] = spreads.get(record["id"])
-    assert verdicts(compare_in_turns(lasting))["mine"] == {SLOWER}
+    same, slower, also_slower = in_turns(1), in_turns(2, mine=1.04), in_turns(3, mine=1.04)
+    assert look_changed(slower) and not look_changed(same)
+    assert verdicts(compare_in_turns(slower))["mine"] == {SLOWER}
+    once = learnt(slower, spreads_between([same, slower]))
+    assert SLOWER not in verdicts(compare_in_turns(once))["mine"]
+    twice = learnt(also_slower, spreads_between([slower, also_slower]))
+    assert verdicts(compare_in_turns(twice))["mine"] == {SLOWER}
 
 
 def test_a_file_with_rows_as_they_were_is_compared_to_others_by_those_of_today() -> None:
@@ -275,3 +295,68 @@ def test_a_file_with_rows_as_they_were_is_compared_to_others_by_those_of_today()
     assert {change.new["id"] for change in compare(old, new)} == {record["id"] for record in old}
     assert not any(change.new.get("against") for change in compare(old, new)) and not of_one_run(old, new)[1]
     assert [today(record)["id"] for record in new[::2]] == [record["id"] for record in new[1::2]]
+
+
+samples = st.lists(st.floats(-1, 1), min_size=FEWEST_ROUNDS, max_size=30)
+
+
+@given(old=samples, new=samples, by=st.floats(-3, 3))
+def test_the_estimate_is_what_is_added_to_one_side(old: list[float], new: list[float], by: float) -> None:
+    shift, moved, back = between(old, new), between(old, [value + by for value in new]), between(new, old)
+    assert shift and moved and back
+    assert moved.estimate == pytest.approx(shift.estimate + by, abs=1e-9)
+    assert back.estimate == pytest.approx(-shift.estimate, abs=1e-9)
+    assert back.error == pytest.approx(shift.error, abs=1e-9)
+
+
+@given(differences=samples, by=st.floats(-3, 3))
+def test_the_paired_estimate_is_what_is_added_to_each_round(differences: list[float], by: float) -> None:
+    shift, moved, back = (paired(list(map(f, differences))) for f in (float, lambda x: x + by, lambda x: -x))
+    assert shift and moved and back
+    assert moved.estimate == pytest.approx(shift.estimate + by, abs=1e-9)
+    assert back.estimate == pytest.approx(-shift.estimate, abs=1e-9)
+
+
+def test_a_few_slow_rounds_do_not_move_the_estimate() -> None:
+    steady = [0.001 * (number % 7) for number in range(100)]
+    for shift in (between(steady, [*steady[:90], *[5.0] * 10]), paired([*[0.0] * 90, *[5.0] * 10])):
+        assert shift and abs(shift.estimate) < 0.002
+
+
+def noise(rng: random.Random, count: int, alike: float) -> list[float]:
+    """`count` timings of which each resembles the one before; `alike` is their correlation, from 0 to below 1."""
+    timings = [rng.gauss(0, 1)]
+    while len(timings) < count:
+        timings.append(alike * timings[-1] + math.sqrt(1 - alike * alike) * rng.gauss(0, 1))
+    return [0.01 * value for value in timings]
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.6])
+def test_the_interval_holds_the_true_shift_about_as_often_as_it_says(alike: float) -> None:
+    rng = random.Random(1)
+    hits, trials = {"between": 0, "paired": 0}, 300
+    for _ in range(trials):
+        old, new = noise(rng, 60, alike), [value + 0.02 for value in noise(rng, 60, alike)]
+        differences = [b - a for a, b in zip(old, new, strict=True)]
+        for name, shift in (("between", between(old, new)), ("paired", paired(differences))):
+            assert shift
+            hits[name] += shift.interval[0] <= 0.02 <= shift.interval[1]
+    assert all(count / trials > 0.92 for count in hits.values())
+
+
+def test_few_of_the_reported_changes_are_false() -> None:
+    """In each of 40 trials 20 cases change by three times the margin, 80 by the margin, so that they must not count."""
+    rng, called, false = random.Random(2), 0, 0
+    for _ in range(40):
+        shifts = [0.06 if number < 20 else 0.02 for number in range(100)]
+        chances = [Shift(rng.gauss(shift, 0.01), 0.01).p_beyond(0.02) for shift in shifts]
+        counted = discoveries(chances, 0.05)
+        called += sum(counted)
+        false += sum(counted[20:])
+    assert called > 0.9 * 800 and false / called < 0.06
+
+
+def test_timings_without_noise_leave_no_doubt() -> None:
+    assert Shift(0.1, 0.0).p_beyond(0.05) == 0 and Shift(0.01, 0.0).p_beyond(0.05) == 1
+    assert discoveries([], 0.05) == [] and discoveries([0.0, 1.0], 0.05) == [True, False]
+    assert between([0.5] * 10, [0.5] * 10) == Shift(0.0, 0.0)

@@ -55,16 +55,18 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def copied(repository: Path) -> Path:
-    """Another folder with the committed state."""
-    folder = repository.parent / "a copy"
-    git(repository, "worktree", "add", "-q", str(folder), "HEAD")
-    return folder
+def config(add_cleanup: Callable[[Callable[[], None]], object], **options: Any) -> Any:
+    """A stand-in for pytest's config with these options, {name without "lmsys_": value}; others have their defaults."""
+    values = {"against": "HEAD", "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1} | options
+    named = {f"lmsys_{name}": value for name, value in values.items()}
+    return SimpleNamespace(getoption=named.get, add_cleanup=add_cleanup)
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_rows_are_of_the_earlier_state_and_the_bench_is_of_today(is_folder: bool, repository: Path) -> None:
-    text = str(copied(repository)) if is_folder else "HEAD"
+    elsewhere = str(repository.parent / "a copy")  # with the committed state
+    git(repository, "worktree", "add", "-q", elsewhere, "HEAD")
+    text = elsewhere if is_folder else "HEAD"
     state = Checkout(text, repository.parent / "temporary")
     texts = {
         path.relative_to(state.folder).as_posix(): path.read_text()
@@ -100,28 +102,28 @@ def test_installed_packages_are_imported_from_where_they_are(repository: Path, m
     assert state.target(f"{repository}/work/mine.py:f") == f"{state.working_folder}/mine.py:f"
 
 
-def test_a_text_that_names_no_state_is_refused(repository: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("v9", "'v9': neither a folder nor a git reference of"),
+        ("^HEAD", r"'\^HEAD': neither a folder nor a git reference of"),
+        ("HEAD", "'HEAD' is a folder and a git reference: name one by ./HEAD or its commit"),
+        ("./HEAD", "it has no folder work"),
+    ],
+)
+def test_a_text_that_names_no_state_is_refused(text: str, told: str, repository: Path) -> None:
     folder = repository.parent / "temporary"
-    with pytest.raises(ValueError, match="'v9': neither a folder nor a git reference of"):
-        Checkout("v9", folder)
-    with pytest.raises(ValueError, match=r"'\^HEAD': neither a folder nor a git reference of"):
-        Checkout("^HEAD", folder)
     (repository / "work" / "HEAD").mkdir()
-    with pytest.raises(ValueError, match="'HEAD' is a folder and a git reference: name one by ./HEAD or its commit"):
-        Checkout("HEAD", folder)
-    assert not list(folder.iterdir())
-    with pytest.raises(ValueError, match="it has no folder work"):
-        Checkout("./HEAD", folder)
+    with pytest.raises(ValueError, match=told):
+        Checkout(text, folder)
+    assert text == "./HEAD" or not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("text", ["HEAD", "v9", "."])
 def test_a_run_removes_the_temporary_folder(text: str, repository: Path) -> None:
     cleanups: list[Callable[[], None]] = []
-    values = {"against": text, "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1}
-    values = {f"lmsys_{name}": value for name, value in values.items()}
-    config: Any = SimpleNamespace(getoption=values.get, add_cleanup=cleanups.append)
     with nullcontext() if text == "HEAD" else pytest.raises(ValueError, match="--against"):
-        state = options.checkout(config, on_ranks=False)
+        state = options.checkout(config(cleanups.append, against=text), on_ranks=False)
         assert state is not None and state.working_folder.is_dir()
     for cleanup in cleanups:
         cleanup()

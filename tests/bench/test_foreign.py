@@ -1,13 +1,15 @@
 """Rows in processes of their own (`lmsys.bench.foreign`): the law of their times, their memory, and how they end."""
 
-import json
 import os
 import random
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,15 +22,14 @@ from lmsys.measure.clock import ClockError, CpuClock
 from lmsys.testing import MEMORY, make_inputs
 from tests.support import harness
 
-pytestmark = pytest.mark.usefixtures("foreign_processes")
 SHAPE = (1, 2, 1, 40, 40, 16)
 MARGIN = foreign.MARGIN_S
 FILE = """
-import os, time
+import os, sys, time
 import torch
 from lmsys.attention.naive import naive
 
-calls = 0
+sys.modules["stolen"], calls = sys, 0
 
 
 def row(q, k, v, *, causal=False, scale=None):
@@ -63,11 +64,14 @@ def double(q, k, v, *, causal=False, scale=None):
 """
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    """A file with rows."""
-    (tmp_path / "mine.py").write_text(FILE)
-    return tmp_path / "mine.py"
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file with rows, whose processes these tests share."""
+    file = tmp_path_factory.mktemp("rows") / "mine.py"
+    file.write_text(FILE)
+    yield file
+    for process in foreign._processes.values():
+        process.close()
 
 
 def row_of(file: Path, name: str) -> foreign.Foreign:
@@ -99,24 +103,29 @@ def judged(calls: list[foreign.Seen], **options: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("size", [1.1, 50.0])
-def test_calls_that_are_all_late_are_refused(size: float) -> None:
-    assert "works outside of its calls: 10 of 10" in judged(seen([size] * 10, [0] * 10))
-    assert "makes its results after its calls" in judged(seen([0] * 10, [size] * 10))
-    assert not judged(seen([size] * 10, [size] * 10), trusted=True)
+OUTSIDE, AFTERWARDS = "works outside of its calls", "makes its results after its calls"
 
 
-def test_calls_that_are_late_within_the_margin_are_believed() -> None:
-    assert not judged(seen([0.9] * 200, [-0.9] * 200))
-
-
-def test_one_call_that_is_very_late_or_early_hides_nothing() -> None:
-    assert judged(seen([1.5] * 30 + [1e6], [0] * 31)) and judged(seen([1.5] * 30 + [-1e6], [0] * 31))
-
-
-def test_most_calls_late_on_a_calm_machine_are_refused_and_few_are_not() -> None:
-    """The time of a row is the median of its calls, so that a third of them may be late, as on a busy machine."""
-    assert judged(seen([2.0, 2.0, -0.1] * 20, [0] * 60)) and not judged(seen([2.0, 0.1, -0.1] * 20, [0] * 60))
+@pytest.mark.parametrize(
+    ("late", "copies", "told"),
+    [
+        ([1.1] * 10, [0] * 10, f"{OUTSIDE}: 10 of 10"),
+        ([50.0] * 10, [0] * 10, f"{OUTSIDE}: 10 of 10"),
+        ([0] * 10, [1.1] * 10, AFTERWARDS),
+        ([0] * 10, [50.0] * 10, AFTERWARDS),
+        ([0.9] * 200, [-0.9] * 200, ""),
+        # One call that is very late or early hides nothing.
+        ([1.5] * 30 + [1e6], [0] * 31, OUTSIDE),
+        ([1.5] * 30 + [-1e6], [0] * 31, OUTSIDE),
+        # The time of a row is the median of its calls, so that a third of them may be late, as on a busy machine.
+        ([2.0, 2.0, -0.1] * 20, [0] * 60, OUTSIDE),
+        ([2.0, 0.1, -0.1] * 20, [0] * 60, ""),
+    ],
+)
+def test_a_row_is_refused_if_most_of_its_calls_are_late(late: list[float], copies: list[float], told: str) -> None:
+    words = judged(seen(late, copies))
+    assert told in words and bool(told) == bool(words)
+    assert not judged(seen(late, copies), trusted=True)
 
 
 def test_noise_in_both_directions_is_no_cheat() -> None:
@@ -134,15 +143,9 @@ def test_work_between_calls_shows_in_noise() -> None:
     assert judged(seen(late, [0] * 40))
 
 
-class Told:
-    """In place of a process: its calls take what they are told, by an injected clock."""
-
-    def __init__(self, **windows: float):
-        self.windows = windows
-
-
 def test_what_the_judge_waits_is_compared_with_the_null_row() -> None:
-    null, row = Told(call=3e-3, took=2.9e-3, read=1e-4, copy=1e-4), Told(call=5e-3, took=1e-3, read=2e-4, copy=3e-4)
+    null = SimpleNamespace(windows={"call": 3e-3, "took": 2.9e-3, "read": 1e-4, "copy": 1e-4})
+    row = SimpleNamespace(windows={"call": 5e-3, "took": 1e-3, "read": 2e-4, "copy": 3e-4})
     clock: Any = foreign.ApartClock(null, row, CpuClock())  # type: ignore[arg-type]
     asked: list[Any] = []
     taken, result = clock.sample(lambda pair: asked.append(pair[0]) or "o")
@@ -152,9 +155,6 @@ def test_what_the_judge_waits_is_compared_with_the_null_row() -> None:
 
 
 def test_this_process_never_imports_the_file(mine: Path) -> None:
-    mine.write_text(FILE + "\nimport sys\nsys.modules['stolen'] = sys\n")
-    import sys
-
     row, before = row_of(mine, "row"), set(sys.modules)
     assert records(mine, "row")["row"]["outcome"] == "ok"
     assert "stolen" not in sys.modules and not any("mine" in name for name in sys.modules.keys() - before)
@@ -196,12 +196,12 @@ def test_the_options_of_attention_are_asked_there_too(mine: Path) -> None:
     assert cases[0] + 10 <= cases[1]
 
 
-def test_a_file_that_cannot_be_loaded_is_a_bad_value(mine: Path) -> None:
+def test_a_file_that_cannot_be_loaded_is_a_bad_value(mine: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mine.py:missing"):
         row_of(mine, "missing")
-    mine.write_text("import os; os._exit(3)")
+    (tmp_path / "ends.py").write_text("import os; os._exit(3)")
     with pytest.raises(ValueError, match="exit code 3"):
-        row_of(mine, "row")
+        row_of(tmp_path / "ends.py", "row")
 
 
 def test_a_row_of_a_missing_package_cannot_run_here() -> None:
@@ -260,26 +260,25 @@ def test_what_the_row_is_told_is_no_seed_and_no_draw(mine: Path, monkeypatch: py
     assert len(sent) > 50 and not any(word in text for text in sent for word in (b"seed", b"draw", b"Settings"))
 
 
-def test_answers_are_json_that_nothing_unpickles(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = row_of(mine, "row").load()
-    for text in (json.dumps([1]), "null", "{", "[" * 50000, "\x80\x04."):
-        monkeypatch.setattr("lmsys.bench.foreign.json.loads", lambda _, text=text: json.JSONDecoder().decode(text))
-        with pytest.raises(foreign.Refused):
-            process.ask("tell", {}, None)
+@pytest.mark.parametrize("text", [b"[1]", b"null", b"{", b"[" * 50000, b"\x80\x04."], ids=range(5))
+def test_answers_are_json_that_nothing_unpickles(text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = foreign.Process(Entry("row", "mine.py:row"), Settings())
+    process._worker, process._line, process._trace = Mock(), Mock(), (tmp_path / "trace").open("w+b")
+    monkeypatch.setattr("lmsys.bench.foreign.os.killpg", Mock())
+    process._line.recv_bytes.return_value = b'{"a": 1}'
+    assert process.ask("tell") == {"a": 1}
+    process._line.recv_bytes.return_value = text
+    with pytest.raises(foreign.Refused):
+        process.ask("tell")
 
 
 def test_files_and_rows_of_other_packages_are_foreign_and_ours_are_not(mine: Path) -> None:
     table = Table("attention", [Entry("naive", "lmsys.attention.naive:naive")])
     vars(table)["_all_rows"] = table._own_rows | {"plugin": Entry("plugin", "plugin:row")}  # as entry points add them
-    apart: list[str] = []
-
-    def foreign_row(entry: Entry) -> Entry:
-        apart.append(entry.name)
-        return entry
-
+    foreign_row = Mock(side_effect=lambda entry: entry)
     names = ["naive", "plugin", f"{mine}:row"]
     assert [row.name for row in table.select(names, foreign_row)] == ["naive", "plugin", "row"]
-    assert apart == ["plugin", "row"]
+    assert [call.args[0].name for call in foreign_row.call_args_list] == ["plugin", "row"]
     with pytest.raises(ValueError, match="a row 'naive' of its own"):
         table.select([f"{mine}:naive"], foreign_row)
 

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -128,25 +129,6 @@ def test_a_row_that_ends_its_process_costs_its_own_cases(
             assert name != "segmentation_fault" or record["crashed"]
             assert name != "hangs_in_c" or ("timed call" in record["reason"] and ", at faults.py:" in record["reason"])
         check(records(runner, GOOD, "fwd", "bwd"))
-
-
-def test_an_interrupt_that_comes_with_the_answer_costs_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt comes between two calls of the worker, and ends it. The next question goes to a fresh worker."""
-    interrupts = [KeyboardInterrupt]
-
-    def answered(workers: Sequence[Any], timeout_s: float) -> list[Any]:
-        answers = processes.answered(workers, 20.0)
-        if interrupts:
-            raise interrupts.pop()
-        return answers
-
-    with isolated(monkeypatch, 1) as runner:
-        assert runner.ask("facts")["device"] == "cpu"
-        monkeypatch.setattr("lmsys.bench.isolation.answered", answered)
-        with pytest.raises(KeyboardInterrupt):
-            runner.ask("facts")
-        time.sleep(0.2)
-        assert runner.ask("facts")["device"] == "cpu"
 
 
 @pytest.mark.long
@@ -373,33 +355,44 @@ def test_a_strategy_that_does_harm_on_a_rank_costs_its_own_cases(tmp_path: Path)
             assert record["outcome"] == "ok" and record["time_s"] > 0
 
 
-def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question() -> None:
-    """An interrupt may fall while an answer is read; a traceback then keeps the reader's frame, and so the reader."""
-    runner = Isolated(Settings(seconds_per_row=0.01, timed=False))
-    try:
-        unread = runner.stream("ready")
-        next(filter(None, unread))
-        assert runner.machine == runner.machine and runner._worker is not None
-        pid = runner._worker.pid
-        unread.close()  # too late: a new worker has replaced the one from which it read
-        assert runner.ask("facts") and runner._worker.pid == pid
-    finally:
-        runner.close()
+@pytest.fixture(scope="module")
+def asked() -> Iterator[Isolated]:
+    """A runner whose worker is running, for tests after which it, or another one, is running again."""
+    runner = Isolated(Settings(device="cpu", seconds_per_row=0.01), Mock())
+    assert runner.ask("facts")["device"] == "cpu"
+    yield runner
+    runner.close()
 
 
-def test_an_interrupt_behind_a_question_leaves_no_answer_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, send = Isolated(Settings(seconds_per_row=0.01)), processes.Worker.send
-    runner.ask("facts")  # starts a worker
+# {a function behind which an interrupt comes: what is called in its place before}
+INTERRUPTED: dict[str, Callable[..., object]] = {
+    "lmsys.processes.Worker.send": processes.Worker.send,  # the question was sent
+    "lmsys.bench.isolation.answered": lambda workers, _: processes.answered(workers, PATIENCE_S),  # the answer has come
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interrupt_leaves_no_answer_to_the_next_question(
+    name: str, asked: Isolated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes behind a question or with its answer, and ends the worker. The next question goes to a fresh one."""
 
     def interrupted(*arguments: Any) -> None:
-        send(*arguments)
-        monkeypatch.undo()
+        INTERRUPTED[name](*arguments)
         raise KeyboardInterrupt
 
-    try:
-        monkeypatch.setattr(processes.Worker, "send", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            runner.ask("facts")
-        assert "clock_share" in runner.ready()
-    finally:
-        runner.close()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(name, interrupted)
+        asked.ask("facts")
+    assert "clock_share" in asked.ask("ready")
+    asked._say.assert_called_with("measuring what this machine reaches")  # by the worker
+
+
+def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question(asked: Isolated) -> None:
+    """An interrupt may fall while an answer is read; a traceback then keeps the reader's frame, and so the reader."""
+    unread = asked.stream("ready")
+    next(filter(None, unread))
+    assert asked.machine == asked.machine and asked.ask("facts") and asked._worker is not None
+    pid = asked._worker.pid
+    unread.close()  # too late: a new worker has replaced the one from which it read
+    assert asked.ask("facts") and asked._worker.pid == pid

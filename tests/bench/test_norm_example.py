@@ -2,10 +2,11 @@
 
 import runpy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import torch
 
+from lmsys.bench import Step
 from lmsys.bench.benchmark import Settings
 from lmsys.bench.case import Candidate
 from tests.support.processes import ROOT
@@ -28,13 +29,18 @@ def detached(x: Any, weight: Any, eps: float) -> Any:
     return x * (x.detach().square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def ratio(norm: Any, dtype: str, direction: str) -> float:
-    """The largest error over what is allowed, by the example's check; at most 1 is right."""
+def opened(norm: Any, dtype: str, direction: str) -> tuple[Any, Any, Step]:
+    """The example's benchmark, its setup for a case with drawn inputs, and the step that calls this norm."""
     case = EXAMPLE["NormCase"]("test", EXAMPLE["ROWS"]["torch"], "cpu", 33, 96, dtype, direction)  # tokens, width
-    norms, candidate = EXAMPLE["Norm"](), Candidate(case=case, call=norm)
+    norms = EXAMPLE["Norm"]()
     setup = norms.setup([case], Settings(seed=3))
     norms.redraw(setup, 5)
-    step = norms.step(case, candidate, setup)
+    return norms, setup, norms.step(case, Candidate(case=case, call=norm), setup)
+
+
+def ratio(norm: Any, dtype: str, direction: str) -> float:
+    """The largest error over what is allowed, by the example's check; at most 1 is right."""
+    norms, setup, step = opened(norm, dtype, direction)
     return max(norms.errors(setup, step.run(step.prepare())).values())
 
 
@@ -47,18 +53,10 @@ def test_a_mistake_is_seen_where_it_is(dtype: str, direction: str) -> None:
 
 
 def test_the_backward_that_is_timed_runs_no_forward() -> None:
-    calls = []
-
-    def counted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        calls.append(x)
-        return right(x, weight, eps)
-
-    case = EXAMPLE["NormCase"]("test", EXAMPLE["ROWS"]["torch"], "cpu", 8, 16, "float32", "bwd")
-    norms = EXAMPLE["Norm"]()
-    setup = norms.setup([case], Settings())
-    norms.redraw(setup, 0)
-    step = norms.step(case, Candidate(case=case, call=counted), setup)
+    """It is called in `prepare` alone."""
+    norm = Mock(side_effect=right)
+    _, _, step = opened(norm, "float32", "bwd")
     made = step.prepare()
-    assert len(calls) == 1
+    assert norm.call_count == 1
     step.run(made)
-    assert len(calls) == 1
+    assert norm.call_count == 1

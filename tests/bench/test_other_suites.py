@@ -14,19 +14,16 @@ from typing import Any
 import pytest
 
 from lmsys.bench.options import OPTIONS
-from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT
+from tests.bench.test_plugin import run
+from tests.support.processes import PATIENCE_S, ROOT
 
 WITH, WITHOUT = ("-p", "lmsys.bench.plugin"), ("-p", "no:lmsys.bench.plugin")
-
-
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, *"-m pytest -q -p no:cacheprovider".split(), *options]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT)
 
 
 CONFTEST = """
 import pytest
 
+pytest_plugins = ["lmsys.bench.plugin"]
 NAMES = {names}
 
 
@@ -69,10 +66,13 @@ test_cell.benchmark = dict
 
 
 def test_a_suite_with_the_same_names_starts_and_has_its_own(tmp_path: Path) -> None:
-    """The suite has options and fixtures with the plugin's names, and functions with an attribute `benchmark`."""
+    """The suite has options and fixtures with the plugin's names, and functions with an attribute `benchmark`.
+
+    Its conftest loads the plugin once more.
+    """
     (tmp_path / "conftest.py").write_text(CONFTEST.format(names=[*OPTIONS]))
     (tmp_path / "test_theirs.py").write_text(SUITE)
-    ended = run(tmp_path, *WITH, "--resume", "mine")
+    ended = run(tmp_path, *WITH, "--resume", "mine", plugin=False)
     assert ended.returncode == 0 and "4 passed" in ended.stdout, ended.stdout + ended.stderr
 
 
@@ -80,20 +80,16 @@ def test_no_option_or_fixture_of_the_plugin_is_without_its_prefix(tmp_path: Path
     (tmp_path / "test_theirs.py").write_text("def test_nothing():\n    pass\n")
 
     for asked, words, prefix in (("--help", r"^  (--[\w-]+)", "--lmsys-"), ("--fixtures", r"^(\w+)", "lmsys_")):
-        words_by_run = [
-            set(re.findall(words, run(tmp_path, *plugin, asked).stdout, re.MULTILINE)) for plugin in (WITH, WITHOUT)
-        ]
-        added = words_by_run[0] - words_by_run[1]
+        printed = (run(tmp_path, *plugin, asked, plugin=False).stdout for plugin in (WITH, WITHOUT))
+        here, elsewhere = (set(re.findall(words, text, re.MULTILINE)) for text in printed)
+        added = here - elsewhere
         assert added and all(word.startswith(prefix) for word in added), added
 
 
-def test_a_checkout_has_both_names() -> None:
-    ended = run(ROOT, "--help")
-    assert all(f"  {dashes}{name}" in ended.stdout for name in OPTIONS for dashes in ("--", "--lmsys-"))
-
-
-# Uses of pytest-benchmark, after its own tests: once, in a loop, with a setup, in groups, failing, and unused.
+# Uses of pytest-benchmark, after its own tests: once, in a loop, with a setup, in groups, failing, and unused. The last
+# test fails if the plugin imports what it needs only once it is used.
 BENCHMARKS = """
+import sys
 import time
 from functools import partial
 
@@ -137,7 +133,7 @@ def test_not_used(benchmark):
 
 
 def test_plain():
-    pass
+    assert not {"torch", "numpy", "triton"} & set(sys.modules)
 """
 
 
@@ -157,20 +153,24 @@ def test_plain():
     ids=lambda options: " ".join(options) or "none",
 )
 def test_benchmarks_of_others_are_the_same_with_it_and_without(options: tuple[str, ...], tmp_path: Path) -> None:
-    def ended(plugin: tuple[str, ...]) -> tuple[int, list[str], Any]:
+    def ended(plugin: tuple[str, ...]) -> tuple[Any, ...]:
         folder = tmp_path / plugin[1].replace(":", "")
         folder.mkdir()
         (folder / "test_theirs.py").write_text(BENCHMARKS)
-        done = run(folder, *plugin, "-rA", *options, "--benchmark-json", "out.json", "--benchmark-max-time", "0.01")
+        quickly = "--benchmark-max-time", "0.01", "--benchmark-json", "out.json"
+        done = run(folder, *plugin, "-rA", *options, *quickly, plugin=False)
         starts = ("PASSED", "FAILED", "ERROR", "SKIPPED", "test_", "benchmark", "---")
         lines = [line for line in done.stdout.splitlines() if line.startswith(starts)]
         words = sorted(line.split(" - ")[0] for line in lines if line.startswith(starts[:4]))
         result = folder / "out.json"
-        entries = json.loads(result.read_text())["benchmarks"] if result.exists() else []
-        content = [{key: entry[key] for key in ("name", "group", "params", "extra_info")} for entry in entries]
-        return done.returncode, words, content
+        content = json.loads(result.read_text()) if result.exists() else {"benchmarks": []}
+        kept = "name", "group", "params", "extra_info"
+        entries = [{key: entry[key] for key in kept} for entry in content["benchmarks"]]
+        return done.returncode, words, entries, content.keys()
 
-    assert ended(WITH) == ended(WITHOUT)
+    with_it = ended(WITH)
+    assert with_it == ended(WITHOUT)
+    assert "PASSED test_theirs.py::test_plain" in with_it[1] or "-k" in options
 
 
 def test_the_plugin_is_loaded_without_what_its_extra_installs(tmp_path: Path) -> None:

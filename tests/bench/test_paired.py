@@ -3,10 +3,23 @@
 A row is an implementation in a benchmark's table. The state is a git reference or a folder (`lmsys.bench.checkout`);
 one process runs it, another runs the rows of today, and both take turns (`lmsys.bench.paired`). The fixture `folder` is
 a repository whose rows differ in known ways from those that were committed.
+
+The last tests are of verdicts on real runs: code that did not change is "same", and a planted slowdown is found. They
+take minutes, so they run on request:
+
+    python -m pytest tests/bench/test_paired.py -m on_request -s                # on the CPU
+    python -m pytest tests/bench/test_paired.py -m "on_request and gpu" -s      # on a GPU, some 16 minutes
+
+LMSYS_PAIRS sets how many pairs of fresh processes are measured; the default is 5. Each pair prints its counts, what
+changed, and what stayed unclear. tests/support/planted.py makes the slow rows.
 """
 
+import os
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +30,18 @@ from benchmarks.bench_collectives import Collectives
 from benchmarks.bench_data_parallel import DataParallel
 from benchmarks.bench_training import Training
 from lmsys.bench import Benchmark, Entry, Settings, options
+from lmsys.bench.changes import BAD, FASTER, MARGIN, SAME, SLOWER, UNCLEAR, Change, compare, lines
+from lmsys.bench.fields import Record
 from lmsys.bench.paired import check_rows
 from lmsys.bench.record import load, today
-from lmsys.bench.results import Session
+from lmsys.bench.results import MARGIN_IN_TURNS, Session
 from lmsys.registry import load_target
 from lmsys.reports.__main__ import main
 from lmsys.verify import verify
-from tests.bench.test_checkout import git, write
+from tests.bench.test_checkout import config, git, write
 from tests.bench.test_plugin import EXAMPLE, command
 from tests.support.harness import Telling
-from tests.support.planted import changes
+from tests.support.planted import PLANTED, changes, plant, records
 from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT
 
 ROWS = """
@@ -150,13 +165,6 @@ def test_two_processes_take_turns_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
-def config(**options: Any) -> Any:
-    """A stand-in for pytest's config with these options, {name without "lmsys_": value}; others have their defaults."""
-    values = {"against": "HEAD", "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1} | options
-    named = {f"lmsys_{name}": value for name, value in values.items()}
-    return SimpleNamespace(getoption=named.get, add_cleanup=lambda call: call())
-
-
 @pytest.mark.parametrize(
     ("given", "on_ranks", "sentence"),
     [
@@ -169,7 +177,7 @@ def config(**options: Any) -> Any:
 )
 def test_options_that_exclude_each_other_are_refused(given: dict[str, Any], on_ranks: bool, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        options.checkout(config(**given), on_ranks)
+        options.checkout(config(lambda cleanup: cleanup(), **given), on_ranks)
 
 
 @pytest.mark.parametrize("text", ["0", "2", "nan", "much"])
@@ -211,3 +219,86 @@ def test_a_case_is_measured_with_its_earlier_state_or_not_at_all() -> None:
     assert [*session.carried] == keys[:2] and [case.id for group in session._groups.values() for case in group] == [
         ids[2]
     ]
+
+
+# Verdicts on real runs take minutes: see the text at the top.
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PAIRS = int(os.environ.get("LMSYS_PAIRS", "5"))
+OPTIONS = {  # of the benchmark of attention, by device, for 60 cases
+    "cpu": {
+        "attention": "naive,vectorized,sdpa_math,sdpa_flash,flash_torch", "length": "64,96,128,192",
+        "batch": "1", "heads": "4", "head_dim": "32", "dtype": "float32", "causal": "yes",
+        "direction": "fwd,bwd,fwdbwd",
+    },
+    "cuda": {
+        "attention": "flash_triton,sdpa,sdpa_flash,sdpa_cudnn,sdpa_efficient", "length": "512,1024,2048",
+        "batch": "4", "heads": "16", "head_dim": "64,128", "dtype": "bfloat16", "causal": "yes", "direction": "fwd,bwd",
+    },
+}  # fmt: skip
+SHAPE = {"cpu": {"length": "256", "batch": "1"}, "cuda": {"length": "4096", "batch": "4"}}
+COMMON = {"heads": "8", "head_dim": "64", "causal": "no", "direction": "fwd"}
+DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+SECONDS = {"cpu": 0.2, "cuda": 0.1}  # of sampling, for each row
+# {device: (share by which rows are slowed down, margin beyond which a verdict must say "slower")}
+PLANTS = {"cuda": (0.02, 0.01), "cpu": (1.0, MARGIN_IN_TURNS)}
+ACROSS_FILES = {"cuda": 0.06, "cpu": 1.0}  # {device: that share, if two files are compared}
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("device", DEVICES)
+def test_unchanged_code_is_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code is compared with itself. A busy CPU leaves much unclear; on a GPU nearly all must be the same."""
+    monkeypatch.chdir(ROOT)
+    pair = partial(changes, device, SECONDS[device], str(ROOT), **OPTIONS[device])
+    counts = counts_of(f"{device}, A/A in turns", MARGIN_IN_TURNS, pair)
+    assert counts.total() == 60 * PAIRS
+    false = sum(counts[verdict] for verdict in (*BAD, FASTER))
+    assert false <= (0.01 * counts.total() if device == "cuda" else 0)
+    assert device == "cpu" or counts[SAME] >= 0.95 * counts.total()
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_planted_slowdown_is_found_in_turns(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share, margin = PLANTS[device]
+    earlier = plant(tmp_path / "earlier", 0.0)
+    monkeypatch.chdir(plant(tmp_path / "today", share))
+    options = SHAPE[device] | COMMON | {"attention": PLANTED, "dtype": DTYPE[device]}
+    pair = partial(changes, device, SECONDS[device], str(earlier), margin, **options)
+    check_planted(device, counts_of(f"{device}, {share:.0%} planted, in turns", margin, pair))
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_planted_slowdown_is_found_across_files(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = ACROSS_FILES[device]
+    options = SHAPE[device] | COMMON | {"attention": f"{PLANTED},sdpa_flash", "dtype": DTYPE[device]}
+
+    def pair() -> list[Change]:
+        runs: list[list[Record]] = []
+        for name, planted in (("earlier", 0.0), ("today", share)):
+            monkeypatch.chdir(plant(tmp_path / name, planted))
+            runs.append(records(device, SECONDS[device], **options))
+        return [change for change in compare(runs[0], runs[1]) if not change.new["peer"]]
+
+    check_planted(device, counts_of(f"{device}, {share:.0%} planted, across files", MARGIN, pair))
+
+
+def counts_of(title: str, margin: float, pair: Callable[[], list[Change]]) -> Counter[str]:
+    """{verdict: number} of all pairs. Each pair's verdicts are printed when it has ended."""
+    counts: Counter[str] = Counter()
+    for number in range(1, PAIRS + 1):
+        verdicts = pair()
+        print(f"{title}, pair {number} of {PAIRS}:", *lines(verdicts, margin), sep="\n")
+        for change in verdicts:
+            if change.verdict == UNCLEAR:
+                print(f"unclear: {change.new['id']} {change.interval}")
+        counts += Counter(change.verdict for change in verdicts)
+    return counts
+
+
+def check_planted(device: str, counts: Counter[str]) -> None:
+    """AssertionError unless a GPU finds nearly all slow rows. A busy CPU may leave some unclear, but none "same"."""
+    assert counts.total() == 8 * PAIRS
+    assert counts[SLOWER] >= (0.95 * counts.total() if device == "cuda" else 1)
+    assert not counts[SAME] and not counts[FASTER]

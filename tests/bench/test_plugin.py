@@ -1,4 +1,4 @@
-"""The pytest plugin (`lmsys.bench.plugin`): it is inert until it is used, and serves benchmarks in any folder.
+"""The pytest plugin (`lmsys.bench.plugin`) serves benchmarks in any folder.
 
 Most tests copy the example, docs/examples/bench_matmul.py, into an empty folder, and run pytest there. A new bad option
 is added to BAD, with the message that it must give.
@@ -6,26 +6,25 @@ is added to BAD, with the message that it must give.
 
 import json
 import os
-import re
 import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.axes import NAMED
 from lmsys.bench import record
-from lmsys.bench.options import claim_writable, wants_tables
+from lmsys.bench.options import OPTIONS, claim_writable, wants_tables
 from lmsys.bench.plugin import RecordedTimer
 from lmsys.bench.record import seal
 from lmsys.files import claim
-from lmsys.measure import machine
+from tests.bench.test_results import result_of
 from tests.support.collected import collect
 from tests.support.processes import ENVIRONMENT, PATIENCE_S, PYTEST, ROOT
 
@@ -53,14 +52,6 @@ def run(folder: Path, *options: object, plugin: bool = True, **more: Any) -> sub
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT, **more)
 
 
-def result_of(*options: object, records: Sequence[dict[str, Any]] = (), plugin: bool = True) -> str:
-    """The text of a result file that names this command, with these records."""
-    given = shlex.join(command(*options, plugin=plugin)[3:])
-    facts = machine.describe("cpu", command=f"python -m pytest {given}", seed=0, sweep="default")
-    head = {"machine": facts, "fields": {}, "layouts": {}, "rows": {}}
-    return json.dumps({"benchmarks": [], "lmsys": record.payload(head, records)})
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder that contains only the example."""
@@ -73,17 +64,17 @@ def test_a_benchmark_of_a_new_kind_is_one_small_file() -> None:
 
 
 def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path) -> None:
+    """Also without pytest's own plugin that captures output."""
     text = (folder / "bench_matmul.py").read_text()
     (folder / "bench_matmul.py").write_text(text.replace("linear(a, b.T)", "linear(a, b.T) * 1.001"))
-    ended = run(folder, *SMALL, "--benchmark-only", "--benchmark-json", "out.json")
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    options = "-p", "no:capture", "--benchmark-only", "--lmsys-fail-on", "error,wrong"
+    ended = run(folder, *SMALL, *options, "--benchmark-json", "out.json")
+    assert ended.returncode == 1 and "--lmsys-fail-on: 2 wrong" in ended.stdout, ended.stdout + ended.stderr
     assert "wrong default-16-float32-mine (error ratio" in ended.stdout
     assert "wrong, which fails the run, as a peer's would not: mine" in ended.stdout
     assert "matmul: 4 of 4 that ran" in ended.stdout and "wrong result\n" in ended.stdout
     assert "lmsys check" not in ended.stdout  # that command knows no matmul
     assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
-    failed = run(folder, *SMALL, "--benchmark-disable", "--lmsys-no-isolation", "--lmsys-fail-on", "error,wrong")
-    assert failed.returncode == 1 and "--lmsys-fail-on: 2 wrong" in failed.stdout, failed.stdout
     result = record.load(folder / "out.json")
     for case in result["records"]:
         if case["impl"] == "mine":
@@ -96,28 +87,43 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     assert [row["name"] for row in result["rows"]["row"]] == ["matmul", "mine"]
 
 
-@pytest.mark.parametrize("without", ["terminal", "capture"])
-def test_it_is_measured_without_plugins_of_pytest_that_a_run_can_do_without(without: str, folder: Path) -> None:
-    line = command(*SMALL, *QUICK, "-p", f"no:{without}", "--benchmark-only", "--benchmark-json", "out.json")
+FUNCTIONS = """
+import time
+
+import pytest
+
+
+def test_sleep(lmsys_device_benchmark):
+    assert lmsys_device_benchmark(lambda: time.sleep(0.002) or 7) == 7
+
+
+def test_raises(lmsys_device_benchmark):
+    with pytest.raises(ZeroDivisionError):
+        lmsys_device_benchmark(lambda: 1 / 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def without_terminal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of the example and of FUNCTIONS, which are run without pytest's plugin "terminal"."""
+    folder = tmp_path_factory.mktemp("quiet")
+    shutil.copy(EXAMPLE, folder)
+    (folder / "test_mine.py").write_text(FUNCTIONS)
+    line = command(*SMALL, "test_mine.py", *QUICK, "-p", "no:terminal", "--benchmark-json", "out.json")
     line.remove("-q")  # an option of the terminal's
     ended = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert {case["outcome"] for case in record.load(folder / "out.json")["records"]} == {"ok"}
+    return folder / "out.json"
 
 
-def test_cases_that_raise_end_the_run_with_their_line(folder: Path) -> None:
-    text = (folder / "bench_matmul.py").read_text()
-    (folder / "bench_matmul.py").write_text(text.replace("in grid.product(", "in grid.no_product("))
-    ended = run(folder, *SMALL, *QUICK)
-    assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ended.stdout, ended.stdout
-    assert re.search(r"the cases of 'matmul': AttributeError: .* \(.*/bench_matmul.py, line \d+: for", ended.stderr)
+def test_it_is_measured_without_a_terminal(without_terminal: Path) -> None:
+    assert [case["outcome"] for case in record.load(without_terminal)["records"]] == ["ok"] * 4
 
 
-def test_a_wrong_row_of_somebody_elses_fails_no_run(folder: Path) -> None:
-    text = (folder / "bench_matmul.py").read_text().replace("linear(a, b.T)", "linear(a, b.T) * 1.001")
-    (folder / "bench_matmul.py").write_text(text.replace('"bench_matmul:mine"', '"bench_matmul:mine", peer=True'))
-    ended = run(folder, *SMALL, "--benchmark-only", "--lmsys-no-isolation")
-    assert ended.returncode == 0 and "wrong default-16-float32-mine (error ratio" in ended.stdout, ended.stdout
+def test_a_function_is_timed_by_the_devices_clock(without_terminal: Path) -> None:
+    entries = json.loads(without_terminal.read_text())["benchmarks"]
+    (entry,) = [entry for entry in entries if entry["name"] == "test_sleep"]
+    assert 0.002 <= entry["stats"]["median"] < 0.1 and entry["extra_info"]["clock"] in ("perf_counter", "cuda_event")
 
 
 WRONG = """
@@ -137,25 +143,6 @@ def test_a_wrong_row_of_a_file_comes_with_the_command_that_asks_why(tmp_path: Pa
     assert f"the report of it: lmsys report {tmp_path}/out.json" in ended.stdout
     (wrong,) = [case for case in record.load(tmp_path / "out.json")["records"] if case["outcome"] == "wrong"]
     assert wrong["reason"] in ended.stdout
-
-
-PATCH = """
-import torch
-
-elapsed_time = torch.cuda.Event.elapsed_time
-torch.cuda.Event.elapsed_time = lambda self, end: elapsed_time(self, end) / 10
-
-
-def row(q, k, v, *, causal=False, scale=None):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-"""
-
-
-def test_a_file_that_patches_the_clock_when_it_is_imported_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(PATCH)
-    asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--length", "64"
-    ended = run(ROOT, *asked, "--sweep", "smoke", "--benchmark-disable", plugin=False)
-    assert ended.returncode == 4 and "replaces Event.elapsed_time when it is imported" in ended.stderr, ended.stderr
 
 
 @pytest.mark.long
@@ -192,7 +179,8 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: 
     sizes = ("--lmsys-axis", f"size={','.join(map(str, range(16, 30)))}", "--lmsys-axis", "dtype=float32")
     fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731 - bytes: some ten records
     quickly = (*QUICK, "--benchmark-json", "out.json")
-    before = result_of("bench_matmul.py", *sizes, *quickly)
+    asked = shlex.join(command("bench_matmul.py", *sizes, *quickly)[3:])
+    before = result_of([], command=f"python -m pytest {asked}")
     (folder / "out.json").write_text(before)
     ended = run(folder, "bench_matmul.py", *sizes, *quickly, preexec_fn=fill)
     assert ended.returncode == 1 and "Traceback" not in ended.stdout + ended.stderr, ended.stdout + ended.stderr
@@ -281,43 +269,6 @@ def test_any_option_about_tables_asks_for_them(where: str, monkeypatch: pytest.M
     assert not wanted("-vv", "--benchmark-only", "--benchmark-autosave", "--benchmark-json=out.json")
 
 
-def test_without_pygal_a_histogram_is_refused_at_the_start(folder: Path) -> None:
-    (folder / "conftest.py").write_text("import sys\nsys.modules['pygal'] = None\n")  # as where it is not installed
-    ended = run(folder, *SMALL, "--benchmark-histogram")
-    assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ended.stdout + ended.stderr
-    assert "--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal" in ended.stderr
-
-
-def test_a_function_is_timed_by_the_devices_clock(tmp_path: Path) -> None:
-    (tmp_path / "test_mine.py").write_text(
-        "import time\n"
-        "def test_sleep(lmsys_device_benchmark):\n"
-        "    assert lmsys_device_benchmark(lambda: time.sleep(0.002) or 7) == 7\n"
-        "def test_raises(lmsys_device_benchmark):\n"
-        "    lmsys_device_benchmark(lambda: 1 / 0)\n"
-    )
-    options = ("--benchmark-max-time", "0.02", "--benchmark-json", "out.json")
-    ended = run(tmp_path, "test_mine.py", *options)
-    assert "1 passed" in ended.stdout and "ZeroDivisionError" in ended.stdout, ended.stdout + ended.stderr
-    (entry,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
-    assert 0.002 <= entry["stats"]["median"] < 0.1 and entry["extra_info"]["clock"] in ("perf_counter", "cuda_event")
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_it_is_inert_until_it_is_used_however_it_is_loaded(tmp_path: Path, twice: bool) -> None:
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["lmsys.bench.plugin"]\n')
-    (tmp_path / "test_mine.py").write_text(
-        "import sys\n"
-        "def test_nothing_came_along(benchmark):\n"
-        "    assert 'lmsys.bench.plugin' in sys.modules and not {'torch', 'numpy', 'triton'} & set(sys.modules)\n"
-        "    benchmark(lambda: None)\n"
-    )
-    quickly = ("--benchmark-disable-gc", "--benchmark-max-time", "0.01")
-    ended = run(tmp_path, *quickly, "--benchmark-json", "out.json", plugin=twice)
-    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
-    assert "lmsys" not in (tmp_path / "out.json").read_text().split('"benchmarks"')[-1]
-
-
 TIMER = RecordedTimer()
 
 
@@ -332,6 +283,7 @@ def test_replayed_samples_are_the_stats(benchmark: Any) -> None:
 BAD = {
     "--benchmark-timer=time.time": "--benchmark-timer is not for these benchmarks",
     "--attention naive,flash_torhc": "did you mean flash_torch",
+    "--benchmark-group-by func,param:lenght": "--benchmark-group-by param:lenght: must be one of ",
     "--attention=": "unknown attention ''",
     "--benchmark-min-rounds 3": "--benchmark-min-rounds 3: a median needs at least 10 samples",
     "--benchmark-min-rounds 1000000000": "a result holds at most 100,000 samples of a case",
@@ -355,30 +307,59 @@ BAD = {
 }
 
 
+PATCH = """
+import torch
+
+elapsed_time = torch.cuda.Event.elapsed_time
+torch.cuda.Event.elapsed_time = lambda self, end: elapsed_time(self, end) / 10
+
+
+def row(q, k, v, *, causal=False, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+"""
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
-    """{options: (the message that they must give, the answer of `collect`)}: those in BAD, a result that another run is
-    writing, and --help."""
-    output = tmp_path_factory.mktemp("claimed") / "out.json"
+    """{arguments: (the message that they must give, the answer of `collect`)}.
+
+    The arguments are those in BAD, a result that another run is writing, a file that patches the clock when it is
+    imported, two of the example in a folder of its own (where pygal is as not installed), and --help.
+    """
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "mine.py").write_text(PATCH)
+    text = EXAMPLE.read_text()
+    line = text[: text.index("in grid.product(")].count("\n") + 1
+    (folder / "bench_matmul.py").write_text(text.replace("in grid.product(", "in grid.no_product("))
+    (folder / "conftest.py").write_text("import sys\nsys.modules['pygal'] = None\n")
+    output = folder / "out.json"
+    asked = BAD | {
+        f"--benchmark-json {output}": f"process {os.getpid()} is writing it; wait for its end, or write elsewhere",
+        f"--attention sdpa_math,{folder}/mine.py:row": "replaces Event.elapsed_time when it is imported",
+        "--help": "usage: ",
+    }
+    of_example = f"-p lmsys.bench.plugin {folder}/bench_matmul.py"
+    asked = {f"benchmarks/bench_attention.py {options}": message for options, message in asked.items()} | {
+        of_example: f" 'no_product' ({folder}/bench_matmul.py, line {line}: for",
+        f"{of_example} --benchmark-histogram": "which is not installed: python -m pip install pygal",
+    }
     release = claim(output)
-    message = f"out.json: process {os.getpid()} is writing it; wait for its end, or write elsewhere"
-    asked = BAD | {f"--benchmark-json {output}": message, "--help": "usage: "}
-    collected = collect([["benchmarks/bench_attention.py", *options.split(" ")] for options in asked])
+    collected = collect([arguments.split(" ") for arguments in asked])
     release()
-    return {options: (message, answer) for (options, message), answer in zip(asked.items(), collected, strict=True)}
+    return {words: (message, answer) for (words, message), answer in zip(asked.items(), collected, strict=True)}
 
 
-def test_bad_options_end_the_run_with_one_line(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    for options, (message, answer) in answers.items():
-        if options == "--help" or (options.startswith(("--memory-limit", "--nvtx")) and os.path.exists("/dev/nvidia0")):
+def test_a_bad_run_ends_with_one_line(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    needs_no_gpu = ("--memory-limit", "--nvtx")
+    for words, (message, answer) in answers.items():
+        if "--help" in words or (any(option in words for option in needs_no_gpu) and os.path.exists("/dev/nvidia0")):
             continue
-        assert answer["code"] == pytest.ExitCode.USAGE_ERROR, f"{options}: {answer['said']}"
-        assert message in answer["said"] and "Traceback" not in answer["said"], f"{options}: {answer['said']}"
+        assert answer["code"] == pytest.ExitCode.USAGE_ERROR, f"{words}: {answer['said']}"
+        assert message in answer["said"] and "Traceback" not in answer["said"], f"{words}: {answer['said']}"
 
 
-def test_every_option_is_shown_in_the_help(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    from benchmarks.axes import NAMED
-
-    options = ("--sweep", "--axis", "--memory-limit", "--resume", "--fail-on")
-    _, answer = answers["--help"]
-    assert all(option in answer["said"] for option in (*options, *(axis.option for axis in NAMED)))
+def test_every_option_is_shown_in_the_help_of_a_checkout(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    """Options of a run are there by the long name, which they have everywhere, and by the short one."""
+    _, answer = answers["benchmarks/bench_attention.py --help"]
+    named = [f"{dashes}{name}" for name in OPTIONS for dashes in ("--", "--lmsys-")]
+    assert all(f"  {option}" in answer["said"] for option in (*named, *(axis.option for axis in NAMED)))

@@ -7,7 +7,6 @@ test_plugin.py.
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,39 +17,20 @@ from hypothesis import strategies as st
 
 from lmsys.bench import record
 from lmsys.bench.options import check_free, check_group_by, memory_limit, output
-from lmsys.measure import machine
-from tests.bench.test_plugin import BAD, EXAMPLE, ROOT, SMALL, run
+from tests.bench.test_plugin import BAD, EXAMPLE, QUICK, ROOT, SMALL, run
+from tests.bench.test_results import RECORD, head, result_of
 from tests.support.collected import collect
+from tests.support.files import tree
 from tests.support.variants import few_by_default
 
-ATTENTION = {"id": "a", "benchmark": "attention", "section": "s", "impl": "i", "label": "i", "outcome": "ok"} | {
-    "device": "cpu",
-    "time_s": 1.0,
-}
-
-
-def head(**changes: object) -> dict[str, Any]:
-    """A result's facts about its run, without records. `changes`: of the facts about its machine."""
-    return {"machine": machine.describe("cpu", command="another", seed=0, sweep="smoke") | changes, "fields": {}} | {
-        "rows": {}
-    }
-
-
-def result(records: list[dict[str, Any]], **changes: object) -> str:
-    """The text of a result file. `changes`: of the facts about its machine."""
-    return json.dumps({"benchmarks": [], "lmsys": record.payload(head(**changes), records)})
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """{relative path: content} of all files below the folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+ATTENTION = RECORD | {"label": "i"}
 
 
 def existing(folder: Path, records: list[dict[str, Any]], **changes: object) -> Path:
     """Makes a folder with a result, and the journal of a killed run that resumed it. Returns the result's path."""
     folder.mkdir()
     output = folder / "out.json"
-    output.write_text(result(records, **changes))
+    output.write_text(result_of(records, **changes))
     record.Journal(output, head(**changes), records).add(records[0] | {"id": "b"})
     return output
 
@@ -75,33 +55,16 @@ def test_a_refused_run_changes_no_file(tmp_path: Path) -> None:
         cases.append((output, ["benchmarks/bench_attention.py", "--resume", output]))
         elsewhere = ["--benchmark-json", output.with_name("elsewhere.json")]
         cases.append((output, ["benchmarks/bench_attention.py", "--resume", output, *elsewhere]))
-    before = files(tmp_path)
+    before = {output: tree(output.parent) for output, _ in cases}
     answers = collect([command for _, command in cases])
     for (output, command), answer in zip(cases, answers, strict=True):
         assert answer["code"] == pytest.ExitCode.USAGE_ERROR and "wrote" not in answer["said"], (command, answer)
-        assert files(output.parent) == {
-            name.removeprefix(f"{output.parent.name}/"): content
-            for name, content in before.items()
-            if name.startswith(f"{output.parent.name}/")
-        }, command
-
-
-@pytest.mark.long
-def test_a_refused_resume_names_the_benchmark_of_the_file(tmp_path: Path) -> None:
-    """A user resumes a file of one benchmark in a run of another."""
-    shutil.copy(EXAMPLE, tmp_path)
-    output = tmp_path / "out.json"
-    output.write_text(result([ATTENTION]))
-    before = files(tmp_path)
-    ended = run(tmp_path, *SMALL, "--lmsys-resume", "out.json")
-    assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "wrote" not in ended.stdout
-    assert "--lmsys-resume: it has records of attention, which this run has not" in ended.stderr
-    assert {name: content for name, content in files(tmp_path).items() if "pycache" not in name} == before
+        assert tree(output.parent) == before[output], command
 
 
 RESULTS = st.one_of(
     st.binary(min_size=1, max_size=200),
-    st.text(min_size=1).map(lambda command: result([ATTENTION], command=command).encode()),
+    st.text(min_size=1).map(lambda command: result_of([ATTENTION], command=command).encode()),
 )
 
 
@@ -113,7 +76,7 @@ def test_the_result_of_another_command_is_refused_and_left_as_it_is(
     output.write_bytes(content)
     if has_journal:
         record.Journal(output, head(), [ATTENTION])
-    before = files(output.parent)
+    before = tree(output.parent)
     try:
         is_same_command = json.loads(content)["lmsys"]["machine"]["command"] == command
     except (ValueError, TypeError, KeyError):
@@ -123,39 +86,28 @@ def test_the_result_of_another_command_is_refused_and_left_as_it_is(
     else:
         with pytest.raises(ValueError, match=re.escape(str(output))):
             check_free(output, command)
-    assert files(output.parent) == before
+    assert tree(output.parent) == before
 
 
 def test_new_files_empty_ones_and_those_of_the_same_command_may_be_written(tmp_path: Path) -> None:
     check_free(tmp_path / "new.json", "any")
     (tmp_path / "empty.json").touch()
     check_free(tmp_path / "empty.json", "any")
-    (tmp_path / "out.json").write_text(result([ATTENTION]))
+    (tmp_path / "out.json").write_text(result_of([ATTENTION], command="another"))
     check_free(tmp_path / "out.json", "another")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("groups")
-    shutil.copy(EXAMPLE, folder)
-    yield folder
-
-
-QUICK = (*SMALL, "--lmsys-no-isolation", "--benchmark-json", "out.json")
-
-
 @pytest.mark.long
-def test_cases_are_grouped_by_their_fields(folder: Path) -> None:
-    ended = run(folder, *QUICK, "--benchmark-group-by=param:size,param:impl", "--benchmark-columns=min")
+def test_cases_are_grouped_by_their_fields(tmp_path: Path) -> None:
+    shutil.copy(EXAMPLE, tmp_path)
+    tables = "--benchmark-group-by=param:size,param:impl", "--benchmark-columns=min"
+    ended = run(tmp_path, *SMALL, *QUICK, *tables, "--benchmark-json", "out.json")
     assert ended.returncode == 0 and "KeyError" not in ended.stdout, ended.stdout
     assert all(f"benchmark 'size={size} impl=mine': 1 tests" in ended.stdout for size in (16, 17)), ended.stdout
-    assert len(record.load(folder / "out.json")["records"]) == 4
+    assert len(record.load(tmp_path / "out.json")["records"]) == 4
 
 
-def test_groups_by_unknown_fields_are_refused_before_anything_is_measured(folder: Path) -> None:
-    ended = run(folder, *QUICK[:-1], "never.json", "--benchmark-group-by=func,param:siez")
-    assert ended.returncode == pytest.ExitCode.USAGE_ERROR and not (folder / "never.json").exists()
-    assert "--benchmark-group-by param:siez: must be one of" in ended.stderr and "param:size" in ended.stderr
+def test_groups_by_unknown_fields_are_refused() -> None:
     for text in ("group", "name", "func", "fullname", "fullfunc", "param", "param:size,group"):
         check_group_by(text, ["size"])
     with pytest.raises(ValueError, match="--benchmark-group-by size: must be one of"):
@@ -183,10 +135,12 @@ def test_a_run_that_selects_nothing_ends_before_the_machine_is_measured(
     assert "measuring what this machine reaches" not in ended.stdout and not (tmp_path / "out.json").exists()
 
 
-@pytest.mark.parametrize("text", ["24GiB", "0.5GiB", "512 MiB", "16GB", "100B"])
-def test_sizes_of_memory_are_read(text: str) -> None:
-    expected = {"24GiB": 24 * 2**30, "0.5GiB": 2**29, "512 MiB": 2**29, "16GB": 16 * 10**9, "100B": 100}
-    assert memory_limit(text, "cuda") == expected[text]
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("0.5GiB", 2**29), ("512 MiB", 2**29), ("16GB", 16 * 10**9), ("100B", 100)],
+)
+def test_sizes_of_memory_are_read(text: str, size: int) -> None:
+    assert memory_limit(text, "cuda") == size
 
 
 @pytest.mark.parametrize(

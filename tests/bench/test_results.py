@@ -8,8 +8,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,6 +38,7 @@ RECORD = {
 }
 
 
+@cache
 def facts() -> dict[str, object]:
     """The machine that a file names."""
     return machine.describe("cpu", command="", seed=0, sweep="smoke")
@@ -45,6 +49,11 @@ def head(**changes: object) -> dict[str, object]:
     return {"machine": facts() | changes, "fields": {}, "layouts": {}, "rows": {}}
 
 
+def result_of(records: list[dict[str, Any]], **changes: object) -> str:
+    """The text of a result file with these records. changes: of facts about the machine."""
+    return json.dumps({"benchmarks": [], "lmsys": record.payload(head(**changes), records)})
+
+
 def test_only_results_of_equal_settings_are_resumed(tmp_path: Path) -> None:
     records = [
         RECORD,
@@ -53,9 +62,7 @@ def test_only_results_of_equal_settings_are_resumed(tmp_path: Path) -> None:
         {**RECORD, "id": "d", "time_s": None, "reason": "verified, not timed"},
         {**RECORD, "id": "e", "outcome": "error", "time_s": None, "crashed": True},
     ]
-    journal = record.Journal(tmp_path / "out.json", head())
-    for line in records:
-        journal.add(line)
+    record.Journal(tmp_path / "out.json", head(), records)
     (tmp_path / "out.json").touch()  # as a killed run leaves it
     journaled = record.load(tmp_path / "out.json")
     assert journaled["records"] == records
@@ -92,7 +99,7 @@ def test_a_journal_that_continues_another_never_has_less(
     """A write, a flush to the disk or the renaming fails, as if the run were killed there."""
     output = tmp_path / "out.json"
     record.Journal(output, head()).add(RECORD)
-    monkeypatch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(owner, name, Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         record.Journal(output, head(), [RECORD, RECORD | {"id": "b"}])
     monkeypatch.undo()
@@ -134,19 +141,15 @@ def test_a_file_of_another_schema_is_not_resumed(tmp_path: Path) -> None:
         _resume(Session(Settings(device="cpu")), path)
 
 
-class Repeated:
-    """A runner with made-up runs of a group. A run is {row: (outcome, seconds of a sample)}, or {} for an interrupt."""
+def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Mock]:
+    """({row: record}, the runner) of a session that repeats a group in these runs, which are made up.
 
-    def __init__(self, *runs: dict[str, tuple[str, float]]):
-        self.runs, self.closed = [*runs], 0
+    A run is {row: (outcome, seconds of a sample)}, or {} for an interrupt.
+    """
+    to_do = [*runs]
 
-    def ready(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def run(self, benchmark: object, cases: object) -> Iterator[Result]:
-        rows = self.runs.pop(0)
+    def run(benchmark: object, cases: object) -> Iterator[Result]:
+        rows = to_do.pop(0)
         if not rows:
             raise KeyboardInterrupt
         for name, (outcome, pace) in rows.items():
@@ -154,18 +157,12 @@ class Repeated:
             fields = {"id": name, "impl": name, "peer": name == "sdpa", "comparison": "c", "samples_s": samples}
             yield Result({**RECORD, **fields, "outcome": outcome}, samples)
 
-
-def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Repeated]:
-    """({row: record}, the runner) of a session that repeats a group in these runs."""
     session = Session(Settings(device="cpu"), repeats=len(runs))
-    runner = Repeated(*runs)
-    session.__dict__["runner"] = runner
+    session.__dict__["runner"] = runner = Mock(run=run)
     session.benchmarks["b"] = None  # type: ignore[assignment]
     session._groups["b", "g"] = []
-    try:
+    with nullcontext() if all(runs) else pytest.raises(KeyboardInterrupt):
         session._run(("b", "g"))
-    except KeyboardInterrupt:
-        assert not all(runs)
     return {name: result.record for (_, name), result in session.results.items()}, runner
 
 
@@ -173,33 +170,27 @@ def test_repeats_run_in_new_processes_and_say_how_much_they_differ() -> None:
     """The last run is kept. `between_runs`: how far the log of a time over that of a peer, sdpa, moves in a run."""
     pace = {"sdpa": ("ok", 2.0)}
     records, runner = repeated(*({"mine": ("ok", 1.02**number), **pace} for number in range(3)))
-    assert records["mine"]["between_runs"] == pytest.approx(math.log(1.02)) and runner.closed == 2
+    assert records["mine"]["between_runs"] == pytest.approx(math.log(1.02)) and runner.close.call_count == 2
     assert records["mine"]["samples_s"][0] == 1.02**2 and records["mine"]["seal"] == seal(records["mine"])
     assert "between_runs" not in records["sdpa"]  # no other peer took turns with it
 
 
-def test_a_row_that_fails_in_one_of_several_repeats_has_failed() -> None:
-    good, bad = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}, {"mine": ("wrong", 1.0), "sdpa": ("ok", 2.0)}
-    records, _ = repeated(good, bad, good)
-    assert records["mine"]["outcome"] == "wrong" and records["sdpa"]["outcome"] == "ok"
+GOOD = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}
 
 
-def test_an_interrupt_keeps_the_repeats_that_are_complete() -> None:
-    good = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}
-    records, _ = repeated(good, good, {})
-    assert {row["outcome"] for row in records.values()} == {"ok"} and len(records) == 2
-    assert repeated({})[0] == {}
-
-
-class Failing(Repeated):
-    """A runner that raises `fault` when it is asked to measure ceilings again, at the end of a run."""
-
-    def __init__(self, fault: BaseException):
-        super().__init__()
-        self.fault, self.machine = fault, facts()
-
-    def ask(self, name: str, *args: object) -> Never:
-        raise self.fault
+@pytest.mark.parametrize(
+    ("runs", "outcomes"),
+    [
+        ((GOOD, GOOD | {"mine": ("wrong", 1.0)}, GOOD), {"mine": "wrong", "sdpa": "ok"}),
+        ((GOOD, GOOD, {}), {"mine": "ok", "sdpa": "ok"}),
+        (({},), {}),
+    ],
+)
+def test_a_row_has_failed_if_one_repeat_fails_and_an_interrupt_keeps_those_that_are_complete(
+    runs: tuple[dict[str, tuple[str, float]], ...], outcomes: dict[str, str]
+) -> None:
+    records, _ = repeated(*runs)
+    assert {row: record["outcome"] for row, record in records.items()} == outcomes
 
 
 @pytest.mark.parametrize(
@@ -207,7 +198,7 @@ class Failing(Repeated):
 )
 def test_an_end_during_the_last_measurement_of_ceilings_loses_no_record(fault: BaseException, ending: str) -> None:
     session = Session(Settings(device="cpu"))
-    session.__dict__["runner"] = Failing(fault)
+    session.__dict__["runner"] = Mock(machine=head()["machine"], ask=Mock(side_effect=fault))  # asked for ceilings
     session.results["attention", "a"] = Result(dict(RECORD), [1.0])
     session.benchmarks["attention"], session._cases["attention", "a"] = Telling(), None
     content: dict[str, Any] = {"benchmarks": []}
@@ -218,26 +209,39 @@ def test_an_end_during_the_last_measurement_of_ceilings_loses_no_record(fault: B
     assert any(sentence in line for line in session.summary())
 
 
-class Rates:
-    """A runner that computes each record's share of new ceilings, the rates that the machine reaches; here 0.5."""
+def test_carried_records_have_shares_of_the_ceilings_of_the_new_file() -> None:
+    """Ceilings are the rates that the machine reaches. Here each record has a share of 0.5 of the new ones."""
 
-    machine = facts()
-
-    def ask(self, name: str, rated: list[tuple[object, object, dict[str, object]]]) -> tuple[object, list[object]]:
+    def ask(name: str, rated: list[tuple[object, object, dict[str, object]]]) -> tuple[object, list[object]]:
         return {"ceilings_moved": []}, [row | {"matmul_ceiling_fraction": 0.5} for _, _, row in rated]
 
-
-def test_carried_records_have_shares_of_the_ceilings_of_the_new_file() -> None:
     carried, measured = (RECORD | {"id": name, "matmul_ceiling_fraction": 0.25} for name in "ab")
     session = Session(Settings(device="cpu"), benchmarks={"attention": Telling()})
     session.resume(head() | {"records": [carried]}, [{"extra_info": dict(carried), "stats": {}}])
-    session.__dict__["runner"] = Rates()
+    session.__dict__["runner"] = Mock(machine=head()["machine"], ask=ask)
     session.results["attention", "b"] = Result(measured, [1.0])
     session._cases |= {("attention", name): object() for name in "ab"}
     content: dict[str, Any] = {"benchmarks": [{"extra_info": dict(measured), "stats": {}}]}
     session.complete(content)
     records = [*content["lmsys"]["records"], *(row["extra_info"] for row in content["benchmarks"])]
     assert [(row["id"], row["matmul_ceiling_fraction"]) for row in records] == [("a", 0.5), ("b", 0.5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "fail_on", "sentences"),
+    [
+        ({"outcome": "wrong"}, (), ["wrong, which fails the run, as a peer's would not: i"]),
+        ({"outcome": "wrong", "peer": True}, (), []),
+        ({"outcome": "wrong", "peer": True}, ("error", "wrong"), ["--fail-on: 1 wrong"]),
+        ({"outcome": "error"}, ("wrong",), []),
+    ],
+)
+def test_a_run_fails_by_wrong_rows_of_ours_and_by_the_outcomes_that_it_is_told(
+    facts: dict[str, Any], fail_on: tuple[str, ...], sentences: list[str]
+) -> None:
+    session = Session(Settings(device="cpu"), fail_on=fail_on)
+    session.results["attention", "a"] = Result(RECORD | facts, None)
+    assert session.failing == sentences
 
 
 def test_records_of_a_benchmark_that_is_not_collected_are_not_carried_over() -> None:

@@ -2,15 +2,24 @@
 
 Neither makes a row wrong. ROWS has attention rows that repeat, that do not, and that depend on the batch; its module
 is written to a file, and the fixture `by_case` measures all of them.
+
+The runner compares bits by lmsys/measure/repeats.py, whose laws come last. `apart` compares two dictionaries of tensors
+bit by bit, and returns {name: largest difference} of the tensors that are not the same. `repeated` calls a function
+several times, and compares each result with the first.
 """
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from benchmarks.bench_attention import Attention
-from lmsys.bench import Field, Settings
+from lmsys.bench import Settings
+from lmsys.measure.repeats import BITS, LEAST, MOST, apart, repeated
 from tests.support.harness import Telling, cases_of, records
 
 ROWS = '''
@@ -76,7 +85,6 @@ def lenient(q, k, v, *, causal=False, scale=None):
 '''
 WITH_GRADIENTS = ("repeats", "any_order", "dq_by_atomics", "by_batch")
 NAMES = (*WITH_GRADIENTS, "compiled", "never_alone", "untidy", "lenient")
-GRADIENTS = ("dq", "dk", "dv")
 RecordsByCase = dict[tuple[str, str, int], dict[str, Any]]
 
 
@@ -104,41 +112,37 @@ def test_no_row_is_wrong_for_its_bits(by_case: RecordsByCase) -> None:
         assert 3 <= record["same_bits"]["calls"] <= 10, key
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_a_row_that_repeats(by_case: RecordsByCase, direction: str) -> None:
-    record = by_case["repeats", direction, 3]
-    assert record["repeatable"] is True and record["batch_invariant"] is True
-    expected = {"differ": {}, "elements": [0, 2], "alone": {}, "failure": None}
-    assert record["same_bits"] == {"calls": record["same_bits"]["calls"], **expected}
-
-
-def test_a_sum_in_no_fixed_order_shows_in_every_tensor(by_case: RecordsByCase) -> None:
-    for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", *GRADIENTS})):
-        record = by_case["any_order", direction, 3]
-        assert record["repeatable"] is False and record["same_bits"]["differ"].keys() == tensors
-        assert all(0 < size < 1e-4 for size in record["same_bits"]["differ"].values()), record["same_bits"]
-        assert record["batch_invariant"] is None, "a row that does not repeat cannot show if it depends on the batch"
-
-
-def test_the_tensor_that_does_not_repeat_is_named(by_case: RecordsByCase) -> None:
-    assert by_case["dq_by_atomics", "fwd", 3]["repeatable"] is True
-    record = by_case["dq_by_atomics", "bwd", 3]
-    assert record["repeatable"] is False and record["same_bits"]["differ"].keys() == {"dq"}
-    assert record["same_bits"]["alone"] == {} and record["batch_invariant"] is None
-
-
-def test_bits_that_depend_on_the_batch(by_case: RecordsByCase) -> None:
-    for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", "dq"})):
-        record = by_case["by_batch", direction, 3]
-        assert record["repeatable"] is True and record["batch_invariant"] is False
-        assert record["same_bits"]["alone"].keys() >= tensors
-    alone = by_case["by_batch", "fwd", 1]
-    assert alone["repeatable"] is True and alone["batch_invariant"] is None, "a batch of 1 is alone already"
-
-
-def test_a_row_that_compiles_for_each_shape_is_not_asked_alone(by_case: RecordsByCase) -> None:
-    record = by_case["compiled", "fwd", 3]
-    assert record["repeatable"] is True and record["batch_invariant"] is None and record["same_bits"]["elements"] == []
+@pytest.mark.parametrize(
+    ("row", "direction", "batch", "invariant", "differ", "alone"),
+    [
+        ("repeats", "fwd", 3, True, set(), set()),
+        ("repeats", "bwd", 3, True, set(), set()),
+        # A sum in no fixed order shows in every tensor. It cannot show if the row depends on the batch.
+        ("any_order", "fwd", 3, None, {"o"}, set()),
+        ("any_order", "bwd", 3, None, {"o", "dq", "dk", "dv"}, set()),
+        ("dq_by_atomics", "fwd", 3, True, set(), set()),
+        ("dq_by_atomics", "bwd", 3, None, {"dq"}, set()),
+        ("by_batch", "fwd", 3, False, set(), {"o"}),
+        ("by_batch", "bwd", 3, False, set(), {"o", "dq"}),
+        ("by_batch", "fwd", 1, None, set(), set()),  # a batch of 1 is alone already
+        ("compiled", "fwd", 3, None, set(), set()),  # compiles for each shape, and is not asked alone
+    ],
+)
+def test_a_record_names_the_tensors_that_do_not_repeat_or_depend_on_the_batch(
+    by_case: RecordsByCase,
+    row: str,
+    direction: str,
+    batch: int,
+    invariant: bool | None,
+    differ: set[str],
+    alone: set[str],
+) -> None:
+    record = by_case[row, direction, batch]
+    bits = record["same_bits"]
+    assert record["repeatable"] is not bool(differ) and record["batch_invariant"] is invariant
+    assert bits["differ"].keys() == differ and all(0 < size < 1e-4 for size in bits["differ"].values()), bits
+    assert bits["alone"].keys() >= alone and bool(bits["alone"]) == bool(alone), bits
+    assert bits["elements"] == ([] if batch == 1 or row == "compiled" else [0, 2]) and bits["failure"] is None
 
 
 @pytest.mark.parametrize(
@@ -156,8 +160,6 @@ def test_what_fails_alone_is_told_and_costs_nothing_else(by_case: RecordsByCase,
 
 class Asked(Telling):
     """A benchmark with `outputs`: so the runner calls rows again to compare bits."""
-
-    fields = (Field("size", role="axis"),)
 
     def outputs(self, candidate: Any, setup: Any, element: int | None = None) -> dict[str, Any]:
         self._note("outputs", candidate.case.impl)
@@ -189,3 +191,53 @@ def test_what_was_not_timed_is_not_called_again() -> None:
     by_case = records(benchmark, cases_of(benchmark), timed=False)
     assert all("same_bits" not in record and record["repeatable"] is None for record in by_case.values())
     assert "outputs right" not in benchmark.called
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """A random tensor that depends on the seed alone."""
+    return (4 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_a_change_of_any_bit_is_seen(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int, data: st.DataObject
+) -> None:
+    outputs = {"x": drawn(shape, dtype, seed), "y": drawn(shape, dtype, seed + 1)}
+    changed = {name: x.clone().mT.contiguous().mT if x.dim() > 1 else x.clone() for name, x in outputs.items()}
+    assert apart(outputs, changed) == {}
+    at = data.draw(st.integers(0, changed["y"].numel() - 1), label="at")
+    bit = data.draw(st.integers(0, 8 * dtype.itemsize - 2), label="bit")
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), shape))
+    changed["y"].view(BITS[dtype.itemsize])[place] ^= 1 << bit
+    difference = abs(float(outputs["y"][place]) - float(changed["y"][place]))
+    assert apart(outputs, changed) == {"y": pytest.approx(difference if math.isfinite(difference) else 0.0)}
+
+
+def test_bits_are_compared_not_values() -> None:
+    zero, nan = torch.zeros(3), torch.full((3,), math.nan)
+    assert apart({"x": nan}, {"x": nan.clone()}) == {}
+    assert apart({"x": zero}, {"x": -zero}) == {"x": 0.0}
+    assert apart({"x": nan}, {"x": zero}) == {"x": 0.0}
+
+
+def test_the_largest_difference_of_all_calls_counts() -> None:
+    sizes = iter([0.0, 0.25, 2.0, 0.5])
+    first, calls, differ = repeated(lambda: {"x": torch.full((2,), next(sizes)), "y": torch.ones(())})
+    assert calls == LEAST == 3 and differ == {"x": 2.0} and first["x"].tolist() == [0.0, 0.0]
+
+
+def test_more_calls_are_made_while_there_is_time() -> None:
+    assert repeated(dict, 60.0) == ({}, MOST, {})
+
+
+def test_a_row_that_writes_into_one_buffer_is_seen() -> None:
+    buffer = torch.zeros(2)
+    assert repeated(lambda: {"x": buffer.add_(1)})[2] == {"x": 2.0}

@@ -8,6 +8,7 @@ does not count if others can decide.
 from statistics import geometric_mean
 from typing import Any
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -37,37 +38,37 @@ def test_no_row_is_first_where_each_is_slower_than_another() -> None:
     assert fastest([[record(name, time_s=2.0, samples_s=times) for name, times in samples.items()]]).first == 0
 
 
-def test_cases_on_a_disturbed_machine_are_counted() -> None:
-    records = [
-        record("a", disturbed="a"),
-        record("b", disturbed="b"),
-        record("c", disturbed="b"),
-        record("d", disturbed=None),
-    ]
-    assert "3 cases are flagged, because the machine was disturbed: b" in list(lines(records))
-    assert "1 case is flagged, because the machine was disturbed: a" in list(lines(records[:1]))
+WRONG = record("a", "wrong", None, "o is off", error_ratio=12.345)
 
 
-def test_a_reason_is_printed_once_with_its_rows() -> None:
-    records = [record(impl, "unsupported", None, "runs on CUDA") for impl in ("a", "b", "a")]
-    records += [record("c", "oom", None, "no room")]
-    assert list(lines(records)) == [
-        "1 oom, 3 unsupported",
-        "not run, 3 cases of a, b: runs on CUDA",
-        "not run, 1 case of c: out of memory",
-    ]
-    records = [record("a", "unsupported", None, f"reason {i}") for i in range(MOST_REASONS + 2)]
-    assert list(lines(records))[-1] == "... and 2 more reasons: the report lists them"
-
-
-def test_wrong_rows_are_printed_last() -> None:
-    records = [record("a", "wrong", None, "o is off", error_ratio=12.345), record("b")]
-    assert list(lines(records))[-1] == "wrong a-a (error ratio 12.3): o is off"
-    records += [record("a", "wrong", None, "dq is off", comparison="b"), record("b", "error", None, "crashed")]
-    assert list(lines(records))[1:] == [
-        "wrong a-a (error ratio 12.3): o is off; and 1 more of a",
-        "error b-a: crashed",
-    ]
+@pytest.mark.parametrize(
+    ("records", "printed"),
+    [
+        (
+            [record(row, disturbed=text) for row, text in (("a", "a"), ("b", "b"), ("c", "b"), ("d", None))],
+            ["3 cases are flagged, because the machine was disturbed: b"],
+        ),
+        ([record("a", disturbed="a")], ["1 case is flagged, because the machine was disturbed: a"]),
+        # A reason is printed once, with its rows.
+        (
+            [*(record(row, "unsupported", None, "runs on CUDA") for row in "aba"), record("c", "oom", None, "no room")],
+            ["1 oom, 3 unsupported", "not run, 3 cases of a, b: runs on CUDA", "not run, 1 case of c: out of memory"],
+        ),
+        (
+            [record("a", "unsupported", None, f"reason {number}") for number in range(MOST_REASONS + 2)],
+            ["... and 2 more reasons: the report lists them"],
+        ),
+        # Wrong rows are printed last.
+        ([WRONG, record("b")], ["wrong a-a (error ratio 12.3): o is off"]),
+        (
+            [WRONG, record("a", "wrong", None, "dq is off", comparison="b"), record("b", "error", None, "crashed")],
+            ["wrong a-a (error ratio 12.3): o is off; and 1 more of a", "error b-a: crashed"],
+        ),
+    ],
+    ids=range(6),
+)
+def test_the_last_lines_of_a_run(records: list[Any], printed: list[str]) -> None:
+    assert list(lines(records))[-len(printed) :] == printed
 
 
 # For each comparison and row: (time in seconds, True if the machine was disturbed), or None for a row without a case.

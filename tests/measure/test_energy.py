@@ -10,6 +10,7 @@ import math
 import time
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -115,12 +116,10 @@ def test_calls_follow_one_another_until_the_counter_has_moved_for_long_enough() 
 
 
 def test_a_sensor_that_fails_is_told() -> None:
-    class Broken(FakeDevice):
-        def joules(self) -> float:
-            raise RuntimeError("GPU is lost")
-
+    device = FakeDevice()
+    device.joules = Mock(side_effect=RuntimeError("GPU is lost"))
     with pytest.raises(EnergyError, match="a sensor failed: GPU is lost"):
-        of_call(lambda: time.sleep(0.01), Broken(), lambda: None, seconds=0.1, warm_s=0.05)
+        of_call(lambda: time.sleep(0.01), device, lambda: None, seconds=0.1, warm_s=0.05)
 
 
 def test_what_is_prepared_untimed_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:

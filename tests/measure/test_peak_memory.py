@@ -9,6 +9,7 @@ import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -46,30 +47,6 @@ def test_a_phase_has_its_peak_and_what_is_live_after_it(device: str) -> None:
     }
 
 
-def test_phases_of_a_step(device: str) -> None:
-    """Two layers of 1 MiB of weights each, and one value of momentum per weight.
-
-    A forward leaves 4 MiB: 2 that tanh saves, and 2 of output. A backward leaves the gradients; the optimizer's first
-    step leaves the momentum, too.
-    """
-    layers = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 512, bias=False)).to(device)
-    weights, x = 2 * 2**20, torch.randn(1024, 512, device=device)
-    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
-    y: list[Tensor] = []
-
-    def warm_up() -> None:  # libraries allocate their workspaces here
-        layers(x).sum().backward()
-        optimizer.zero_grad()
-
-    warm_up()
-    steps = {"forward": lambda: y.append(layers(x)), "backward": lambda: y.pop().sum().backward()}
-    phases = memory.phases({**steps, "optimizer": optimizer.step}, device)
-    live = [phase["live_bytes"] for phase in phases.values()]
-    assert live == pytest.approx([2 * 2**21, weights, 2 * weights], rel=0.01)
-    assert phases["forward"]["peak_bytes"] == pytest.approx(2 * 2**21, rel=0.01)
-    assert phases["backward"]["peak_bytes"] > phases["backward"]["live_bytes"]
-
-
 def test_a_breakdown_counts_each_storage_once(device: str) -> None:
     module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)).to(device)
     module[2].weight = module[1].weight
@@ -87,10 +64,8 @@ def test_a_breakdown_counts_each_storage_once(device: str) -> None:
     }
     assert memory.breakdown(module, optimizer) == after
     flat = torch.zeros(parameters // 4, device=device)
-    offset = 0
-    for x in module.parameters():
-        x.grad = flat[offset : offset + x.numel()].view_as(x)
-        offset += x.numel()
+    for x, grad in zip(module.parameters(), flat.split([x.numel() for x in module.parameters()]), strict=True):
+        x.grad = grad.view_as(x)
     assert memory.breakdown(module)["gradients_bytes"] == parameters
 
 
@@ -106,13 +81,23 @@ def test_the_timeline_follows_each_event(device: str) -> None:
         del x
         return y.mul(2)
 
+    before = zeros(device)  # is live, and not counted
     timeline = memory.timeline({"one": call, "two": lambda: zeros(device)}, device)
     (times, live), (later_times, last) = (zip(*points, strict=True) for points in timeline.values())
     levels = [size // SIZE for size in live]  # rounded down, as operators also allocate scalars
     assert [level for level, _ in itertools.groupby(levels)][:4] == [4, 8, 4, 8]
     assert times[0] == 0 and [*times, *later_times] == sorted([*times, *later_times])
-    assert max(live) == memory.peak_bytes(call, device) and list(last) == [4 * SIZE, 0]
+    assert max(live) == memory.peak_bytes(call, device) and max(levels) == 8 and list(last) == [4 * SIZE, 0]
+    del before
     assert memory.timeline({"none": lambda: None}, device) == {"none": []}
+
+
+def test_saved_bytes_count_each_storage_once(device: str) -> None:
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+    w = torch.randn(64, 64, device=device, requires_grad=True)
+    assert memory.saved_bytes(lambda: x @ w) == 2 * 64 * 64 * 4
+    assert memory.saved_bytes(lambda: x * x) == 64 * 64 * 4
+    assert memory.saved_bytes(lambda: (x @ x.mT).exp()) == 2 * 64 * 64 * 4  # x, and the result of exp
 
 
 def test_lines_survive_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,21 +113,25 @@ def test_devices_without_allocator_events_are_refused() -> None:
         memory.timeline({"none": lambda: None}, "meta")
 
 
-def test_frames_of_a_snapshot_are_read() -> None:
+CPP = {"filename": "??", "line": 0, "name": "at::native::empty_cuda(c10::ArrayRef<long>)"}
+NODE = CPP | {"name": "torch::autograd::generated::MmBackward0::apply(std::vector<Tensor>&&)"}
+TORCH = {"filename": memory.TORCH + "nn/functional.py", "line": 7, "name": "softmax"}
+LINE = {"filename": str(Path(__file__)), "line": 12, "name": "call"}
+
+
+@pytest.mark.parametrize(
+    ("frames", "source"),
+    [
+        ([CPP, TORCH, LINE], ("tests/measure/test_peak_memory.py:12", "call")),
+        ([CPP, LINE, NODE], ("tests/measure/test_peak_memory.py:12", "call MmBackward0")),
+        ([CPP, NODE], ("(backward)", "MmBackward0")),
+        ([CPP], ("", "")),
+        ([], ("", "")),
+    ],
+)
+def test_frames_of_a_snapshot_are_read(frames: list[dict[str, Any]], source: tuple[str, str]) -> None:
     """Frames are as torch records them: the innermost first, and those of C++ among those of Python."""
-    ours = str(Path(__file__))
-    cpp = {"filename": "??", "line": 0, "name": "at::native::empty_cuda(c10::ArrayRef<long>)"}
-    node = {
-        "filename": "??",
-        "line": 0,
-        "name": "torch::autograd::generated::MmBackward0::apply(std::vector<Tensor>&&)",
-    }
-    inside = {"filename": memory.TORCH + "nn/functional.py", "line": 7, "name": "softmax"}
-    line = {"filename": ours, "line": 12, "name": "call"}
-    assert memory._source([cpp, inside, line]) == ("tests/measure/test_peak_memory.py:12", "call")
-    assert memory._source([cpp, line, node]) == ("tests/measure/test_peak_memory.py:12", "call MmBackward0")
-    assert memory._source([cpp, node]) == ("(backward)", "MmBackward0")
-    assert memory._source([cpp]) == memory._source([]) == ("", "")
+    assert memory._source(frames) == source
 
 
 @pytest.mark.gpu
@@ -176,7 +165,7 @@ def test_the_memory_of_a_command_is_that_of_its_processes_together() -> None:
     assert 50_000_000 < small < 80_000_000 and watch.keeps(10)
     both = f"import subprocess, sys; x = bytearray(50_000_000); subprocess.run([sys.executable, '-c', {alone!r}])"
     assert memory.peak_resident_bytes([sys.executable, "-c", both]) > 1.8 * small
+    # More errors than a pipe holds.
+    many = "import sys; sys.stderr.write('x' * 2**20 + '\\n'); sys.exit('no such thing')"
     with pytest.raises(RuntimeError, match="ended with 1: .*no such thing"):
-        memory.peak_resident_bytes([sys.executable, "-c", "raise ValueError('no such thing')"])
-    many_errors = "import sys; sys.stderr.write('x' * 2**20)"  # more than a pipe holds
-    assert memory.peak_resident_bytes([sys.executable, "-c", many_errors]) > 0
+        memory.peak_resident_bytes([sys.executable, "-c", many])

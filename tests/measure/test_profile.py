@@ -2,20 +2,48 @@
 
 A part is a range of code that the library marks with `part("name")`; a profile gives the time of its kernels, forward
 and backward. NAMES has names of kernels, by the kind that `kind_of` must find for them.
+
+Every kernel that the library launches has its kind, and is not "other". The kernels are found in the source: functions
+with @triton.jit or @gluon.jit, and __global__ functions in .cu files. A new kernel is expected to have the kind of its
+folder; to expect another, add its file or its name to KINDS_OF_FILES or KINDS_OF_KERNELS.
 """
 
+import ast
 import dataclasses
+import importlib
 import json
+import re
 import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from lmsys.attention import ATTENTION
 from lmsys.measure import profile
-from lmsys.measure.profile import KINDS, kind_of, largest_allocations, part, parts_on, profile_call, read_trace
+from lmsys.measure.profile import (
+    KINDS,
+    NUM_CALLS,
+    call_in_ranges,
+    kind_of,
+    largest_allocations,
+    merged,
+    part,
+    parts_on,
+    profile_call,
+    read_overlap,
+    read_trace,
+    register_kernels,
+)
+from lmsys.measure.step import Step
+from lmsys.parallel import STRATEGIES
+from lmsys.registry import Traits
+from tests.support.harness import Telling, cases_of, records
 
 NAMES = {  # as traces have them
     "matmul": [
@@ -96,6 +124,98 @@ NAMES = {  # as traces have them
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
 def test_kernels_are_told_by_their_names(kind: str, name: str) -> None:
     assert kind_of(name) == kind and tuple(NAMES) == KINDS
+
+
+LIBRARY = Path(__file__).parents[2] / "lmsys"
+KINDS_OF_FOLDERS = {"attention": "attention", "parallel": "communication", "training": "elementwise"}
+KINDS_OF_KERNELS = {"_whole_squares_kernel": "reduction"}
+KINDS_OF_FILES = {
+    "model/fused_triton.py": "elementwise",
+    "model/loss_triton.py": "reduction",
+    "training/muon_triton.py": "matmul",
+}
+
+
+def is_jit(decorator: ast.expr) -> bool:
+    """triton.jit or gluon.jit, with arguments or without."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return (
+        isinstance(called, ast.Attribute) and called.attr == "jit" and ast.unparse(called.value) in ("triton", "gluon")
+    )
+
+
+@cache
+def jitted() -> dict[str, list[ast.FunctionDef]]:
+    """The functions that Triton or Gluon compiles, by file, relative to lmsys/."""
+    by_file = {}
+    for file in sorted(LIBRARY.rglob("*.py")):
+        functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+        by_file[file.relative_to(LIBRARY).as_posix()] = [f for f in functions if any(map(is_jit, f.decorator_list))]
+    return {file: functions for file, functions in by_file.items() if functions}
+
+
+def launched() -> Iterator[tuple[str, str]]:
+    """(file, kernel) of each kernel: the compiled functions that no other one calls, and the kernels in CUDA C++.
+
+    A function whose name ends in "_kernel" counts as a kernel, even if another one calls it, too.
+    """
+    inside = [node for functions in jitted().values() for function in functions for node in ast.walk(function)]
+    used = {node.id for node in inside if isinstance(node, ast.Name)}
+    for file, functions in jitted().items():
+        yield from ((file, f.name) for f in functions if f.name not in used or f.name.endswith("_kernel"))
+    for path in sorted(LIBRARY.rglob("*.cu")):
+        for name in re.findall(r"__global__\s+void\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", path.read_text()):
+            yield path.relative_to(LIBRARY).as_posix(), f"{name}(Problem)"  # as a trace has it
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels of all rows are registered, and, by an import, those of the files that register their own."""
+    for file in jitted():
+        if file.startswith(("model/", "training/")):
+            pytest.importorskip("triton")
+            importlib.import_module(f"lmsys.{file.removesuffix('.py').replace('/', '.')}")
+    monkeypatch.setattr(profile, "_registered", dict(profile._registered))
+    for table, kind in ((ATTENTION, "attention"), (STRATEGIES, "communication")):
+        for row in table.values():
+            register_kernels(Traits.of(row).kernels, kind)
+    yield
+    kind_of.cache_clear()
+
+
+def test_kernels_are_found_in_the_source() -> None:
+    files = {file for file, _ in launched()}
+    assert {"attention/flash_cuda.cu", "attention/flash_triton_kernels.py", "parallel/mean_triton.py"} <= files
+    assert {name for file, name in launched() if "flash_gluon" in file} == {
+        "forward_kernel", "preprocess_kernel", "backward_kernel", "postprocess_kernel",
+    }  # fmt: skip
+    assert sum(file.endswith(".cu") for file, _ in launched()) == 3
+    assert all(name.partition("(")[0].endswith("_kernel") for _, name in launched())
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("file", "name"), [*launched()])
+def test_every_kernel_of_the_library_has_its_kind(file: str, name: str) -> None:
+    expected_kind = KINDS_OF_FILES.get(file, KINDS_OF_FOLDERS.get(file.partition("/")[0]))
+    assert kind_of(name) == KINDS_OF_KERNELS.get(name, expected_kind)
+
+
+def test_a_profile_knows_no_kernel_of_a_row_until_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_registered", {})
+    kind_of.cache_clear()
+    of_rows = [name for file, name in launched() if file.startswith(("attention/", "parallel/"))]
+    assert {kind_of(name) for name in of_rows} == {"other"}
+
+
+def test_registered_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_registered", {})
+    assert (kind_of("my_gemm_kernel"), kind_of("my_own")) == ("matmul", "other")
+    register_kernels("^my_", "attention")
+    register_kernels("", "copy")  # a row without kernels of its own
+    assert (kind_of("my_gemm_kernel"), kind_of("my_own"), kind_of("own")) == ("attention", "attention", "other")
+    kind_of.cache_clear()
+    with pytest.raises(ValueError, match=f"kind='convolution' must be one of {KINDS[0]}"):
+        register_kernels("^my_", "convolution")
 
 
 def model(x: Tensor, w: Tensor) -> Tensor:
@@ -298,6 +418,86 @@ def test_allocations_of_a_backward_name_its_node(device: str) -> None:
     assert any("SinBackward" in allocation.function and allocation.bytes == 2**20 for allocation in allocations), (
         allocations
     )
+
+
+def test_intervals_are_united() -> None:
+    assert merged([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 2.0), (3.0, 4.0)]
+    assert merged([(0.0, 1.0), (1.5, 2.0)], gap=0.6) == [(0.0, 2.0)]
+
+
+@pytest.mark.parametrize(("device", "category"), [("cpu", "cpu_op"), ("cuda", "kernel")])
+def test_time_of_communication_and_its_overlap_are_those_of_the_trace(device: str, category: str) -> None:
+    """Each of three steps of 1 ms has a matmul from 0 to 600 us and transfers from 450 to 650 us and 550 to 750 us.
+
+    So something communicates for 300 us of a step, and for half of this time something computes, too. Two events of the
+    trace count as neither: the call on the host that issues an all-reduce, and an event of metadata.
+    """
+    sends = {"cpu": ("user_annotation", "gloo:all_reduce"), "cuda": ("kernel", "ncclDevKernel_AllReduce")}[device]
+    of_a_step = [(category, "aten::mm", 0.0, 600.0), (*sends, 450.0, 200.0), (*sends, 550.0, 200.0)]
+    events: list[dict[str, Any]] = [
+        {"cat": "cpu_op", "name": "c10d::allreduce_", "ts": 0.0, "dur": 1000.0},
+        {"ph": "M", "name": "meta"},
+        *(
+            {"cat": cat, "name": name, "ts": 10.0 + 1000.0 * number + begin, "dur": duration}
+            for number in range(3)
+            for cat, name, begin, duration in of_a_step
+        ),
+    ]
+    overlap = read_overlap(events, device, steps=3)
+    assert overlap.time_s == pytest.approx(300e-6) and overlap.overlap_fraction == pytest.approx(0.5)
+    assert {what for what, _, _ in overlap.timeline} == {"communication", "computation"}
+    assert 0 < max(end for _, _, end in overlap.timeline) <= 1e-3
+
+
+def test_a_step_that_sends_nothing_has_no_overlap() -> None:
+    overlap = read_overlap([{"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 5.0}], "cpu", steps=1)
+    assert (overlap.time_s, overlap.overlap_fraction) == (0.0, None)
+    assert read_overlap([], "cpu", steps=1).timeline == []
+
+
+@pytest.fixture
+def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list of what happens, in order: beginnings and ends of NVTX ranges, and whatever a test appends."""
+    log: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(f"push {name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("pop"))
+    return log
+
+
+def test_a_range_holds_the_call_and_nothing_else(happened: list[str]) -> None:
+    step = Step(
+        run=lambda prepared: happened.append(f"run {prepared}"),
+        prepare=lambda: happened.append("prepare") or 7,
+        before=lambda: happened.append("before"),
+        redraw=lambda draw: happened.append(f"redraw {draw}"),
+        redraw_late=lambda draw: happened.append(f"late {draw}"),
+        keep=lambda result, key: happened.append(f"keep {key}"),
+    )
+    call_in_ranges("one-{case}", step, "cpu")
+    of_the_range = ["push one-{case}", "run 7", "pop", "keep None"]
+    assert happened == [
+        event for i in range(NUM_CALLS) for event in ("before", f"redraw {i}", "prepare", f"late {i}", *of_the_range)
+    ]
+
+
+def test_a_range_ends_where_the_call_fails(happened: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        call_in_ranges("one-case", Step(lambda _: 1 / 0), "cpu")
+    assert happened == ["push one-case", "pop"]
+
+
+def test_every_case_is_called_in_ranges_of_its_id_and_none_is_timed(happened: list[str]) -> None:
+    cases = cases_of(Telling())
+    by_row = records(Telling(), cases, nvtx=True, timed=False)
+    assert happened == [event for case in cases for _ in range(NUM_CALLS) for event in (f"push {case.id}", "pop")]
+    for record in by_row.values():
+        assert record["outcome"] == "ok" and record["reason"] == "called in NVTX ranges, not timed (--nvtx)"
+        assert "time_s" not in record
+
+
+def test_without_the_option_nothing_is_pushed(happened: list[str]) -> None:
+    by_row = records(Telling(), cases_of(Telling()))
+    assert not happened and all(record["time_s"] for record in by_row.values())
 
 
 @pytest.mark.gpu

@@ -7,15 +7,17 @@ device is its own; if strangers use the device, they may be the cause. The GPU i
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
-from lmsys.bench import Candidate, Field
+from lmsys.bench import Candidate
 from lmsys.bench.ranks import Ranks, times
+from lmsys.bench.runner import Runner
 from lmsys.measure import clock as clocks
 from lmsys.measure import compare
 from lmsys.measure.clock import CpuClock, CudaClock
@@ -69,63 +71,62 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "cuda_synchronize", nothing)
 
 
-class Adding(Telling):
-    """The benchmark under test: see `Telling`; its cases differ in their size."""
-
-    fields = (Field("size", role="axis"),)
-
-
-def measured(benchmark: Telling, others: list[int] | None, busy_s: float = 0.01) -> dict[str, dict[str, Any]]:
-    """The records by row of a run on a device that these processes use; None if the device does not tell them."""
+def stubbed(others: list[int] | None, busy_s: float = 0.01) -> Runner:
+    """A runner on a device that these processes use; None if the device does not tell them."""
     bench_runner, device, clock = runner(), FakeDevice(), StubbedGpuClock()
     device.others, clock.busy_s = others, busy_s
-    vars(bench_runner)["sensors"], vars(bench_runner)["clocks"] = device, {"device": clock}
-    return {result.record["impl"]: result.record for result in bench_runner.run(benchmark, cases_of(benchmark))}
+    vars(bench_runner).update(sensors=device, clocks={"device": clock})
+    return bench_runner
 
 
-@pytest.mark.parametrize("others", [None, [], [os.getpid()]])
-def test_on_a_gpu_of_its_own_a_row_before_whose_calls_the_device_was_busy_is_wrong(others: list[int] | None) -> None:
-    for row in measured(Adding(), others).values():
-        assert row["outcome"] == "wrong" and row["reason"].startswith("the device was busy for 10000 us right before")
-        assert "time_s" not in row
+def measured(benchmark: Telling, others: list[int] | None, busy_s: float = 0.01) -> list[dict[str, Any]]:
+    """The records of all rows of a run on such a device."""
+    return [result.record for result in stubbed(others, busy_s).run(benchmark, cases_of(benchmark))]
 
 
-def test_where_others_use_it_such_a_row_has_no_time_and_is_not_wrong() -> None:
-    for row in measured(Adding(), [os.getpid(), STRANGER]).values():
-        assert row["outcome"] == "error" and "time_s" not in row
-        assert row["reason"].startswith("other programs used the device (processes: 1): the device was busy for 10000")
+BUSY = "the device was busy for 10000 us right before"
+
+
+@pytest.mark.parametrize(
+    ("others", "outcome", "reason"),
+    [
+        (None, "wrong", BUSY),
+        ([], "wrong", BUSY),
+        ([os.getpid()], "wrong", BUSY),
+        ([os.getpid(), STRANGER], "error", f"other programs used the device (processes: 1): {BUSY}"),
+    ],
+)
+def test_a_row_before_whose_calls_the_device_was_busy_is_wrong_if_it_alone_has_the_device(
+    others: list[int] | None, outcome: str, reason: str
+) -> None:
+    for row in measured(Telling(), others):
+        assert row["outcome"] == outcome and row["reason"].startswith(reason) and "time_s" not in row
 
 
 def test_others_that_have_gone_meanwhile_were_seen() -> None:
-    device = FakeDevice()
-    device.others = [os.getpid(), STRANGER]
-    bench_runner = runner()
-    vars(bench_runner)["sensors"], vars(bench_runner)["clocks"] = device, {"device": StubbedGpuClock()}
+    bench_runner = stubbed([os.getpid(), STRANGER])
     bench_runner.conditions()
-    device.others = [os.getpid()]
+    vars(bench_runner)["sensors"].others = [os.getpid()]
     assert bench_runner.clocks["device"].others() == 1 and bench_runner.conditions().strangers() == 0
 
 
 def test_a_row_that_others_did_not_disturb_has_its_time() -> None:
-    for row in measured(Adding(), [os.getpid(), STRANGER], busy_s=0.0).values():
+    for row in measured(Telling(), [os.getpid(), STRANGER], busy_s=0.0):
         assert row["outcome"] == "ok" and row["time_s"] > 0
 
 
-class WrongInTimedCalls(Adding):
+class WrongInTimedCalls(Telling):
     """Finds a wrong result during the timed calls."""
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
-        def keep(*_: Any) -> None:
-            raise WrongResult
-
-        return Step(super().step(case, candidate, setup).run, keep=keep)
+        return Step(super().step(case, candidate, setup).run, keep=Mock(side_effect=WrongResult))
 
 
 class WrongResult(Exception):
     failure = "wrong", "the sum is 3"
 
 
-class WrongWhenJudged(Adding):
+class WrongWhenJudged(Telling):
     """Keeps results of timed calls, and finds that they are wrong after the timing."""
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
@@ -138,7 +139,7 @@ class WrongWhenJudged(Adding):
 @pytest.mark.parametrize("kind", [WrongInTimedCalls, WrongWhenJudged])
 def test_a_result_that_is_judged_stays_wrong_whoever_uses_the_device(kind: type[Telling]) -> None:
     for busy_s in (0.0, 0.01)[: 1 + (kind is WrongInTimedCalls)]:  # the second only where the clock still runs
-        for row in measured(kind(), [os.getpid(), STRANGER], busy_s).values():
+        for row in measured(kind(), [os.getpid(), STRANGER], busy_s):
             assert row["outcome"] == "wrong" and "other programs" not in row["reason"], row
 
 
@@ -168,17 +169,10 @@ def take_calls(strangers: int) -> list[float]:
         return times(Step(nothing), range(2), dist.group.WORLD)[0]
 
 
-@pytest.fixture
-def one_rank() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
-
-
 @pytest.mark.parametrize("strangers", [0, 2])
-def test_ranks_say_it_too(strangers: int, one_rank: Ranks) -> None:
+def test_ranks_say_it_too(strangers: int, two_ranks: Ranks) -> None:
     candidate = Candidate(case=None)
     candidate.watched = compare.attempt
-    candidate.attempt(one_rank.run, 1, "gloo", take_calls, strangers)
+    candidate.attempt(two_ranks.run, 1, "gloo", take_calls, strangers)
     assert candidate.outcome == "error" and "a span of calls took 1.0000 s" in str(candidate.reason)
     assert ("other programs used the device (processes: 2)" in str(candidate.reason)) == bool(strangers)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Grid, Settings, Step, Table
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, Table
 from lmsys.bench.runner import Runner
 from lmsys.bench.trial import Result
 
@@ -52,6 +52,7 @@ class Telling(Benchmark):
 
     name = "telling"
     axes = (Axis("size", int, (1,)),)
+    fields = (Field("size", role="axis"),)
     rows = Table("adder", [Entry("right", "operator:add"), Entry("also", "operator:add")])
 
     def __init__(self, **faults: Exception):
