@@ -231,7 +231,7 @@ VERDICTS = {
     "FSDP": "refused",
     "sharded optimizer": "refused",
 }
-QUICK = [*VERDICTS][:7]  # up to AdamW: parts that are judged within seconds
+QUICK = [*VERDICTS][:6]  # up to SwiGLU: parts that are judged within seconds
 
 
 @pytest.mark.long

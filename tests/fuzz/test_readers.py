@@ -49,14 +49,14 @@ class Reader:
     refuses_by: type[ValueError] = ValueError
 
 
-def config(folder: Path) -> Path:
-    (folder / "run.json").write_text(RunConfig().to_json())
-    return folder / "run.json"
+def text(name: str, content: str) -> Callable[[Path], Path]:
+    """A file with this text."""
 
+    def prepare(folder: Path) -> Path:
+        (folder / name).write_text(content)
+        return folder / name
 
-def setting(folder: Path) -> Path:
-    (folder / "setting").write_text("train.betas=[0.9,0.95]")
-    return folder / "setting"
+    return prepare
 
 
 def result(folder: Path) -> Path:
@@ -122,17 +122,6 @@ def manifest(folder: Path) -> Path:
     return folder / "report" / MANIFEST
 
 
-def tuned(folder: Path) -> Path:
-    tile = {"block_q": 64, "block_k": 64, "num_warps": 4, "num_stages": 2}
-    (folder / "tuning.json").write_text(json.dumps({"a": tile, "b": tile}))
-    return folder / "tuning.json"
-
-
-def verdicts(folder: Path) -> Path:
-    (folder / "trials.json").write_text(json.dumps({"a": "exact", "b": "dq is wrong"}))
-    return folder / "trials.json"
-
-
 def in_cache(read: Callable[[], Any]) -> Callable[[Path], Any]:
     def reader(path: Path) -> Any:
         with mock.patch.dict(os.environ, LMSYS_CACHE_DIR=str(path.parent)):
@@ -155,10 +144,15 @@ def undrawn(path: Path) -> Path:
         return report(path)
 
 
+CONFIG = text("run.json", RunConfig().to_json())
+SETTING = text("setting", "train.betas=[0.9,0.95]")
+TILE = {"block_q": 64, "block_k": 64, "num_warps": 4, "num_stages": 2}
+TUNED = text("tuning.json", json.dumps({"a": TILE, "b": TILE}))
+VERDICTS = text("trials.json", json.dumps({"a": "exact", "b": "dq is wrong"}))
 READERS = {
-    "config": Reader(config, lambda path: RunConfig.from_json(path.read_bytes().decode(errors="replace"))),
-    "setting": Reader(setting, lambda path: RunConfig().changed([path.read_bytes().decode(errors="replace")])),
-    "parsed setting": Reader(setting, lambda path: parse_setting(RunConfig(), path.read_bytes().decode("latin-1"))),
+    "config": Reader(CONFIG, lambda path: RunConfig.from_json(path.read_bytes().decode(errors="replace"))),
+    "setting": Reader(SETTING, lambda path: RunConfig().changed([path.read_bytes().decode(errors="replace")])),
+    "parsed setting": Reader(SETTING, lambda path: parse_setting(RunConfig(), path.read_bytes().decode("latin-1"))),
     "result": Reader(result, record.load),
     "journal": Reader(journal, record.load),
     "vocabulary": Reader(tokenizer("vocab.json"), lambda path: Tokenizer.load(path.parent)),
@@ -170,10 +164,10 @@ READERS = {
     "signed checkpoint": Reader(saved, signed),
     "log": Reader(log, lambda path: JsonLines(path, 3).close()),
     "manifest of a report": Reader(manifest, lambda path: fill(path.parent, {"index.html": "y"})),
-    "report": Reader(result, undrawn, refuses_by=InputError),
+    "report": Reader(result, undrawn, one_in=3, refuses_by=InputError),
     "report with plots": Reader(result, report, one_in=100, refuses_by=InputError),
-    "tuning cache": Reader(tuned, in_cache(tuning.KEPT.read)),
-    "verdicts on kernels": Reader(verdicts, in_cache(trial.KEPT.read)),
+    "tuning cache": Reader(TUNED, in_cache(tuning.KEPT.read)),
+    "verdicts on kernels": Reader(VERDICTS, in_cache(trial.KEPT.read)),
 }
 
 

@@ -48,27 +48,32 @@ SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("vocab_size", "
 STARTED: list[subprocess.Popen[str]] = []  # processes that `end_all` ends
 MUON = "train.optimizer=muon", "train.undecayed=ln|embeddings"
 CPU = torch.device("cpu")
+END_OF_TEXT = 7  # an id
 ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
 
 
-class RandomTokens:
-    """A source of `length` random token ids, for runs that need to learn nothing.
+class Ids:
+    """A source of given token ids. end_of_text: the id that ends a document."""
 
-    longest  each id whose index is a positive multiple of this is an end of text; None: no id is
-    """
-
-    def __init__(self, vocab_size: int, length: int, longest: int | None = None):
-        self._ids = np.random.default_rng(0).integers(vocab_size, size=length)
-        self._ids[slice(longest, None, longest) if longest else []] = self.end_of_text
+    def __init__(self, ids: Any, end_of_text: int = END_OF_TEXT):
+        self._ids, self.end_of_text = np.asarray(ids), end_of_text
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    end_of_text = 7
-
     def read(self, start: int, stop: int) -> np.ndarray:
         return self._ids[start:stop]
+
+
+def random_ids(vocab_size: int, length: int, longest: int | None = None) -> Ids:
+    """A source of `length` random token ids, for runs that need to learn nothing.
+
+    longest  each id whose index is a positive multiple of this is an end of text; None: no id is
+    """
+    ids = np.random.default_rng(0).integers(vocab_size, size=length)
+    ids[slice(longest, None, longest) if longest else []] = END_OF_TEXT
+    return Ids(ids)
 
 
 def config(output: Path, *settings: str) -> RunConfig:
@@ -89,18 +94,30 @@ def corpus(folder: Path) -> Path:
     return path
 
 
-def source_of(run: RunConfig) -> RandomTokens:
+def copy_of(data: Path, folder: Path) -> Path:
+    """Makes `folder` the folder of another run on the same text, tokenizer and tokens, and returns it."""
+    folder.mkdir(parents=True)
+    for name in ("tokenizer", "tokens", "text.txt"):
+        (folder / name).symlink_to(data / name)
+    return folder
+
+
+def source_of(run: RunConfig) -> Ids:
     """2,000 random ids; if documents are packed, they have at most 6 tokens."""
-    return RandomTokens(300, 2000, 6 if run.data.packing == "documents" else None)
+    return random_ids(300, 2000, 6 if run.data.packing == "documents" else None)
 
 
-def trainer(run: RunConfig, resume: bool = False, device: torch.device = CPU) -> Trainer:
-    """A Trainer on `source_of(run)`. `resume`: from the newest checkpoint of the run's folder."""
-    source = source_of(run)
-    end = source.end_of_text if run.data.packing == "documents" else None
+def trainer(
+    run: RunConfig, resume: bool | str | Path = False, device: torch.device = CPU, group: Any = None
+) -> Trainer:
+    """A Trainer on `source_of(run)`.
+
+    resume  True: from the newest checkpoint of the run's folder; a path: from that of this folder, if there is any
+    """
+    source, folder = source_of(run), run.folder / "checkpoints" if resume is True else resume
+    end = END_OF_TEXT if run.data.packing == "documents" else None
     windows = fixed_windows(source, run.model.context_length, run.evaluate.windows, end)
-    checkpoint = newest(run.folder / "checkpoints") if resume else None
-    return Trainer(run, source, windows, device, checkpoint)
+    return Trainer(run, source, windows, device, newest(Path(folder)) if folder else None, group=group)
 
 
 def first_losses(run: RunConfig, steps: int) -> list[float]:
@@ -181,10 +198,8 @@ def scales_on_rank(
     group = group_of(world_size) if world_size > 1 else None
     if world_size > 1 and size_and_rank(None)[1] >= world_size:
         return [], [], ""
-    source = source_of(run)
-    windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
     with scaled(first, growth):
-        training = Trainer(run, source, windows, CPU, newest(Path(folder)) if folder else None, group=group)
+        training = trainer(run, folder, group=group)
     infinite_on_one_rank(training, infinite, world_size - 1)
     taken = [training.train_step()[0] for _ in range(training.step, steps)]
     if folder:
@@ -248,9 +263,7 @@ def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", on
     group = group_of(world_size)
     if size_and_rank(None)[1] >= world_size:
         return ""
-    source, checkpoint = source_of(run), newest(Path(folder)) if folder else None
-    windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
-    training = Trainer(run, source, windows, device(), checkpoint, group=group)
+    training = trainer(run, folder, device(), group)
     with use((Tree, "add", lambda _: _add_one_by_one)) if one_by_one else nullcontext():
         while training.step < steps:
             training.train_step()

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lmsys.config import ModelConfig
@@ -30,33 +31,20 @@ CONFIG = ModelConfig(16, 32, 2, 2, vocab_size=40, context_length=8, attention="n
 STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5, True)]}}
 
 
-def equal(first: Any, second: Any) -> bool:
-    """True if two nested values are equal, tensors bit for bit."""
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return list(first) == list(second) and all(equal(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
-    return bool(first == second)
-
-
 def test_random_numbers_go_on_from_where_they_were_saved(tmp_path: Path) -> None:
     """tests/training/test_training.py tests this for a whole training."""
     save(tmp_path, 1, STATE, {"rng": rng_state()})
     expected = torch.rand(3)
     torch.rand(7)  # other numbers are drawn in between
-    saved = newest(tmp_path)
-    assert saved is not None
-    set_rng_state(saved.own(0)["rng"])
+    set_rng_state(newest(tmp_path).own(0)["rng"])
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     manifest = save(tmp_path / "new", 7, STATE, {"own": 1}, facts={"model": {"d": 16}, "seeds": (1, 2)})
     saved = newest(tmp_path / "new")
-    assert saved is not None and saved.manifest == manifest and (saved.step, saved.world_size) == (7, 1)
-    assert equal(saved.shared(), STATE) and saved.own(0) == {"own": 1}
+    assert saved.manifest == manifest and (saved.step, saved.world_size) == (7, 1)
+    assert repr(saved.shared()) == repr(STATE) and saved.own(0) == {"own": 1}
     saved.require(model={"d": 16}, seeds=(1, 2))
     with pytest.raises(ValueError, match=r"saved with model.d=16; this run has 32"):
         saved.require(model={"d": 32})
@@ -83,12 +71,12 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, part: str, tear: str) 
     for step in (1, 2):
         save(tmp_path, step, {**STATE, "step": step}, {"rng": rng_state()})
     saved = newest(tmp_path)
-    assert saved is not None and saved.step == 2
+    assert saved.step == 2
     TEARS[tear](saved.manifest if part == "manifest" else tmp_path / saved.files[part]["file"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         earlier = newest(tmp_path)
-    assert earlier is not None and earlier.step == 1 and earlier.shared()["step"] == 1
+    assert earlier.step == 1 and earlier.shared()["step"] == 1
     if (part, tear) != ("manifest", "gone"):
         assert len(caught) == 1 and "checkpoint passed over" in str(caught[0].message)
         if part != "manifest":
@@ -103,13 +91,6 @@ def sign_anew(manifest: Path, **changes: Any) -> None:
     manifest.write_text(json.dumps({**content, "sha256": checkpoint._digest(content)}))
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
-    manifest = save(tmp_path, 1, STATE)
-    sign_anew(manifest, format=2)
-    with pytest.raises(ValueError, match="format 2 is not the 1 of this version"):
-        read(manifest)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -121,6 +102,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
             "files.shared: must be a file beside the manifest; got '../x'",
         ),
         ({"files": {}}, "names no file of 'shared'"),
+        ({"format": 2}, "format 2 is not the 1 of this version"),
     ],
 )
 def test_a_wrong_manifest_with_a_right_checksum_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -143,7 +125,6 @@ class Code:
 def test_code_is_never_unpickled(tmp_path: Path) -> None:
     save(tmp_path / "saved", 1, {"x": Code(tmp_path / "it ran")})
     saved = newest(tmp_path / "saved")
-    assert saved is not None
     part = saved.files["shared"]["file"]
     with pytest.raises(ValueError, match=f"{part}: must hold tensors and plain values alone; .* gives UnpicklingError"):
         saved.shared()
@@ -168,35 +149,29 @@ def test_a_file_that_holds_no_state_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 4))
+@example([5, 5], 4)
 @settings(max_examples=20)
 def test_the_newest_are_kept(tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int) -> None:
-    folder, expected = tmp_path_factory.mktemp("kept"), set()
-    for step in steps:
-        save(folder, step, {"step": step}, keep=keep)
-        expected.add(step)
-        earlier = sorted(other for other in expected if other <= step)
-        expected -= set(earlier[:-keep])
-        kept = [read(path) for path in sorted(folder.glob("*.json"))]
-        assert {saved.step for saved in kept} == expected
-        assert all(saved.shared() == {"step": saved.step} for saved in kept)
+    """A step may be saved again: its newest state is kept."""
+    folder, expected = tmp_path_factory.mktemp("kept"), dict[int, int]()
+    for number, step in enumerate(steps):
+        save(folder, step, {"number": number}, keep=keep)
+        expected[step] = number
+        for old in sorted(other for other in expected if other <= step)[:-keep]:
+            del expected[old]
+        kept = {saved.step: saved.shared()["number"] for saved in map(read, folder.glob("*.json"))}
+        assert kept == expected
         assert len(list(folder.iterdir())) == 3 * len(expected)  # no file of a removed checkpoint is left
 
 
-def test_folders_that_are_named_as_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    for name in ("step-00000001.json", "step-00000001-shared-0.pt"):
-        (tmp_path / name).mkdir()
-    for step in (2, 3):
-        save(tmp_path, step, STATE, keep=1)
-    saved = newest(tmp_path)
-    assert saved is not None and saved.step == 3 and len([*tmp_path.iterdir()]) == 2 + 3
-
-
-def test_files_that_no_save_has_written_are_left_alone(tmp_path: Path) -> None:
-    """This holds for any name that begins like a checkpoint's.
+@pytest.mark.filterwarnings("error")
+def test_what_no_save_has_written_is_left_alone(tmp_path: Path) -> None:
+    """This holds for files of any name that begins like a checkpoint's, and for folders that are named as its files.
 
     Files that a killed save left (`killed`) are removed. Those of step 1 stay, since its manifest cannot be read,
     and may name them.
     """
+    folders = ["step-00000000.json", "step-00000003-shared-01234567.pt"]
     names = ["step-best.pt", "step-00000001-mine.pt", "step-mine.tmp", "step-00000001.json", "step-00000001.pt"]
     names += ["step-00000002.json.tmp", "step-00000002-shared-best.pt", "step-00000001-shared-0123abcd.pt", "notes.txt"]
     killed = [
@@ -204,58 +179,48 @@ def test_files_that_no_save_has_written_are_left_alone(tmp_path: Path) -> None:
         "step-00000009-rank-11-0123abcd.pt",
         "step-00000002.json.0123abcd.tmp",
     ]
+    for name in folders:
+        (tmp_path / name).mkdir()
     for name in (*names, *killed):
         (tmp_path / name).write_text("mine")  # no manifest, no tensors
     for step in (2, 3, 4):
         save(tmp_path, step, STATE, keep=1)
-    assert all((tmp_path / name).read_text() == "mine" for name in names)
     saved = newest(tmp_path)
-    assert saved is not None and saved.step == 4
-    assert len([*tmp_path.iterdir()]) == len(names) + 3
-
-
-def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
-    for value in (1, 2):
-        save(tmp_path, 5, {"value": value})
-    saved = newest(tmp_path)
-    assert saved is not None and saved.shared() == {"value": 2} and len(list(tmp_path.iterdir())) == 3
+    assert saved.step == 4 and all((tmp_path / name).read_text() == "mine" for name in names)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*folders, *names, saved.manifest.name, *(entry["file"] for entry in saved.files.values())}
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "write"])
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     save(tmp_path, 1, STATE)
-    before = sorted(path.name for path in tmp_path.iterdir())
+    before, true_save = sorted(path.name for path in tmp_path.iterdir()), torch.save
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    true_save = torch.save
+    file = SimpleNamespace(write=full, flush=lambda: None)
+    patches = {
+        "fsync": (checkpoint.os, "fsync", full),
+        "replace": (Path, "replace", full),
+        "write": (checkpoint.torch, "save", lambda state, _: true_save(state, file)),
+    }
     with monkeypatch.context() as patch:
-        if call == "fsync":
-            patch.setattr(checkpoint.os, "fsync", full)
-        elif call == "replace":
-            patch.setattr(Path, "replace", full)
-        else:
-            file = SimpleNamespace(write=full, flush=lambda: None)
-            patch.setattr(checkpoint.torch, "save", lambda state, _: true_save(state, file))
+        patch.setattr(*patches[call])
         with pytest.raises(SaveError, match="No space left on device; earlier checkpoints stand"):
             save(tmp_path, 2, STATE)
     saved = newest(tmp_path)
-    assert saved is not None and saved.step == 1 and equal(saved.shared(), STATE)
-    left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tmp")
-    assert left == before
+    assert saved.step == 1 and repr(saved.shared()) == repr(STATE)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tmp") == before
     save(tmp_path, 2, STATE)
     assert len(list(tmp_path.iterdir())) == 6
 
 
-def on_ranks(world_size: int, function: Any) -> list[Any]:
-    """Calls function(rank, gather) on a thread for each rank: the results, or the exceptions, in the order of ranks.
+def save_on_ranks(folder: Path, step: int, world_size: int, **options: Any) -> list[Any]:
+    """Saves on a thread for each rank, which have parts of their own; returns paths, or exceptions, by rank."""
+    barrier, slots = threading.Barrier(world_size, timeout=20), [None] * world_size
 
-    gather  a function that each rank calls with a value, and that returns the values of all ranks
-    """
-    barrier, slots, results = threading.Barrier(world_size, timeout=20), [None] * world_size, [None] * world_size
-
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         def gather(mine: Any) -> list[Any]:
             slots[rank] = mine
             barrier.wait()
@@ -263,26 +228,20 @@ def on_ranks(world_size: int, function: Any) -> list[Any]:
             barrier.wait()
             return gathered
 
+        of_rank = {"rank": rank, "world_size": world_size, "gather": gather}
         try:
-            results[rank] = function(rank, gather)
+            return save(folder, step, {"shared": rank}, {"mine": rank}, **of_rank, **options)
         except Exception as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(world_size) as threads:
+        return list(threads.map(run, range(world_size)))
 
 
 def test_every_rank_saves_its_own_part(tmp_path: Path) -> None:
-    def saves(rank: int, gather: Any) -> Path:
-        return save(tmp_path, 3, {"shared": rank}, {"mine": rank}, rank=rank, world_size=3, gather=gather)
-
-    assert on_ranks(3, saves) == [tmp_path / "step-00000003.json"] * 3
+    assert save_on_ranks(tmp_path, 3, 3) == [tmp_path / "step-00000003.json"] * 3
     saved = newest(tmp_path)
-    assert saved is not None and saved.world_size == 3 and saved.shared() == {"shared": 0}
+    assert saved.world_size == 3 and saved.shared() == {"shared": 0}
     assert [saved.own(rank) for rank in range(3)] == [{"mine": rank} for rank in range(3)]
 
 
@@ -296,11 +255,7 @@ def test_when_one_rank_fails_all_raise_its_error(tmp_path: Path, monkeypatch: py
         true_save(state, file)
 
     monkeypatch.setattr(checkpoint.torch, "save", fails_on_rank_2)
-
-    def saves(rank: int, gather: Any) -> Path:
-        return save(tmp_path, 3, STATE, {"mine": rank}, rank=rank, world_size=3, gather=gather)
-
-    for failed in on_ranks(3, saves):
+    for failed in save_on_ranks(tmp_path, 3, 3):
         assert isinstance(failed, SaveError) and "No space left" in str(failed)
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -310,19 +265,15 @@ def test_files_that_cannot_be_removed_are_left_to_the_next_save(
 ) -> None:
     """Rank 0 removes them, and its error would leave the other ranks waiting for it."""
 
-    def saves(rank: int, gather: Any) -> Path:
-        step = 1 + len([*tmp_path.glob("*.json")])
-        return save(tmp_path, step, STATE, keep=1, rank=rank, world_size=2, gather=gather)
-
     def refuse(path: Path, missing_ok: bool = False) -> None:
         if path.suffix != ".tmp":
             raise PermissionError(13, "Permission denied")
 
-    on_ranks(2, saves)
+    save_on_ranks(tmp_path, 1, 2, keep=1)
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="left: PermissionError: .*Permission denied"):
         patch.setattr(Path, "unlink", refuse)
-        assert on_ranks(2, saves) == [tmp_path / "step-00000002.json"] * 2
-    assert on_ranks(2, saves) == [tmp_path / "step-00000003.json"] * 2
+        assert save_on_ranks(tmp_path, 2, 2, keep=1) == [tmp_path / "step-00000002.json"] * 2
+    assert save_on_ranks(tmp_path, 3, 2, keep=1) == [tmp_path / "step-00000003.json"] * 2
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -355,7 +306,7 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing looks damaged: a checkpoint that is not complete has no manifest
         saved = newest(tmp_path)
-    assert saved is not None and saved.step >= int(printed)
+    assert saved.step >= int(printed)
     state = saved.shared()
     assert state["step"] == saved.step and bool((state["x"] == saved.step).all()) and saved.own(0) == {"n": saved.step}
     save(tmp_path, saved.step + 1, STATE, keep=1)

@@ -16,10 +16,10 @@ from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM
 from lmsys.training.data import fixed_windows
 from lmsys.training.evaluation import Evaluation, evaluate, unigram
-from tests.support.training_runs import RandomTokens
+from tests.support.training_runs import random_ids
 
 CONFIG = ModelConfig(8, 16, 1, 2, vocab_size=30, context_length=12, attention="naive")
-SOURCE = RandomTokens(30, 500)
+SOURCE = random_ids(30, 500)
 
 
 @settings(max_examples=15)
@@ -61,7 +61,7 @@ def test_a_huge_loss_has_infinite_perplexity() -> None:
 
 def test_a_unigram_model_predicts_by_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmsys.training.evaluation._READ", 7)  # tokens are counted 7 at a time
-    source = RandomTokens(5, 200)
+    source = random_ids(5, 200)
     windows = fixed_windows(source, 10, 8)
     counts = 1 + np.bincount(source.read(0, 200), minlength=6)  # as if each of 6 tokens were there once more
     expected = np.mean([-math.log(counts[token] / 206) for token in windows[1].flatten()])

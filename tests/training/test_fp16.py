@@ -5,6 +5,8 @@ A plain loop of torch's own parts is the oracle. `scaled` makes scales that fall
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from lmsys.training.optimizer import set_lr
 from tests.support.training_runs import (
     MUON,
     config,
-    corpus,
+    copy_of,
+    first_losses,
     infinite_on_one_rank,
     on,
     read_lines,
@@ -33,7 +36,7 @@ from tests.support.training_runs import (
 from tests.support.variants import by_default_all_but
 
 FP16 = "train.precision=fp16"
-ALONE = FP16, "train.strategy=none"
+ALONE = FP16, "train.strategy=none", "train.micro_batch_size=8"
 STEPS = 12
 # By the first scale, and the steps after which one grows: the first falls twice or more, and each grows.
 SCALES = {"it falls": (2.0**26, 4), "it grows": (2.0**10, 3)}
@@ -67,7 +70,8 @@ def plain_loop(run: RunConfig, training: Trainer, first: float, growth: int) -> 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.2])
 @pytest.mark.parametrize("kind", [*SCALES])
 def test_a_training_is_a_loop_with_torch_s_scaler(tmp_path: Path, kind: str, clip_norm: float) -> None:
-    run = config(tmp_path, *ALONE, f"train.steps={STEPS}", f"train.clip_norm={clip_norm}")
+    accumulating = "train.micro_batch_size=4", f"train.clip_norm={clip_norm}"
+    run = config(tmp_path, *ALONE, f"train.steps={STEPS}", *accumulating)
     with scaled(*SCALES[kind]):
         training = trainer(run)
         steps = [training.train_step()[0] for _ in range(STEPS)]
@@ -85,15 +89,21 @@ def test_a_training_is_a_loop_with_torch_s_scaler(tmp_path: Path, kind: str, cli
 def test_the_loss_is_near_that_of_bf16(tmp_path: Path, more: tuple[str, ...]) -> None:
     curves = {}
     for precision in ("fp32", "bf16", "fp16"):
-        training = trainer(config(tmp_path, "train.steps=20", f"train.precision={precision}", *more))
-        curves[precision] = torch.tensor([training.train_step()[0].loss for _ in range(20)])
-        assert training.skipped == 0
+        one_batch = "train.micro_batch_size=8", f"train.steps={STEPS}", f"train.precision={precision}"
+        curves[precision] = torch.tensor(first_losses(config(tmp_path, *one_batch, *more), STEPS))
     far = {name: (curve - curves["fp32"]).abs().max().item() for name, curve in curves.items()}
     assert 0 < far["fp16"] < far["bf16"] < 0.02  # float16 has three bits more of mantissa
 
 
-@pytest.mark.parametrize("kind", [*SCALES])
-@pytest.mark.parametrize("more", [("train.strategy=none",), ("train.reproducible=true",), MUON])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("it falls", ALONE),
+        ("it grows", ALONE),
+        ("it falls", ("train.reproducible=true", "train.leaves=2")),
+        ("it grows", (*MUON, "train.micro_batch_size=8")),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted(tmp_path: Path, kind: str, more: tuple[str, ...]) -> None:
     """Cut while steps are skipped, and while a scale is about to grow."""
     run = config(tmp_path, FP16, f"train.steps={STEPS}", "checkpoint.interval=0", *more)
@@ -110,11 +120,11 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted(tmp_path: Path, kind: s
     assert all(torch.equal(x, weights(tmp_path)[name]) for name, x in whole.model.state_dict().items())
 
 
-def test_the_log_has_the_scale(tmp_path: Path) -> None:
-    run = config(tmp_path, *ALONE, f"data.corpus={corpus(tmp_path)}", "train.max_nonfinite=0")
+def test_the_log_has_the_scale(data: Path, tmp_path: Path) -> None:
+    run = config(copy_of(data, tmp_path / "run"), *ALONE, "train.max_nonfinite=0")
     with scaled(2.0**26, 2000):
-        assert pipeline.run(run, ("tokenizer", "tokenize", "train", "evaluate")) == 0
-    logged = [line for line in read_lines(tmp_path / "log.jsonl") if "loss" in line]
+        assert pipeline.run(run, ("train",)) == 0
+    logged = [line for line in read_lines(run.folder / "log.jsonl") if "loss" in line]
     assert logged[0]["loss_scale"] == 2.0**26 and logged[0]["grad_norm"] in ("Infinity", "NaN")
     halvings = [math.log2(logged[0]["loss_scale"] / line["loss_scale"]) for line in logged]
     assert halvings[1:] == [line["skipped"] for line in logged[:-1]] and halvings[-1] >= 2
@@ -122,7 +132,7 @@ def test_the_log_has_the_scale(tmp_path: Path) -> None:
 
 def test_a_scale_that_is_too_large_ends_no_run(tmp_path: Path) -> None:
     """Skipped steps count towards train.max_nonfinite where the loss is NaN, or a scale of 1 is still too large."""
-    run = config(tmp_path, *ALONE, "train.max_nonfinite=1", "train.steps=60", "evaluate.interval=0")
+    run = config(tmp_path, *ALONE, "train.max_nonfinite=1", "train.steps=40", "evaluate.interval=0")
     said: list[str] = []
     with scaled(2.0**40, 2000):
         assert trainer(run).fit(tmp_path / "checkpoints", say=said.append)[0] == "done"
@@ -160,23 +170,25 @@ STRATEGIES = (
 )
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Any]:
+    """A function that gives `scales_on_rank` of one process with these settings; it trains once for all tests."""
+    folder = tmp_path_factory.mktemp("alone")
+    return cache(lambda settings: scales_on_rank(config(folder, *settings, *on("none")), *SCALES["it falls"], STEPS))
+
+
 @pytest.mark.parametrize("strategy", by_default_all_but(STRATEGIES, "naive", "zero1+muon", "torch_ddp"))
-def test_two_ranks_equal_one_and_resume(ranks: WorkerGroup, tmp_path: Path, strategy: str) -> None:
+def test_two_ranks_equal_one_and_resume(ranks: WorkerGroup, alone: Any, tmp_path: Path, strategy: str) -> None:
     name = strategy.removesuffix("+muon")
-    settings = (FP16, f"train.steps={STEPS}", *on(name), *(MUON if name != strategy else ()))
-    first, growth = 2.0**26, 4
-    one = scales_on_rank(config(tmp_path, *settings, *on("none")), first, growth, STEPS)
-    run = config(tmp_path, *settings)
-    whole = ranks.run(scales_on_rank, run, first, growth, STEPS, 2)[:2]
-    assert whole[0] == whole[1]
-    losses, scales, _ = whole[0]
+    settings = (FP16, f"train.steps={STEPS}", *(MUON if name != strategy else ()))
+    run, one, (first, growth) = config(tmp_path, *settings, *on(name)), alone(settings), SCALES["it falls"]
+    (losses, scales, digest), other = ranks.run(scales_on_rank, run, first, growth, STEPS, 2)[:2]
+    assert other == (losses, scales, digest)
     assert scales == pytest.approx(one[1], rel=1) and scales[0] == first > min(scales)  # by rounding a step may differ
     assert losses == pytest.approx(one[0], abs=1e-2)
-    for cut in (1, 7):
-        ranks.run(scales_on_rank, run, first, growth, cut, 2, str(tmp_path))
-    resumed = ranks.run(scales_on_rank, run, first, growth, STEPS, 2, str(tmp_path))[:2]
-    assert resumed[0] == resumed[1] and resumed[0][2] == whole[0][2], "the weights have other bits"
-    assert scales[7:] == resumed[0][1]
+    for cut in (1, 7, STEPS):
+        resumed = ranks.run(scales_on_rank, run, first, growth, cut, 2, str(tmp_path))[:2]
+    assert resumed == [(losses[7:], scales[7:], digest)] * 2
 
 
 APART = """

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -123,16 +124,10 @@ def test_only_ids_below_the_vocabulary_of_a_tokenizer_are_drawn(vocab_size: int)
     assert max(map(max, made)) < vocab_size and (vocab_size < 40 or max(map(max, made)) >= 20)
 
 
-def test_equal_seeds_draw_the_same_and_others_do_not() -> None:
-    model = make_model()
-    assert generate(model, [[1]], 20, seed=3) == generate(model, [[1]], 20, seed=3)
-    assert generate(model, [[1]], 20, seed=3) != generate(model, [[1]], 20, seed=4)
-
-
-def test_generation_leaves_torchs_random_numbers_alone() -> None:
+def test_another_seed_draws_others_and_torchs_random_numbers_are_left_alone() -> None:
     model = make_model()
     before = torch.get_rng_state()
-    generate(model, [[1, 2]], 5)
+    assert generate(model, [[1]], 20, seed=3) != generate(model, [[1]], 20, seed=4)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -212,27 +207,30 @@ def test_impossible_samplings_are_refused(changes: dict[str, float], message: st
         Sampling(**changes)  # type: ignore[arg-type]
 
 
-def test_prompts_that_cannot_be_continued_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompts": []}, "at least one prompt"),
+        ({"prompts": [[1], []]}, "a token in each"),
+        ({"prompts": [[1] * 30], "max_new_tokens": 3}, "are 33 tokens, more than context_length=32"),
+        ({"prompts": [[50]]}, "prompts must be token ids from 0 to 49; got 50"),
+        ({"prompts": ["ab"]}, "a prompt's id='a' must be a whole number"),
+        ({"prompts": [[1.5]]}, "a prompt's id=1.5 must be a whole number"),
+        ({"stop": 77}, "stop must be token ids from 0 to 49; got 77"),
+        ({"stop": "x"}, "stop='x' must be a whole number"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"vocab_size": 0}, "vocab_size=0 must be"),
+        ({"vocab_size": 51}, "vocab_size=51 must be"),
+        ({"seed": None}, "seed=None must be a whole number"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(make_model(), **{"prompts": [[1]], "max_new_tokens": 1, **wrong})
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
     model = make_model()
-    for prompts, new, stop, message in (
-        ([], 1, None, "at least one prompt"),
-        ([[1], []], 1, None, "a token in each"),
-        ([[1] * 30], 3, None, "are 33 tokens, more than context_length=32"),
-        ([[50]], 1, None, "prompts must be token ids from 0 to 49; got 50"),
-        ([[1]], 1, 77, "stop must be token ids from 0 to 49; got 77"),
-        ([[1]], -1, None, "max_new_tokens=-1"),
-        (["ab"], 1, None, "a prompt's id='a' must be a whole number"),
-        ([[1.5]], 1, None, "a prompt's id=1.5 must be a whole number"),
-        ([[1]], 1, "x", "stop='x' must be a whole number"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            generate(model, prompts, new, stop=stop)
-    for vocab_size in (0, 51):
-        with pytest.raises(ValueError, match=f"vocab_size={vocab_size} must be"):
-            generate(model, [[1]], 1, vocab_size=vocab_size)
-    with pytest.raises(ValueError, match="seed=None must be a whole number"):
-        generate(model, [[1]], 1, seed=None)  # type: ignore[arg-type]
-    with torch.no_grad():
-        model.lm_head.weight.fill_(math.nan)
+    model.lm_head.weight.data.fill_(math.nan)
     with pytest.raises(ValueError, match="logits are not finite"):
         generate(model, [[1]], 1)

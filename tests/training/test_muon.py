@@ -1,25 +1,26 @@
 """`lmsys.training.muon.Muon` equals torch's Muon with torch's AdamW, and the papers' formula in float64 (`Exact`).
 
 Muon makes the update of a matrix nearly orthogonal, by Newton-Schulz steps; AdamW steps all parameters but the matrices
-of hidden layers. Other tests are of properties: saved states, schedules, clipping, loss scaling, and which parameters
-Muon steps. A new bad option is added to `test_bad_options_are_refused`, with the message that it must give.
+of hidden layers. Other tests are of properties: saved states, loss scaling, and which parameters Muon steps. What Muon
+has of AdamW, such as clipping, and its bad options, are tested in test_optimizer.py.
+
+A Newton-Schulz step has a triple (a, b, c) of coefficients: it maps each singular value x to a x + b x³ + c x⁵, so that
+all come near 1. POLAR_EXPRESS, the triples of the Polar Express, is compared with the algorithm of its paper;
+COEFFICIENTS is the one triple of Jordan's Muon.
 """
 
 import copy
-import io
 import math
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lmsys.config import model_config
 from lmsys.cost.operations import newton_schulz_flops
-from lmsys.model import TransformerLM
 from lmsys.parallel.structure import grouped
 from lmsys.testing import error_ratio, ratio_of
 from lmsys.training.muon import (
@@ -33,7 +34,8 @@ from lmsys.training.muon import (
     newton_schulz,
     normalized,
 )
-from lmsys.training.optimizer import AdamW, clip_factor, clip_grad_norm, grad_norm, scale_gradients, set_lr
+from lmsys.training.optimizer import clip_factor, grad_norm, scale_gradients, set_lr
+from tests.support.optimizers import saved, step_alike
 from tests.support.ranks import Net, Recipe
 
 flags = st.booleans()
@@ -48,10 +50,12 @@ options = st.fixed_dictionaries(
         "nesterov": flags,
         "adjust_lr_fn": st.sampled_from(["original", "match_rms_adamw"]),
         "ns_steps": st.integers(1, 6),
+        "ns_coefficients": st.sampled_from([COEFFICIENTS, (2.0, -1.5, 0.5)]),
     }
 )
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 40))
 USUAL = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": "original", "ns_steps": 5}
+USUAL |= {"ns_coefficients": COEFFICIENTS}
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}  # options of AdamW
 
 
@@ -67,9 +71,9 @@ def of_blocks(net: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return hidden, [p for _, p in trained if not any(p is other for other in hidden)]
 
 
-def formula(x: Tensor) -> Tensor:
+def formula(x: Tensor, coefficients: tuple[float, float, float] = COEFFICIENTS) -> Tensor:
     """a X + b (X Xᵀ) X + c (X Xᵀ)² X of one matrix, as the paper writes it."""
-    a, b, c = COEFFICIENTS
+    a, b, c = coefficients
     gram = x @ x.T
     return a * x + (b * gram + c * gram @ gram) @ x
 
@@ -105,7 +109,7 @@ class Exact:
             update = momentum * buffer + (1 - momentum) * p.grad if self.chosen["nesterov"] else buffer
             update = update / max(update.norm().item(), EPS)
             for _ in range(self.chosen["ns_steps"]):
-                update = formula(update)
+                update = formula(update, self.chosen["ns_coefficients"])
             rows, columns = p.shape
             factors = {"original": max(1, rows / columns) ** 0.5, "match_rms_adamw": 0.2 * max(rows, columns) ** 0.5}
             p.mul_(1 - lr * self.chosen["weight_decay"])
@@ -162,6 +166,66 @@ def test_newton_schulz_equals_the_formula(shape: tuple[int, int, int], steps: in
     assert torch.equal(newton_schulz(x, steps), newton_schulz(once, steps - 1))
 
 
+LEAST = 1e-3  # the least singular value that is to be brought to 1
+CUSHION = 0.024  # a polynomial's range is no wider than from this share of its end: else it would amplify rounding
+SAFETY = 1.01  # rounding may take a value above 1, by this factor at most
+
+
+def best_quintic(low: float, high: float) -> np.ndarray:
+    """(a, b, c) of the a x + b x³ + c x⁵ that is nearest to 1 on [low, high], by Remez's exchange.
+
+    Its error has one size at both ends and at the two extrema between them, with alternating signs.
+    """
+    extrema = (3 * low + high) / 4, (low + 3 * high) / 4
+    error, change = math.inf, math.inf
+    while change > 1e-14:
+        points = np.array([low, *extrema, high])
+        system = np.stack([points, points**3, points**5, [1, -1, 1, -1]], axis=1)
+        *triple, new_error = np.linalg.solve(system, np.ones(4))
+        change, error = abs(new_error - error), new_error
+        a, b, c = triple
+        root = math.sqrt(9 * b**2 - 20 * a * c)
+        extrema = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
+    return np.array(triple)
+
+
+def value(triple: np.ndarray, x: float) -> float:
+    """The value of the polynomial at x."""
+    return triple @ np.array([x, x**3, x**5])
+
+
+def test_the_coefficients_are_those_of_the_papers_algorithm() -> None:
+    """Each is the best for the range that the steps before it have left, and is scaled so that its values lie around 1.
+
+    The last is the limit of best polynomials for a range that narrows to 1.
+    """
+    low, high = LEAST, 1.0
+    for triple in POLAR_EXPRESS[:-1]:
+        best = best_quintic(max(low, CUSHION * high), high)
+        best = best * 2 / (value(best, low) + value(best, high))
+        low = value(best, low)
+        high = 2 - low
+        np.testing.assert_allclose(triple, best / SAFETY ** np.array([1, 3, 5]), atol=5.1e-5, rtol=0)
+    assert POLAR_EXPRESS[-1] == (15 / 8, -10 / 8, 3 / 8)
+
+
+@pytest.mark.parametrize(("steps", "off"), [(5, 0.16), (6, 0.006), (7, 1e-6), (9, 1e-14)])
+def test_singular_values_come_to_one(steps: int, off: float) -> None:
+    """off: the largest distance from 1. Jordan's coefficients let large values vary between 0.68 and 1.21."""
+    values = torch.logspace(math.log10(LEAST), math.log10(1.008), 2000, dtype=torch.float64)[:, None, None]
+    ours, jordans = (newton_schulz(values, steps, triples) for triples in (POLAR_EXPRESS, COEFFICIENTS))
+    assert (ours - 1).abs().max() < off < 0.3 < (jordans - 1).abs().max()
+
+
+@given(st.integers(1, 9), st.lists(st.tuples(*3 * [st.floats(-2, 2)]), min_size=1, max_size=4), st.integers(0, 99))
+def test_each_step_has_its_triple_and_the_last_goes_on(steps: int, triples: list[tuple[float, ...]], seed: int) -> None:
+    x = normalized(list(torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(seed))), torch.float64)
+    expected = x
+    for step in range(steps):
+        expected = newton_schulz(expected, 1, triples[min(step, len(triples) - 1)])
+    torch.testing.assert_close(newton_schulz(x, steps, triples), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_matrix_of_zeros_is_not_moved() -> None:
     for shape in ((3, 2), (0, 2), (2, 0)):
         assert not newton_schulz(normalized([torch.zeros(shape)], torch.bfloat16)).any()
@@ -183,15 +247,7 @@ def test_a_matrix_has_the_same_bits_whichever_others_are_stepped(
     count: int, rows: int, columns: int, seed: int
 ) -> None:
     """Without batches (batched=False)."""
-    generator = torch.Generator().manual_seed(seed)
-    x, grads = torch.randn(2, count, rows, columns, generator=generator)
-    together = [row.clone().requires_grad_() for row in x]
-    alone = [row.clone().requires_grad_() for row in x]
-    for p, q, grad in zip(together, alone, grads, strict=True):
-        p.grad, q.grad = grad, grad.clone()
-        Muon([q], batched=False).step()
-    Muon(together, batched=False).step()
-    assert all(map(torch.equal, together, alone))
+    step_alike(*torch.randn(2, count, rows, columns, generator=torch.Generator().manual_seed(seed)))
 
 
 def test_matrices_of_one_shape_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +270,7 @@ def train(optimizer: torch.optim.Optimizer, net: nn.Module, steps: range) -> Non
 
 
 @given(recipes, flags, st.integers(0, 99))
-def test_a_resumed_state_equals_an_uninterrupted_one(recipe: Recipe, batched: bool, seed: int) -> None:
+def test_a_resumed_or_copied_state_equals_an_uninterrupted_one(recipe: Recipe, batched: bool, seed: int) -> None:
     torch.manual_seed(seed)
     whole = Net(recipe)
     part = copy.deepcopy(whole)
@@ -222,42 +278,13 @@ def test_a_resumed_state_equals_an_uninterrupted_one(recipe: Recipe, batched: bo
     uninterrupted, half = (Muon(groups_of(net), **options) for net in (whole, part))
     train(uninterrupted, whole, range(5))
     train(half, part, range(2))
-    file = io.BytesIO()
-    torch.save(half.state_dict(), file)
-    file.seek(0)
+    twin, its_part = copy.deepcopy((half, part))
     resumed = Muon(groups_of(part))
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    train(resumed, part, range(2, 5))
-    assert all(map(torch.equal, whole.parameters(), part.parameters()))
-    assert all(group.items() >= options.items() for group in resumed.param_groups)
-
-
-def test_closures_schedules_added_groups_and_copies_work() -> None:
-    """As with any optimizer of torch."""
-    p, q = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
-    optimizer = Muon([p], lr=0.1, weight_decay=0.0)
-    optimizer.add_param_group({"params": [q], "use_muon": False, "lr": 0.01})
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = p.square().sum() + q.square().sum()
-        loss.backward()
-        return loss
-
-    losses = []
-    for _ in range(6):
-        losses.append(optimizer.step(closure).item())
-        schedule.step()
-    assert losses == sorted(losses, reverse=True)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1 / 64, 0.01 / 64]
-    twin = copy.deepcopy(optimizer)
-    for one in (optimizer, twin):
-        for group, lr in zip(one.param_groups, (0.5, 0.25), strict=True):
-            group["params"][0].grad = torch.ones_like(group["params"][0])
-            group["lr"] = lr
-        one.step()
-    assert torch.equal(p, twin.param_groups[0]["params"][0]) and torch.equal(q, twin.param_groups[1]["params"][0])
+    resumed.load_state_dict(saved(half))
+    for optimizer, net in ((resumed, part), (twin, its_part)):
+        train(optimizer, net, range(2, 5))
+        assert all(map(torch.equal, whole.parameters(), net.parameters()))
+        assert all(group.items() >= options.items() for group in optimizer.param_groups)
 
 
 def test_muon_and_adamw_may_have_different_learning_rates() -> None:
@@ -267,22 +294,6 @@ def test_muon_and_adamw_may_have_different_learning_rates() -> None:
         set_lr(optimizer, *rates)
         assert {group["lr"] for group in optimizer.param_groups} == expected
     assert all(group["lr"] == 0.25 for group in optimizer.param_groups if group["use_muon"])
-
-
-@given(recipes, st.sampled_from([0.0, 0.5]), st.integers(0, 99))
-def test_a_step_on_scaled_gradients_equals_one_after_clipping(recipe: Recipe, max_norm: float, seed: int) -> None:
-    torch.manual_seed(seed)
-    ours = Net(recipe)
-    clipped = copy.deepcopy(ours)
-    scaling, clipping = (Muon(groups_of(net), lr=0.1, momentum=0.5) for net in (ours, clipped))
-    for step in range(3):
-        draw_gradients([ours, clipped], 0.2, torch.Generator().manual_seed(seed + step))
-        if step != 1:
-            scale_gradients(scaling, clip_factor(grad_norm(list(ours.parameters())), max_norm))
-            clip_grad_norm(list(clipped.parameters()), max_norm)
-        scaling.step()
-        clipping.step()
-    assert all(map(torch.equal, ours.parameters(), clipped.parameters()))
 
 
 @pytest.mark.parametrize("overflow", [False, True])
@@ -299,19 +310,6 @@ def test_a_grad_scaler_unscales_gradients_and_skips_overflows(overflow: bool) ->
     assert torch.equal(p, torch.full((2, 2), 3.0) if overflow else q)
 
 
-def test_the_hidden_matrices_of_a_transformer_are_those_of_its_blocks() -> None:
-    model = TransformerLM(model_config("tiny"))
-    names = {name for name, p in model.named_parameters() if p in hidden_matrices(model)}
-    assert names == {f"layers.{i}.{name}.weight" for i in range(model.config.num_layers) for name in MATRICES}
-    with_decay = matrix_groups(model, lambda name, p: {"weight_decay": 0.0} if p.dim() < 2 else {})
-    found = {name: with_decay(name, p) for name, p in model.named_parameters()}
-    assert found["ln_final.weight"] == {"use_muon": False, "weight_decay": 0.0}
-    assert found["lm_head.weight"] == {"use_muon": False} and found["layers.0.ffn.w2.weight"] == {"use_muon": True}
-
-
-MATRICES = [*(f"attn.{name}_proj" for name in ("q", "k", "v", "output")), "ffn.w1", "ffn.w2", "ffn.w3"]
-
-
 def test_embeddings_and_shared_weights_of_blocks_are_left_to_adamw() -> None:
     net = nn.Module()
     net.layers = nn.ModuleList([nn.Embedding(3, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 5)])
@@ -319,42 +317,6 @@ def test_embeddings_and_shared_weights_of_blocks_are_left_to_adamw() -> None:
     assert hidden_matrices(net) == {net.layers[3].weight}
     with pytest.raises(ValueError, match="Linear has no hidden matrices"):
         matrix_groups(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"lr": -1.0}, "lr=-1.0"),
-        ({"weight_decay": math.nan}, "weight_decay=nan"),
-        ({"betas": (1.0, 0.9)}, r"betas=\(1.0, 0.9\)"),
-        ({"momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\)"),
-        ({"momentum": "0.9"}, "momentum='0.9' must be a finite number"),
-        ({"nesterov": "no"}, "nesterov='no' must be True or False"),
-        ({"use_muon": None}, "use_muon=None must be True or False"),
-        ({"batched": 1}, "batched=1 must be True or False"),
-        ({"adjust_lr_fn": "moonshot"}, "adjust_lr_fn='moonshot' must be one of original, match_rms_adamw"),
-        ({"ns_steps": 0}, "ns_steps=0 must be at least 1 and at most 99"),
-        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1.0, 2.0\) must be three numbers"),
-        ({"ns_coefficients": (1.0, 2.0, math.inf)}, "ns_coefficients=inf must be a finite number"),
-        ({"ns_coefficients": ()}, r"ns_coefficients=\(\) must be three numbers, or several triples of them"),
-        ({"ns_coefficients": ((1.0, 2.0, 3.0), (1.0, 2.0))}, r"\(1.0, 2.0\)\) must be three numbers, or several"),
-        ({"ns_coefficients": ((1.0, 2.0, 3.0), 1.0)}, "must be three numbers, or several triples"),
-        ({"ns_coefficients": ((1.0, 2.0, "3"),)}, "ns_coefficients='3' must be a finite number"),
-        ({"ns_dtype": torch.int64}, "ns_dtype=torch.int64 must be a floating-point dtype"),
-    ],
-    ids=lambda x: None if isinstance(x, dict) else x.replace("\\", ""),
-)
-def test_bad_options_are_refused(wrong: dict[str, Any], message: str) -> None:
-    p = torch.ones(1, 1, requires_grad=True)
-    for make in (lambda: Muon([p], **wrong), lambda: Muon([{"params": [p], **wrong}])):
-        with pytest.raises(ValueError, match=message):
-            make()
-    optimizer = Muon([p])
-    p.grad = torch.ones(1, 1)
-    optimizer.param_groups[0].update(wrong)
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()
-    assert torch.equal(p, torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2, 2)])
@@ -367,30 +329,6 @@ def test_other_shapes_than_matrices_are_refused(shape: tuple[int, ...]) -> None:
         optimizer.add_param_group({"params": [p]})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [p], "use_muon": False})
-
-
-def test_sparse_and_complex_gradients_are_refused() -> None:
-    p, z = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, dtype=torch.complex64, requires_grad=True)
-    p.grad, z.grad = torch.ones(2, 2).to_sparse(), torch.ones_like(z)
-    for wrong, kind in ((p, "torch.sparse_coo"), (z, "complex64")):
-        with pytest.raises(ValueError, match=f"Muon takes dense floating-point gradients, .*{kind}"):
-            Muon([wrong]).step()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: AdamW([p]), "use_muon=None, where this one has True"),
-        (lambda p: Muon([p], use_muon=False), "use_muon=False, where this one has True"),
-        (lambda p: torch.optim.AdamW([p], amsgrad=True), "use_muon=None"),
-    ],
-)
-def test_the_state_of_another_algorithm_is_refused(make: Callable[[Tensor], Any], message: str) -> None:
-    p = torch.ones(1, 1, requires_grad=True)
-    with pytest.raises(ValueError, match=message):
-        Muon([p]).load_state_dict(make(p).state_dict())
-    with pytest.raises(ValueError, match="the state dict is not AdamW's: its param group has use_muon=True"):
-        AdamW([p]).load_state_dict(Muon([p]).state_dict())
 
 
 def test_operations_are_as_many_as_torch_counts() -> None:

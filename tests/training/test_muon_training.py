@@ -5,14 +5,11 @@ weights is tested in test_reproducible.py.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from lmsys.model import fused
 from lmsys.parallel.group import WorkerGroup
-from lmsys.training.config import TrainConfig
 from lmsys.training.muon import Muon
 from lmsys.training.optimizer import AdamW
 from lmsys.training.reproducible import weights_sha256
@@ -61,47 +58,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     for steps in (2, STEPS):
         resumed = ranks.run(reproduced, run, world_size, steps, str(tmp_path))
     assert resumed == uninterrupted and len(set(resumed[:world_size])) == 1
-
-
-def test_a_checkpoint_of_the_other_optimizer_is_refused(tmp_path: Path) -> None:
-    for saved, resumed in ((("train.optimizer=muon",), ()), ((), ("train.optimizer=muon",))):
-        folder = tmp_path / ("muon" if saved else "adamw")
-        trainer(config(folder, *saved)).save(folder / "checkpoints")
-        with pytest.raises(ValueError, match=r"saved with train\.optimizer=.*; this run has "):
-            trainer(config(folder, *resumed), resume=True)
-
-
-def test_a_resumed_run_takes_its_new_settings(tmp_path: Path) -> None:
-    trainer(run := config(tmp_path, *MUON)).save(tmp_path / "checkpoints")
-    changed = run.changed(["train.momentum=0.5", "train.adjust_lr_fn=match_rms_adamw", "train.reproducible=true"])
-    for group in trainer(changed, resume=True).optimizer.param_groups:
-        assert (group["momentum"], group["adjust_lr_fn"], group["batched"]) == (0.5, "match_rms_adamw", False)
-
-
-def test_a_step_with_nan_gradients_is_not_taken(tmp_path: Path) -> None:
-    training = trainer(config(tmp_path, *MUON, "train.warmup_steps=0"))
-    before = training.model.state_dict()["layers.0.ffn.w1.weight"].clone()
-    loss_of = training.model.loss
-    training.model.loss = lambda *batch: loss_of(*batch) * torch.nan
-    assert not training.train_step()[0].taken
-    assert torch.equal(training.model.state_dict()["layers.0.ffn.w1.weight"], before)
-    training.model.loss = loss_of
-    assert training.train_step()[0].taken
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer": "sgd"}, "optimizer='sgd' must be one of adamw, muon"),
-        ({"adjust_lr_fn": "none"}, "adjust_lr_fn='none' must be one of original, match_rms_adamw"),
-        ({"momentum": 1.0}, "momentum=1.0 must be less than 1"),
-        ({"matrix_lr": -1.0}, "matrix_lr=-1.0 must be at least 0"),
-        ({"optimizer": "muon", "lr": 0.0, "min_lr": 0.0}, "lr=0 with optimizer=muon: it must be above 0"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(**settings)
 
 
 def test_fused_blocks_read_current_copies_of_matrices(tmp_path: Path) -> None:

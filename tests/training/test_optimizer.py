@@ -1,15 +1,16 @@
-"""`lmsys.training.optimizer`: AdamW, the schedule and clipping equal torch's, the paper's formula, and laws.
+"""`lmsys.training.optimizer`: AdamW, the schedule and clipping equal torch's; and what Muon has of AdamW.
 
 `Case` draws parameters and gradients. AdamW steps in three ways, by torch's multi-tensor functions, by torch's fused
-kernel, and by the Triton kernel. Each is compared with torch on equal cases.
+kernel, and by the Triton kernel. Each is compared with torch on equal cases. Tests with a `kind` are of AdamW and of
+Muon, which derives from it. A new bad option is added to `test_bad_options_are_named`, with the message that it gives.
 """
 
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
 from lmsys.extremes.model import SIZES, extreme
 from lmsys.testing import error_ratio
+from lmsys.training.muon import Muon
 from lmsys.training.optimizer import (
     HAS_TRITON,
     AdamW,
@@ -32,6 +35,7 @@ from lmsys.training.optimizer import (
     scale_gradients,
     set_lr,
 )
+from tests.support.optimizers import saved
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 STATE = ["step", "exp_avg", "exp_avg_sq"]
@@ -121,6 +125,12 @@ def torch_fused(params: Any, **more: Any) -> torch.optim.AdamW:
 
 
 def assert_identical(ours: torch.optim.Optimizer, peer: torch.optim.Optimizer) -> None:
+    """AssertionError unless parameters and their state have equal bits, and the options of `ours` are those of `peer`.
+
+    The peer may have options that ours has not.
+    """
+    for mine, theirs in zip(*(optimizer.state_dict()["param_groups"] for optimizer in (ours, peer)), strict=True):
+        assert mine.items() <= theirs.items()
     pairs = list(zip(parameters_of(ours), parameters_of(peer), strict=True))
     for p, q in pairs:
         torch.testing.assert_close(p, q, rtol=0, atol=0)
@@ -137,14 +147,6 @@ def assert_right(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer, wide
         tensors = [[x, *(of.state[x][name] for name in moments)] for of, x in ((ours, p), (plain, q), (wide, r))]
         for x, low, ref in zip(*tensors, strict=True):
             assert not x.numel() or error_ratio(x, ref.detach(), low) <= 1
-
-
-def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict, written to a file and read again."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def load(resumed: torch.optim.Optimizer, half: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -281,22 +283,6 @@ def test_the_triton_step_is_that_of_torch(
     assert_right(ours, plain, wide)
 
 
-@given(chosen=options, num_steps=st.integers(1, 8), seed=st.integers(0, 2**32))
-def test_adamw_is_the_algorithm_of_the_paper(chosen: dict[str, Any], num_steps: int, seed: int) -> None:
-    case = Case([[((), torch.float64)]], [chosen], num_steps, missing=0, seed=seed)
-    optimizer = case.build(AdamW)
-    (p,) = parameters_of(optimizer)
-    theta, m, v, (beta1, beta2) = p.item(), 0.0, 0.0, chosen["betas"]
-    for t in range(1, num_steps + 1):
-        case.run(optimizer, t - 1, t)
-        g, lr = p.grad.item(), chosen["lr"] / t
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
-        theta -= lr * (m_hat / (math.sqrt(v_hat) + chosen["eps"]) + chosen["weight_decay"] * theta)
-        assert p.item() == pytest.approx(theta)
-
-
 @pytest.mark.parametrize(("before", "after"), ["ours ours".split(), "torch ours".split(), "ours torch".split()])
 @given(case=cases, stop=st.integers(0, 6))
 def test_a_run_is_resumed_from_a_state_dict(before: str, after: str, case: Case, stop: int) -> None:
@@ -309,23 +295,18 @@ def test_a_run_is_resumed_from_a_state_dict(before: str, after: str, case: Case,
     assert_identical(case.run(resumed, first=stop), case.run(case.build(torch_adamw)))
 
 
-@given(cases)
-def test_a_state_dict_has_the_shape_of_torchs(case: Case) -> None:
-    ours, peer = (case.run(case.build(make)).state_dict() for make in (AdamW, torch_adamw))
-    for mine, theirs in zip(ours["param_groups"], peer["param_groups"], strict=True):
-        assert mine.items() <= theirs.items()
-    assert ours["state"].keys() == peer["state"].keys()
-    for state in ours["state"].values():
-        assert list(state) == STATE
-        assert state["step"].dtype == torch.float32 and state["step"].shape == ()
+@given(cases, st.booleans())
+def test_a_loaded_state_replaces_the_one_in_use(case: Case, is_old: bool) -> None:
+    """AdamW keeps lists of tensors between steps. They must be made again when the state is replaced.
 
-
-@given(cases)
-def test_a_loaded_state_replaces_the_one_in_use(case: Case) -> None:
-    """AdamW keeps lists of tensors between steps. They must be made again when the state is replaced."""
+    is_old  the number of steps is an int, as in checkpoints of early versions of torch
+    """
     used, peer = case.run(case.build(AdamW)), case.run(case.build(torch_adamw))
     for optimizer in (used, peer):
-        optimizer.load_state_dict(saved(case.run(case.build(torch_adamw), last=1)))
+        state_dict = saved(case.run(case.build(torch_adamw), last=1))
+        for state in state_dict["state"].values() if is_old else ():
+            state["step"] = int(state["step"])
+        optimizer.load_state_dict(state_dict)
         case.run(optimizer)
     assert_identical(used, peer)
 
@@ -338,69 +319,69 @@ def test_a_copied_or_unpickled_optimizer_goes_on(case: Case) -> None:
         assert_identical(case.run(clone, first=1), whole)
 
 
-def test_a_step_number_of_old_checkpoints_is_accepted() -> None:
-    case = Case([[((2,), torch.float32)]], [{"lr": 0.1}], 3, missing=0, seed=0)
-    state = saved(case.run(case.build(torch_adamw), last=1))
-    state["state"][0]["step"] = int(state["state"][0]["step"])
-    ours, peer = case.build(AdamW), case.build(torch_adamw)
-    for optimizer in (ours, peer):
-        optimizer.load_state_dict(copy.deepcopy(state))
-        case.run(optimizer, first=1)
-    assert_identical(ours, peer)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_param_group_may_join_and_a_parameter_be_replaced(device: str) -> None:
+def test_parameters_and_state_may_be_replaced_between_steps(device: str) -> None:
+    """Another parameter group may join, too."""
+
     def run(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> torch.optim.Optimizer:
-        values, factory = (1.0, 2.0, 3.0), {"device": device, "dtype": dtype, "requires_grad": True}
-        first, second, third = (torch.full((3,), x, **factory) for x in values)
+        factory = {"device": device, "dtype": dtype, "requires_grad": True}
+        first, second, third = (torch.full((3,), x, **factory) for x in (1.0, 2.0, 3.0))
         optimizer = make([first])
-        for p in (first, second, third):
-            p.grad = p.detach().clone()
-        optimizer.step()
-        optimizer.add_param_group({"params": [second], "lr": 0.1})
-        optimizer.step()
-        optimizer.param_groups[0]["params"][0] = third
-        optimizer.step()
+        for step in range(6):
+            for p in (first, second, third):
+                p.grad = torch.full_like(p, step - 1.5)
+            if step == 1:
+                optimizer.add_param_group({"params": [second], "lr": 0.1})
+            if step == 2:
+                optimizer.param_groups[0]["params"][0] = third
+            if step == 3:
+                optimizer.state.clear()
+            if step == 4:
+                optimizer.state[third]["exp_avg"] = torch.full_like(third, 2.0)
+            if step == 5:
+                optimizer.state[second] = {name: x + 1 for name, x in optimizer.state[second].items()}
+            optimizer.step()
         return optimizer
 
     assert_right(run(AdamW, torch.float32), *(run(torch_adamw, dtype) for dtype in (torch.float32, torch.float64)))
 
 
-def test_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
-    p = torch.ones(3, requires_grad=True)
-    optimizer = AdamW([p], lr=0.1, weight_decay=0)
+KINDS = pytest.mark.parametrize("kind", [AdamW, Muon])
+
+
+@KINDS
+def test_closures_schedulers_hooks_and_added_groups_work(kind: type[AdamW]) -> None:
+    """They do so as with any optimizer of torch."""
+    p, q = torch.ones(3, 3, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer, rates = kind([p], lr=0.1, weight_decay=0.0), []
+    optimizer.add_param_group({"params": [q], "lr": 0.01, "use_muon": False})
+    optimizer.register_step_post_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = p.square().sum()
+        loss = p.square().sum() + q.square().sum()
         loss.backward()
         return loss
 
-    assert optimizer.step(closure).item() == 3
-    torch.testing.assert_close(p.detach(), torch.full((3,), 0.9))
+    losses = []
+    for _ in range(3):
+        losses.append(optimizer.step(closure).item())
+        scheduler.step()
+    assert (
+        losses[0] == 12
+        and losses == sorted(losses, reverse=True)
+        and rates == [[0.1, 0.01], [0.05, 0.005], [0.025, 0.0025]]
+    )
     optimizer.zero_grad()
     assert optimizer.step() is None  # without gradients it does nothing
 
 
-def test_schedulers_and_step_hooks_of_torch_work() -> None:
-    p = torch.ones(3, requires_grad=True)
-    p.grad = torch.ones(3)
-    optimizer, seen = AdamW([p], lr=0.1, weight_decay=0), []
-    optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    assert seen == [0.1, 0.05, 0.025]
-    torch.testing.assert_close(p.detach(), torch.full((3,), 1 - sum(seen)))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+WRONG_OPTIONS: dict[type[AdamW], list[tuple[dict[str, Any], str]]] = {
+    AdamW: [
         ({"lr": -1.0}, "lr=-1.0"),
         ({"lr": math.nan}, "lr=nan"),
+        ({"lr": torch.tensor(0.5)}, r"lr=tensor\(0.5000\) must be a finite number"),  # to read it, the host would wait
         ({"betas": (1.0, 0.9)}, r"betas=\(1.0, 0.9\)"),
         ({"betas": (0.9, -0.1)}, r"betas=\(0.9, -0.1\)"),
         ({"betas": (0.9,)}, r"betas=\(0.9,\)"),
@@ -410,143 +391,90 @@ def test_schedulers_and_step_hooks_of_torch_work() -> None:
         ({"eps": math.inf}, "eps=inf"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
     ],
-    ids=lambda x: None if isinstance(x, dict) else x.replace("\\", ""),
-)
-def test_bad_options_are_named(wrong: dict[str, Any], message: str) -> None:
-    p = torch.ones(1, requires_grad=True)
-    with pytest.raises(ValueError, match=message):
-        AdamW([p], **wrong)
-    with pytest.raises(ValueError, match=message):
-        AdamW([{"params": [p], **wrong}])
-    optimizer = AdamW([p])
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [torch.ones(1)], **wrong})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_sparse_and_complex_gradients_are_refused_and_nothing_moves() -> None:
-    dense, sparse = torch.ones(3, requires_grad=True), torch.ones(4, requires_grad=True)
-    dense.grad, sparse.grad = torch.ones(3), torch.ones(4).to_sparse()
-    optimizer = AdamW([{"params": [dense]}, {"params": [sparse]}])
-    with pytest.raises(ValueError, match=r"torch.sparse_coo of torch.float32, shape \(4,\)"):
-        optimizer.step()
-    assert torch.equal(dense, torch.ones(3))
-    z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
-    z.grad = torch.ones_like(z)
-    with pytest.raises(ValueError, match="complex64"):
-        AdamW([z]).step()
-
-
-def test_wrong_options_of_a_step_leave_the_weights() -> None:
-    """A tensor as the learning rate is refused, too: to read it, the host would wait for the GPU."""
-    p = torch.ones(3, requires_grad=True)
-    with pytest.raises(ValueError, match="must be a finite number"):
-        AdamW([p], lr=torch.tensor(0.1))
-    optimizer = AdamW([p])
-    p.grad = torch.ones(3)
-    for wrong in (torch.tensor(0.1), math.nan):
-        optimizer.param_groups[0]["lr"] = wrong
-        with pytest.raises(ValueError, match="lr="):
-            optimizer.step()
-    assert torch.equal(p, torch.ones(3)) and not optimizer.state
-
-
-def test_cleared_or_replaced_state_is_used() -> None:
-    runs = []
-    for make in (AdamW, torch.optim.AdamW):
-        p, q = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
-        optimizer = make([{"params": [p]}, {"params": [q], "lr": 0.1}])
-        for step in range(5):
-            p.grad, q.grad = torch.full((3,), step - 1.5), torch.ones(2)
-            if step == 2:
-                optimizer.state.clear()
-            if step == 3:
-                optimizer.state[p]["exp_avg"] = torch.full((3,), 2.0)
-            if step == 4:
-                optimizer.state[q] = {name: x + 1 for name, x in optimizer.state[q].items()}
-            optimizer.step()
-        runs.append((p.detach(), q.detach()))
-    torch.testing.assert_close(*runs)
+    Muon: [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\)"),
+        ({"momentum": "0.9"}, "momentum='0.9' must be a finite number"),
+        ({"nesterov": "no"}, "nesterov='no' must be True or False"),
+        ({"use_muon": None}, "use_muon=None must be True or False"),
+        ({"batched": 1}, "batched=1 must be True or False"),
+        ({"adjust_lr_fn": "moonshot"}, "adjust_lr_fn='moonshot' must be one of original, match_rms_adamw"),
+        ({"ns_steps": 0}, "ns_steps=0 must be at least 1 and at most 99"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1.0, 2.0\) must be three numbers"),
+        ({"ns_coefficients": (1.0, 2.0, math.inf)}, "ns_coefficients=inf must be a finite number"),
+        ({"ns_coefficients": ()}, r"ns_coefficients=\(\) must be three numbers, or several triples of them"),
+        ({"ns_coefficients": ((1.0, 2.0, 3.0), (1.0, 2.0))}, r"\(1.0, 2.0\)\) must be three numbers, or several"),
+        ({"ns_coefficients": ((1.0, 2.0, 3.0), 1.0)}, "must be three numbers, or several triples"),
+        ({"ns_coefficients": ((1.0, 2.0, "3"),)}, "ns_coefficients='3' must be a finite number"),
+        ({"ns_dtype": torch.int64}, "ns_dtype=torch.int64 must be a floating-point dtype"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("kind", "wrong", "message"), [(kind, *case) for kind, cases in WRONG_OPTIONS.items() for case in cases]
+)
+def test_bad_options_are_named(kind: type[AdamW], wrong: dict[str, Any], message: str) -> None:
+    """They are, where an optimizer is made, where a group is added, and in a step, which then changes nothing."""
+    p = torch.ones(1, 1, requires_grad=True)
+    p.grad = torch.ones(1, 1)
+    with pytest.raises(ValueError, match=message):
+        kind([p], **wrong)
+    with pytest.raises(ValueError, match=message):
+        kind([{"params": [p], **wrong}])
+    optimizer = kind([p])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [torch.ones(1, 1)], **wrong})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0].update(wrong)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(1, 1)) and not optimizer.state
+
+
+@KINDS
+def test_sparse_and_complex_gradients_are_refused_and_nothing_moves(kind: type[AdamW]) -> None:
+    dense, sparse = torch.ones(3, 1, requires_grad=True), torch.ones(4, 1, requires_grad=True)
+    dense.grad, sparse.grad = torch.ones(3, 1), torch.ones(4, 1).to_sparse()
+    with pytest.raises(ValueError, match=r"takes dense .* one is torch.sparse_coo of torch.float32, shape \(4, 1\)"):
+        kind([{"params": [dense]}, {"params": [sparse]}]).step()
+    assert torch.equal(dense, torch.ones(3, 1))
+    z = torch.ones(2, 2, dtype=torch.complex64, requires_grad=True)
+    z.grad = torch.ones_like(z)
+    with pytest.raises(ValueError, match="takes dense floating-point gradients, .*complex64"):
+        kind([z]).step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
     [
-        (lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad=True"),
-        (lambda params: torch.optim.AdamW(params, maximize=True), "maximize=True"),
-        (torch.optim.Adam, "decoupled_weight_decay=False"),
+        (AdamW, partial(torch.optim.AdamW, amsgrad=True), "amsgrad=True"),
+        (AdamW, partial(torch.optim.AdamW, maximize=True), "maximize=True"),
+        (AdamW, torch.optim.Adam, "decoupled_weight_decay=False"),
+        (AdamW, Muon, "the state dict is not AdamW's: its param group has use_muon=True"),
+        (Muon, AdamW, "use_muon=None, where this one has True"),
+        (Muon, partial(Muon, use_muon=False), "use_muon=False, where this one has True"),
+        (Muon, partial(torch.optim.AdamW, amsgrad=True), "use_muon=None"),
     ],
-    ids=["amsgrad", "maximize", "coupled"],
 )
-def test_the_state_of_another_algorithm_is_refused(make: Callable[..., torch.optim.Optimizer], name: str) -> None:
-    p = torch.ones(1, requires_grad=True)
-    with pytest.raises(ValueError, match=name):
-        AdamW([p]).load_state_dict(make([p]).state_dict())
+def test_the_state_of_another_algorithm_is_refused(kind: Any, other: Any, message: str) -> None:
+    p = torch.ones(1, 1, requires_grad=True)
+    with pytest.raises(ValueError, match=message):
+        kind([p]).load_state_dict(other([p]).state_dict())
 
 
-@dataclass(frozen=True)
-class Schedule:
-    max_lr: float
-    min_lr: float
-    warmup_steps: int
-    total_steps: int
-
-    def __call__(self, step: int) -> float:
-        return cosine_schedule(step, **self.__dict__)
-
-
-schedules = st.builds(
-    lambda top, share, warmup, decay: Schedule(top, top * share, warmup, warmup + decay),
-    st.floats(1e-6, 10),
-    st.floats(0, 1),
-    st.integers(0, 50),
-    st.integers(1, 100),
-)
-
-
-@given(schedules)
-def test_the_schedule_climbs_then_falls_between_its_ends(schedule: Schedule) -> None:
-    rates = [schedule(step) for step in range(schedule.total_steps + 3)]
-    peak, slack = schedule.warmup_steps, 1e-12 * schedule.max_lr
-    assert rates[peak] == pytest.approx(schedule.max_lr)
-    assert rates[schedule.total_steps :] == [schedule.min_lr] * 3
-    assert rates[0] == 0 or peak == 0
-    assert all(a < b + slack for a, b in zip(rates[:peak], rates[1:], strict=False))
-    assert all(a >= b - slack for a, b in zip(rates[peak:], rates[peak + 1 :], strict=False))
-
-
-@given(schedules)
-def test_the_schedule_has_no_jumps_and_its_decay_is_symmetric(schedule: Schedule) -> None:
-    drop, decay = schedule.max_lr - schedule.min_lr, schedule.total_steps - schedule.warmup_steps
-    steepest = max(schedule.max_lr / max(1, schedule.warmup_steps), math.pi / 2 * drop / decay) * (1 + 1e-9)
-    for step in range(schedule.total_steps + 2):
-        assert abs(schedule(step + 1) - schedule(step)) <= steepest
-    for step in range(decay + 1):
-        mirrored = schedule(schedule.warmup_steps + step) + schedule(schedule.total_steps - step)
-        assert mirrored == pytest.approx(schedule.max_lr + schedule.min_lr)
-
-
-@given(schedules)
-def test_the_schedule_is_that_of_torch(schedule: Schedule) -> None:
-    from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
-
-    p = torch.ones(1, requires_grad=True)
-    optimizer = AdamW([p], lr=schedule.max_lr)
-    warmup, total = schedule.warmup_steps, schedule.total_steps
+@given(st.floats(1e-6, 10), st.floats(0, 1), st.integers(0, 50), st.integers(1, 100))
+def test_the_schedule_is_that_of_torch_and_then_stays(top: float, share: float, warmup: int, decay: int) -> None:
+    optimizer = AdamW([torch.ones(1, requires_grad=True)], lr=top)
     climb = LambdaLR(optimizer, lambda step: step / warmup if warmup else 1.0)
-    fall = CosineAnnealingLR(optimizer, total - warmup, eta_min=schedule.min_lr)
+    fall = CosineAnnealingLR(optimizer, decay, eta_min=top * share)
     scheduler = SequentialLR(optimizer, [climb, fall], milestones=[warmup]) if warmup else fall
-    for step in range(total + 1):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(schedule(step), abs=1e-9 * schedule.max_lr)
+    schedule = partial(cosine_schedule, max_lr=top, min_lr=top * share, warmup_steps=warmup, total_steps=warmup + decay)
+    for step in range(warmup + decay + 1):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(schedule(step), abs=1e-9 * top)
         optimizer.step()
         scheduler.step()
-
-
-def test_set_lr_reaches_every_group() -> None:
-    groups = [{"params": [torch.ones(1)], "lr": lr} for lr in (0.1, 0.2)]
-    optimizer = AdamW(groups)
-    set_lr(optimizer, cosine_schedule(5, max_lr=1.0, min_lr=0.1, warmup_steps=10, total_steps=20))
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert schedule(warmup + decay) == schedule(warmup + decay + 1) == schedule(10 * (warmup + decay)) == top * share
 
 
 @pytest.mark.parametrize(
@@ -600,9 +528,16 @@ def test_clipping_is_that_of_torch(specs: list[Any], seed: int, std: float, max_
     assert ours[-1].grad is None
 
 
-@given(case=cases, max_norm=st.sampled_from([0.0, 0.5, 30.0]), make=st.sampled_from([AdamW, torch_adamw]))
+def muon(groups: list[dict[str, Any]]) -> Muon:
+    """Muon for the matrices of these groups, and AdamW for their other parameters."""
+    params = [p for group in groups for p in group["params"]]
+    others = {"params": [p for p in params if p.dim() != 2], "use_muon": False}
+    return Muon([{"params": [p for p in params if p.dim() == 2]}, others], lr=0.1, momentum=0.5)
+
+
+@given(case=cases, max_norm=st.sampled_from([0.0, 0.5, 30.0]), make=st.sampled_from([AdamW, muon, torch_adamw]))
 def test_a_step_on_scaled_gradients_is_one_after_clipping(case: Case, max_norm: float, make: Any) -> None:
-    """Our AdamW applies the factor in its next step, and leaves gradients as they are; others' are multiplied."""
+    """Our optimizers apply the factor in their next step, and leave gradients as they are; others' are multiplied."""
     ours, clipped = case.build(make), case.build(make)
     for step in range(case.num_steps):
         for optimizer in (ours, clipped):
@@ -614,7 +549,7 @@ def test_a_step_on_scaled_gradients_is_one_after_clipping(case: Case, max_norm: 
         ours.step()
         clipped.step()
         for p, other, grad in zip(parameters_of(ours), parameters_of(clipped), before, strict=True):
-            expected = grad if make is AdamW else other.grad
+            expected = other.grad if make is torch_adamw else grad
             assert p.grad is expected is None or torch.equal(p.grad, expected)
     assert_identical(ours, clipped)
 
@@ -635,17 +570,18 @@ def test_a_norm_that_is_not_finite_is_returned(bad: float, left: list[float]) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_norm": -1.0}, {"max_norm": math.nan}, {"max_norm": 1.0, "eps": -1.0}, {"max_norm": None}], ids=str
+    ("wrong", "message"),
+    [
+        ({"max_norm": -1.0}, "max_norm=-1.0"),
+        ({"max_norm": math.nan}, "max_norm=nan"),
+        ({"max_norm": None}, "max_norm=None"),
+        ({"eps": -1.0}, "eps=-1.0"),
+        ({"parameters": {torch.ones(1)}}, "parameters=.* must be a list or tuple: a set has no order"),
+    ],
 )
-def test_bad_limits_are_named(wrong: dict[str, Any]) -> None:
-    name, value = list(wrong.items())[-1]
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        clip_grad_norm([torch.ones(1)], **wrong)
-
-
-def test_a_set_of_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="parameters=.* must be a list or tuple: a set has no order"):
-        clip_grad_norm({torch.ones(1)}, 1.0)
+def test_bad_arguments_of_clipping_are_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        clip_grad_norm(**{"parameters": [torch.ones(1)], "max_norm": 1.0, **wrong})
 
 
 @pytest.mark.gpu

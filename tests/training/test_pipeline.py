@@ -4,7 +4,6 @@ The steps make a tokenizer and tokens, train, evaluate and generate. A setting t
 REFUSED, with its message.
 """
 
-import json
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -23,7 +22,7 @@ from lmsys.training.config import MATMUL_DTYPES
 from lmsys.training.corpora import END_OF_TEXT
 from lmsys.training.data import TokenFiles
 from lmsys.training.run_context import RunContext
-from tests.support.training_runs import SETTINGS, config, corpus
+from tests.support.training_runs import SETTINGS, config, copy_of, corpus, trainer
 
 
 @pytest.fixture
@@ -70,26 +69,28 @@ def test_what_stands_where_a_run_writes_is_named(tmp_path: Path, name: str, caps
     assert path.is_dir() == (name in pipeline.FILES)
 
 
-@pytest.mark.parametrize("name", ["output", "data.folder", "data.corpus", "data.valid", "data.tokenizer"])
-def test_a_path_with_a_null_byte_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    section, _, field = name.rpartition(".")
-    file = tmp_path / "c.json"
-    file.write_text(json.dumps({section: {field: "a\0b"}} if section else {field: "a\0b"}))
-    line = error_line(capsys, tmp_path, "--config", str(file))
-    assert (
-        f"{section or 'the config'}: {field}={chr(39)}a\\x00b{chr(39)} must be a path, which has no null byte" in line
-    )
+NO_NULL = r"'a\x00b' must be a path, which has no null byte"
 
 
-def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "c.json").write_bytes(b'{"output": "\xe9"}')
-    assert f"{tmp_path / 'c.json'}: not UTF-8: " in error_line(capsys, tmp_path, "--config", str(tmp_path / "c.json"))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (rb'{"output": "a\u0000b"}', f"the config: output={NO_NULL}"),
+        (rb'{"data": {"folder": "a\u0000b"}}', f"data: folder={NO_NULL}"),
+        (rb'{"data": {"corpus": "a\u0000b"}}', f"data: corpus={NO_NULL}"),
+        (rb'{"data": {"valid": "a\u0000b"}}', f"data: valid={NO_NULL}"),
+        (rb'{"data": {"tokenizer": "a\u0000b"}}', f"data: tokenizer={NO_NULL}"),
+        (b'{"output": "\xe9"}', "c.json: not UTF-8: "),
+    ],
+)
+def test_a_path_with_a_null_byte_and_a_config_that_is_no_text_are_named(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.json").write_bytes(content)
+    assert message in error_line(capsys, tmp_path, "--config", str(tmp_path / "c.json"))
 
 
-def test_a_strategy_that_there_is_not_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is named before any data is made."""
-    line = error_line(capsys, tmp_path, "--strategy", "buckted")
-    assert "unknown strategy 'buckted'; did you mean bucketed?" in line
+def test_a_strategy_that_does_not_load_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("1 / 0")
     line = error_line(capsys, tmp_path, "train", "--strategy", f"{tmp_path / 'mine.py'}:Mine")
     assert f"'{tmp_path / 'mine.py'}' does not load: ZeroDivisionError: division by zero" in line
@@ -98,6 +99,7 @@ def test_a_strategy_that_there_is_not_is_named(tmp_path: Path, capsys: pytest.Ca
 REFUSED = {
     "train.graph=true": "train.graph=true: CUDA graphs need train.device=cuda, not cpu",
     "train.fused=true": "train.fused=true with strategy 'bucketed': fused blocks are kernels for a CUDA device",
+    "train.strategy=buckted": "unknown strategy 'buckted'; did you mean bucketed?",
     "train.strategy=torch_fsdp2": "strategy 'torch_fsdp2': ",
     "train.strategy=torch_ddp": "strategy 'torch_ddp' needs a process group: start it by --ranks 1 or torchrun",
     "train.sharded_optimizer=true train.strategy=zero1": "strategy 'zero1' shards its optimizer itself",
@@ -141,11 +143,11 @@ def test_a_prompt_that_is_too_long_is_named_before_the_training(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_model_is_evaluated_and_read_in_the_precision_of_its_training(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An attention row that trains in bfloat16 may refuse float32."""
-    run = config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}", f"train.precision={precision}")
-    assert pipeline.run(run, (*pipeline.DATA_STEPS, "train")) == 0
+    run = config(copy_of(data, tmp_path / "run"), f"train.precision={precision}")
+    assert pipeline.run(run, ("train",)) == 0
     seen: list[str] = []
 
     def attend(model: TransformerLM, x: Tensor, documents: Any = None) -> Any:
@@ -170,17 +172,31 @@ def test_a_sample_is_printed_whatever_the_terminal_can_show(
     assert terminal.getvalue() == written
 
 
-@pytest.mark.parametrize("setting", ["num_heads=1", "rope_theta=100", "d_ff=64"])
-def test_a_checkpoint_is_not_taken_for_another_model(
-    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("saved", "asked", "message"),
+    [
+        ("model.num_heads=2", "model.num_heads=1", "saved with model.num_heads=2; this run has 1"),
+        ("model.rope_theta=10", "model.rope_theta=100", "saved with model.rope_theta=10.0; this run has 100.0"),
+        ("model.d_ff=32", "model.d_ff=64", "saved with model.d_ff=32; this run has 64"),
+        ("data.packing=documents", "data.packing=none", "saved with packing='documents'; this run has None"),
+        ("train.optimizer=muon", "train.optimizer=adamw", "saved with train.optimizer='muon'; this run has None"),
+        ("train.optimizer=adamw", "train.optimizer=muon", "saved with train.optimizer=None; this run has 'muon'"),
+    ],
+)
+def test_a_checkpoint_is_not_taken_for_another_training(saved: str, asked: str, message: str, tmp_path: Path) -> None:
     """The other model's tensors may have equal shapes: the loss would be wrong without an error."""
-    for step in ("tokenizer", "tokenize", "train"):
-        assert pipeline.run(config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}"), (step,)) == 0
-    name, _, value = setting.partition("=")
-    for step in ("evaluate", "generate"):
-        line = error_line(capsys, tmp_path, step, "--set", f"model.{setting}")
-        assert f"saved with model.{name}=" in line and f"this run has {value}" in line
+    trainer(config(tmp_path, saved)).save(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match=message):
+        trainer(config(tmp_path, asked), resume=True)
+
+
+@pytest.mark.parametrize("step", ["evaluate", "generate"])
+def test_a_step_on_another_model_than_the_trained_one_is_refused(
+    step: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pipeline.run(config(copy_of(data, tmp_path / "run")), ("train",)) == 0
+    line = error_line(capsys, tmp_path, step, "--set", "model.num_heads=1")
+    assert "saved with model.num_heads=2" in line and "this run has 1" in line
 
 
 def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:
@@ -268,11 +284,13 @@ def test_a_text_that_was_changed_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["data.corpus", "data.valid"])
-def test_tokens_of_another_text_are_named(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_of_another_text_are_named(
+    setting: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A loss would be printed as that of the text that is asked for."""
-    text = corpus(tmp_path)
-    run = config(tmp_path / "run", f"data.corpus={text}")
-    assert pipeline.run(run, ("tokenizer", "tokenize", "train")) == 0
+    text = data / "text.txt"
+    run = config(copy_of(data, tmp_path / "run"), f"data.corpus={text}")
+    assert pipeline.run(run, ("train",)) == 0
     assert "has the tokens of" not in capsys.readouterr().out
     before = repr(str(text)) if setting == "data.corpus" else "None"
     for step in ("train", "evaluate"):

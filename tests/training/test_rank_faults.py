@@ -8,7 +8,6 @@ behind. `strike` kills or stops a process, tests/support/raising_strategies.py r
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmsys.training import pipeline
 from tests.support.processes import PATIENCE_S, ROOT, Stopwatch
-from tests.support.training_runs import SETTINGS, config, corpus
+from tests.support.training_runs import SETTINGS, copy_of
 
 LIMIT_S = 30.0  # seconds from the fault to the end of the last process
 OWN, TORCHRUN = "own", "torchrun"
@@ -43,14 +41,6 @@ MESSAGES = {
     "agent": rf"rank [01] has lost the process that started it, {DOING}",
 }
 ALWAYS = [(TORCHRUN, "stop"), (TORCHRUN, "raise")]  # others always run in test_watchdog, test_group, test_training
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with tokenizer and tokens, and nothing trained."""
-    folder = tmp_path_factory.mktemp("data")
-    assert pipeline.run(config(folder, f"data.corpus={corpus(folder)}"), ("tokenizer", "tokenize")) == 0
-    return folder
 
 
 @dataclass
@@ -115,11 +105,8 @@ def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     begun: list[Run] = []
 
     def begin(launcher: str, *options: str, **variables: str) -> Run:
-        folder, mark = tmp_path / "run", f"LMSYS_TEST_RUN={uuid.uuid4().hex}"
-        folder.mkdir()
+        folder, mark = copy_of(data, tmp_path / "run"), f"LMSYS_TEST_RUN={uuid.uuid4().hex}"
         (tmp_path / "tmp").mkdir()
-        for name in ("tokenizer", "tokens"):
-            shutil.copytree(data / name, folder / name)
         settings = [part for setting in (*SETTINGS, *ENDLESS) for part in ("--set", setting)]
         line = [sys.executable, *RUNS[launcher], *settings, "--output", str(folder), *options]
         own_variables = dict([mark.split("=")], TMPDIR=str(tmp_path / "tmp"), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")

@@ -7,14 +7,15 @@ name.
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lmsys.files import claim
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
+from lmsys.training.loop import Trainer
 from tests.support.files import tree
-from tests.support.training_runs import SETTINGS, config, corpus
+from tests.support.training_runs import SETTINGS, config, corpus, read_lines
 
 REFUSED = (  # options after those of `ended`
     "--set train.stepz=3",
@@ -129,23 +130,25 @@ def test_a_text_that_is_too_short_does_not_replace_tokens(
     assert "its text for validation has " in capsys.readouterr().err and tree(tmp_path) == before
 
 
-def test_a_second_training_into_one_output_is_refused(
-    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_right_command_changes_the_training_which_no_other_may_do_meanwhile(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the first training is still writing."""
-    release = claim(trained / "run" / "log.jsonl")
-    before = tree(trained)
-    for command in ("", "train", "tokenizer", "tokenize"):
-        assert ended(trained, *command.split()) == 2 and tree(trained) == before, command
-        assert f"log.jsonl: process {os.getpid()} is writing it" in capsys.readouterr().err
-    release()
-
-
-def test_a_right_command_changes_the_training(trained: Path, tmp_path: Path) -> None:
-    """Otherwise the other tests could not fail. The text has another path here."""
+    """It goes on as if there had been no others. The text has another path here."""
     for name in ("run", "text.txt"):
         (shutil.copytree if name == "run" else shutil.copy)(trained / name, tmp_path / name)
-    before = tree(tmp_path)
-    assert ended(tmp_path, "--steps", "9") == 0
+    before, fit, refused = tree(tmp_path), Trainer.fit, list[str]()
+
+    def fit_beside(trainer: Trainer, *rest: Any, **more: Any) -> Any:
+        begun = tree(tmp_path)
+        for command in ("", *pipeline.WRITERS):
+            assert ended(tmp_path, *command.split()) == 2 and tree(tmp_path) == begun, command
+            assert f"log.jsonl: process {os.getpid()} is writing it; wait" in capsys.readouterr().err
+            refused.append(command)
+        return fit(trainer, *rest, **more)
+
+    monkeypatch.setattr(Trainer, "fit", fit_beside)
+    for steps in (9, 10):  # the folder is free again after the first
+        assert ended(tmp_path, "--steps", str(steps)) == 0 and len(refused) == (steps - 8) * 4
+        assert (tmp_path / f"run/checkpoints/step-{steps:08}.json").is_file()
     assert {name for name, state in tree(tmp_path).items() if before.get(name) != state} >= {"run/log.jsonl"}
-    assert (tmp_path / "run/checkpoints/step-00000009.json").is_file()
+    assert [line["step"] for line in read_lines(tmp_path / "run/log.jsonl") if "loss" in line] == list(range(1, 11))

@@ -25,7 +25,7 @@ from tests.support.variants import few_by_default
 
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
 SHARDED = "flat+sharded", "overlapped+sharded", "bucketed+sharded"
-STEPS = 6
+STEPS = 4
 # {setting: numbers of ranks that it can have}; other settings run on 1, 2 and 4.
 WORLD_SIZES = {"train.leaves=2": (1, 2), "train.leaves=8": (1, 4)}
 # {setting: strategies that it can have}; other settings run with every strategy.
@@ -104,8 +104,8 @@ def test_a_run_that_is_resumed_on_other_ranks_has_the_same_sha256(
     before: tuple[str, int],
     after: tuple[str, int],
 ) -> None:
-    """It ends after four steps, and is resumed with another strategy on another number of ranks."""
-    for (strategy, world_size), steps in ((before, 4), (after, STEPS)):
+    """It ends after two steps, and is resumed with another strategy on another number of ranks."""
+    for (strategy, world_size), steps in ((before, 2), (after, STEPS)):
         run = config(tmp_path, *settings, *on(strategy))
         digests = set(ranks.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
         assert len(digests) == 1
@@ -212,19 +212,6 @@ def test_leaves_are_added_in_pairs(levels: int, seed: int) -> None:
     while len(expected) > 1:
         expected = expected[::2] + expected[1::2]
     assert torch.equal(tree.total[0], expected[0]) and tree.total[1] is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"leaves": 3}, "leaves=3 must be a power of two"),
-        ({"leaves": 0}, "leaves=0 must be at least 1"),
-        ({"leaves": 32, "reproducible": True}, "batch_size=16 must be a multiple of leaves=32"),
-    ],
-)
-def test_numbers_of_leaves_that_cannot_divide_a_batch_are_refused(settings: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(**settings)
 
 
 def test_numbers_of_ranks_that_cannot_share_leaves_are_refused() -> None:

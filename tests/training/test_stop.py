@@ -9,10 +9,11 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 
-from lmsys import processes
+from lmsys.processes import ProcessError, Worker
 from lmsys.training import stopping
 
 ENDED_S = 0.3  # seconds that a step has here
@@ -47,15 +48,11 @@ def outcome_of_signals(step: str, again_s: float) -> str:
     return "was not interrupted"
 
 
-def test_the_process_lives_on_if_its_step_runs_python() -> None:
-    assert processes.in_own_process(outcome_of_signals, "step_in_python", 0.05, timeout_s=60.0) == "lives on"
-
-
-def test_two_signals_at_once_count_as_one() -> None:
-    """torchrun's ranks get several signals when their agent dies, and after Ctrl-C."""
-    assert processes.in_own_process(outcome_of_signals, "step_that_ends", 5.0, timeout_s=60.0) == "was not interrupted"
-
-
-def test_the_process_ends_if_its_step_runs_no_python() -> None:
-    with pytest.raises(processes.ProcessError, match=f"exit code {128 + signal.SIGTERM}"):
-        processes.in_own_process(outcome_of_signals, "step_in_c", 0.05, timeout_s=60.0)
+def test_a_second_signal_raises_in_python_and_ends_a_process_that_runs_none() -> None:
+    """Two at once count as one: torchrun's ranks get several when their agent dies, and after Ctrl-C."""
+    with Worker() as worker:
+        outcome = partial(worker.call, outcome_of_signals, timeout_s=60.0)
+        assert outcome("step_in_python", 0.05) == "lives on"
+        assert outcome("step_that_ends", 5.0) == "was not interrupted"
+        with pytest.raises(ProcessError, match=f"exit code {128 + signal.SIGTERM}"):
+            outcome("step_in_c", 0.05)
