@@ -348,7 +348,7 @@ def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
         raise ValueError(
             f"{path}: must hold tensors and plain values alone; loading it gives {type(error).__name__}"
         ) from error
-    values.hold((isinstance(state, dict), f"{path}: must hold a dictionary; got {values.shortly(state)}"))
+    values.hold((isinstance(state, dict), f"{path}: must hold a dictionary; got a {type(state).__name__}"))
     if missing := [key for key in keys if key not in state]:
         raise ValueError(f"{path}: must have {missing[0]!r}; got {values.shortly(list(state))}")
     return state

@@ -136,7 +136,7 @@ def test_code_is_never_unpickled(tmp_path: Path) -> None:
 def test_a_file_that_holds_no_state_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum is right, since the file was saved like this."""
     for content, message in (
-        ([1], r"must hold a dictionary; got \[1\]"),
+        ([1], r"must hold a dictionary; got a list"),
         ({"x": 1}, r"must have 'model'; got \['x'\]"),
     ):
         saved = read(save(tmp_path, 1, content))  # type: ignore[arg-type]
