@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -132,6 +133,15 @@ def step(optimizer: Any) -> Any:
     optimizer.step()
 
 
+def group_without_processes(**given: Any) -> group.WorkerGroup:
+    """A `WorkerGroup` whose ranks are not started. Tests of it, with ranks, are in tests/parallel/test_group.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group.processes, "Worker", lambda *_, **__: Mock())
+        patch.setattr(group.dist, "TCPStore", Mock())
+        patch.setattr(group.WorkerGroup, "_collect", Mock())
+        return group.WorkerGroup(**given)
+
+
 # Parameters that several callables have: OF_ADAMW also those of Muon, OF_BOTH those of both losses.
 OF_ADAMW = {
     "params": (partial(parameter), {"text?", "bytes?", "entries?"}),
@@ -182,7 +192,7 @@ CALLS: dict[str, Call] = {
     "TransformerLM": Call(
         TransformerLM, {"config": (CONFIG, NONE), "device": ("cpu", DEVICE), "dtype": (torch.float32, NONE)}
     ),
-    "compile_blocks": Call(model().compile_blocks, {"together": (2, NONE)}),
+    "compile_blocks": Call(TransformerLM(CONFIG).compile_blocks, {"together": (2, NONE)}),
     "hidden": Call(
         model().hidden,
         {"tokens": (torch.ones(1, 3, dtype=torch.int64), NONE), "positions": (torch.arange(3), OR_NONE),
@@ -228,7 +238,7 @@ CALLS: dict[str, Call] = {
          "process_group": (None, OR_NONE), "flat_buffers": (None, {"None", "list"})},
     ),
     "WorkerGroup": Call(
-        group.WorkerGroup,
+        group_without_processes,
         {"world_size": (1, NONE), "backend": ("gloo", OR_NONE), "timeout_s": (60.0, {"half"}),
          "with_last_words": (False, FLAG), "environment": ({}, {"None", "dict"})},
         group.WorkerGroup.close,
