@@ -5,6 +5,8 @@ here are in tests/support/wrong_kernels.py: `entry(name)` is the row of a functi
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lmsys.check import question as places
 from lmsys.check.__main__ import main
 from lmsys.check.kinds import KINDS, RIGHT, WRONG, Kind, check
 from lmsys.check.question import Options
+from lmsys.processes import Worker
 from lmsys.registry import Entry, Table, load_target
 from tests.support import wrong_kernels
 
@@ -29,6 +32,13 @@ FILE = Path(wrong_kernels.__file__)
 def entry(name: str) -> Entry:
     """The row of a function in tests/support/wrong_kernels.py."""
     return Entry(name, f"{FILE}:{name}")
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    """A process that tests share which do not look at its own output: to import torch takes more than a second."""
+    with Worker() as shared:
+        yield shared
 
 
 # Right functions: (name, parameters that it has not got, how its results repeat)
@@ -91,25 +101,6 @@ def test_a_row_is_asked_for_the_options_that_it_has_a_parameter_for(
     assert "with softcap" not in printed_text
 
 
-ENDINGS = {  # code of a file: (exit code, a part of what is printed)
-    "import os; os.abort()": (1, "killed by SIGABRT"),
-    "raise KeyboardInterrupt": (1, "KeyboardInterrupt (in a worker process)"),
-    "class Mute(Exception):\n    def __str__(self): return 1 / 0\nraise Mute": (2, "Mute: no message"),
-    "raise ValueError(chr(0xD800))": (2, r"ValueError: \ud800 ("),
-}
-
-
-@pytest.mark.parametrize("code", ENDINGS)
-def test_however_a_file_ends_it_is_told_in_a_line(code: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The process dies, or raises an exception: one that `except Exception` misses, whose `str` fails, or no UTF-8."""
-    (tmp_path / "mine.py").write_text(code)
-    status, line = ENDINGS[code]
-    assert main([f"{tmp_path / 'mine.py'}:f"]) == status
-    printed_text = "".join(capfd.readouterr())
-    assert line in printed_text and "Traceback" not in printed_text
-    assert printed_text.startswith("wrong\n") == (status == 1)
-
-
 # A norm that takes stdout away, each time in another way: when its file is imported, and in each of its calls.
 NORM = """import contextlib, itertools, os, sys
 harms = itertools.cycle([lambda: sys.stdout.close(), lambda: setattr(sys, "stdout", None), lambda: os.close(1)])
@@ -154,12 +145,14 @@ ROWS = {
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_every_row_of_a_table_has_a_verdict(
-    as_json: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    as_json: bool, worker: Worker, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each verdict has a line of its own, also when the row warns. As JSON, no row is checked that is wrong."""
     rows = [row for row, (verdict, _) in ROWS.items() if not as_json or verdict == "refused"]
     kind = Kind(Table("attention", rows), KINDS["attention"].asks)
     monkeypatch.setattr(command, "KINDS", {"attention": kind, "norm": KINDS["norm"]})
+    if as_json:
+        monkeypatch.setattr(command.processes, "Worker", lambda _: nullcontext(worker))
     options = ["--all", "--dtype", "float32", "--head-dim", "16", "--forward"]
     status = main([*options, *(["--json"] if as_json else ["--kind", "attention"])])
     printed = capfd.readouterr()
@@ -175,6 +168,32 @@ def test_every_row_of_a_table_has_a_verdict(
     assert verdicts.keys() == {row.name for row in rows}
     for row in rows:
         assert verdicts[row.name][0] == ROWS[row][0] and ROWS[row][1] in verdicts[row.name][1]
+
+
+ENDINGS = {  # code of a file: (exit code, a part of what is printed)
+    "raise KeyboardInterrupt": (1, "KeyboardInterrupt (in a worker process)"),
+    "class Mute(Exception):\n    def __str__(self): return 1 / 0\nraise Mute": (2, "Mute: no message"),
+    "raise ValueError(chr(0xD800))": (2, r"ValueError: \ud800 ("),
+    "import os; os.abort()": (1, "killed by SIGABRT"),  # the last, since it ends the shared process
+}
+
+
+@pytest.mark.parametrize("code", ENDINGS)
+def test_however_a_file_ends_it_is_told_in_a_line(
+    code: str, worker: Worker, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies, or raises an exception: one that `except Exception` misses, whose `str` fails, or no UTF-8.
+
+    The first of these has a process of its own, whose output is seen, too: it might print the exception as it ends.
+    """
+    if code != "raise KeyboardInterrupt":
+        monkeypatch.setattr(command.processes, "in_own_process", worker.call)
+    (tmp_path / "mine.py").write_text(code)
+    status, line = ENDINGS[code]
+    assert main([f"{tmp_path / 'mine.py'}:f"]) == status
+    printed_text = "".join(capfd.readouterr())
+    assert line in printed_text and "Traceback" not in printed_text
+    assert printed_text.startswith("wrong\n") == (status == 1)
 
 
 def test_one_target_is_named_or_all_are_checked() -> None:
