@@ -1,4 +1,4 @@
-"""Wrong arguments: a public call works, or raises a ValueError whose message names the parameter.
+"""Arguments: a public call works, or raises a ValueError whose message names the parameter.
 
 A `Call` has for each parameter a right value, and the names of those VALUES that are right for it too: all others are
 wrong. A test gives each of VALUES to one parameter, and right values to all others. A right value must be taken, and a
@@ -6,13 +6,18 @@ wrong one refused: no other error may come from deep inside. A new function of d
 
 Left out are functions that take only tensors: a step calls them often, and torch's own TypeError must do. Left out are
 also parameters of torch's classes, from which ours derive, and those that only other parts of lmsys give.
+
+The last tests give unusual arguments that are right: layers take those of torch's layers; wrapped models, derived
+configurations and the like are taken, since they can do what is needed, though their classes are others.
 """
 
+import io
 import math
 import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -453,3 +458,86 @@ def test_every_class_and_function_of_the_api_page_is_tested() -> None:
     left_out = {"silu", "softmax", "Wrapper", "matrix_groups"}  # Wrapper is the base of strategies that are tested
     public = {name for _, name in named if f"{name}.py" not in os.listdir(ROOT / "lmsys" / "training")}
     assert public - left_out - CALLS.keys() == set()
+
+
+# Unusual arguments that are right, and must not be refused.
+
+
+def test_an_embedding_and_a_norm_take_torchs_positional_arguments() -> None:
+    assert transformer.Embedding(4, 8, 0).padding_idx == 0
+    assert torch.equal(transformer.Embedding(4, 8, 2).weight.any(dim=1), torch.tensor([True, True, False, True]))
+    assert transformer.Embedding(4, 8, device="meta").weight.is_meta
+    assert transformer.RMSNorm(8, 1e-5, False).weight is None
+    assert transformer.RMSNorm(8, 1e-5, True, "meta", torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind, sizes", [(transformer.Embedding, (4, 8)), (transformer.RMSNorm, (8,))])
+def test_an_embedding_and_a_norm_are_made_without_initialization(kind: Any, sizes: tuple[int, ...]) -> None:
+    assert nn.utils.skip_init(kind, *sizes).weight.shape == sizes  # skip_init needs a parameter `device`
+
+
+class Proxy(nn.Module):
+    """Passes on what it does not have itself, as torch's OptimizedModule does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: torch.compile(model, backend="eager"), Proxy])
+def test_a_wrapped_model_generates(wrap: Any) -> None:
+    model = TransformerLM(CONFIG)
+    assert generation.generate(wrap(model), [[1, 2]], 3) == generation.generate(model, [[1, 2]], 3)
+
+
+def test_a_config_may_be_of_a_derived_class() -> None:
+    @dataclass(frozen=True)
+    class Larger(ModelConfig):
+        remark: str = ""
+
+    @dataclass(frozen=True)
+    class Longer(config.TrainConfig):
+        pass
+
+    model = Larger(8, 16, 1, 2, vocab_size=300, context_length=16, attention="naive", remark="mine")
+    run = RunConfig(model=model, train=Longer())
+    assert run.model is model and isinstance(run.changed(["train.lr=1e-2"]).train, Longer)
+
+
+class Both:
+    """Two optimizers with one state dict, which is a list."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def state_dict(self) -> list[Any]:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        for each, state in zip(self.optimizers, states, strict=True):
+            each.load_state_dict(state)
+
+
+def test_a_checkpoint_takes_any_object_with_a_state_dict() -> None:
+    first, second = (Both(AdamW([nn.Parameter(torch.ones(2))], lr=lr), AdamW([nn.Parameter(torch.ones(3))]))
+                     for lr in (0.5, 0.1))  # fmt: skip
+    file = io.BytesIO()
+    checkpoint.save_checkpoint(nn.Linear(2, 2), first, 3, file)  # type: ignore[arg-type]
+    file.seek(0)
+    assert checkpoint.load_checkpoint(file, nn.Linear(2, 2), second) == 3  # type: ignore[arg-type]
+    assert second.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+def test_get_batch_takes_the_number_of_a_device() -> None:
+    assert sampling.get_batch(np.arange(50), 2, 4, None)[0].device.type == "cpu"
+    if torch.cuda.is_available():
+        assert sampling.get_batch(np.arange(50), 2, 4, 0)[0].is_cuda
+    else:
+        with pytest.raises(RuntimeError, match="accelerator|CUDA"):  # torch's own: the number is taken
+            sampling.get_batch(np.arange(50), 2, 4, 0)
