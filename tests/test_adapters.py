@@ -74,17 +74,30 @@ def test_every_adapter_takes_what_it_is_asked_with(name: str) -> None:
     inspect.signature(adapter(name)).bind(*range(ASKED[name]))
 
 
-def test_modules_are_their_formulas() -> None:
-    x, w1, w2, w3, gain = drawn(2, S, M), drawn(FF, M), drawn(M, FF, seed=1), drawn(FF, M, seed=2), drawn(M, seed=3)
-    ids = torch.tensor([[3, 0], [2, 3]])
-    y = adapter("run_linear")(d_in=M, d_out=FF, weights=w1, in_features=x)
-    torch.testing.assert_close(y, x @ w1.mT)
-    y = adapter("run_embedding")(vocab_size=FF, d_model=M, weights=w1, token_ids=ids)
-    assert torch.equal(y, w1[ids])
-    y = adapter("run_swiglu")(d_model=M, d_ff=FF, w1_weight=w1, w2_weight=w2, w3_weight=w3, in_features=x)
-    torch.testing.assert_close(y, (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT)
-    y = adapter("run_rmsnorm")(d_model=M, eps=1e-5, weights=gain, in_features=x)
-    torch.testing.assert_close(y, x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain)
+X, W1, W2, W3, GAIN = drawn(2, S, M), drawn(FF, M), drawn(M, FF, seed=1), drawn(FF, M, seed=2), drawn(M, seed=3)
+IDS = torch.tensor([[3, 0], [2, 3]])
+FORMULAS: dict[str, tuple[dict[str, Any] | tuple[Any, ...], Tensor]] = {  # adapter: (arguments, its result)
+    "run_linear": ({"d_in": M, "d_out": FF, "weights": W1, "in_features": X}, X @ W1.mT),
+    "run_embedding": ({"vocab_size": FF, "d_model": M, "weights": W1, "token_ids": IDS}, W1[IDS]),
+    "run_swiglu": (
+        {"d_model": M, "d_ff": FF, "w1_weight": W1, "w2_weight": W2, "w3_weight": W3, "in_features": X},
+        (F.silu(X @ W1.mT) * (X @ W3.mT)) @ W2.mT,
+    ),
+    "run_rmsnorm": (
+        {"d_model": M, "eps": 1e-5, "weights": GAIN, "in_features": X},
+        X / (X.square().mean(-1, keepdim=True) + 1e-5).sqrt() * GAIN,
+    ),
+    "run_silu": ((X,), F.silu(X)),
+    "run_softmax": ((X + 100, 0), X.softmax(0)),
+    "run_cross_entropy": ((1000 * X[0], torch.arange(S)), F.cross_entropy(1000 * X[0], torch.arange(S))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_modules_and_functions_are_their_formulas(name: str) -> None:
+    given, expected = FORMULAS[name]
+    result = adapter(name)(**given) if isinstance(given, dict) else adapter(name)(*given)
+    torch.testing.assert_close(result, expected)
 
 
 def test_rope_keeps_lengths_and_knows_distances_alone() -> None:
@@ -150,13 +163,6 @@ def test_a_model_is_its_blocks_and_a_block_its_layers() -> None:
     torch.testing.assert_close(outputs, logits, rtol=1e-4, atol=1e-4)
     prefix = run_lm(**sizes, rope_theta=100.0, weights=weights, in_indices=ids[:, :3])
     torch.testing.assert_close(prefix, outputs[:, :3], rtol=1e-4, atol=1e-4)
-
-
-def test_functions_are_those_of_torch() -> None:
-    x, targets = drawn(5, 7), torch.arange(5)
-    torch.testing.assert_close(adapter("run_silu")(x), F.silu(x))
-    torch.testing.assert_close(adapter("run_softmax")(x + 100, dim=0), x.softmax(0))
-    torch.testing.assert_close(adapter("run_cross_entropy")(1000 * x, targets), F.cross_entropy(1000 * x, targets))
 
 
 def test_training_is_that_of_torch() -> None:

@@ -212,9 +212,7 @@ def test_every_axis_setting_and_section_is_documented() -> None:
     options = PAGES["docs/options.md"]
     assert not [name for name in BENCH_OPTIONS if f"`--{name}" not in options]
     assert not [axis.option for axis in NAMED if axis.option and f"`{axis.option}" not in options]
-    from lmsys.training.__main__ import parser
-
-    settings = re.findall(r"(--[\w-]+)", parser().format_help())
+    settings = re.findall(r"(--[\w-]+)", training.parser().format_help())
     assert not [option for option in {*settings} - {"--help"} if f"`{option}" not in PAGES["docs/training.md"]]
     for benchmark, section in sorted({*named_sections()}):
         begin = f"| `benchmarks/bench_{benchmark}.py`"

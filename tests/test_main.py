@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,53 +96,47 @@ def test_a_closed_pipe_gives_no_traceback() -> None:
     assert done.stdout.startswith("name") and "Traceback" not in done.stderr and not done.stderr.strip(), done.stderr
 
 
-def lmsys(*words: str, without: str = "", folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """`lmsys` with these words in a process of its own, as if the packages `without` were not installed."""
-    code = f"import sys; sys.modules.update(dict.fromkeys({without.split()!r}))\n"
-    code += "from lmsys.__main__ import main; sys.argv[0] = 'lmsys'; sys.exit(main())"
-    line = [sys.executable, "-c", code, *words]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
-
-
-def test_help_needs_no_torch_and_has_every_command() -> None:
-    done = lmsys("--help", without="torch")
-    assert done.returncode == 0 and all(command.about in done.stdout for command in commands.COMMANDS.values())
-    unknown = lmsys("chek", without="torch")
-    assert unknown.returncode == 2 and "invalid choice: 'chek'" in unknown.stderr
-
-
-BENCH = ["bench", "attention", "--collect-only", "-q"]  # with torch installed, pytest would list the tests
-
-
-@pytest.mark.parametrize("words", [[], ["check", "naive"], ["train"], ["report", "a.json"], BENCH])
-def test_a_missing_package_is_reported_in_a_sentence(words: list[str]) -> None:
-    missing = "matplotlib" if words[:1] == ["report"] else "torch"
-    done = lmsys(*words, without=missing)
-    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith(f"{' '.join(['lmsys', *words[:1]])} needs {missing}, which is not installed here: ")
-    assert done.stderr.rstrip() == commands.missing(" ".join(["lmsys", *words[:1]]), missing)
-
-
-# A program that prints the help of each command that its arguments name, as JSON.
-HELPS = """
+# A program that runs `lmsys` with each of several lists of words, as if some packages were not installed, and prints
+# what each run returns, prints, and writes to stderr. One process for all: it imports torch at most once.
+RUNS = """
 import contextlib, io, json, sys
 from lmsys.__main__ import main
 
-for name in sys.argv[1:]:
-    sys.argv, printed = ["lmsys", name, "--help"], io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        main()
-    print(json.dumps(printed.getvalue()))
+lines, without = map(json.loads, sys.argv[1:])
+sys.modules.update(dict.fromkeys(without))
+for words in lines:
+    sys.argv, printed, errors = ["lmsys", *words], io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            status = main()
+    except SystemExit as end:
+        status = end.code
+    print(json.dumps([status, printed.getvalue(), errors.getvalue()]))
 """
 
 
+def runs(*lines: Sequence[str], without: Sequence[str] = ()) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of `lmsys` with the words of each line, as if these packages were not installed."""
+    command = [sys.executable, "-W", "ignore", "-c", RUNS, json.dumps(lines), json.dumps(without)]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_without_torch_there_is_help_and_what_is_missing_is_told_in_a_sentence() -> None:
+    listing = ["bench", "attention", "--collect-only", "-q"]  # with torch installed, pytest would list the tests
+    lines = [["--help"], ["chek"], [], ["check", "naive"], ["train"], ["report", "a.json"], listing]
+    with_help, unknown, *others = runs(*lines, without=("torch", "matplotlib"))
+    assert with_help[0] == 0 and all(command.about in with_help[1] for command in commands.COMMANDS.values())
+    assert unknown[0] == 2 and "invalid choice: 'chek'" in unknown[2]
+    for words, run in zip(lines[2:], others, strict=True):
+        name, package = " ".join(["lmsys", *words[:1]]), "matplotlib" if words[:1] == ["report"] else "torch"
+        assert run == (2, "", commands.missing(name, package) + "\n")
+        assert run[2].startswith(f"{name} needs {package}, which is not installed here: ") and run[2].count("\n") == 1
+
+
 def test_the_help_of_each_command_has_its_examples() -> None:
-    """The help of every command is made in one process, to import torch only once."""
-    line = [sys.executable, "-W", "ignore", "-c", HELPS, *commands.COMMANDS]
-    done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    for text, (name, command) in zip(done.stdout.splitlines(), commands.COMMANDS.items(), strict=True):
-        output = json.loads(text)
+    helps = runs(*([name, "--help"] for name in commands.COMMANDS))
+    for (_, output, _), (name, command) in zip(helps, commands.COMMANDS.items(), strict=True):
         assert output.startswith(f"usage: lmsys {name} "), output
         assert command.examples
         assert all(example.startswith(f"lmsys {name}") and example in output for example in command.examples), output

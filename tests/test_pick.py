@@ -92,11 +92,6 @@ def test_a_row_that_attention_does_not_know_is_left_out_and_named(
     assert "rows; left out, as impl= knows no such row here: ['my_attention']" in capsys.readouterr().out
 
 
-def test_a_module_that_cannot_be_written_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(RESULT), "-o", str(tmp_path)]) == 2
-    assert "lmsys pick: error: " in capsys.readouterr().err
-
-
 def test_what_stands_in_a_result_is_no_code(tmp_path: Path) -> None:
     content = json.loads(gzip.decompress(RESULT.read_bytes()))
     dtype, torch = "x'\n}\nraise SystemExit('run')\n{'", '"""\nraise SystemExit'
@@ -110,8 +105,14 @@ def test_what_stands_in_a_result_is_no_code(tmp_path: Path) -> None:
     assert {case[1] for case in written["FASTEST"]} == {dtype} and written["MEASURED"]["torch"] == torch
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "no JSON"])
-def test_a_file_without_attention_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.json").write_text(text)
-    assert main([str(tmp_path / "x.json"), "-o", str(tmp_path / "rows.py")]) == 2
+@pytest.mark.parametrize(
+    ("text", "output"), [("{}", "rows.py"), ("[]", "rows.py"), ("no JSON", "rows.py"), (None, ".")]
+)
+def test_a_file_without_attention_or_a_module_that_cannot_be_written_is_usage(
+    text: str | None, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = RESULT if text is None else tmp_path / "x.json"
+    if text is not None:
+        result.write_text(text)
+    assert main([str(result), "-o", str(tmp_path / output)]) == 2
     assert "lmsys pick: error: " in capsys.readouterr().err and not (tmp_path / "rows.py").exists()

@@ -1,6 +1,6 @@
 """`lmsys.watchdog`, a process beside each rank that says how the rank ended, and ends what a dead rank leaves.
 
-A rank of torchrun is imitated by `rank`: a process with torchrun's variables, whose parent, torchrun's agent, is the
+A rank of torchrun is imitated by `started`: a process with torchrun's variables, whose parent, torchrun's agent, is the
 test. The last tests are about how long a rank counts as stopped, and about `lmsys.doing`, the note of what a rank does.
 """
 
@@ -28,10 +28,10 @@ doing.now("in step 3")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
-def rank(code: str, **variables: str) -> "subprocess.Popen[str]":
-    """A rank that runs RANK and `code`. Its agent, in torchrun's sense its parent, is this process."""
+def started(*words: str, **variables: str) -> "subprocess.Popen[str]":
+    """A process that runs the program words[0], as torchrun starts a rank: its agent, the parent, is this process."""
     environment = os.environ | TORCHRUN | {"PYTHONPATH": str(ROOT)} | variables
-    line = [sys.executable, "-S", "-c", RANK + code]
+    line = [sys.executable, "-S", "-c", *words]
     return subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -54,7 +54,7 @@ def rank(code: str, **variables: str) -> "subprocess.Popen[str]":
 )
 def test_the_watchdog_names_how_a_rank_ended_unless_it_ended_orderly(code: str, message: str) -> None:
     """`code` ends the rank. Orderly ends, of which nothing is printed: Python's own, by SIGTERM, or announced."""
-    process = rank(code, LMSYS_STOPPED_S="1")
+    process = started(RANK + code, LMSYS_STOPPED_S="1")
     # The watchdog shares the rank's stderr, so `read` returns once both have ended. Until `wait` the rank is a zombie,
     # whose status the watchdog can still read.
     assert process.stderr is not None and process.stderr.read() == message
@@ -71,10 +71,7 @@ time.sleep(60)
 
 
 def test_a_rank_whose_agent_is_killed_is_told_to_end() -> None:
-    code = RANK + "print('begun', file=sys.stderr, flush=True); time.sleep(60)"
-    environment = os.environ | TORCHRUN | {"PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-S", "-c", AGENT, code]
-    agent = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
+    agent = started(AGENT, RANK + "print('begun', file=sys.stderr, flush=True); time.sleep(60)")
     assert agent.stderr is not None and agent.stderr.readline() == "begun\n"
     agent.kill()
     agent.wait()

@@ -1,10 +1,12 @@
 """`lmsys check` on attention (lmsys/check): right functions pass, and for wrong ones the mistake is named.
 
-The functions under test are in tests/support/wrong_kernels.py: `entry(name)` is the row of a function of that file, and
-`WRONG` maps a name to the words that the report must contain, and the wrong function. To add a wrong one, add it there.
+These tests are about the report and the command: test_mistakes.py has the wrong functions, of all kinds. The functions
+here are in tests/support/wrong_kernels.py: `entry(name)` is the row of a function of that file.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmsys.attention import ATTENTION, Pattern
+from lmsys.attention import Pattern
 from lmsys.attention.naive import naive
 from lmsys.check import __main__ as command
 from lmsys.check import attention
@@ -20,9 +22,9 @@ from lmsys.check import question as places
 from lmsys.check.__main__ import main
 from lmsys.check.kinds import KINDS, RIGHT, WRONG, Kind, check
 from lmsys.check.question import Options
+from lmsys.processes import Worker
 from lmsys.registry import Entry, Table, load_target
 from tests.support import wrong_kernels
-from tests.support.variants import by_default_all_but, few_by_default
 
 FILE = Path(wrong_kernels.__file__)
 
@@ -32,47 +34,38 @@ def entry(name: str) -> Entry:
     return Entry(name, f"{FILE}:{name}")
 
 
-RIGHT_FUNCTIONS = "right", "of_a_course", "right_by_tiles", "right_by_small_tiles"
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    """A process that tests share which do not look at its own output: to import torch takes more than a second."""
+    with Worker() as shared:
+        yield shared
 
 
-@pytest.mark.parametrize("name", by_default_all_but(RIGHT_FUNCTIONS, *RIGHT_FUNCTIONS[2:]))
-def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(entry(name), Options(32, grad=True)) == RIGHT
+# Right functions: (name, parameters that it has not got, how its results repeat)
+RIGHT_ONES = [
+    ("right", set(), "yes; alone as in a batch of 2: "),
+    ("of_a_course", {"scale"}, "yes; alone as in a batch of 2: "),
+    ("without_a_mask", {"scale", "causal"}, "yes; alone as in a batch of 2: "),
+    ("any_order", set(), "no (o); "),
+    ("by_batch", set(), "yes; alone as in a batch of 2: no (o)\n"),
+    *(
+        pytest.param(name, set(), "yes; ", marks=pytest.mark.on_request)
+        for name in ("right_by_tiles", "right_by_small_tiles")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "lacks", "repeats"), RIGHT_ONES)
+def test_what_is_right_passes(name: str, lacks: set[str], repeats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row without a mask is asked no causal case, not even among the extreme inputs, which come last."""
+    options = Options(16, grad=name.startswith("right"), dtypes=("float32",))
+    assert check(entry(name), options) == RIGHT
     printed_text = capsys.readouterr().out
-    asked = [question for question in attention.questions(entry(name), Options(32)) if question.reason is None]
+    asked = [question for question in attention.questions(entry(name), options) if question.reason is None]
     assert printed_text.count(": right\n") == len(asked)
-    assert ("it takes no scale" in printed_text) == (name == "of_a_course")
-    assert "the same bits in 3 calls: yes; alone as in a batch of 2: " in printed_text
-
-
-def test_a_function_without_a_mask_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is asked no causal case, not even among the extreme inputs, which come last."""
-    assert check(entry("without_a_mask"), Options(16, grad=False, dtypes=("float32",))) == RIGHT
-    printed_text = capsys.readouterr().out
-    assert "not asked: it takes no causal" in printed_text and "causal, float32" not in printed_text
-    assert "the same bits in 3 calls" in printed_text
-
-
-def test_what_does_not_repeat_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(entry("any_order"), Options(32, grad=False)) == RIGHT
-    assert "the same bits in 3 calls: no (o); " in capsys.readouterr().out
-    assert check(entry("by_batch"), Options(32, grad=False)) == RIGHT
-    assert "the same bits in 3 calls: yes; alone as in a batch of 2: no (o)\n" in capsys.readouterr().out
-
-
-def test_the_example_of_the_pages_is_right() -> None:
-    mine = Path(__file__).parents[2] / "docs" / "examples" / "mine.py"
-    assert check(Entry("mine", f"{mine}:my_attention"), Options(32)) == RIGHT
-
-
-@pytest.mark.parametrize("name", few_by_default(wrong_kernels.WRONG, one_in=3))
-def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    words, function = wrong_kernels.WRONG[name]
-    monkeypatch.setattr(wrong_kernels, name, function, raising=False)
-    assert check(Entry(name, f"tests.support.wrong_kernels:{name}"), Options(32)) == WRONG
-    printed_text = capsys.readouterr().out
-    assert words in printed_text, printed_text
-    assert "no known mistake" not in printed_text
+    assert {parameter for parameter in ("scale", "causal") if f"it takes no {parameter}" in printed_text} == lacks
+    assert ("causal, float32" in printed_text) == ("causal" not in lacks)
+    assert f"the same bits in 3 calls: {repeats}" in printed_text
 
 
 def with_options(
@@ -108,55 +101,24 @@ def test_a_row_is_asked_for_the_options_that_it_has_a_parameter_for(
     assert "with softcap" not in printed_text
 
 
-@pytest.mark.parametrize(
-    "name", by_default_all_but(["naive", "vectorized", "flash_torch", "sdpa_math"], "naive", "vectorized")
-)
-def test_rows_of_the_table_are_right(name: str) -> None:
-    assert check(ATTENTION[name], Options(32, seed=1)) == RIGHT
-
-
-def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{FILE}:dies", "--head-dim", "32"]) == 1
-    assert (printed_text := capfd.readouterr().out).startswith("wrong\n") and "killed by SIGABRT" in printed_text
-    assert main([f"{FILE}:nothing"]) == 2
-    assert "defines no 'nothing'" in capfd.readouterr().err
-
-
-ENDINGS = {
-    "raise KeyboardInterrupt": (1, "KeyboardInterrupt (in a worker process)"),
-    "class Mute(Exception):\n    def __str__(self): return 1 / 0\nraise Mute": (2, "Mute: no message"),
-    "raise ValueError(chr(0xD800))": (2, r"ValueError: \ud800 ("),
-}
-
-
-@pytest.mark.parametrize("code", ENDINGS)
-def test_however_a_file_ends_it_is_told_in_a_line(code: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An exception that no `except Exception` catches, one whose `str` raises, and one that cannot be encoded."""
-    (tmp_path / "mine.py").write_text(code)
-    status, line = ENDINGS[code]
-    assert main([f"{tmp_path / 'mine.py'}:f"]) == status
-    printed_text = "".join(capfd.readouterr())
-    assert line in printed_text and "Traceback" not in printed_text
-
-
-NORM = """import os, sys
-{0}
+# A norm that takes stdout away, each time in another way: when its file is imported, and in each of its calls.
+NORM = """import contextlib, itertools, os, sys
+harms = itertools.cycle([lambda: sys.stdout.close(), lambda: setattr(sys, "stdout", None), lambda: os.close(1)])
+next(harms)()
 def norm(x, weight, eps):
-    {0}
+    with contextlib.suppress(AttributeError, OSError):
+        next(harms)()
     x32 = x.float()
     return (x32 * (x32.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
 """
 
 
-@pytest.mark.parametrize("harm", ["sys.stdout.close()", "sys.stdout = None", "os.close(1)"])
-def test_the_verdict_on_a_row_that_takes_stdout_away_is_seen(
-    harm: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """When its file is imported, and in each of its calls."""
-    (tmp_path / "mine.py").write_text(NORM.format(harm))
+def test_the_verdict_on_a_row_that_takes_stdout_away_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(NORM)
     assert main([f"{tmp_path / 'mine.py'}:norm", "--dtype", "float32", "--forward"]) == RIGHT
     printed = capfd.readouterr()
-    assert " cases right on this " in printed.out and printed.out.count(": right\n") > 3 and not printed.err
+    right = printed.out.count(": right\n")
+    assert right > 3 and f" {right} of {right} cases right on this " in printed.out and not printed.err
 
 
 def test_the_fault_of_a_row_whose_exception_has_no_message() -> None:
@@ -171,41 +133,70 @@ def never(case: object) -> str:
     return "runs nowhere"
 
 
+# Rows of a table, the verdict on each, and a part of the reason.
+ROWS = {
+    entry("warns"): ("right", ""),
+    entry("dies"): ("wrong", "killed by SIGABRT"),
+    entry("reads_on"): ("wrong", "read as zeros"),
+    Entry("refused", f"{FILE}:right", supports=f"{__name__}:never"): ("refused", "runs nowhere"),
+    Entry("absent", "no_such_package:f", install="no-such-package"): ("refused", "pip install no-such-package brings"),
+}
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_every_row_of_a_table_has_a_verdict(
-    as_json: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    as_json: bool, worker: Worker, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each verdict has a line of its own, also when the row warns. As JSON, fewer rows are checked, to save time."""
-    rows = [
-        *([] if as_json else [entry("warns"), entry("dies")]),
-        entry("reads_on"),
-        Entry("refused", f"{FILE}:right", supports=f"{__name__}:never"),
-    ]
-    rows.append(Entry("absent", "no_such_package:f", install="no-such-package"))
+    """Each verdict has a line of its own, also when the row warns. As JSON, no row is checked that is wrong."""
+    rows = [row for row, (verdict, _) in ROWS.items() if not as_json or verdict == "refused"]
     kind = Kind(Table("attention", rows), KINDS["attention"].asks)
     monkeypatch.setattr(command, "KINDS", {"attention": kind, "norm": KINDS["norm"]})
-    options = ["--all", "--dtype", "float32", "--head-dim", "32", *(["--json"] if as_json else [])]
-    assert main(options) == WRONG
+    if as_json:
+        monkeypatch.setattr(command.processes, "Worker", lambda _: nullcontext(worker))
+    options = ["--all", "--dtype", "float32", "--head-dim", "16", "--forward"]
+    status = main([*options, *(["--json"] if as_json else ["--kind", "attention"])])
     printed = capfd.readouterr()
     lines = printed.out.splitlines()
     assert "it is right" not in printed.err
     if as_json:
-        verdict_of = {record["name"]: (record["verdict"], record["reason"]) for record in map(json.loads, lines)}
+        verdicts = {record["name"]: (record["verdict"], record["reason"]) for record in map(json.loads, lines)}
+        assert status == RIGHT and verdicts.pop("RMSNorm")[0] == "right"
     else:
-        assert lines[-1] == "2 refused, 2 right, 2 wrong"
-        parts = [line.partition(": ") for line in lines if " of 6, " in line]
-        verdict_of = {place.split()[-1]: tuple(rest.split(", ", 1)) for place, _, rest in parts}
-    verdicts = {"reads_on": "wrong", "refused": "refused", "absent": "refused", "RMSNorm": "right"}
-    assert {name: verdict for name, (verdict, _) in verdict_of.items()} == verdicts | (
-        {} if as_json else {"warns": "right", "dies": "wrong"}
-    )
-    assert as_json or "killed by SIGABRT" in verdict_of["dies"][1]
-    assert "read as zeros" in verdict_of["reads_on"][1]
-    assert (
-        verdict_of["refused"][1] == "runs nowhere"
-        and "pip install no-such-package brings it" in verdict_of["absent"][1]
-    )
-    assert main([*options, "--kind", "norm"]) == RIGHT
+        parts = [line.partition(": ") for line in lines if " of 5, " in line]
+        verdicts = {place.split()[-1]: tuple(rest.split(", ", 1)) for place, _, rest in parts}
+        assert status == WRONG and lines[-1] == "2 refused, 1 right, 2 wrong"
+    assert verdicts.keys() == {row.name for row in rows}
+    for row in rows:
+        assert verdicts[row.name][0] == ROWS[row][0] and ROWS[row][1] in verdicts[row.name][1]
+
+
+ENDINGS = {  # code of a file: (exit code, a part of what is printed)
+    "raise KeyboardInterrupt": (1, "KeyboardInterrupt (in a worker process)"),
+    "class Mute(Exception):\n    def __str__(self): return 1 / 0\nraise Mute": (2, "Mute: no message"),
+    "raise ValueError(chr(0xD800))": (2, r"ValueError: \ud800 ("),
+    "import os; os.abort()": (1, "killed by SIGABRT"),  # the last, since it ends the shared process
+}
+
+
+@pytest.mark.parametrize("code", ENDINGS)
+def test_however_a_file_ends_it_is_told_in_a_line(
+    code: str, worker: Worker, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies, or raises an exception: one that `except Exception` misses, whose `str` fails, or no UTF-8.
+
+    The first of these has a process of its own, whose output is seen, too: it might print the exception as it ends.
+    """
+    if code != "raise KeyboardInterrupt":
+        monkeypatch.setattr(command.processes, "in_own_process", worker.call)
+    (tmp_path / "mine.py").write_text(code)
+    status, line = ENDINGS[code]
+    assert main([f"{tmp_path / 'mine.py'}:f"]) == status
+    printed_text = "".join(capfd.readouterr())
+    assert line in printed_text and "Traceback" not in printed_text
+    assert printed_text.startswith("wrong\n") == (status == 1)
+
+
+def test_one_target_is_named_or_all_are_checked() -> None:
     assert main(["--all", "right"]) == main([]) == 2
 
 

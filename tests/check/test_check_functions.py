@@ -3,7 +3,7 @@
 Covers lmsys/check/{loss,norm,swiglu,formulas,signature}.py. The functions at the top are losses of different
 signatures; those of OPTION_FAULTS are wrong in one option. `faults` checks one of them. A question is a case on which
 the check compares a function with the exact result. The published faults in tests/museum are checked in
-test_museum_of_functions.py.
+test_mistakes.py.
 """
 
 import itertools
@@ -17,16 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmsys.check import norm, rotary
-from lmsys.check.__main__ import main
 from lmsys.check.formulas import RESULT, Problem, explain, outputs_of
-from lmsys.check.kinds import kind_of
+from lmsys.check.kinds import RIGHT, WRONG, check, find, kind_of
 from lmsys.check.loss import CASES, ROLES, faults_of_options, questions, roles_of
 from lmsys.check.question import Options
 from lmsys.check.swiglu import mistakes, right
 from lmsys.registry import Entry
 from lmsys.signature import called
-
-MUSEUM = Path(__file__).parents[1] / "museum"
 
 
 # `linear_first`, `of_logits`, `of_seven` and `Several` are right; `unheard_of` has a parameter of unknown meaning.
@@ -130,7 +127,7 @@ def faults(function: str) -> list[str]:
 
 @pytest.mark.parametrize("function", ["linear_first", "of_logits", "of_seven", "Several"])
 def test_losses_are_called_by_their_signatures(function: str) -> None:
-    assert faults(function) == []
+    assert faults(function) == [] == list(faults_of_options(Entry(function, f"{__name__}:{function}")))
 
 
 @pytest.mark.parametrize("function", OPTION_FAULTS)
@@ -157,10 +154,6 @@ def test_an_eps_that_is_built_in_is_named_by_its_value(eps: float, dtype: str, m
     entry = Entry("norm_with_eps", f"{__name__}:norm_with_eps")
     fault = next(filter(None, (question.judge() for question in norm.questions(entry, Options(dtypes=(dtype,))))))
     assert fault.mistake == (f"eps is always {eps:g}, whatever is given" if eps else "eps is missing")
-
-
-def test_no_option_is_checked_of_a_loss_without_options() -> None:
-    assert not faults_of_options(Entry("of_logits", f"{__name__}:of_logits"))
 
 
 def test_a_parameter_of_no_known_meaning_is_refused() -> None:
@@ -199,13 +192,17 @@ def test_callables_without_readable_parameters_are_refused(builtin: Any) -> None
         kind_of(builtin)
 
 
-def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{MUSEUM / 'loss.py'}:no_max", "--json"]) == 1
-    *_, fault, whole = map(json.loads, capfd.readouterr().out.splitlines())
+def test_the_report_says_the_kind_and_the_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from tests.museum.loss import no_max\nfrom tests.museum.rotary import of_complex_numbers\n")
+    kind, entry = find(f"{file}:no_max", None)
+    assert check(entry, Options(), kind, as_json=True) == WRONG
+    *_, fault, whole = map(json.loads, capsys.readouterr().out.splitlines())
     assert fault["kind"] == "loss" and fault["verdict"] == whole["verdict"] == "wrong"
     assert fault["mistake"] == "no maximum is subtracted before the exponential, which overflows"
-    assert main([f"{MUSEUM / 'rotary.py'}:of_complex_numbers", "--forward"]) == 0
-    assert "it turns neighbours (2i, 2i + 1)" in capfd.readouterr().out
+    kind, entry = find(f"{file}:of_complex_numbers", None)
+    assert check(entry, Options(grad=False), kind) == RIGHT
+    assert "it turns neighbours (2i, 2i + 1)" in capsys.readouterr().out
 
 
 def test_a_mistake_whose_values_the_dtype_cannot_hold_explains_nothing() -> None:
@@ -273,4 +270,5 @@ def test_code_from_a_file_may_have_the_name_of_a_row(tmp_path: Path) -> None:
         "import torch\n\n\nclass RMSNorm(torch.nn.RMSNorm):\n"
         "    def __init__(self, width, eps=1e-6):\n        super().__init__(width, eps)\n"
     )
-    assert main([f"{file}:RMSNorm", "--kind", "norm", "--dtype", "float32"]) == 0
+    kind, entry = find(f"{file}:RMSNorm", "norm")
+    assert check(entry, Options(dtypes=("float32",)), kind) == RIGHT

@@ -107,52 +107,41 @@ def shared(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
     return BUFFER.copy_(attend(q, k, v, causal=causal, scale=scale))
 
 
-class _Kept(torch.autograd.Function):
-    """Its backward reads the inputs of the last forward, whichever forward it belongs to."""
+class _Remembers(torch.autograd.Function):
+    """Attention whose forward keeps its inputs in `memory`, where its backward reads them, and may zero them."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        KEPT["qkv"] = torch.stack([q, k, v])
-        ctx.options = causal, scale
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, memory: dict[Any, Tensor], zeroes: bool
+    ) -> Tensor:
+        memory["qkv"] = torch.stack([q, k, v])
+        ctx.options, ctx.memory, ctx.zeroes = (causal, scale), memory, zeroes
         return attend(q, k, v, causal=causal, scale=scale)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in KEPT["qkv"]]
+            leaves = [x.detach().clone().requires_grad_() for x in ctx.memory["qkv"]]
             o = attend(*leaves, causal=ctx.options[0], scale=ctx.options[1])
-        return *torch.autograd.grad(o, leaves, do), None, None
+        if ctx.zeroes:
+            ctx.memory["qkv"].zero_()
+        return *torch.autograd.grad(o, leaves, do), None, None, None, None
 
 
 def keeps(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return _Kept.apply(q, k, v, causal, scale)
+    """Its backward reads the inputs of the last forward, whichever forward it belongs to."""
+    return _Remembers.apply(q, k, v, causal, scale, KEPT, False)
+
+
+def frees(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Its backward overwrites its saved inputs with zeros, so a second backward is wrong."""
+    return _Remembers.apply(q, k, v, causal, scale, {}, True)
 
 
 def caches(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """Copies keys and values once for each address, so it does not see that they have changed in place."""
     kept = KEPT.setdefault((k.data_ptr(), v.data_ptr()), torch.stack([k, v]))
     return attend(q, *kept, causal=causal, scale=scale)
-
-
-class _Frees(torch.autograd.Function):
-    """Its backward overwrites its saved inputs with zeros, so a second backward is wrong."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        ctx.kept, ctx.options = torch.stack([q, k, v]), (causal, scale)
-        return attend(q, k, v, causal=causal, scale=scale)
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:
-        with torch.enable_grad():
-            leaves = [x.detach().clone().requires_grad_() for x in ctx.kept]
-            o = attend(*leaves, causal=ctx.options[0], scale=ctx.options[1])
-        ctx.kept.zero_()
-        return *torch.autograd.grad(o, leaves, do), None, None
-
-
-def frees(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return _Frees.apply(q, k, v, causal, scale)
 
 
 def not_thread_safe(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -168,35 +157,20 @@ SIMPLE = next(task.case for task in tasks("cpu", capability=None, head_dim=32)) 
 
 
 @pytest.mark.parametrize(
-    ("row", "about", "mistake"),
+    ("row", "tensor", "about"),
     [
-        (
-            keeps,
-            "two forwards before a backward",
-            "dq is right in a single call on contiguous inputs, and wrong for two forwards before a backward",
-        ),
-        (
-            frees,
-            "a second backward",
-            "dq is right in a single call on contiguous inputs, and wrong for a second backward",
-        ),
-        (
-            caches,
-            "inputs that change between calls",
-            "o is right in a single call on contiguous inputs, and wrong for inputs that change between calls",
-        ),
-        (
-            not_thread_safe,
-            "calls from two threads",
-            "o is right in a single call on contiguous inputs, and wrong for calls from two threads",
-        ),
+        (keeps, "dq", "two forwards before a backward"),
+        (frees, "dq", "a second backward"),
+        (caches, "o", "inputs that change between calls"),
+        (not_thread_safe, "o", "calls from two threads"),
     ],
 )
-def test_mistakes_that_a_single_call_does_not_show(row: Callable[..., Tensor], about: str, mistake: str) -> None:
+def test_mistakes_that_a_single_call_does_not_show(row: Callable[..., Tensor], tensor: str, about: str) -> None:
     KEPT.clear()
     by_use = {task.about: task for task in larger(SIMPLE) if task.use}
     assert by_use.keys() == USES.keys()
     fault = attention.failure(row, by_use[about], grad=True, seed=0)
+    mistake = f"{tensor} is right in a single call on contiguous inputs, and wrong for {about}"
     assert fault is not None and fault.mistake == mistake
     # In a single call, on inputs of another seed: what the row has kept must not be right by chance.
     assert attention.failure(row, replace(by_use[about], use=None), grad=True, seed=7) is None

@@ -1,8 +1,8 @@
 """The museum (tests/museum): docs/museum.md has every exhibit, and gates refuse what they should.
 
 An exhibit is a published fault in an implementation. A gate is the rule by which another project accepts a result, such
-as "allclose 1e-2". tests/museum/gates.py has them all, and `seen_by` yields those that refuse a fault. The two tests
-`on_request` run every exhibit, which takes minutes.
+as "allclose 1e-2". tests/museum/gates.py has them all, and `seen_by` yields those that refuse a fault. The last test,
+on request, runs every exhibit, which takes minutes.
 """
 
 import re
@@ -85,27 +85,32 @@ def slightly_more(gate: Tensor, up: Tensor) -> Tensor:
     return mini.swiglu(gate, up) * (1 + 3e-3)
 
 
-@pytest.mark.parametrize("kind", ["norm", "swiglu", "rotary", "loss"])
-def test_right_operations_pass_every_gate(kind: str) -> None:
-    assert not [*seen_by(subject(Entry(kind, f"tests.museum.mini:{kind}"), kind, Ranks()))]
+OPTIMIZERS = {exhibit.name: exhibit.entry for exhibit in exhibits("optimizer")}
+NAIVE = Entry("naive", "lmsys.parallel.baselines:Naive")
+SEEN = [  # (implementation, its kind, the gates that refuse it)
+    *((Entry(kind, f"tests.museum.mini:{kind}"), kind, []) for kind in ("norm", "swiglu", "rotary", "loss")),
+    (Entry("twice", f"{__name__}:twice"), "norm", [*GATES]),
+    (Entry("more", f"{__name__}:slightly_more"), "swiglu", ["new seeds", "loss curve"]),
+    (OPTIMIZERS["UnscaledDecayAdamW"], "optimizer", ["new seeds", "loss curve"]),
+    (OPTIMIZERS["HalfEpsAdam"], "optimizer", []),
+    pytest.param(NAIVE, "strategy", [], marks=pytest.mark.on_request),
+]
 
 
-def test_gates_run_faulty_operations_and_optimizers() -> None:
-    assert [*seen_by(subject(Entry("twice", f"{__name__}:twice"), "norm", Ranks()))] == [*GATES]
-    assert [*seen_by(subject(Entry("more", f"{__name__}:slightly_more"), "swiglu", Ranks()))] == [
-        "new seeds",
-        "loss curve",
-    ]
-    faults = {exhibit.name: exhibit for exhibit in ALL if exhibit.kind == "optimizer"}
-    assert [*seen_by(subject(faults["UnscaledDecayAdamW"].entry, "optimizer", Ranks()))] == ["new seeds", "loss curve"]
-    assert not [*seen_by(subject(faults["HalfEpsAdam"].entry, "optimizer", Ranks()))]
+@pytest.mark.parametrize(("entry", "kind", "seen"), SEEN)
+def test_gates_run_implementations_of_each_kind(entry: Entry, kind: str, seen: list[str]) -> None:
+    ranks = Ranks()
+    assert [*seen_by(subject(entry, kind, ranks))] == seen
+    ranks.close()
+
+
+def test_gates_refuse_a_kind_that_they_cannot_run() -> None:
     with pytest.raises(ValueError, match="kind='tokenizer' must be one of attention, norm"):
         subject(Entry("any", "any:any"), "tokenizer", Ranks())
 
 
 def test_the_verdict_of_the_check() -> None:
-    faults = {exhibit.name: exhibit for exhibit in ALL if exhibit.kind == "optimizer"}
-    ordinary, extreme = (verdict_on(faults[name].entry, "optimizer") for name in ("NoCorrectionAdam", "HalfEpsAdam"))
+    ordinary, extreme = (verdict_on(OPTIMIZERS[name], "optimizer") for name in ("NoCorrectionAdam", "HalfEpsAdam"))
     assert ordinary.fault is not None and not ordinary.extreme_only
     assert extreme.fault is not None and extreme.extreme_only and extreme.about.startswith("gradients of zero")
     assert verdict_on(Entry("AdamW", "torch.optim:AdamW"), "optimizer") == Verdict()
@@ -138,13 +143,6 @@ def test_the_page_has_the_tables_of_verdicts() -> None:
     assert page.startswith("Above.") and page.endswith("Below.\n") and "\n2\n" in page and "\n1\n" not in page
     with pytest.raises(ValueError, match="once"):
         written("no marks", "1")
-
-
-@pytest.mark.on_request
-def test_gates_run_strategies() -> None:
-    ranks = Ranks()
-    assert not [*seen_by(subject(Entry("naive", "lmsys.parallel.baselines:Naive"), "strategy", ranks))]
-    ranks.close()
 
 
 @pytest.mark.on_request

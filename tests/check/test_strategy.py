@@ -22,19 +22,22 @@ from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 from tests.museum import parallel
 from tests.museum import sharded_optimizer as optimizers
-from tests.museum.exhibit import EXHIBITS, Exhibit
-from tests.support.variants import few_by_default
+from tests.museum.exhibit import EXHIBITS
+from tests.support.variants import by_default_all_but, few_by_default
 from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
 
 KINDS = {"strategy": strategy.questions, "sharded_optimizer": strategy.optimizer_questions}
-QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # the other right ones are checked on request
+QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # right strategies; the others are checked on request
 SUPPORT = Path(__file__).parents[1] / "support"
-# (kind, class, words that name its mistake) of each wrong row in tests/support/wrong_strategies.py
+# (kind, row, words that name its mistake or None) of each wrong row, and (kind, row) of each right one
 PLANTED = [
-    (kind, name, words)
+    (kind, Entry(name, f"tests.support.wrong_strategies:{name}"), words)
     for kind, wrong in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True)
     for name, words in wrong.items()
 ]
+PUBLISHED = [(fault.kind, fault.entry, fault.mistake) for fault in EXHIBITS if fault.kind in KINDS]
+FAULTS = few_by_default(PUBLISHED, one_in=6) + few_by_default(PLANTED, one_in=3)
+RIGHT = by_default_all_but(parallel.HONEST, *(row for row in parallel.HONEST if row.name not in QUICK))
 
 
 @pytest.fixture(scope="module")
@@ -52,39 +55,17 @@ def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault]
     return None
 
 
-@pytest.mark.parametrize(
-    "fault",
-    few_by_default((fault for fault in EXHIBITS if fault.kind in KINDS), one_in=6),
-    ids=lambda fault: fault.name,
-)
-def test_a_published_fault_is_refused(ranks: Ranks, fault: Exhibit) -> None:
-    wrong = first_fault(ranks, fault.kind, fault.entry)
-    assert wrong is not None, f"no fault is found in {fault.name}"
-    assert fault.mistake is None or fault.mistake in (wrong[1].mistake or ""), wrong[1].text
+@pytest.mark.parametrize(("kind", "entry", "mistake"), FAULTS, ids=[x.values[1].name for x in FAULTS])
+def test_a_fault_is_refused_and_named(ranks: Ranks, kind: str, entry: Entry, mistake: str | None) -> None:
+    wrong = first_fault(ranks, kind, entry)
+    assert wrong is not None, f"no fault is found in {entry.name}"
+    assert mistake is None or mistake in (wrong[1].mistake or ""), wrong[1].text
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "words"), few_by_default(PLANTED, one_in=3), ids=[name for _, name, _ in PLANTED]
-)
-def test_a_planted_mistake_is_named(ranks: Ranks, kind: str, name: str, words: str) -> None:
-    wrong = first_fault(ranks, kind, Entry(name, f"tests.support.wrong_strategies:{name}"))
-    assert wrong is not None and words in (wrong[1].mistake or ""), wrong
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(entry, marks=[] if entry.name in QUICK else pytest.mark.on_request, id=entry.name)
-        for entry in parallel.HONEST
-    ],
-)
-def test_a_right_strategy_is_not_accused(ranks: Ranks, row: Entry) -> None:
-    assert first_fault(ranks, "strategy", row) is None
-
-
-@pytest.mark.parametrize("row", optimizers.HONEST, ids=lambda row: row.name)
-def test_a_right_sharded_optimizer_is_not_accused(ranks: Ranks, row: Entry) -> None:
-    assert first_fault(ranks, "sharded_optimizer", row) is None
+@pytest.mark.parametrize("row", [*RIGHT, *optimizers.HONEST], ids=lambda row: row.name)
+def test_a_right_row_is_not_accused(ranks: Ranks, row: Entry) -> None:
+    kind = "sharded_optimizer" if row in optimizers.HONEST else "strategy"
+    assert first_fault(ranks, kind, row) is None
 
 
 def test_no_question_is_asked_that_a_strategy_does_not_support(ranks: Ranks) -> None:
@@ -94,26 +75,6 @@ def test_no_question_is_asked_that_a_strategy_does_not_support(ranks: Ranks) -> 
     assert reasons["small buckets"] == "it takes no size of buckets"
     assert "NotImplementedError: FSDP does not support non-contiguous" in reasons["a weight transposed in memory"]
     assert reasons["parameters that one rank does not use"].startswith("FSDP2 reduces the gradients that a rank has")
-
-
-def test_an_exception_names_rank_and_step(ranks: Ranks) -> None:
-    wrong = first_fault(ranks, "strategy", Entry("Raises", "tests.support.wrong_strategies:RaisesInItsSecondStep"))
-    words = "rank 1 raises IndexError in finish_gradient_synchronization of step 2: there are no more buckets ("
-    assert wrong is not None and wrong[1].text.strip().startswith(words)
-    assert "wrong_strategies.py, line " in wrong[1].text and wrong[1].text.endswith('("there are no more buckets"))')
-
-
-def test_different_collectives_of_ranks_are_named(ranks: Ranks) -> None:
-    wrong = first_fault(ranks, "strategy", Entry("Skips", "tests.museum.parallel:SkipsMissing"))
-    words = "rank 0 comes to all_reduce of 36 elements in float32, rank 1 comes to all_reduce of 66 elements"
-    assert wrong is not None and words in wrong[1].text, wrong
-    assert "in finish_gradient_synchronization of step 1" in wrong[1].text
-
-
-@pytest.mark.on_request
-def test_a_rank_that_hangs_is_named(ranks: Ranks) -> None:
-    hangs = first_fault(ranks, "strategy", Entry("Hangs", "tests.support.faulty_strategies:Hangs"))
-    assert hangs is not None and "where it waits for rank 1 in all_reduce" in hangs[1].text
 
 
 @pytest.mark.on_request
@@ -139,8 +100,29 @@ def test_json_lines_hold_the_verdict_and_the_mistake(
     assert first["mistake"].startswith("the gradients of layers.1.weight are never synchronized")
 
 
-def test_a_rank_that_dies_is_named(ranks: Ranks) -> None:
-    """Must stay the last test of this file: it ends the ranks that the others share."""
-    died = first_fault(ranks, "strategy", Entry("Crashes", "tests.support.faulty_strategies:Crashes"))
-    words = "rank 1 died: killed by SIGSEGV, in finish_gradient_synchronization of step 1"
-    assert died is not None and died[1].text.strip() == words
+# (row whose ranks fail, words of the report). The last ones end the ranks that all tests share: they are started again.
+FAILURES = [
+    (
+        "tests.support.wrong_strategies:RaisesInItsSecondStep",
+        "rank 1 raises IndexError in finish_gradient_synchronization of step 2: there are no more buckets (",
+        "wrong_strategies.py, line ",
+        '("there are no more buckets"))',
+    ),
+    (
+        "tests.museum.parallel:SkipsMissing",
+        "rank 0 comes to all_reduce of 36 elements in float32, rank 1 comes to all_reduce of 66 elements",
+        "in finish_gradient_synchronization of step 1",
+    ),
+    (
+        "tests.support.faulty_strategies:Crashes",
+        "rank 1 died: killed by SIGSEGV, in finish_gradient_synchronization of step 1",
+    ),
+    ("tests.support.faulty_strategies:Hangs", "where it waits for rank 1 in all_reduce"),
+]
+
+
+@pytest.mark.parametrize("row", by_default_all_but(range(4), 3))
+def test_a_failure_names_the_rank_and_what_it_was_doing(ranks: Ranks, row: int) -> None:
+    target, *words = FAILURES[row]
+    wrong = first_fault(ranks, "strategy", Entry("row", target))
+    assert wrong is not None and all(part in wrong[1].text for part in words), wrong

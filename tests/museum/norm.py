@@ -2,7 +2,7 @@
 
 `lmsys check` must refuse each fault, and must not accuse the right norms. A new fault is a function or an autograd
 Function with the decorator `exhibit(kind, where it was published, what users saw, a part of the mistake's name)`.
-Faults of a backward are made by `with_backward`.
+A fault of a backward has the decorator `with_backward` below it.
 
 Legend: N rows, M width.
 """
@@ -40,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def with_backward(gradients: Gradients) -> Callable[..., Tensor]:
-    """RMSNorm with another backward: gradients(x, weight, eps, upstream), in float32, returns (dx, dw).
+    """A decorator: RMSNorm with another backward, and the name of `gradients`, which makes (dx, dw) in float32.
 
     If it returns None in place of dx or dw, the right gradient is taken.
     """
@@ -61,7 +61,11 @@ def with_backward(gradients: Gradients) -> Callable[..., Tensor]:
             dx, dw = (a if b is None else b for a, b in zip(right, made, strict=True))
             return dx.to(ctx.saved_tensors[0].dtype), dw.to(ctx.saved_tensors[1].dtype), None
 
-    return Norm.apply
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return Norm.apply(x, weight, eps)
+
+    norm.__name__, norm.__module__ = gradients.__name__, gradients.__module__
+    return norm
 
 
 @exhibit(
@@ -133,11 +137,9 @@ def first_block_of_columns(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     "Of inputs of three dimensions the backward sees as many rows as the first one has.",
     "only the first 5 rows add",
 )
-def rows_of_the_first_axis(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    def gradients(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[None, Tensor]:
-        return None, (do * normalised(x, eps)).flatten(0, -2)[: x.shape[0]].sum(0)
-
-    return with_backward(gradients)(x, weight, eps)
+@with_backward
+def rows_of_the_first_axis(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[None, Tensor]:
+    return None, (do * normalised(x, eps)).flatten(0, -2)[: x.shape[0]].sum(0)
 
 
 @exhibit(
@@ -146,11 +148,9 @@ def rows_of_the_first_axis(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     "The weight's gradient holds the last block of rows alone; a tolerance of 0.5 in the test hid it.",
     "only the last block of",
 )
-def last_block_of_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    def gradients(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[None, Tensor]:
-        return None, (do * normalised(x, eps)).flatten(0, -2).split(32)[-1].sum(0)
-
-    return with_backward(gradients)(x, weight, eps)
+@with_backward
+def last_block_of_rows(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[None, Tensor]:
+    return None, (do * normalised(x, eps)).flatten(0, -2).split(32)[-1].sum(0)
 
 
 @exhibit("norm", "flagos-ai/FlagGems#59", "Right only where a program holds a single row.", "over the whole tensor")
@@ -165,12 +165,10 @@ def mean_of_the_tile(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     "The forward keeps the variance where the backward reads its inverse root: gradients are nearly 0.",
     "dx is multiplied by mean(x^2) + eps",
 )
-def variance_for_its_root(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    def gradients(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[Tensor, None]:
-        g, y, kept = do * weight, normalised(x, eps), mean_of(x * x) + eps
-        return kept * (g - y * mean_of(g * y)), None
-
-    return with_backward(gradients)(x, weight, eps)
+@with_backward
+def variance_for_its_root(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[Tensor, None]:
+    g, y, kept = do * weight, normalised(x, eps), mean_of(x * x) + eps
+    return kept * (g - y * mean_of(g * y)), None
 
 
 @exhibit(
@@ -179,12 +177,10 @@ def variance_for_its_root(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     "dx is right only where all weights are 1, as they are in a test.",
     "dx is not multiplied",
 )
-def weight_forgotten(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    def gradients(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[Tensor, None]:
-        y = normalised(x, eps)
-        return (do - y * mean_of(do * y)) * (mean_of(x * x) + eps).rsqrt(), None
-
-    return with_backward(gradients)(x, weight, eps)
+@with_backward
+def weight_forgotten(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[Tensor, None]:
+    y = normalised(x, eps)
+    return (do - y * mean_of(do * y)) * (mean_of(x * x) + eps).rsqrt(), None
 
 
 @exhibit(

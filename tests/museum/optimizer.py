@@ -533,34 +533,21 @@ class IgnoresDecaySgd(Sgd):
 
 
 # Right: torch's optimizers, each in one of its implementations.
-class ForeachAdamW(torch.optim.AdamW):
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, foreach=True, **settings)
+def with_settings(name: str, base: type[Optimizer], **settings: Any) -> type[Optimizer]:
+    """A class of this name, derived from an optimizer of torch whose constructor always gets these settings."""
+
+    def __init__(self: Any, params: Any, **others: Any) -> None:
+        base.__init__(self, params, **settings, **others)
+
+    return type(name, (base,), {"__init__": __init__, "__module__": __name__})
 
 
-class LoopAdamW(torch.optim.AdamW):
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, foreach=False, **settings)
-
-
-class FusedAdamW(torch.optim.AdamW):
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, fused=True, **settings)
-
-
-class FusedAdam(torch.optim.Adam):
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, fused=True, **settings)
-
-
-class ForeachAdam(torch.optim.Adam):
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, foreach=True, **settings)
-
-
-class ForeachSGD(SGD):
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, foreach=True, **settings)
+ForeachAdamW = with_settings("ForeachAdamW", torch.optim.AdamW, foreach=True)
+LoopAdamW = with_settings("LoopAdamW", torch.optim.AdamW, foreach=False)
+FusedAdamW = with_settings("FusedAdamW", torch.optim.AdamW, fused=True)
+FusedAdam = with_settings("FusedAdam", torch.optim.Adam, fused=True)
+ForeachAdam = with_settings("ForeachAdam", torch.optim.Adam, foreach=True)
+ForeachSGD = with_settings("ForeachSGD", SGD, foreach=True)
 
 
 HONEST = [

@@ -26,8 +26,12 @@ class Sharded(torch.optim.Optimizer):
     A fault overrides:
     - `own`: the param groups with the parameters that this rank steps;
     - `options`: copies the options of `param_groups`, which a schedule may have changed, to the local optimizer;
-    - `share`: brings the updated parameters to all ranks.
+    - `share`: brings the updated parameters to all ranks;
+    - `shift`: a parameter is broadcast by the rank that is so many behind its owner;
+    - `waits`: True if `share` waits for the broadcasts.
     """
+
+    shift, waits = 0, True
 
     def __init__(self, params: Any, optimizer_cls: Callable[..., Any], **kwargs: Any):
         super().__init__(params, kwargs)
@@ -49,7 +53,7 @@ class Sharded(torch.optim.Optimizer):
     def share(self) -> None:
         for group in self.param_groups:
             for number, p in enumerate(group["params"]):
-                dist.broadcast(p.detach(), src=number % self.size)
+                dist.broadcast(p.detach(), src=(number + self.shift) % self.size, async_op=not self.waits)
 
 
 @exhibit(
@@ -87,10 +91,7 @@ class GroupsLost(Sharded):
 class WrongPartition(Sharded):
     """Each parameter is broadcast from the rank after its owner, which has not updated it."""
 
-    def share(self) -> None:
-        for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
-                dist.broadcast(p.detach(), src=(number + 1) % self.size)
+    shift = 1
 
 
 @exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#856", "gradients of other partitions are not cleared", "zero_grad")
@@ -101,10 +102,7 @@ class LeavesGradients(Sharded):
 
 @exhibit("sharded_optimizer", "karpathy/nanochat#843", "weights are read before they are gathered", "not waited for")
 class NobodyWaits(Sharded):
-    def share(self) -> None:
-        for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
-                dist.broadcast(p.detach(), src=number % self.size, async_op=True)
+    waits = False
 
 
 @exhibit(

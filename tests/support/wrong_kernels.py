@@ -1,6 +1,6 @@
 """Attention rows for tests of `lmsys check`: some right ones, and wrong ones in WRONG, each with a known mistake.
 
-tests/check/test_check.py lets `lmsys check` judge them, and looks in the report for the words that stand with each
+tests/check/test_mistakes.py lets `lmsys check` judge them, and looks in the report for the words that stand with each
 wrong one. A new wrong row has the decorator `wrong`, or is an entry in WRONG. Shapes are those of `lmsys.attention`.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.contract import repeat_heads
+from tests.museum.attention import over_sum, repeated, row_max, scores_of, shifted
 
 WRONG: dict[str, tuple[str, Callable[..., Tensor]]] = {}  # {name: (a part of the message expected, the row)}
 
@@ -22,13 +23,10 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, visible: Any = None
 ) -> Tensor:
     """Right attention. `visible` (Q, K) replaces the causal mask."""
-    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-    if causal and visible is None:
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
+    scores = scores_of(q, k, causal and visible is None, scale)
+    if causal and visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    return scores.softmax(dim=-1).nan_to_num(0.0) @ v
+    return scores.softmax(dim=-1).nan_to_num(0.0).to(v.dtype) @ repeated(v, q)
 
 
 def wrong(message: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
@@ -55,12 +53,7 @@ def warns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float
     return attend(q, k, v, causal=causal, scale=scale)
 
 
-def unshifted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Right for ordinary scores, wrong for extreme ones: it subtracts no maximum."""
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    weights = (scores.masked_fill(~visible, -torch.inf) if causal else scores).exp()
-    return weights / weights.sum(dim=-1, keepdim=True) @ v
+unshifted = shifted(lambda scores: 0)  # right for ordinary scores, wrong for extreme ones: it subtracts no maximum
 
 
 def of_a_course(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -206,9 +199,8 @@ WRONG["dk_not_transposed"] = "dk: P and dS are not transposed", with_backward("t
 
 @wrong("the mask is applied after the softmax")
 def masked_late(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-    weights = (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).softmax(dim=-1)
-    return (weights.tril() if causal else weights) @ v
+    weights = scores_of(q, k, scale=scale).softmax(dim=-1).to(v.dtype)
+    return (weights.tril() if causal else weights) @ repeated(v, q)
 
 
 def dies(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -234,10 +226,8 @@ WRONG["one_tile"] = "only the tile of rows 64 to 127 is wrong", scaled_at((..., 
 
 @wrong("P = exp(scores - maximum), in the softmax sum too, is rounded to bfloat16")
 def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    p = (scores - scores.amax(dim=-1, keepdim=True)).exp().bfloat16().float()
-    return p / p.sum(dim=-1, keepdim=True) @ v
+    scores = scores_of(q, k, scale=scale)
+    return over_sum((scores - row_max(scores)).exp().bfloat16().float(), q, v)
 
 
 def online(fault: str = "", tile: int = 64, low: torch.dtype | None = None) -> Callable[..., Tensor]:
@@ -310,10 +300,9 @@ def blind_first(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
     """Returns NaN for the first query, which sees no key."""
     if not causal:
         return attend(q, k, v, scale=scale)
-    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores_of(q, k, scale=scale)
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu()
-    return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
+    return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(v.dtype) @ repeated(v, q)
 
 
 @wrong("o is right in a single call on contiguous inputs, and wrong for inputs that are not aligned to 16 bytes")
@@ -343,3 +332,6 @@ def no_expanded_gradient(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
     return _OneStride.apply(attend(q, k, v, causal=causal, scale=scale))
+
+
+globals().update({name: row for name, (_, row) in WRONG.items()})  # so that each row can be imported by its name

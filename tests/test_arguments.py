@@ -1,4 +1,4 @@
-"""Wrong arguments: a public call works, or raises a ValueError whose message names the parameter.
+"""Arguments: a public call works, or raises a ValueError whose message names the parameter.
 
 A `Call` has for each parameter a right value, and the names of those VALUES that are right for it too: all others are
 wrong. A test gives each of VALUES to one parameter, and right values to all others. A right value must be taken, and a
@@ -6,16 +6,22 @@ wrong one refused: no other error may come from deep inside. A new function of d
 
 Left out are functions that take only tensors: a step calls them often, and torch's own TypeError must do. Left out are
 also parameters of torch's classes, from which ours derive, and those that only other parts of lmsys give.
+
+The last tests give unusual arguments that are right: layers take those of torch's layers; wrapped models, derived
+configurations and the like are taken, since they can do what is needed, though their classes are others.
 """
 
+import io
 import math
 import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -132,6 +138,15 @@ def step(optimizer: Any) -> Any:
     optimizer.step()
 
 
+def group_without_processes(**given: Any) -> group.WorkerGroup:
+    """A `WorkerGroup` whose ranks are not started. Tests of it, with ranks, are in tests/parallel/test_group.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group.processes, "Worker", lambda *_, **__: Mock())
+        patch.setattr(group.dist, "TCPStore", Mock())
+        patch.setattr(group.WorkerGroup, "_collect", Mock())
+        return group.WorkerGroup(**given)
+
+
 # Parameters that several callables have: OF_ADAMW also those of Muon, OF_BOTH those of both losses.
 OF_ADAMW = {
     "params": (partial(parameter), {"text?", "bytes?", "entries?"}),
@@ -182,7 +197,7 @@ CALLS: dict[str, Call] = {
     "TransformerLM": Call(
         TransformerLM, {"config": (CONFIG, NONE), "device": ("cpu", DEVICE), "dtype": (torch.float32, NONE)}
     ),
-    "compile_blocks": Call(model().compile_blocks, {"together": (2, NONE)}),
+    "compile_blocks": Call(TransformerLM(CONFIG).compile_blocks, {"together": (2, NONE)}),
     "hidden": Call(
         model().hidden,
         {"tokens": (torch.ones(1, 3, dtype=torch.int64), NONE), "positions": (torch.arange(3), OR_NONE),
@@ -228,7 +243,7 @@ CALLS: dict[str, Call] = {
          "process_group": (None, OR_NONE), "flat_buffers": (None, {"None", "list"})},
     ),
     "WorkerGroup": Call(
-        group.WorkerGroup,
+        group_without_processes,
         {"world_size": (1, NONE), "backend": ("gloo", OR_NONE), "timeout_s": (60.0, {"half"}),
          "with_last_words": (False, FLAG), "environment": ({}, {"None", "dict"})},
         group.WorkerGroup.close,
@@ -443,3 +458,86 @@ def test_every_class_and_function_of_the_api_page_is_tested() -> None:
     left_out = {"silu", "softmax", "Wrapper", "matrix_groups"}  # Wrapper is the base of strategies that are tested
     public = {name for _, name in named if f"{name}.py" not in os.listdir(ROOT / "lmsys" / "training")}
     assert public - left_out - CALLS.keys() == set()
+
+
+# Unusual arguments that are right, and must not be refused.
+
+
+def test_an_embedding_and_a_norm_take_torchs_positional_arguments() -> None:
+    assert transformer.Embedding(4, 8, 0).padding_idx == 0
+    assert torch.equal(transformer.Embedding(4, 8, 2).weight.any(dim=1), torch.tensor([True, True, False, True]))
+    assert transformer.Embedding(4, 8, device="meta").weight.is_meta
+    assert transformer.RMSNorm(8, 1e-5, False).weight is None
+    assert transformer.RMSNorm(8, 1e-5, True, "meta", torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind, sizes", [(transformer.Embedding, (4, 8)), (transformer.RMSNorm, (8,))])
+def test_an_embedding_and_a_norm_are_made_without_initialization(kind: Any, sizes: tuple[int, ...]) -> None:
+    assert nn.utils.skip_init(kind, *sizes).weight.shape == sizes  # skip_init needs a parameter `device`
+
+
+class Proxy(nn.Module):
+    """Passes on what it does not have itself, as torch's OptimizedModule does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: torch.compile(model, backend="eager"), Proxy])
+def test_a_wrapped_model_generates(wrap: Any) -> None:
+    model = TransformerLM(CONFIG)
+    assert generation.generate(wrap(model), [[1, 2]], 3) == generation.generate(model, [[1, 2]], 3)
+
+
+def test_a_config_may_be_of_a_derived_class() -> None:
+    @dataclass(frozen=True)
+    class Larger(ModelConfig):
+        remark: str = ""
+
+    @dataclass(frozen=True)
+    class Longer(config.TrainConfig):
+        pass
+
+    model = Larger(8, 16, 1, 2, vocab_size=300, context_length=16, attention="naive", remark="mine")
+    run = RunConfig(model=model, train=Longer())
+    assert run.model is model and isinstance(run.changed(["train.lr=1e-2"]).train, Longer)
+
+
+class Both:
+    """Two optimizers with one state dict, which is a list."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def state_dict(self) -> list[Any]:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        for each, state in zip(self.optimizers, states, strict=True):
+            each.load_state_dict(state)
+
+
+def test_a_checkpoint_takes_any_object_with_a_state_dict() -> None:
+    first, second = (Both(AdamW([nn.Parameter(torch.ones(2))], lr=lr), AdamW([nn.Parameter(torch.ones(3))]))
+                     for lr in (0.5, 0.1))  # fmt: skip
+    file = io.BytesIO()
+    checkpoint.save_checkpoint(nn.Linear(2, 2), first, 3, file)  # type: ignore[arg-type]
+    file.seek(0)
+    assert checkpoint.load_checkpoint(file, nn.Linear(2, 2), second) == 3  # type: ignore[arg-type]
+    assert second.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+def test_get_batch_takes_the_number_of_a_device() -> None:
+    assert sampling.get_batch(np.arange(50), 2, 4, None)[0].device.type == "cpu"
+    if torch.cuda.is_available():
+        assert sampling.get_batch(np.arange(50), 2, 4, 0)[0].is_cuda
+    else:
+        with pytest.raises(RuntimeError, match="accelerator|CUDA"):  # torch's own: the number is taken
+            sampling.get_batch(np.arange(50), 2, 4, 0)
