@@ -249,6 +249,41 @@ def test_a_state_dict_that_does_not_fit_is_named(change: Any, message: str) -> N
         tiny().load_state_dict(state)
 
 
+def gradient_error(residual: str, compiled: bool, device: str) -> float:
+    """The relative error, in the L2 norm, of all gradients of six blocks under bfloat16 autocast."""
+    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 6, "num_heads": 2, "num_kv_heads": None, "vocab_size": 97}
+    model, exact = (
+        tiny(0, dtype, residual=residual, attention="sdpa_math", **sizes).to(device)
+        for dtype in (torch.float32, torch.float64)
+    )
+    tokens, targets = (ids(seed, batch=4, length=16).to(device) for seed in (0, 1))
+    exact.loss(tokens, targets).backward()
+    if compiled:
+        model.compile_blocks()
+    with torch.autocast(device, torch.bfloat16):
+        loss = model.loss(tokens, targets)
+    loss.backward()
+    gradients, right = (torch.cat([p.grad.flatten() for p in trained.parameters()]) for trained in (model, exact))
+    return ((gradients - right).norm() / right.norm()).item()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_narrow_residual_adds_less_than_half_to_the_error(compiled: bool, device: str) -> None:
+    """Every block of a narrow model rounds the stream once more, to the 8 bits of bfloat16's mantissa."""
+    wide, narrow = (gradient_error(residual, compiled, device) for residual in ("wide", "narrow"))
+    assert wide < narrow < 1.5 * wide
+
+
+def test_the_residual_is_narrow_where_matmuls_are() -> None:
+    """With residual="narrow" the stream has the dtype of the matmuls; with "wide", the default, it is float32."""
+    model, dtypes = tiny(residual="narrow", num_layers=1), list[torch.dtype]()
+    model.layers[0].register_forward_hook(lambda _, args, output: dtypes.extend((args[0].dtype, output.dtype)))
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model(ids(0))
+    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2
+
+
 def test_weights_are_drawn_as_cs336_draws_them() -> None:
     model = tiny(d_model=128, d_ff=256, vocab_size=512)
     weight, std = model.layers[0].ffn.w1.weight, (2 / (128 + 256)) ** 0.5

@@ -33,6 +33,14 @@ def made(seed: int = 0, device: str = "cpu") -> TransformerLM:
     return TransformerLM(CONFIG, device).fuse_blocks()
 
 
+@pytest.fixture
+def model() -> TransformerLM:
+    """A model whose copies are made."""
+    ready = made()
+    gradients(ready)
+    return ready
+
+
 def gradients(model: TransformerLM) -> list[Tensor]:
     """[loss, logits, the gradient of each parameter] in bfloat16 autocast. The forward makes outdated copies again."""
     tokens = torch.arange(18, device=model.lm_head.weight.device).view(2, 9) % CONFIG.vocab_size
@@ -115,16 +123,12 @@ def pairs_of(model: TransformerLM) -> list[tuple[Tensor, Tensor]]:
     return [(p, copy) for p in model.parameters() if (copy := model.rounded.of(p)) is not None]
 
 
-def test_copies_have_the_dtype_of_autocast() -> None:
-    model = made()
-    gradients(model)
+def test_copies_have_the_dtype_of_autocast(model: TransformerLM) -> None:
     with torch.autocast("cpu", torch.float16), model.rounded.shown():
         assert all(torch.equal(copy, p.half()) for p, copy in pairs_of(model))
 
 
-def test_only_the_copy_of_a_changed_weight_is_made_again() -> None:
-    model = made()
-    gradients(model)
+def test_only_the_copy_of_a_changed_weight_is_made_again(model: TransformerLM) -> None:
     before = [copy._version for _, copy in pairs_of(model)]
     add(model)
     gradients(model)
@@ -133,15 +137,12 @@ def test_only_the_copy_of_a_changed_weight_is_made_again() -> None:
     assert sum(again) == 1
 
 
-def test_a_copy_that_an_optimizer_has_written_is_not_made_again() -> None:
+def test_a_copy_that_an_optimizer_has_written_is_not_made_again(model: TransformerLM) -> None:
     """An optimizer that steps weights writes their copies itself, and says so by `follow`. Here the copy is older."""
-    model = made()
-    gradients(model)
     with torch.no_grad():
         model.lm_head.weight[0] += 1
     model.rounded.follow([model.lm_head.weight])
     written = model.rounded.of(model.lm_head.weight)
-    assert written is not None
     before = written.clone()
     gradients(model)
     assert torch.equal(written, before)
@@ -158,9 +159,7 @@ def test_a_backward_after_a_step_is_refused() -> None:
         loss.backward()
 
 
-def test_weights_show_their_copies_within_a_forward_alone() -> None:
-    model = made()
-    gradients(model)
+def test_weights_show_their_copies_within_a_forward_alone(model: TransformerLM) -> None:
     assert not any(hasattr(p, "rounded") for p in model.parameters())
     with torch.autocast("cpu", torch.bfloat16), model.rounded.shown():
         assert hasattr(model.lm_head.weight, "rounded")
@@ -177,23 +176,18 @@ def test_a_weight_of_two_layers_has_the_bits_of_one_that_is_cast() -> None:
     assert all(map(torch.equal, gradients(model)[:2], gradients(casting(model))[:2]))
 
 
-def test_a_forward_notes_the_copies_that_it_reads() -> None:
+def test_a_forward_notes_the_copies_that_it_reads(model: TransformerLM) -> None:
     """READ has them since it was last cleared: replays of a CUDA graph refresh those that its capture has read."""
-    model, other = made(), made(1)
-    gradients(other)
+    gradients(made(1))
     READ.clear()
     gradients(model)
     assert set(READ) == {model.rounded}
 
 
-def test_copies_of_query_key_and_value_weights_lie_side_by_side() -> None:
-    model = made()
-    gradients(model)
+def test_copies_of_query_key_and_value_weights_lie_side_by_side(model: TransformerLM) -> None:
     attn = model.layers[0].attn
     q, k, v = (model.rounded.of(layer.weight) for layer in (attn.q_proj, attn.k_proj, attn.v_proj))
-    assert q is not None and k is not None and v is not None
-    assert q.data_ptr() + q.nbytes == k.data_ptr()
-    assert k.data_ptr() + k.nbytes == v.data_ptr()
+    assert [q.data_ptr() + q.nbytes, k.data_ptr() + k.nbytes] == [k.data_ptr(), v.data_ptr()]
 
 
 @pytest.mark.gpu
