@@ -171,7 +171,6 @@ def test_the_deterministic_order_does_not_hang_on_few_processors_and_repeats(
     assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
 
 
-@settings(max_examples=40)
 @given(
     num_tiles=st.integers(1, 40),
     num_key_tiles=st.integers(1, 40),
@@ -196,7 +195,6 @@ def test_every_key_tile_waits_for_a_value_of_its_own_at_every_tile_of_queries(
     assert len(visits) == num_heads * num_tiles
 
 
-@settings(max_examples=60)
 @given(
     at_once=st.integers(1, 20),
     num_key_tiles=st.integers(1, 20),
@@ -470,19 +468,19 @@ def test_the_selftest_runs_every_plan_and_both_orders(monkeypatch: pytest.Monkey
     selftest.run((9, 0))
     assert {device for *_, device in asked} == {torch.device("cuda", 1)}
     assert {dtype for _, dtype, *_ in asked} == {torch.bfloat16, torch.float16}
-    plain = [(shape, both) for shape, _, both, deterministic, *_ in asked if not (deterministic or shape.window)]
-    other = [(shape, both) for shape, _, both, deterministic, *_ in asked if deterministic or shape.window]
     forward, backward = ({*every_plan(direction)} for direction in ("forward", "backward"))
-    without = [(shape, both) for shape, both in [*plain, *other] if not shape.window]
-    assert {(shape.head_dim, shape.causal, one) for shape, (one, _) in without} == forward
-    bounded = {(shape.head_dim, one) for shape, (one, _) in other if shape.window}
-    assert bounded == {(head_dim, plan) for head_dim in (64, 128) for plan in plans.bounded_plans(head_dim)}
-    assert {(shape.head_dim, shape.causal, one) for shape, (_, one) in plain} == backward
-    assert {(shape.head_dim, shape.causal, one) for shape, (_, one) in other} == backward
-    orders = {(shape.head_dim, shape.causal, deterministic) for shape, _, _, deterministic, *_ in asked}
+    assert {(x.head_dim, x.causal, both[0]) for x, _, both, *_ in asked if not x.window} == forward
+    assert {(x.head_dim, both[0]) for x, _, both, *_ in asked if x.window} == {
+        (head_dim, plan) for head_dim in (64, 128) for plan in plans.bounded_plans(head_dim)
+    }
+    for special in (False, True):  # in a fixed order, or under a window
+        of_these = [(x, both[1]) for x, _, both, fixed, *_ in asked if (fixed or bool(x.window)) == special]
+        assert {(x.head_dim, x.causal, plan) for x, plan in of_these} == backward
+    orders = {(x.head_dim, x.causal, fixed) for x, _, _, fixed, *_ in asked}
     assert orders == set(itertools.product((64, 128), (False, True), (False, True)))
-    windowed = {(shape.head_dim, deterministic) for shape, _, _, deterministic, *_ in asked if shape.window}
-    assert windowed == set(itertools.product((64, 128), (False, True)))
+    assert {(64, True, False), (64, True, True), (128, True, False), (128, True, True)} == {
+        (x.head_dim, x.causal, fixed) for x, _, _, fixed, *_ in asked if x.window
+    }
 
 
 @known

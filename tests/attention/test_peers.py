@@ -7,8 +7,9 @@ A new pattern is an entry in PATTERNS.
 import inspect
 import sys
 import types
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -63,11 +64,13 @@ def test_flex_is_compiled_once_for_documents_of_other_lengths(monkeypatch: pytes
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, window_size: Any = (-1, -1)
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, window_size: Any = (-1, -1),
+    deterministic: bool = False,
+) -> Tensor:  # fmt: skip
     """A stub of flash_attn_func: (B, S, H, D), causal at the bottom right, a window of keys to the left and right."""
     left, right = window_size
     assert (left >= 0) == (right >= 0)
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     pattern = Pattern(causal, (left, right) if left >= 0 else None, offset=k.shape[1] - q.shape[1])
     return naive(*(x.transpose(1, 2) for x in (q, k, v)), scale=softmax_scale, pattern=pattern).transpose(1, 2)
 
@@ -95,31 +98,21 @@ def cached(q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor | None, **o
     return torch.cat([dense(q1, k1[:, :length], v1[:, :length], **options) for q1, k1, v1, length in entries])
 
 
+@pytest.mark.parametrize("mode", [nullcontext, deterministic_mode])
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name not in BEYOND])
-def test_flash_attn_is_called_by_the_pattern(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_is_called_by_the_pattern_and_deterministic_where_torch_is(
+    name: str, mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stub = types.SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, "flash_attn", stub)
     q, k, v = torch.randn(2, 4, 16, 8), *torch.randn(2, 2, 2, 16, 8)
-    found = peers_flash_attn.flash_attn_2(q, k, v, scale=0.3, pattern=PATTERNS[name])
+    with mode():
+        found = peers_flash_attn.flash_attn_2(q, k, v, scale=0.3, pattern=PATTERNS[name])
     torch.testing.assert_close(found, naive(q, k, v, scale=0.3, pattern=PATTERNS[name]))
     if name == "window":  # the last queries, as in decoding
         tensors, pattern = (q[:, :, 11:], k, v), Pattern(True, 4, offset=11)
         found = peers_flash_attn.flash_attn_2(*tensors, pattern=pattern)
         torch.testing.assert_close(found, naive(*tensors, pattern=pattern))
-
-
-@pytest.mark.parametrize("name", ["causal", "documents"])
-def test_flash_attn_is_deterministic_where_torch_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def required(function: Any, *tensors: Tensor, deterministic: bool, **options: Any) -> Any:
-        assert deterministic
-        return function(*tensors, **options)
-
-    functions = {"flash_attn_func": partial(required, dense), "flash_attn_varlen_func": partial(required, varlen)}
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(**functions))
-    q, k, v = torch.randn(3, 2, 2, 16, 8)
-    with deterministic_mode():
-        found = peers_flash_attn.flash_attn_2(q, k, v, pattern=PATTERNS[name])
-    torch.testing.assert_close(found, naive(q, k, v, pattern=PATTERNS[name]))
 
 
 def test_flash_attn_3_decodes_by_its_call_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:

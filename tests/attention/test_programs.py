@@ -40,15 +40,15 @@ OPTIONS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "alibi": lambda n, device: {
         "causal": True,
         "offset": torch.tensor([1, 3], device=device),
-        "alibi": torch.tensor([0.5, 0.2, 0.1, 0.05], device=device),
+        "alibi": torch.tensor([0.5, 0.1], device=device),
     },
 }
 
 
 def tensors(length: int = 9, device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 16) -> Any:
-    """q (2, 4, S, D), k and v (2, 2, S, D), which require gradients."""
+    """q (2, 2, S, D), k and v (2, 1, S, D), which require gradients."""
     generator = torch.Generator().manual_seed(length)
-    drawn = (torch.randn(2, heads, length, head_dim, generator=generator) for heads in (4, 2, 2))
+    drawn = (torch.randn(2, heads, length, head_dim, generator=generator) for heads in (2, 1, 1))
     return [x.to(device, dtype).requires_grad_() for x in drawn]
 
 
@@ -210,7 +210,7 @@ def test_derivatives_of_gradients_are_right(row: str, options: str, device: str)
 @pytest.mark.parametrize("row", KERNELS[:2])
 def test_sinks_are_differentiable_once_and_break_the_compilers_graph(row: str) -> None:
     torch.compiler.reset()
-    leaves, asked = tensors(), {"causal": True, "sinks": torch.tensor([0.5, 0.2, 0.1, 0.05])}
+    leaves, asked = tensors(), {"causal": True, "sinks": torch.tensor([0.5, 0.1])}
     found = results(torch.compile(partial(attention, impl=row, **asked), backend="aot_eager"), *leaves)
     assert_right(found, results, leaves, **asked)
     with pytest.raises(RuntimeError, match="differentiable once"):
@@ -222,7 +222,7 @@ def test_sinks_are_differentiable_once_and_break_the_compilers_graph(row: str) -
 def test_a_flash_row_says_that_sinks_cannot_be_exported() -> None:
     class Module(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, sinks=torch.zeros(4), impl="flash_torch")
+            return attention(q, k, v, sinks=torch.zeros(2), impl="flash_torch")
 
     with pytest.raises(ValueError, match=r"no operator under sinks, as torch\.export needs"):
         torch.export.export(Module(), tuple(x.detach() for x in tensors()))
@@ -272,12 +272,12 @@ def test_training_after_inference_mode(row: str, options: str) -> None:
     assert_right(results(function, *leaves), results, leaves, **asked)
 
 
-@pytest.mark.parametrize("option", ["window", "offset", "prefix"])
-def test_a_number_may_change_from_call_to_call_of_compiled_code(option: str) -> None:
+def test_numbers_may_change_from_call_to_call_of_compiled_code() -> None:
     q, k, v = torch.randn(3, 1, 2, 16, 16)
+    attend = partial(attention, q, k, v, causal=True, impl="vectorized")
 
     def call(number: int) -> Tensor:
-        return attention(q, k, v, causal=True, impl="vectorized", **{option: number})
+        return torch.stack([attend(window=number, offset=number + 1), attend(prefix=number)])
 
     torch.compiler.reset()  # graphs of other tests count, too
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
