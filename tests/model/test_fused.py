@@ -107,7 +107,8 @@ def models(
     device: str, residual: str = "wide", attention: str = "naive"
 ) -> tuple[TransformerLM, TransformerLM, Tensor]:
     """(an eager model, a fused model with equal weights, tokens). residual, attention: as in ModelConfig."""
-    config = replace(model_config("tiny", context_length=16), attention=attention, residual=residual, num_kv_heads=2)
+    sizes = {"vocab_size": 500, "d_ff": 128, "num_kv_heads": 2}  # small: kernels are interpreted
+    config = replace(model_config("tiny", context_length=16), attention=attention, residual=residual, **sizes)
     torch.manual_seed(1)
     plain, other = TransformerLM(config, device), TransformerLM(config, device)
     other.load_state_dict(plain.state_dict())

@@ -81,7 +81,7 @@ def test_forward_and_backward_hold_one_chunk_of_logits_and_one_gradient_of_each(
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_holds_one_chunk_of_logits_and_no_gradient(mode: Any) -> None:
-    hidden, weight, targets = head("cpu")
+    hidden, weight, targets = head("cpu", tokens=64)
     wide = torch.randn(20 * VOCABULARY, WIDTH, requires_grad=True)
     with mode():
         peak = memory.peak_bytes(lambda: linear_cross_entropy(hidden, wide, targets, 1), "cpu")
