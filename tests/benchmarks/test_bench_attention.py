@@ -274,61 +274,37 @@ def test_a_row_of_the_table_is_checked_with_extreme_scores_before_it_is_timed(
         assert candidate.outcome == outcome and (message in str(candidate.reason)) == (outcome == "wrong")
 
 
-# Softmaxes that are right for scores of usual size, and wrong for extreme ones.
-SHIPPED = """
-import torch
-
-from tests.museum.attention import over_sum, row_max, scores_of
-
-
-def no_max(q, k, v, *, causal=False, scale=None):
-    return over_sum(scores_of(q, k, causal, scale).exp(), q, v)
-
-
-def fixed_max(q, k, v, *, causal=False, scale=None):
-    return over_sum((scores_of(q, k, causal, scale) - 20).exp(), q, v)
-
-
-def oob_zero(q, k, v, *, causal=False, scale=None):
-    scores = scores_of(q, k, causal, scale)
-    top = row_max(scores)
-    return over_sum((scores - (top.clamp(min=0) if k.shape[2] % 32 else top)).exp(), q, v)
-
-
-def finite_sentinel(q, k, v, *, causal=False, scale=None):
-    scores = scores_of(q, k, causal, scale)
-    return over_sum((scores - row_max(scores).clamp(min=-1e4)).exp(), q, v)
-"""
-NAMES = {  # how the check names the mistake of each row in SHIPPED
-    "no_max": "no maximum is subtracted",
-    "fixed_max": "a fixed number, about 20",
-    "oob_zero": "keys that pad the last tile count in the maximum",
-    "finite_sentinel": "the running maximum starts at about -",
-}
-
-
-def test_the_sweep_refuses_and_names_mistakes_that_normal_inputs_do_not_show(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "axes", "named"),
+    [
+        (
+            "museum/attention.py",
+            {"length": ((64, 64),), "causal": (False, True), "direction": ("bwd",), "dtype": ("bfloat16",)},
+            {
+                "no_max": "no maximum is subtracted",
+                "fixed_max": "a fixed number, about 10",
+                "oob_zero": "keys that pad the last tile count in the maximum",
+                "finite_sentinel": "the running maximum starts at about -5",
+            },
+        ),
+        (
+            "support/wrong_kernels.py",
+            {"dtype": ("float32",), "direction": ("bwd",)},
+            {
+                "by_16_bytes": "wrong for inputs that are not aligned",
+                "no_expanded_gradient": "wrong for a gradient of stride 0",
+            },
+        ),
+    ],
+)
+def test_the_sweep_refuses_and_names_mistakes_that_usual_inputs_do_not_show(
+    file: str, axes: dict[str, Any], named: dict[str, str]
+) -> None:
     """`oob_zero` is right at this shape, where no key pads the last tile. The check of files finds it, too."""
-    file = tmp_path / "shipped.py"
-    file.write_text(SHIPPED)
-    rows = ["naive", *(f"{file}:{name}" for name in NAMES)]
-    records = swept_rows(rows, length=((64, 64),), causal=(False, True), direction=("fwd", "bwd"), timed=False)
-    for (row, *_), record in records.items():
+    rows = [f"{ROOT}/tests/{file}:{name}" for name in named]
+    for (row, *_), record in swept_rows(["naive", *rows], timed=False, **axes).items():
         assert record["outcome"] == ("ok" if row == "naive" else "wrong"), record["reason"]
-        assert row == "naive" or NAMES[row] in record["reason"]
-
-
-def test_the_sweep_refuses_rows_that_are_wrong_for_other_memory_layouts() -> None:
-    file = ROOT / "tests" / "support" / "wrong_kernels.py"
-    rows = ["naive", f"{file}:by_16_bytes", f"{file}:no_expanded_gradient"]
-    records = swept_rows(rows, dtype=("float32",), direction=("bwd",), timed=False)
-    endings = {row: (record["outcome"], record["reason"]) for (row, *_), record in records.items()}
-    assert endings["naive"][0] == "ok"
-    for row, words in {
-        "by_16_bytes": "wrong for inputs that are not aligned",
-        "no_expanded_gradient": "wrong for a gradient of stride 0",
-    }.items():
-        assert endings[row][0] == "wrong" and words in endings[row][1]
+        assert row == "naive" or named[row] in record["reason"]
 
 
 def test_timed_calls_with_extreme_scores_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,23 +317,6 @@ def test_timed_calls_with_extreme_scores_are_checked(monkeypatch: pytest.MonkeyP
     row = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:unshifted"
     (record,) = swept_rows([row], dtype=("float32",), direction=("fwd",)).values()
     assert record["outcome"] == "wrong" and "right before it was timed, not in timed call" in record["reason"]
-
-
-@pytest.mark.parametrize(
-    ("what", "outcome"), [("bench_attention.testing.make_inputs", "oom"), ("attention.check.Oracle", "error")]
-)
-def test_an_error_of_the_benchmark_itself_is_recorded_too(
-    what: str, outcome: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(f"benchmarks.{what}", fails)
-    records = swept_rows(["naive", "sdpa_cudnn"], dtype=("float32",))
-    naive = [record for (row, *_), record in records.items() if row == "naive"]
-    assert {record["outcome"] for record in naive} == {outcome} and all(
-        "no room" in record["reason"] for record in naive
-    )
 
 
 def test_rows_named_on_the_command_line_run_in_every_grid_and_others_by_the_grids() -> None:

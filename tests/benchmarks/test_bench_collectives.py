@@ -14,7 +14,7 @@ from lmsys.bench import Entry, Grid, Settings, Sweep
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.results import Session
 from tests.support import rank_cheats
-from tests.support.harness import cases_of, runner
+from tests.support.harness import cases_of, records, results
 
 SMALL = {"megabytes": (1,), "operation": ("broadcast",)}
 
@@ -40,9 +40,7 @@ def test_a_wrong_result_is_a_case_without_a_time_and_without_timing_there_is_onl
 
     times: list[object] = []
     cases = cases_of(Collectives(), **(SMALL | {"megabytes": (1, 2)}))
-    harness = runner(timed=False)
-    harness.__dict__["ranks"] = Answers()
-    right, wrong = [result.record for result in harness.run(Collectives(), cases)]
+    right, wrong = (result.record for result in results(Collectives(), cases, ranks=Answers(), timed=False))
     assert times == [None, None], "no time to sample"
     assert right["outcome"] == "ok" and "not timed" in right["reason"] and "time_s" not in right
     assert (wrong["outcome"], wrong["reason"]) == ("wrong", "rank 1: off")
@@ -50,20 +48,24 @@ def test_a_wrong_result_is_a_case_without_a_time_and_without_timing_there_is_onl
 
 def record_of(ranks: Ranks, entry: Entry, backend: str = "gloo") -> dict[str, Any]:
     (case,) = cases_of(Collectives(), megabytes=(1,), operation=(entry.name,), world_size=(2,), backend=(backend,))
-    harness = runner()
-    harness.__dict__["ranks"] = ranks
-    (result,) = harness.run(Collectives(), [replace(case, entry=entry)])
-    return result.record
+    return records(Collectives(), [replace(case, entry=entry)], ranks=ranks)[entry.name]
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
-def test_timed_calls_are_checked(operation: str, two_ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    # A link carries 2 (n - 1) / n of the tensor in an all-reduce of n ranks, (n - 1) / n in its halves; here n is 2.
+    ("operation", "share"),
+    [("all_reduce", 1.0), ("reduce_scatter", 0.5), ("all_gather", 0.5), ("broadcast", 1.0)],
+)
+def test_timed_calls_are_checked(operation: str, share: float, two_ranks: Ranks) -> None:
     entry = Collectives.tables["operation"][operation]
     record = record_of(two_ranks, entry)
     assert (record["outcome"], record["error_ratio"]) == ("ok", 0.0), record["reason"]
     calls = record["proof"]["calls"]
     assert len({call["draw"] for call in calls}) == len({call["call"] for call in calls}) == 3
     assert all(call["call"] < record["rounds"] and call["error_ratios"] == {"result": 0.0} for call in calls)
+    assert record["rounds"] >= 10 and record["loop_s"] > 0
+    rate = record["bytes"] / record["time_s"]
+    assert (record["algorithm_bytes_per_s"], record["bus_bytes_per_s"]) == pytest.approx((rate, rate * share))
 
 
 @pytest.mark.parametrize("cheat", ["right_in_first_call", "silent", "in_bfloat16", "wrong_on_last_rank"])

@@ -25,7 +25,6 @@ from benchmarks.data_parallel.cases import Inspection, ParallelCase, Row, Steps,
 from benchmarks.data_parallel.check import gate, small_training
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import Taken, inspect, take_pass
-from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Grid, Settings, Sweep
 from lmsys.bench.ranks import Ranks, Unsupported, entropy
@@ -120,24 +119,12 @@ def cases_of(**values: Any) -> list[ParallelCase]:
     return harness.cases_of(DataParallel(), **(TINY | values))
 
 
-def records(cases: list[ParallelCase], ranks: Any) -> Records:
-    """The records, by row, of cases that are measured together, on these ranks."""
-    runner = harness.runner()
-    runner.__dict__["ranks"] = ranks
-    return {result.record["impl"]: result.record for result in runner.run(DataParallel(), cases)}
-
-
-def ids(sweep: Sweep, **texts: str) -> list[str]:
-    """The ids of a sweep's cases. `texts`: options of the command line, such as world_size="1,2"."""
-    options = {"--" + name.replace("_", "-"): text for name, text in texts.items()}
-    return Session(Settings(device="cpu"), sweep, texts=options).add(DataParallel)
-
-
 def test_the_command_line_names_rows_and_their_variants() -> None:
     sweep = Sweep(grids={"data_parallel": (Grid("s", size=("tiny",), context=(16,), batch=(4,)),)})
-    options = {"strategy": "none,bucketed,naive", "world_size": "1,2", "bucket_mb": "1,auto", "precision": "fp32"}
-    options |= {"comm_dtype": "float32,bfloat16", "sharded_optimizer": "yes,no"}
-    case_ids = [case_id.removeprefix("s-tiny-S16B4-fp32-") for case_id in ids(sweep, **options)]
+    options = {"--strategy": "none,bucketed,naive", "--world-size": "1,2", "--bucket-mb": "1,auto"}
+    options |= {"--comm-dtype": "float32,bfloat16", "--sharded-optimizer": "yes,no", "--precision": "fp32"}
+    ids = Session(Settings(device="cpu"), sweep, texts=options).add(DataParallel)
+    case_ids = [case_id.removeprefix("s-tiny-S16B4-fp32-") for case_id in ids]
     buckets = [f"W2-bucketed-{size}{dtype}" for size in ("1MiB", "auto") for dtype in ("", "-bfloat16")]
     assert set(case_ids) == {"W1-none", "W2-none", "W2-naive", "W2-naive-sharded", *buckets} | {
         f"{case_id}-sharded" for case_id in buckets
@@ -159,7 +146,7 @@ def test_muon_keeps_one_moment_less_of_each_matrix() -> None:
     adamw, muon = cases_of(strategy=("naive",), optimizer=("adamw", "muon"))
     hidden = adamw.config.num_layers * block_matrices(adamw.config)
     held = 8 * model_parameters(adamw.config) - 4 * hidden
-    seen = Inspection({"optimizer_bytes": held}, Communication(0.0, None, []), 0.1, None, None, True)
+    seen = replace(ANSWERS[inspect], memory={"optimizer_bytes": held})
     record = memory(Row(muon, [seen]))
     assert record["optimizer_fraction"] == 1 and record["predicted_optimizer_bytes"] == pytest.approx(held)
     assert memory(Row(adamw, [seen]))["predicted_optimizer_bytes"] == 8 * model_parameters(adamw.config)
@@ -177,31 +164,37 @@ def test_rows_that_compile_otherwise_are_measured_apart() -> None:
     assert {case.group for case in cases_of(strategy=("none", "zero1", "fsdp"))} == {"s-tiny-S16B2-fp32"}
 
 
-@pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
-def test_rows_that_cannot_be_graphed_say_why() -> None:
-    why_not = DataParallel().why_not
-    case, *_ = cases_of(strategy=("none",), compile=("graphed",))
-    assert why_not(case) == "CUDA graphs need a CUDA device"
-    on_gpu = replace(case, device="cuda")
-    reasons = {name: why_not(replace(on_gpu, entry=TABLE[name])) for name in ("zero1", "fsdp", "torch_fsdp2")}
-    if not why_no_compiler("cuda"):
-        assert reasons["zero1"] is None
-        assert reasons["fsdp"] == reasons["torch_fsdp2"] and "--compile compiled runs it" in reasons["fsdp"]
-    assert why_not(replace(case, compile="compiled")) is None
+@pytest.mark.parametrize(
+    ("strategy", "how", "changes", "reason"),
+    [
+        ("none", "compiled", {"device": "cpu"}, None),
+        ("none", "graphed", {"device": "cpu"}, "CUDA graphs need a CUDA device"),
+        ("zero1", "graphed", {}, None),
+        ("fsdp", "graphed", {}, "--compile compiled runs it"),
+        ("torch_fsdp2", "graphed", {}, "--compile compiled runs it"),
+        ("naive", "fused", {"device": "cpu"}, "CUDA graphs need a CUDA device"),
+        ("naive", "fused", {}, None),
+        ("zero1", "fused", {}, SURROUNDS_BLOCKS),
+        ("naive", "fused", {"checkpoint": "whole"}, "fused blocks keep all that their backward reads"),
+    ],
+)
+def test_rows_that_cannot_be_compiled_graphed_or_fused_say_why(
+    strategy: str, how: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    """Without `changes` a row is for a GPU."""
+    (case,) = cases_of(strategy=(strategy,), compile=(how,))
+    case = replace(case, **({"device": "cuda"} | changes))
+    if how != "fused" and (missing := why_no_compiler(case.device)):
+        pytest.skip(missing)
+    found = DataParallel().why_not(case)
+    assert found is None if reason is None else reason in str(found)
 
 
-def test_rows_that_cannot_be_fused_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, *_ = cases_of(strategy=("naive",), compile=("fused",))
-    on_gpu = replace(case, device="cuda")
-    cases = [case, on_gpu, replace(on_gpu, entry=TABLE["zero1"]), replace(on_gpu, checkpoint="whole")]
-    assert [*map(DataParallel().why_not, cases)] == [
-        "CUDA graphs need a CUDA device",
-        None,
-        SURROUNDS_BLOCKS,
-        "fused blocks keep all that their backward reads",
-    ]
+def test_without_triton_blocks_cannot_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "HAS_TRITON", False)
-    assert DataParallel().why_not(on_gpu) == "fused blocks are kernels in Triton: pip install triton"
+    (case,) = cases_of(strategy=("naive",), compile=("fused",))
+    reason = DataParallel().why_not(replace(case, device="cuda"))
+    assert reason == "fused blocks are kernels in Triton: pip install triton"
 
 
 def _graphs(cases: list[ParallelCase]) -> list[int]:
@@ -226,11 +219,6 @@ def test_all_rows_of_a_group_share_compiled_blocks(two_ranks: Ranks) -> None:
     assert first == 1 and others == [1] * len(cases)
 
 
-def test_an_unknown_strategy_is_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean bucketed"):
-        ids(SWEEPS["smoke"]["cpu"], strategy="buckted")
-
-
 def test_classes_that_are_no_strategies_are_refused() -> None:
     with pytest.raises(ValueError, match="Identity is no strategy: it has no finish_gradient_synchronization"):
         Adapter(nn.Identity, nn.Linear(2, 2), None)
@@ -238,46 +226,43 @@ def test_classes_that_are_no_strategies_are_refused() -> None:
         Adapter(NoSync, nn.Linear(2, 2), None, bucket_mb=1)
 
 
+ANSWERS: dict[Any, Any] = {  # of each rank, by what it is asked
+    entropy: 1,
+    gate: {"weight": 0.5},
+    inspect: Inspection({"optimizer_bytes": 8}, Communication(0.0, None, []), 0.1, None, None, True),
+    holds: True,
+    judge_pass: {"weight": 0.25},
+}
+
+
 class Answers(Ranks):
-    """Ranks that return made-up results without running anything. The row "flat" is unsupported."""
+    """Ranks that return ANSWERS without running anything. The row "flat" is unsupported."""
 
     def __init__(self) -> None:
         self.passes: list[str] = []  # the rows that trained, in order
 
     def run(self, world_size: int, backend: str, function: Any, *args: Any) -> list[Any]:
-        if function is entropy:
-            return [1] * world_size
-        case: ParallelCase = args[0]
-        if function is gate:
-            return [{"weight": 0.5}] * world_size
-        if function is inspect:
-            if case.impl == "flat":
-                raise Unsupported("no such thing")
-            seen = Inspection({"optimizer_bytes": 8}, Communication(0.0, None, []), 0.1, None, None, True)
-            return [seen] * world_size
         if function is small_training:
             raise WorkerError(0, "error", "these ranks train nothing")
-        if function is holds:
-            return [True] * world_size
-        if function is judge_pass:
-            return [{"weight": 0.25}] * world_size
+        if function is inspect and args[0].impl == "flat":
+            raise Unsupported("no such thing")
+        if function in ANSWERS:
+            return [ANSWERS[function]] * world_size
         assert function is take_pass
-        self.passes.append(case.impl)
+        self.passes.append(args[0].impl)
         return [Taken([rank + number / 10 for number in range(10)], [], "model", 0.0) for rank in range(world_size)]
 
 
 def test_rows_train_in_turns_and_one_that_fails_ends_no_other() -> None:
-    runner, ranks = harness.runner(seconds_per_row=2.0), Answers()
-    runner.__dict__["ranks"] = ranks
-    results = runner.run(DataParallel(), cases_of(strategy=("none", "naive", "flat")))
+    ranks, cases = Answers(), cases_of(strategy=("none", "naive", "flat"))
+    results = harness.results(DataParallel(), cases, ranks=ranks, seconds_per_row=2.0)
     by_row = {result.record["impl"]: result for result in results}
     assert ranks.passes == ["none", "naive", "none", "naive"]
     slowest = [1 + number / 10 for number in range(10) for _ in range(2)]
     assert by_row["none"].samples == by_row["naive"].samples == slowest
     assert by_row["naive"].record["exposed_s"] == 0 and by_row["naive"].record["unsynchronized_by"] == "none"
     assert (by_row["flat"].samples, by_row["flat"].record["outcome"]) == (None, "unsupported")
-    (case, *_) = cases_of(strategy=("none",))
-    assert Row(case, [], passes=[[1.0, 2.0], [3.0, 4.0]]).samples == [1.0, 3.0, 2.0, 4.0]
+    assert Row(cases[0], [], passes=[[1.0, 2.0], [3.0, 4.0]]).samples == [1.0, 3.0, 2.0, 4.0]
 
 
 class Ended(Answers):
@@ -294,9 +279,8 @@ class Ended(Answers):
 def test_when_ranks_end_only_the_case_that_they_judged_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other rows, whose results are lost, train and are judged again."""
     monkeypatch.setitem(PASSES, "gloo", 1)
-    runner, ranks = harness.runner(seconds_per_row=2.0), Ended()
-    runner.__dict__["ranks"] = ranks
-    naive, overlapped = runner.run(DataParallel(), cases_of(strategy=("naive", "overlapped")))
+    ranks, cases = Ended(), cases_of(strategy=("naive", "overlapped"))
+    naive, overlapped = harness.results(DataParallel(), cases, ranks=ranks, seconds_per_row=2.0)
     assert naive.record["outcome"] == "error" and "no such judge" in naive.record["reason"]
     assert ranks.passes == ["naive", "overlapped", "overlapped"]
     assert overlapped.record["outcome"] == "ok" and overlapped.record["proof"]["calls"]
@@ -313,7 +297,8 @@ def measured(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Reco
     cases = cases_of(strategy=strategies, world_size=(1, 2), context=(32,), bucket_mb=(1, 25))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PASSES, "gloo", 1)
-        return records([case for case in cases if case.impl != "bucketed-25MiB"], two_ranks)
+        cases = [case for case in cases if case.impl != "bucketed-25MiB"]
+        return harness.records(DataParallel(), cases, ranks=two_ranks)
 
 
 @pytest.mark.long
@@ -373,7 +358,7 @@ def test_records_have_the_traits_that_a_users_class_states(measured: Records, tm
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_compiled_rows_are_checked_and_timed(two_ranks: Ranks) -> None:
     cases = cases_of(strategy=("none", "bucketed", "zero1"), bucket_mb=(1,), compile=("compiled",), context=(32,))
-    by_row = records(cases, two_ranks)
+    by_row = harness.records(DataParallel(), cases, ranks=two_ranks)
     assert set(by_row) == {"none", "bucketed-1MiB", "zero1"}
     for record in by_row.values():
         assert (record["outcome"], record["compile"]) == ("ok", "compiled"), record["reason"]

@@ -1,7 +1,9 @@
 """benchmarks/bench_loss.py: the cases of the benchmark of the head and loss, the rows that it refuses, its records.
 
-A row is an implementation of the head (the matrix from hidden states to logits) and the cross-entropy. Cheats are right
-while they are checked, and wrong while they are timed; a new cheat is a function in CHEATS.
+A row is an implementation of the head (the matrix from hidden states to logits) and the cross-entropy. HONEST has
+losses as people write them, which are right for any seed. WRONG has rows that are refused, some of which are wrong only
+for extreme tokens, whose logits are far from 0. Cheats are right while they are checked, and wrong while they are
+timed. A new row is a function there, or in CHEATS.
 """
 
 from collections.abc import Callable
@@ -10,19 +12,38 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.bench_loss import Loss
-from benchmarks.loss import BLOCK_LOGITS, OUTPUTS, Inputs, LossDraws, indices, sampled_answer, slices_of, unchunked
+from benchmarks.loss import (
+    BLOCK_LOGITS,
+    ERRORS,
+    OUTPUTS,
+    Inputs,
+    LossDraws,
+    _evidence,
+    indices,
+    odd_inputs,
+    references,
+    sampled_answer,
+    slices_of,
+    unchunked,
+)
 from benchmarks.models import LOSS_SCALE, ROUNDING, mean_ratio
-from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Settings
-from lmsys.bench.results import Session
+from lmsys.check.kinds import RIGHT, check
+from lmsys.check.question import Options
+from lmsys.draws import VERSION, Draws
+from lmsys.extremes import BEFORE
+from lmsys.model.functions import widened
 from lmsys.model.loss import linear_cross_entropy
+from lmsys.registry import Entry
 from lmsys.testing import ratio_of
 from tests.support import harness
-from tests.support.cheats import CLOCK, seen
+from tests.support.cheats import timed
 from tests.support.harness import cases_of
 from tests.support.variants import few_by_default
 
@@ -41,13 +62,7 @@ def records(timed: bool = True, **values: Any) -> dict[str, dict[str, Any]]:
     return harness.records(Loss(), cases_of(Loss(), **(TINY | values)), timed=timed)
 
 
-def test_options_apply_to_every_sweep() -> None:
-    for sweep in SWEEPS.values():
-        for device, sweep_here in sweep.items():
-            chosen = Session(Settings(device=device), sweep_here, texts={"--precision": "tf32", "--batch": "3"}).add(
-                Loss
-            )
-            assert chosen and all("-tf32-" in case_id for case_id in chosen)
+def test_a_case_has_its_sizes_and_its_row_in_its_name() -> None:
     (case,) = cases_of(Loss(), **(TINY | {"row": ("eager",)}))
     assert case.id == "s-N40M16V50-fp32-eager" and case.comparison == "s-N40M16V50-fp32"
 
@@ -62,6 +77,8 @@ def test_records_have_times_work_and_errors(precision: str, monkeypatch: pytest.
         assert record["flops"] == 6 * 40 * 16 * 50  # forward and two gradients, 2 * tokens * d_model * vocab_size each
         assert record["repeatable"] is True and record["batch_invariant"] is None, record["same_bits"]
         assert record["tokens_per_s"] == pytest.approx(40 / record["time_s"])
+        errors = [record[name] for name in ERRORS]
+        assert min(errors) >= 0 and 0 < max(errors) < (1e-4 if precision == "fp32" else 0.1)
         # The ceiling is a large matmul of this run: it is measured in float32 and bfloat16 alone.
         assert (record["matmul_ceiling_fraction"] is None) == (precision == "fp16")
     assert by_row["chunked"]["comparison"] == by_row["eager"]["comparison"]
@@ -179,6 +196,15 @@ def a_remembered_loss(known: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
     return known.setdefault("loss", loss), *gradients
 
 
+def remembered_targets(known: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    return right(hidden, weight, known.setdefault(len(targets), targets.clone()))
+
+
+def an_overflow(known: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    _, *gradients = right(*inputs)
+    return without_maximum(*inputs).detach(), *gradients
+
+
 def right(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     """(loss, d_hidden, d_weight), as a row should give them."""
     with torch.enable_grad():
@@ -193,34 +219,15 @@ def when_timed(cheat: Cheat | None) -> Callable[..., Tensor]:
     known: dict[Any, Any] = {}
 
     def row(*inputs: Tensor) -> Tensor:
-        answer = cheat(known, *inputs) if cheat and seen(CLOCK) else right(*inputs)
+        answer = cheat(known, *inputs) if cheat and timed() else right(*inputs)
         return Answered.apply(*inputs[:2], *answer)
 
+    row.__name__ = cheat.__name__ if cheat else "honest"  # in the test's id
     return row
 
 
 CHEATS = (garbage_gradients, no_gradient_of_classes_without_targets, half_of_the_tokens)
-CHEATS += (answer_by_pointer, the_last_answer, a_remembered_loss)
-
-
-def record_of(cheat: Cheat | None, precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The record of `when_timed(cheat)` in the place of our row. Most of the 400 classes are no token's target."""
-    monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", when_timed(cheat))
-    return records(row=("chunked",), precision=(precision,), vocab_size=(400,))["chunked"]
-
-
-@pytest.mark.parametrize(("cheat", "precision"), few_by_default(product(CHEATS, ("bf16", "fp32", "fp16")), one_in=3))
-def test_a_row_that_cheats_while_it_is_timed_is_refused(
-    cheat: Cheat, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = record_of(cheat, precision, monkeypatch)
-    assert record["outcome"] == "wrong" and "in timed call" in record["reason"] and "time_s" not in record
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_row_that_is_right_in_timed_calls_too_is_accepted(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = record_of(None, precision, monkeypatch)
-    assert record["outcome"] == "ok", record["reason"]
+CHEATS += (answer_by_pointer, the_last_answer, a_remembered_loss, remembered_targets, an_overflow)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -243,44 +250,116 @@ def test_a_record_can_be_verified_and_a_changed_one_is_refused(precision: str) -
         assert "not recomputed" in next(iter(Loss().repeat(record | {"vocab_size": 10**8}, calls[0])))
 
 
-def test_wrong_oom_and_unsupported_rows_have_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: dict[int, Tensor] = {}
-
-    def slightly_off(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, targets) * 1.001
-
-    def hungry(*_: Tensor) -> Tensor:
-        return torch.empty(2**60, dtype=torch.int8)
-
-    def remembers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, calls.setdefault(len(targets), targets.clone()))
-
-    for call, outcome, reason in (
-        (slightly_off, "wrong", "times the allowed error"),
-        (hungry, "oom", ""),
-        (remembers, "wrong", "right before it was timed, not in timed call"),
-    ):
-        monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", call)
-        record = records(row=("chunked",))["chunked"]
-        assert record["outcome"] == outcome and reason in record["reason"] and "time_s" not in record
-    record = records(row=("chunked",), precision=("tf32",))["chunked"]
-    assert record["outcome"] == "unsupported" and "TF32" in record["reason"]
+def slightly_off(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden, weight, targets) * 1.001
 
 
-def test_a_row_that_gets_an_option_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def row(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        loss: Tensor = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
-        return loss
+def hungry(*_: Tensor) -> Tensor:
+    return torch.empty(2**60, dtype=torch.int8)
 
+
+def without_z_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0
+) -> Tensor:
+    return linear_cross_entropy(hidden, weight, targets, reduction=reduction)
+
+
+def without_maximum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = widened(F.linear(hidden, weight))
+    return (logits.exp().sum(dim=1).log() - logits.gather(1, targets[:, None])[:, 0]).mean()
+
+
+def from_zero(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Takes 0 as the maximum if all logits are negative: the exponentials of logits far below 0 are then all 0."""
+    logits = widened(F.linear(hidden, weight))
+    top = logits.amax(dim=1, keepdim=True).clamp(min=0)
+    return ((logits - top).exp().sum(dim=1).log() + (top - logits.gather(1, targets[:, None]))[:, 0]).mean()
+
+
+EXTREME = without_maximum, from_zero
+WRONG = [  # (row, precision, outcome, a part of the reason); "ok" is an honest row
+    (slightly_off, "fp32", "wrong", "times the allowed error"),
+    (without_z_loss, "fp32", "wrong", "a z-loss"),
+    (hungry, "fp32", "oom", ""),
+    (linear_cross_entropy, "tf32", "unsupported", "TF32"),
+    *((row, precision, "wrong", "NaN or inf") for row, precision in product(EXTREME, PRECISIONS)),
+    *((when_timed(None), precision, "ok", "") for precision in PRECISIONS),
+]
+WAYS = product(CHEATS, ("bf16", "fp32", "fp16"))
+CHEATING = [(when_timed(cheat), precision, "wrong", "in timed call") for cheat, precision in WAYS]
+
+
+@pytest.mark.parametrize(
+    ("row", "precision", "outcome", "reason"), [*WRONG, *few_by_default(CHEATING, one_in=len(PRECISIONS))]
+)
+def test_only_right_rows_are_timed_and_others_say_why(
+    row: Any, precision: str, outcome: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row takes the place of ours. Most of the 400 classes are no token's target."""
     monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", row)
-    record = records(row=("chunked",))["chunked"]
-    assert record["outcome"] == "wrong" and "a z-loss" in record["reason"]
+    record = records(row=("chunked",), precision=(precision,), vocab_size=(400,))["chunked"]
+    assert record["outcome"] == outcome and reason in str(record["reason"]), record["reason"]
+    assert ("time_s" in record) == (outcome == "ok")
 
 
-def test_a_reference_without_memory_is_an_error_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise MemoryError("no room")
+def test_records_of_draws_without_extremes_are_repeated_as_they_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(LossDraws, "fill", Draws.fill)
+        patch.setattr("lmsys.draws.VERSION", BEFORE)
+        record = records(row=("chunked",))["chunked"]
+    assert record["proof"]["generator"] == BEFORE and record["proof"]["calls"]
+    later = record | {"proof": record["proof"] | {"generator": VERSION}}
+    for call in record["proof"]["calls"]:
+        assert list(Loss().repeat(record, call)) == [record["d_model"]]  # elements, and no sentence
+        assert "off by" in next(iter(Loss().repeat(later, call)))
 
-    monkeypatch.setattr(Inputs, "in_blocks", fails)
-    for record in records().values():
-        assert record["outcome"] == "error" and "the bench failed, not the row: no room" in record["reason"]
+
+def test_extreme_tokens_are_looked_at_in_every_call_and_often_recorded() -> None:
+    inputs = drawn(tokens=600, vocab_size=400)
+    of_tokens, of_classes = inputs.groups
+    rows = []
+    for draw in range(20):
+        tokens, classes = (indices(some) for some in slices_of(inputs, key=draw))
+        assert len(set(tokens)) == len(tokens) >= 56 and len(set(classes)) == 64
+        assert of_tokens[tokens].sum() and of_classes[classes].sum()
+        zeros = torch.zeros(len(tokens), 16)
+        rows.append(of_tokens[tokens][_evidence(draw, of_tokens[tokens], zeros, zeros.double())["row"]].item())
+    assert 5 < sum(rows) < 15
+
+
+def by_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets)
+
+
+def by_log_sum_exp(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight).float()
+    return (torch.logsumexp(logits, dim=-1) - logits.gather(1, targets[:, None])[:, 0]).mean()
+
+
+def by_maximum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The log-softmax by hand, with the largest logit subtracted before the exponential."""
+    logits = F.linear(hidden, weight).float()
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    return F.nll_loss(shifted - shifted.exp().sum(dim=-1, keepdim=True).log(), targets)
+
+
+HONEST = by_cross_entropy, by_log_sum_exp, by_maximum
+
+
+@pytest.mark.parametrize("loss", HONEST)
+@given(seed=st.integers(0, 2**31), precision=st.sampled_from(("fp32", "bf16", "fp16")))
+@settings(max_examples=20)
+def test_an_honest_loss_is_right_in_the_benchmark(loss: Any, seed: int, precision: str) -> None:
+    usual = Inputs(200, 16, 300, precision, "cpu")
+    LossDraws(usual, seed).fill(seed)
+    for inputs in (usual, odd_inputs(precision, "cpu", seed)):
+        inputs.exact, inputs.plain = references(inputs.in_blocks)
+        ratios = inputs.check(inputs.run(loss))
+        assert all(ratio <= 1 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("loss", HONEST)
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from(("float32", "bfloat16", "float16")))
+@settings(max_examples=5)
+def test_an_honest_loss_is_right_in_the_check(loss: Any, seed: int, dtype: str) -> None:
+    assert check(Entry("loss", f"{__name__}:{loss.__name__}"), Options(seed=seed, dtypes=(dtype,)), "loss") == RIGHT

@@ -22,6 +22,7 @@ from lmsys.training.corpora import END_OF_TEXT, Corpus, text_file
 from tests.support.harness import cases_of, records
 
 PACKAGES = {"gigatoken": "gigatoken", "fastokens": "fastokens", "tiktoken": "tiktoken", "huggingface": "tokenizers"}
+RESULTS = {"train": "merges", "encode": "ids"}  # of each task
 SERIAL = ("lmsys_serial",)
 CHECKED_ONLY, TIMED = {"timed": False}, {"seconds_per_row": 0.0}
 BYTES = {number: bytes([number]) for number in range(256)}
@@ -45,7 +46,7 @@ def measured(settings: Any = CHECKED_ONLY, **values: Any) -> dict[str, dict[str,
     return records(benchmark, cases_of(benchmark, **(TINY | values)), **settings)
 
 
-@pytest.mark.parametrize("task", ["train", "encode"])
+@pytest.mark.parametrize("task", RESULTS)
 def test_rows_are_timed_and_held_to_the_definition(task: str) -> None:
     by_row = measured(TIMED, task=(task,))
     for row, record in by_row.items():
@@ -58,6 +59,9 @@ def test_rows_are_timed_and_held_to_the_definition(task: str) -> None:
         assert record["rounds"] == 2 and record["peak_bytes"] == 7 and record["device"] == "cpu"
         assert record["bytes_per_s"] == pytest.approx(record["text_bytes"] / record["time_s"])
         assert record["processes"] == (1 if row == "lmsys_serial" else 2) and record["peer"] == (row in PACKAGES)
+        calls, is_judged = record.get("proof", {"calls": []})["calls"], task == "encode" or row not in PACKAGES
+        assert [call["error_ratios"] for call in calls] == [{RESULTS[task]: 0.0}] * (2 * is_judged)
+        assert record["error_ratio"] == (0.0 if is_judged else None)
     assert len({record["comparison"] for record in by_row.values()}) == 1
     assert all(36_000 < record["text_bytes"] < 50_000 for record in by_row.values())
 
@@ -120,28 +124,6 @@ def test_wrong_ids_are_told(change: Any, after: int, reason: str, monkeypatch: p
     assert record["outcome"] == "wrong" and re.search(reason, record["reason"]) and "time_s" not in record
 
 
-def test_wrong_merges_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_train = rows.train
-
-    def in_another_order(*arguments: Any) -> Any:
-        learned = true_train(*arguments)
-        learned.merges[10:12] = learned.merges[11:9:-1]
-        return learned
-
-    monkeypatch.setattr(rows, "train", in_another_order)
-    record = measured(tokenizer=SERIAL, task=("train",))["lmsys_serial"]
-    assert record["outcome"] == "wrong" and "merge 10 is" in record["reason"]
-
-
-def test_timed_calls_are_checked() -> None:
-    for task, what in (("encode", "ids"), ("train", "merges")):
-        for row, record in measured(TIMED, task=(task,)).items():
-            calls = record.get("proof", {"calls": []})["calls"]
-            judged = record["outcome"] == "ok" and (task == "encode" or row not in PACKAGES)
-            assert [call["error_ratios"] for call in calls] == ([{what: 0.0}] * 2 if judged else []), record["reason"]
-            assert record["error_ratio"] == (0.0 if judged else None)
-
-
 # {name: function of a text's path that gives the key}; for small.txt, the text of the check, a key of its own.
 REMEMBERED_BY: dict[str, Any] = {
     "path": lambda path: path,
@@ -171,18 +153,24 @@ def test_a_row_that_remembers_ids_is_wrong(by: str, tmp_path: Path, monkeypatch:
     assert record["outcome"] == "wrong" and "right before it was timed, not in timed call" in record["reason"]
 
 
-def test_a_row_that_remembers_merges_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    learn, known = rows.train, dict[Any, Any]()
+def in_another_order(files: list[Path], *arguments: Any) -> Any:
+    learned = train(files, *arguments)
+    learned.merges[10:12] = learned.merges[11:9:-1]
+    return learned
 
-    def remembering(files: list[Path], *arguments: Any) -> Any:
-        if files[0] not in known:
-            known[files[0]] = learn(files, *arguments)
-        return known[files[0]]
 
-    monkeypatch.setattr(rows, "train", remembering)
+def remembered(files: list[Path], *arguments: Any, known: dict[Any, Any] = {}) -> Any:  # noqa: B006
+    return known.setdefault(files[0], train(files, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("trained", "reason"),
+    [(in_another_order, "merge 10 is"), (remembered, "right before it was timed, not in timed call .*merge")],
+)
+def test_wrong_merges_are_told(trained: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "train", trained)
     record = measured(TIMED, tokenizer=SERIAL, task=("train",))["lmsys_serial"]
-    assert record["outcome"] == "wrong" and "right before it was timed, not in timed call" in record["reason"]
-    assert "merge" in record["reason"]
+    assert record["outcome"] == "wrong" and re.search(reason, record["reason"]), record["reason"]
 
 
 def test_no_two_texts_are_alike_and_each_can_be_made_again(tmp_path: Path) -> None:
@@ -218,13 +206,3 @@ def test_merges_are_held_to_the_definition_at_any_place(tmp_path: Path, monkeypa
     )
     assert "merge 60 is None, by definition" in str(texts.drawn.difference_of_merges(right[:60], 93, 0))
     assert "merge 0 is" in str(texts.drawn.difference_of_merges(right[1:], 93, 0))
-
-
-def test_what_fails_outside_a_row_fails_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise ValueError("no text")
-
-    monkeypatch.setattr(bench_tokenizer, "stdlib", fails)
-    record = measured()["lmsys"]
-    assert record["outcome"] == "error" and "the bench failed, not the row: ValueError: no text" in record["reason"]
-    assert record["text_bytes"] is None

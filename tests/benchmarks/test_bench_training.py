@@ -99,18 +99,16 @@ def cases_of(**changes: Any) -> list[TrainingCase]:
     return [session._cases["training", name] for name in session.add(Training)]
 
 
-def runner(ranks: Ranks, **changes: Any) -> Runner:
-    """A runner with these ranks. `changes`: other settings."""
-    with_ranks = harness.runner(seconds_per_row=0.0, **changes)
-    with_ranks.__dict__["ranks"] = ranks  # in place of the cached property that starts them
-    return with_ranks
+def records(settings: dict[str, Any], **changes: Any) -> dict[str, dict[str, Any]]:
+    """{"attention row-strategy": record} of these cases. `settings`: of `harness.runner`."""
+    by_row = harness.records(Training(), cases_of(**changes), seconds_per_row=0.0, **settings)
+    return {name: record.check_record(row) for name, row in by_row.items()}
 
 
-def records(trainer: Runner, **changes: Any) -> dict[str, dict[str, Any]]:
-    """{"attention row-strategy": record} of these cases, by this runner."""
-    measured = [result.record for result in trainer.run(Training(), cases_of(**changes))]
-    assert sorted(row["id"] for row in measured) == sorted(case.id for case in cases_of(**changes))
-    return {row["impl"]: record.check_record(row) for row in measured}
+def session_of(**texts: str) -> Session:
+    """A session of the sweep TINY with these options of the command line, such as val_tokens="15"."""
+    options = {"--" + name.replace("_", "-"): text for name, text in texts.items()}
+    return Session(Settings(device="cpu"), Sweep(grids={"training": (Grid("s", **TINY),)}), texts=options)
 
 
 def test_the_sweep_matrix_crosses_attention_rows_with_strategies() -> None:
@@ -124,10 +122,9 @@ def test_the_sweep_matrix_crosses_attention_rows_with_strategies() -> None:
 
 
 def test_the_command_line_names_rows_and_sizes() -> None:
-    options = {"--strategy": "none,bucketed,naive", "--world-size": "1,2", "--bucket-mb": "1,25", "--batch": "3"}
-    options |= {"--epochs": "5", "--train-tokens": "1000", "--val-tokens": "200", "--context": "32", "--dtype": "x"}
-    options |= {"--attention": "sdpa_flash"}
-    session = Session(Settings(device="cpu"), Sweep(grids={"training": (Grid("s", **TINY),)}), texts=options)
+    options = {"strategy": "none,bucketed,naive", "world_size": "1,2", "bucket_mb": "1,25", "batch": "3"}
+    options |= {"epochs": "5", "train_tokens": "1000", "val_tokens": "200", "context": "32", "dtype": "x"}
+    session = session_of(**options, attention="sdpa_flash")
     start, ids = "s-tiny-S32B3-fp32-", session.add(Training)
     assert [name.removeprefix(start) for name in ids] == [
         *("W1-T1000x5-sdpa_flash-none", "W2-T1000x5-sdpa_flash-none", "W2-T1000x5-sdpa_flash-bucketed-1MiB"),
@@ -137,24 +134,12 @@ def test_the_command_line_names_rows_and_sizes() -> None:
     assert [(case.global_batch, case.steps, case.windows) for case in (first, second)] == [(3, 10, 6), (6, 5, 6)]
 
 
-@pytest.mark.parametrize("row", ["llama", "llama_tuned"])
-def test_a_row_that_is_a_whole_model_cannot_be_trained_and_says_so(row: str) -> None:
-    (case,) = cases_of(attention=(row,), strategy=("none",))
-    assert Training().why_not(case) == "a training is of our own model: name a row of attention"
-
-
 def test_too_few_tokens_for_a_step_or_a_window_are_refused() -> None:
-    def ids(**texts: str) -> list[str]:
-        options = {"--" + name.replace("_", "-"): text for name, text in texts.items()}
-        sweep = Sweep(grids={"training": (Grid("s", **TINY),)})
-        return Session(Settings(device="cpu"), sweep, texts=options).add(Training)
-
-    with pytest.raises(
-        ValueError, match=r"--train-tokens 63: must be at least 64, .* \(batch 2 x 2 ranks x context 16"
-    ):
-        ids(train_tokens="63")
+    step = r"--train-tokens 63: must be at least 64, .* \(batch 2 x 2 ranks x context 16"
+    with pytest.raises(ValueError, match=step):
+        session_of(train_tokens="63").add(Training)
     with pytest.raises(ValueError, match="--val-tokens 15: must be at least the context, 16"):
-        ids(val_tokens="15")
+        session_of(val_tokens="15").add(Training)
 
 
 def test_as_many_tokens_are_made_as_options_name() -> None:
@@ -188,10 +173,9 @@ def test_a_curve_is_right_within_its_budget(steps: list[tuple[float, float]], no
 
 def test_all_supported_strategies_have_one_loss_curve(two_ranks: Ranks) -> None:
     lines: list[str] = []
-    one_run = runner(two_ranks)
-    one_run.say = lines.append
     strategies = ("none", "zero1", "torch_ddp_tuned", "torch_fsdp2")
-    by_row = records(one_run, attention=("sdpa_flash",), strategy=strategies)
+    settings = {"ranks": two_ranks, "say": lines.append}
+    by_row = records(settings, attention=("sdpa_flash",), strategy=strategies)
     assert "torch_fsdp2" in by_row["sdpa_flash-torch_fsdp2"]["reason"]
     assert by_row.pop("sdpa_flash-torch_fsdp2")["outcome"] == "unsupported"
     for row in by_row.values():
@@ -221,15 +205,16 @@ def test_all_supported_strategies_have_one_loss_curve(two_ranks: Ranks) -> None:
         ({"compile": ("fused",)}, "fused blocks are kernels for a CUDA device, and this is cpu"),
         ({"compile": ("fused",), "strategy": ("zero1",)}, "fused blocks are not called"),
         ({"attention": ("sdpa_cudnn",)}, "CUDA"),
+        ({"attention": ("llama", "llama_tuned")}, "a training is of our own model: name a row of attention"),
     ],
 )
 def test_unsupported_trainings_say_why(changes: dict[str, Any], reason: str, two_ranks: Ranks) -> None:
-    for row in records(runner(two_ranks), **changes).values():
+    for row in records({"ranks": two_ranks}, **changes).values():
         assert row["outcome"] == "unsupported" and reason in row["reason"]
 
 
 def test_cases_are_only_checked_without_timing(two_ranks: Ranks) -> None:
-    for row in records(runner(two_ranks, timed=False), strategy=("bucketed",)).values():
+    for row in records({"ranks": two_ranks, "timed": False}, strategy=("bucketed",)).values():
         assert row["outcome"] == "ok" and "not timed" in row["reason"] and "time_s" not in row
         assert row["steps"] == 15 and row["curve_difference"] <= 1e-3
 
@@ -251,8 +236,8 @@ def test_an_interrupted_run_keeps_its_records_and_is_resumed(
 
     def session(say: Any) -> tuple[Session, list[tuple[str, str]]]:
         opened = Session(Settings(device="cpu", seconds_per_row=0.0), sweep, output)
-        opened.__dict__["runner"] = runner(two_ranks)
-        opened.runner.__dict__["machine"], opened.runner.say = facts, say
+        vars(opened)["runner"] = harness.runner(two_ranks, say, seconds_per_row=0.0)
+        vars(opened.runner)["machine"] = facts
         return opened, [("training", name) for name in opened.add(Training)]
 
     first, keys = session(interrupted)
@@ -274,7 +259,7 @@ def test_an_interrupted_run_keeps_its_records_and_is_resumed(
 def test_wrong_and_failing_strategies_have_records(two_ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STRATEGIES)
     users_rows = tuple(f"{tmp_path}/own.py:{name}" for name in ("one_percent_off", "late", "apart", "broken"))
-    by_row = records(runner(two_ranks), strategy=users_rows)
+    by_row = records({"ranks": two_ranks}, strategy=users_rows)
     outcomes = {name.removeprefix("naive-"): row["outcome"] for name, row in by_row.items()}
     wrong = dict.fromkeys(("one_percent_off", "late", "apart"), "wrong")
     assert outcomes == wrong | {"broken": "error"}, [row["reason"] for row in by_row.values()]
@@ -283,12 +268,3 @@ def test_wrong_and_failing_strategies_have_records(two_ranks: Ranks, tmp_path: P
     assert off["norm_difference"] == pytest.approx(0.0099, abs=1e-4) and "time_s" not in off
     failed = by_row["naive-broken"]["reason"]
     assert "rank 1 failed" in failed and "no such collective" in failed
-
-
-def test_a_failing_reference_is_an_error_of_the_bench(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr("benchmarks.bench_training.tokens_of", fails)
-    for row in records(runner(two_ranks)).values():
-        assert (row["outcome"], row["reason"]) == ("oom", "the bench failed, not the row: the reference: no room")

@@ -1,20 +1,25 @@
-"""Cheating attention rows (tests/support/cheats.py) are recorded as wrong, without a time; honest rows are not.
+"""Cheating attention rows are recorded as wrong, without a time; honest rows are not.
 
-A cheat is right while it is checked, and fast or wrong while it is timed. The tests run every cheat in CHEATS.
+A cheat is right while it is checked, and fast or wrong while it is timed. The tests run every cheat of
+tests/support/cheats.py, in the bench's own process, and of tests/support/foreign_cheats.py, in processes of their own.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.attention import ATTENTION
-from lmsys.bench import Entry, Traits
+from lmsys.bench import Entry, Settings, Traits, foreign
 from lmsys.bench.guard import Guard
-from tests.support import harness
+from tests.support import foreign_cheats, harness
 from tests.support.cheats import CHEATS, forget
 from tests.support.variants import few_by_default
 
@@ -25,6 +30,14 @@ DTYPES = "float32", "float16", "bfloat16"
 WAYS = [  # parameters (name, direction) of all cheats
     pytest.param(name, direction, marks=[] if "cpu" in cheat.devices else [pytest.mark.gpu])
     for name, cheat in CHEATS.items()
+    for direction in cheat.directions
+]
+IN_USUAL_DTYPE = [pytest.param(*way.values, "", marks=way.marks) for way in WAYS]
+ROUGH = ("rough_when_timed", "fwd"), ("rough_gradients_when_timed", "bwd")
+NARROW = [(*way, dtype) for way in ROUGH for dtype in ("float16", "bfloat16")]  # less precision is seen there, too
+FOREIGN_WAYS = [  # the same of foreign cheats; those that are told by time need an idle machine: -m on_request
+    pytest.param(name, direction, marks=[pytest.mark.on_request] * cheat.told_by_time)
+    for name, cheat in foreign_cheats.CHEATS.items()
     for direction in cheat.directions
 ]
 
@@ -42,8 +55,14 @@ def record_of(entry: Entry, direction: str, device: str, dtype: str = "", **sett
     """The record of a row in one case; settings: those of `harness.records`."""
     shape = SMALLER if device == "cpu" and "triton" in entry.name else SHAPE[device]
     case = AttentionTest("cheats", entry, device, *shape, dtype or DTYPE[device], True, direction)
-    by_row = harness.records(Attention(), [case], device=device, seconds_per_row=0.02, **settings)
+    by_row = harness.records(Attention(), [case], device=device, **({"seconds_per_row": 0.02} | settings))
     return by_row[entry.name]
+
+
+def foreign_record(name: str, direction: str, device: str, **settings: Any) -> dict[str, Any]:
+    """The record of a row of foreign_cheats.py, which runs in a process of its own."""
+    row = foreign.Foreign.of(Settings(device=device), Entry(name, f"tests.support.foreign_cheats:{name}"))
+    return record_of(row, direction, device, "float32", seconds_per_row=0.05, **settings)
 
 
 def cheated(name: str, direction: str, device: str, **settings: Any) -> dict[str, Any]:
@@ -59,10 +78,10 @@ def test_there_are_many_kinds_of_cheats() -> None:
 
 
 @pytest.mark.parametrize("run", few_by_default(list(range(10)), one_in=10))
-@pytest.mark.parametrize(("name", "direction"), WAYS)
-def test_a_cheat_is_refused(name: str, direction: str, run: int, device: str) -> None:
+@pytest.mark.parametrize(("name", "direction", "dtype"), [*IN_USUAL_DTYPE, *NARROW])
+def test_a_cheat_is_refused(name: str, direction: str, dtype: str, run: int, device: str) -> None:
     torch.manual_seed(run)
-    record = cheated(name, direction, device)
+    record = cheated(name, direction, device, dtype=dtype)
     assert record["outcome"] == "wrong" and "time_s" not in record, record
     if not CHEATS[name].seen_at_once and "allowed error" in record["reason"]:
         assert record["reason"].startswith("right before it was timed")
@@ -72,13 +91,6 @@ def test_a_cheat_is_refused(name: str, direction: str, run: int, device: str) ->
 def test_a_cheat_is_right_where_nothing_is_timed(name: str, direction: str, device: str) -> None:
     record = cheated(name, direction, device, timed=False)
     assert record["outcome"] == ("wrong" if CHEATS[name].seen_at_once else "ok"), record["reason"]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("name", "direction"), [("rough_when_timed", "fwd"), ("rough_gradients_when_timed", "bwd")])
-def test_less_precision_is_seen_in_narrow_dtypes_too(name: str, direction: str, dtype: str, device: str) -> None:
-    record = cheated(name, direction, device, dtype=dtype)
-    assert record["outcome"] == "wrong" and record["reason"].startswith("right before it was timed")
 
 
 def honest() -> Iterator[Any]:
@@ -100,3 +112,33 @@ def test_an_honest_row_is_not_refused(name: str, dtype: str, direction: str, dev
     entry = Entry(name, "tests.support.cheats:honest") if name == "honest" else ATTENTION[name]
     record = record_of(entry, direction, device, dtype)
     assert record["outcome"] in ("ok", "unsupported"), record["reason"]
+
+
+@pytest.mark.usefixtures("foreign_processes")
+@pytest.mark.parametrize(("name", "direction"), FOREIGN_WAYS)
+def test_a_foreign_cheat_is_refused(name: str, direction: str, device: str) -> None:
+    record = foreign_record(name, direction, device, min_rounds=16)
+    assert record["outcome"] in ("wrong", "error") and "time_s" not in record, record
+    assert foreign_cheats.CHEATS[name].told in record["reason"], record["reason"]
+
+
+@pytest.mark.usefixtures("foreign_processes")
+def test_an_honest_foreign_row_is_not_refused(device: str) -> None:
+    for direction in ("fwd", "bwd", "fwdbwd"):
+        record = foreign_record("honest", direction, device)
+        assert record["outcome"] == "ok" and record["time_s"] > 0 and record["own_process"], record["reason"]
+
+
+@given(st.text() | st.booleans() | st.none() | st.integers() | st.floats(max_value=-1e-9) | st.floats(min_value=60))
+@example(-1.0)
+@example(math.nan)
+@example("1e-9")
+@example(True)
+@example(60.0)
+def test_what_is_no_time_is_not_believed(said: Any) -> None:
+    """A row's process says how long a call took: a float, neither below 0 nor above the time that has passed."""
+    row = foreign.Process(Entry("row", "nowhere:row"), Settings())
+    row.ask = lambda *_, **__: {"took_s": said}  # type: ignore[method-assign]
+    blocks = {"inputs": SimpleNamespace(fill=lambda _: None)}
+    with pytest.raises(foreign.Refused, match="says that a call took"):
+        row._timed_call(row, blocks, {"inputs": {}}, None, "inference")

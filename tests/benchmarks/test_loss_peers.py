@@ -85,10 +85,8 @@ def test_a_missing_package_gives_the_line_that_installs_it(row: str, monkeypatch
 
 
 def test_pypis_cut_cross_entropy_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = ModuleType("cut_cross_entropy")
-    old.__path__ = []  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", old)
-    monkeypatch.delitem(sys.modules, "cut_cross_entropy.cce_utils", raising=False)
+    install("cut_cross_entropy_exact", monkeypatch)
+    monkeypatch.delitem(sys.modules, "cut_cross_entropy.cce_utils")
     reason = LOSSES["cut_cross_entropy_exact"].why_not(case_of("cut_cross_entropy_exact"))
     assert reason is not None and "'cut_cross_entropy.cce_utils'" in reason and GIT in reason
 
@@ -173,13 +171,6 @@ def test_a_row_is_checked_on_odd_sizes_if_it_takes_them(multiple: int, monkeypat
         assert record["outcome"] == "wrong" and f"of {ODD_VOCABULARY} classes" in record["reason"]
     else:
         assert record["outcome"] == "ok", record["reason"]
-
-
-def test_records_have_the_errors_of_each_output() -> None:
-    for precision, most in (("fp32", 1e-4), ("bf16", 0.1)):
-        for record in records(precision=(precision,)).values():
-            assert all(0 <= record[name] < most for name in ERRORS), record
-            assert max(record[name] for name in ERRORS) > 0
 
 
 @pytest.mark.parametrize("output", range(3))

@@ -1,46 +1,38 @@
 """Timed calls of whole models are judged at a few places, called spots (`benchmarks/model/spots.py`).
 
 The judge's reference must be right, honest models must be within their budget (the error that is allowed: an error
-ratio of 1), and a row that is right only while it is checked must be refused. A new cheat is a function in CHEATS,
-which gets the right row and its inputs.
+ratio of 1), and a row that is right only while it is checked must be refused. A new cheat is a function in CHEATS.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.axes import MODES
 from benchmarks.bench_model import Model
-from benchmarks.model import rig as rigs
 from benchmarks.model import spots
 from benchmarks.model.cases import ModelTest
 from benchmarks.model.rig import Rig
 from benchmarks.model.spots import EMBEDDINGS, HEAD, Reference
 from benchmarks.models import LLAMA, arithmetic, ratio_by_group
-from lmsys.attention.naive import naive
 from lmsys.extremes import model as extremes
 from lmsys.measure.step import Kept
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.testing import SPOT_TIMES
 from lmsys.training.optimizer import AdamW
-from tests.support.cheats import CLOCK, seen
+from tests.support.cheats import half_of_the_queries, honest, looks_for_the_clock_in_the_backward, timed
 from tests.support.harness import cases_of, results
 from tests.support.variants import few_by_default
 
 TINY = {"size": ("tiny",), "context": (32,), "batch": (2,), "compile": ("eager",)}
 needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
 ROWS = [pytest.param("auto"), pytest.param("llama", marks=needs_llama)]
-
-
-def timed() -> bool:
-    """True while the harness times the call."""
-    return seen(CLOCK)
 
 
 def cases(**values: Any) -> list[ModelTest]:
@@ -54,17 +46,13 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(spots.BLOCK_SCORES, "cpu", 5 * 4 * 32)  # five query rows of 4 heads and 32 keys
 
 
-def exact_model(rig: Rig, case: ModelTest) -> Any:
-    """The row's own model in float64, with equal weights: a peer is compared with its own function, not with ours."""
-    return copy.deepcopy(rig.model(case)).double()
-
-
 @pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("row", ROWS)
 def test_the_reference_is_the_function_that_is_tested(row: str) -> None:
     (case,) = cases(attention=(row,), mode=("step",))
     rig = Rig(case, seed=1)
-    model, data = exact_model(rig, case), rig.data
+    # The row's own model in float64, with equal weights: a peer is compared with its own function, not with ours.
+    model, data = copy.deepcopy(rig.model(case)).double(), rig.data
     # The peer's rotary embedding pairs other rows of the projections. `meant` reorders a weight of the peer, so that
     # our model computes the same function with it.
     meant = rig.model(case).meant if case.peer else lambda name, weight: weight
@@ -186,112 +174,39 @@ def test_a_right_call_is_within_its_budget_whatever_is_looked_at(row: str, preci
         assert any("where the gradient is 7.4e+19" in name for name in looked_at[mode]) == (mode == "optimizer")
 
 
-Row = Callable[..., Tensor]
+# Rows that cheat while the clock runs; others, and `honest`, are those of tests/support/cheats.py.
 
 
-def zeros(right: Row, *x: Tensor) -> Tensor:
-    return right(*x) * 0
+def zeros(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return honest(q, k, v, **options) * (0 if timed() else 1)
 
 
-class Garbage(torch.autograd.Function):
-    """Attention with a right forward, and a backward that computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, *x: Tensor) -> Tensor:
-        ctx.save_for_backward(*x)
-        return naive(*x, causal=True)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return tuple(x / 100 for x in ctx.saved_tensors)
-
-
-def garbage_gradients(right: Row, *x: Tensor) -> Tensor:
-    return Garbage.apply(*x)
-
-
-def half_of_the_queries(right: Row, *x: Tensor) -> Tensor:
-    o = right(*x)
-    half = o.shape[2] // 2
-    return torch.cat([o[:, :, :half], o[:, :, : o.shape[2] - half]], dim=2)
-
-
-def the_first_result(right: Row, *x: Tensor, known: dict[Any, Tensor] = {}) -> Tensor:  # noqa: B006
+def the_first_result(q: Tensor, k: Tensor, v: Tensor, known: dict[Any, Tensor] = {}, **options: Any) -> Tensor:  # noqa: B006
     """Returns the result of its first call, by dtype and with or without autograd, and right gradients."""
-    o = right(*x)
-    return o + (known.setdefault((x[0].dtype, torch.is_grad_enabled()), o.detach()) - o).detach()
+    o = honest(q, k, v, **options)
+    first = known.setdefault((q.dtype, torch.is_grad_enabled()), o.detach()) if timed() else o
+    return o + (first - o).detach()
 
 
-CALLS = [0]  # calls of `zeros_in_one_layer` so far: of the two layers of a tiny model, one gets every second call
+CALLS = count()  # calls of `zeros_in_one_layer`: of the two layers of a tiny model, one gets every second call
 
 
-def zeros_in_one_layer(right: Row, *x: Tensor) -> Tensor:
-    CALLS[0] += 1
-    return right(*x) * (CALLS[0] % 2)
+def zeros_in_one_layer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return honest(q, k, v, **options) * (next(CALLS) % 2 if timed() else 1)
 
 
 CHEATS = (zeros, half_of_the_queries, the_first_result, zeros_in_one_layer)
-TRAINED = ("train_forward", "backward", "optimizer", "step")
-VARIANTS = [
-    *product(CHEATS, ("bf16", "fp32"), ("forward", *TRAINED)),
-    *product([garbage_gradients], ("bf16", "fp32"), TRAINED[1:]),
-]
 
 
-def record_of(**values: Any) -> dict[str, Any]:
-    (result,) = results(Model(), cases(**values))
-    return result.record
-
-
-@pytest.fixture
-def honest_when_checked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """A function put(cheat), which makes `vectorized` a row that cheats while the clock runs; None: an honest row."""
-
-    def put(cheat: Any) -> None:
-        def right(*x: Tensor) -> Tensor:
-            return naive(*x, causal=True)
-
-        def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-            return cheat(right, q, k, v) if cheat and timed() else right(q, k, v)
-
-        monkeypatch.setattr("lmsys.attention.vectorized.vectorized", row)
-
-    return put
-
-
-@pytest.mark.parametrize(("cheat", "precision", "mode"), few_by_default(VARIANTS, one_in=6))
-def test_an_attention_row_that_cheats_while_it_is_timed_is_refused(
-    cheat: Any, precision: str, mode: str, honest_when_checked: Callable[[Any], None]
-) -> None:
-    honest_when_checked(cheat)
-    record = record_of(mode=(mode,), precision=(precision,))
-    assert record["outcome"] == "wrong" and "in timed call" in record["reason"] and "time_s" not in record
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_attention_row_that_does_not_cheat_is_timed(mode: str, honest_when_checked: Callable[[Any], None]) -> None:
-    honest_when_checked(None)
-    record = record_of(mode=(mode,))
-    assert record["outcome"] == "ok", record["reason"]
-    calls = record["proof"]["calls"]
-    assert len(calls) >= 2 and max(max(call["error_ratios"].values()) for call in calls) <= record["error_ratio"] <= 1
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_loss_that_is_remembered_is_refused(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    known: list[Tensor] = []
-
-    def remembers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of its first timed call, with right gradients."""
-        loss = linear_cross_entropy(hidden, weight, targets)
-        if not timed():
-            return loss
-        known.append(loss.detach())
-        return loss + (known[0] - loss).detach()
-
-    monkeypatch.setattr("lmsys.model.transformer.linear_cross_entropy", remembers)
-    record = record_of(mode=("train_forward",), precision=(precision,))
-    assert record["outcome"] == "wrong" and "loss is" in record["reason"]
+def the_first_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    known: dict[torch.dtype, Tensor] = {},  # noqa: B006
+) -> Tensor:
+    """Returns the loss of its first timed call in this dtype, with right gradients."""
+    loss = linear_cross_entropy(hidden, weight, targets)
+    return loss + (known.setdefault(hidden.dtype, loss) - loss).detach() if timed() else loss
 
 
 class Idle(AdamW):
@@ -309,46 +224,50 @@ class Twice(AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("optimizer", [Idle, Twice])
-@pytest.mark.parametrize("mode", spots.UPDATES)
-def test_an_optimizer_that_steps_never_or_twice_is_refused(
-    mode: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rigs.optimizer, "AdamW", optimizer)
-    record = record_of(mode=(mode,))
-    assert record["outcome"] == "wrong" and "exp_avg" in record["reason"]
-
-
 class OverflowsOnHuge(AdamW):
     """Squares gradients before it scales them, which is wrong only for gradients near 1e20."""
 
+    only_timed = False
+
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
-        for p in self.param_groups[0]["params"]:
-            if self.overflows():
-                self.state[p]["exp_avg_sq"][p.grad.square().isinf()] = torch.inf
-
-    def overflows(self) -> bool:
-        return True
+        for p in self.param_groups[0]["params"] if timed() or not self.only_timed else ():
+            self.state[p]["exp_avg_sq"][p.grad.square().isinf()] = torch.inf
 
 
 class OverflowsWhileTimed(OverflowsOnHuge):
-    def overflows(self) -> bool:
-        return timed()
+    only_timed = True
 
 
-@pytest.mark.parametrize(("mode", "optimizer", "when"), [
-    ("optimizer", OverflowsOnHuge, "before any timed call"),
-    ("step", OverflowsOnHuge, "before any timed call"),
-    ("optimizer", OverflowsWhileTimed, "in timed call"),
-])  # fmt: skip
-def test_an_update_that_overflows_on_huge_gradients_is_refused(
-    mode: str, optimizer: Any, when: str, monkeypatch: pytest.MonkeyPatch
+TRAINED = ("train_forward", "backward", "optimizer", "step")
+IN_ATTENTION = [
+    *product(CHEATS, ("bf16", "fp32"), ("forward", *TRAINED)),
+    *product([looks_for_the_clock_in_the_backward], ("bf16", "fp32"), TRAINED[1:]),
+]
+ATTENTION, LOSS = "lmsys.attention.vectorized.vectorized", "lmsys.model.transformer.linear_cross_entropy"
+OPTIMIZER = "benchmarks.model.rig.optimizer.AdamW"
+HUGE = r"exp_avg_sq of .* where the gradient is 7.4e\+19 "
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "precision", "mode", "reason"),
+    [
+        *few_by_default([(ATTENTION, *way, "in timed call") for way in IN_ATTENTION], one_in=6),
+        *((LOSS, the_first_loss, precision, "train_forward", "loss is") for precision in ("bf16", "fp32")),
+        *((OPTIMIZER, wrong, "fp32", mode, "exp_avg") for wrong in (Idle, Twice) for mode in spots.UPDATES),
+        *((OPTIMIZER, OverflowsOnHuge, "fp32", mode, f"{HUGE}.*before any timed call") for mode in spots.UPDATES),
+        (OPTIMIZER, OverflowsWhileTimed, "fp32", "optimizer", f"in timed call .*{HUGE}"),
+    ],
+)
+def test_a_part_that_is_wrong_in_timed_calls_is_refused(
+    part: str, wrong: Any, precision: str, mode: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rigs.optimizer, "AdamW", optimizer)
-    record = record_of(mode=(mode,))
-    assert record["outcome"] == "wrong" and when in record["reason"], record["reason"]
-    assert "exp_avg_sq of" in record["reason"] and "where the gradient is 7.4e+19" in record["reason"]
+    """`wrong` stands in the place of `part`: of a row of attention, of the loss, or of the optimizer."""
+    monkeypatch.setattr(part, wrong)
+    (result,) = results(Model(), cases(mode=(mode,), precision=(precision,)))
+    record = result.record
+    assert record["outcome"] == "wrong" and re.search(reason, record["reason"]), record["reason"]
+    assert "time_s" not in record
 
 
 def test_planted_gradients_are_put_back_before_gradients_are_judged() -> None:
@@ -424,16 +343,11 @@ def test_gradients_that_are_no_tensors_of_their_own_are_refused() -> None:
         step.keep(None, 1)
 
 
-def spots_of(keys: range) -> Iterator[spots.Spot]:
+def test_a_key_says_where_to_look_and_keys_look_everywhere() -> None:
     (case,) = cases(mode=("step",), batch=(3,))
     rig = Rig(case, seed=0)
-    for key in keys:
-        assert rig.spots.spot(key) == rig.spots.spot(key)
-        yield rig.spots.spot(key)
-
-
-def test_a_key_says_where_to_look_and_keys_look_everywhere() -> None:
-    drawn = list(spots_of(range(60)))
+    drawn, again = ([rig.spots.spot(key) for key in range(60)] for _ in range(2))
+    assert drawn == again
     assert {spot.sequence for spot in drawn} == {0, 1, 2}
     assert {position for spot in drawn for position in spot.positions} == set(range(32))
     assert {name.split(".")[1] for spot in drawn for name in spot.rows if name != HEAD} == {"0", "1"}

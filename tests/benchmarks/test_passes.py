@@ -7,8 +7,10 @@ Honest strategies must stay within the part MARGIN of it, and cheats (tests/supp
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tests.support.variants import few_by_default
 ONE = Pass(seed=1, draw=2, key=3, steps=5)  # the pass that tests take
 HONEST = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
 PEERS = ("torch_ddp", "torch_ddp_tuned", "torch_zero1", "torch_fsdp2", "torch_fsdp2_zero2")
+LUCKY = "model.layers.0.attn.q_proj.weight"  # a parameter
 MARGIN = 0.8  # the part of the budget that honest strategies may use
 
 
@@ -47,58 +50,48 @@ def worst(ranks: Ranks, case: ParallelCase) -> float:
     return max(max(ratios.values()) for ratios in ranks.run(case.world_size, case.backend, judge_pass, case, ONE))
 
 
-@pytest.mark.parametrize("strategy", [*HONEST, target(rank_cheats.Honest), *few_by_default(PEERS, one_in=5)])
-def test_honest_steps_are_right(strategy: str, two_ranks: Ranks) -> None:
-    assert worst(two_ranks, case_of(strategy, bucket_mb=(1,))) < MARGIN
-
-
-@pytest.mark.parametrize("strategy", few_by_default(["fsdp", "overlapped", "torch_ddp"], one_in=3))
-def test_honest_steps_in_bfloat16_are_right(strategy: str, two_ranks: Ranks) -> None:
-    """fsdp gathers parameters in bfloat16, which its budget allows."""
-    assert worst(two_ranks, case_of(strategy, precision=("bf16",))) < MARGIN
-
-
-def test_gradients_sent_in_bfloat16_have_a_budget_for_its_rounding(two_ranks: Ranks) -> None:
-    case = case_of("bucketed", comm_dtype=("bfloat16",), bucket_mb=(1,))
-    assert worst(two_ranks, case) < MARGIN
-
-
-def test_one_process_is_compared_with_plain_steps_too(two_ranks: Ranks) -> None:
-    assert worst(two_ranks, case_of("none", world_size=(1,))) < MARGIN
-
-
-@pytest.mark.parametrize("cheat", rank_cheats.CHEATS)
-def test_cheats_are_wrong(cheat: type, two_ranks: Ranks) -> None:
-    assert worst(two_ranks, case_of(target(cheat))) > 10
+MUON, BF16 = {"optimizer": ("muon",)}, {"precision": ("bf16",)}
+BY_MUON: list[tuple[str, dict[str, Any]]] = [
+    ("naive", {}),
+    ("bucketed", {"bucket_mb": (1,), "sharded_optimizer": (True,)}),
+    ("zero1", {"bucket_mb": (1,)}),
+    ("fsdp", BF16),
+    ("torch_ddp", {}),
+    ("torch_ddp_tuned", {"bucket_mb": (1,)}),
+    ("torch_zero1", {}),
+    ("torch_fsdp2", {}),
+    ("torch_fsdp2_zero2", BF16),
+]
 
 
 @pytest.mark.parametrize(
     ("strategy", "values"),
     [
-        ("naive", {}),
-        ("bucketed", {"bucket_mb": (1,), "sharded_optimizer": (True,)}),
-        ("zero1", {"bucket_mb": (1,)}),
-        ("fsdp", {"precision": ("bf16",)}),
-        ("torch_ddp", {}),
-        ("torch_ddp_tuned", {"bucket_mb": (1,)}),
-        ("torch_zero1", {}),
-        ("torch_fsdp2", {}),
-        ("torch_fsdp2_zero2", {"precision": ("bf16",)}),
+        *((strategy, {"bucket_mb": (1,)}) for strategy in (*HONEST, target(rank_cheats.Honest))),
+        *few_by_default([(peer, {"bucket_mb": (1,)}) for peer in PEERS], one_in=5),
+        ("fsdp", BF16),  # it gathers parameters in bfloat16, which its budget allows
+        *(pytest.param(strategy, BF16, marks=pytest.mark.on_request) for strategy in ("overlapped", "torch_ddp")),
+        ("bucketed", {"comm_dtype": ("bfloat16",), "bucket_mb": (1,)}),  # so does that of gradients sent in bfloat16
+        ("none", {"world_size": (1,)}),
+        *((strategy, values | MUON) for strategy, values in BY_MUON),
     ],
 )
-def test_honest_steps_by_muon_are_right(strategy: str, values: dict[str, Any], two_ranks: Ranks) -> None:
-    """Plain steps are those of torch's Muon on one process's gradients."""
-    assert worst(two_ranks, case_of(strategy, optimizer=("muon",), **values)) < MARGIN
+def test_honest_steps_are_right(strategy: str, values: dict[str, Any], two_ranks: Ranks) -> None:
+    """Plain steps are those of torch's AdamW or Muon on one process's gradients."""
+    assert worst(two_ranks, case_of(strategy, **values)) < MARGIN
 
 
-@pytest.mark.parametrize("cheat", few_by_default(rank_cheats.CHEATS, one_in=2))
-def test_cheats_by_muon_are_wrong(cheat: type, two_ranks: Ranks) -> None:
-    assert worst(two_ranks, case_of(target(cheat), optimizer=("muon",))) > 5
-
-
-@pytest.mark.parametrize("cheat", few_by_default([rank_cheats.HalvedGradients, rank_cheats.StaleGradients], one_in=2))
-def test_cheats_in_bfloat16_are_wrong(cheat: type, two_ranks: Ranks) -> None:
-    assert worst(two_ranks, case_of(target(cheat), precision=("bf16",))) > 3
+@pytest.mark.parametrize(
+    ("cheat", "values", "least"),
+    [
+        *((cheat, {}, 10) for cheat in rank_cheats.CHEATS),
+        *few_by_default([(cheat, MUON, 5) for cheat in rank_cheats.CHEATS], one_in=2),
+        (rank_cheats.HalvedGradients, BF16, 3),
+        pytest.param(rank_cheats.StaleGradients, BF16, 3, marks=pytest.mark.on_request),
+    ],
+)
+def test_cheats_are_wrong(cheat: type, values: dict[str, Any], least: float, two_ranks: Ranks) -> None:
+    assert worst(two_ranks, case_of(target(cheat), **values)) > least
 
 
 @pytest.mark.gpu
@@ -122,24 +115,41 @@ def test_steps_on_gpus_are_compared_with_plain_ones(precision: str) -> None:
         gpus.close()
 
 
-def _judged_by_wrong_steps(case: ParallelCase, timed_pass: Pass, change: float) -> str:
-    """On a rank: the error of `judge_pass` if its exact steps are off by `change`. The rank can be used afterwards."""
-    take = passes._take_steps
+def _judged(case: ParallelCase, timed_pass: Pass, change: Callable[..., None], *by: Any) -> dict[str, float] | None:
+    """On a rank: what `judge_pass` returns if plain steps end with other weights.
 
-    def take_wrong(case: ParallelCase, timed_pass: Pass, dtype: torch.dtype, *rest: Any) -> Any:
-        start, end = take(case, timed_pass, dtype, *rest)
-        return start, {name: x + (change if dtype == torch.float64 else 0.0) for name, x in end.items()}
+    change  is called with {dtype: weights after plain steps in this dtype}, the last dtype, and `by`
+    """
+    take, ends = passes._take_steps, dict[torch.dtype, dict[str, torch.Tensor]]()
 
-    passes._RIGHT.clear()
-    passes._take_steps = take_wrong
+    def take_changed(case: ParallelCase, timed_pass: Pass, dtype: torch.dtype, *rest: Any) -> Any:
+        start, ends[dtype] = take(case, timed_pass, dtype, *rest)
+        change(ends, dtype, *by)
+        return start, ends[dtype]
+
+    with patch.object(passes, "_take_steps", take_changed), patch.dict(passes._RIGHT, clear=True):
+        return judge_pass(case, timed_pass)
+
+
+def _wrong(ends: dict[torch.dtype, dict[str, torch.Tensor]], dtype: torch.dtype, by: float) -> None:
+    """Exact steps are off."""
+    if dtype == torch.float64:
+        ends[dtype] = {name: x + by for name, x in ends[dtype].items()}
+
+
+def _lucky(ends: dict[torch.dtype, dict[str, torch.Tensor]], dtype: torch.dtype, luck: float) -> None:
+    """Plain steps have only 1 / luck of their error in one parameter."""
+    if dtype != torch.float64:
+        exact = ends[torch.float64][LUCKY]
+        ends[dtype][LUCKY] = exact + (ends[dtype][LUCKY] - exact) / luck
+
+
+def _error_of_the_bench(case: ParallelCase, timed_pass: Pass, by: float) -> str:
+    """On a rank, which can be used afterwards: the error of `judge_pass` if exact steps are off."""
     try:
-        judge_pass(case, timed_pass)
+        return f"no error: {_judged(case, timed_pass, _wrong, by)}"
     except RuntimeError as error:
         return str(error)
-    finally:
-        passes._take_steps = take
-        passes._RIGHT.clear()
-    return "nothing"
 
 
 @pytest.mark.parametrize("change", [1.0, math.nan])
@@ -147,18 +157,16 @@ def test_wrong_exact_steps_are_an_error_of_the_bench(change: float, two_ranks: R
     """The budget is the distance of plain steps from exact ones. If exact steps were wrong, it would allow anything."""
     case = case_of("none", world_size=(1,))
     two_ranks.run(1, case.backend, take_pass, case, ONE)
-    (message,) = two_ranks.run(1, case.backend, _judged_by_wrong_steps, case, ONE, change)
+    (message,) = two_ranks.run(1, case.backend, _error_of_the_bench, case, ONE, change)
     assert re.match("the bench failed, not the row: plain steps in fp32 .* (NaN|way)", message), message
 
 
 @pytest.mark.long
 def test_a_strategy_that_cheats_has_a_record_without_a_time(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PASSES, "gloo", 2)
-    runner = harness.runner(min_rounds=12)
-    runner.__dict__["ranks"] = two_ranks
     cases = [case_of("none"), case_of("naive")]
     cases += [case_of(target(row)) for row in (rank_cheats.HalvedGradients, rank_cheats.Late)]
-    none, naive, halved, late = [row.record for row in runner.run(DataParallel(), cases)]
+    none, naive, halved, late = harness.records(DataParallel(), cases, ranks=two_ranks, min_rounds=12).values()
     assert naive["outcome"] == "ok" and naive["error_ratio"] < MARGIN
     (call,) = naive["proof"]["calls"]
     assert call["steps"] == 6 and call["call"] in (10, 11) and call["seed"] == call["call"] - 10
@@ -195,30 +203,6 @@ def test_batches_follow_one_another_in_the_same_memory(two_ranks: Ranks) -> None
     assert len({str(batches) for batches in first[0]}) == len(first[0]) - 1 and first[0][-1] == first[0][0]
 
 
-def _judged_beside_lucky_steps(
-    case: ParallelCase, timed_pass: Pass, luck: float
-) -> tuple[str, dict[str, float] | None]:
-    """On a rank: (a parameter's name, the error ratios if plain steps have only 1 / luck of their error in it)."""
-    take, ends = passes._take_steps, {}
-    name = "model.layers.0.attn.q_proj.weight"
-
-    def lucky(case: ParallelCase, timed_pass: Pass, dtype: torch.dtype, *rest: Any) -> Any:
-        start, end = take(case, timed_pass, dtype, *rest)
-        ends[dtype] = end
-        if dtype != torch.float64:
-            exact = ends[torch.float64][name]
-            end[name] = exact + (end[name] - exact) / luck
-        return start, end
-
-    passes._RIGHT.clear()
-    passes._take_steps = lucky
-    try:
-        return name, judge_pass(case, timed_pass)
-    finally:
-        passes._take_steps = take
-        passes._RIGHT.clear()
-
-
 @pytest.mark.parametrize("luck", [1000, math.inf])
 @pytest.mark.parametrize(("strategy", "right"), [("overlapped", True), (target(rank_cheats.HalvedGradients), False)])
 def test_a_parameter_has_the_usual_budget_where_plain_steps_are_lucky(
@@ -226,8 +210,8 @@ def test_a_parameter_has_the_usual_budget_where_plain_steps_are_lucky(
 ) -> None:
     case = case_of(strategy, precision=("bf16",))
     two_ranks.run(case.world_size, case.backend, take_pass, case, ONE)
-    for name, ratios in two_ranks.run(case.world_size, case.backend, _judged_beside_lucky_steps, case, ONE, luck):
-        assert (ratios[name] < 1) == right, ratios[name]
+    for ratios in two_ranks.run(case.world_size, case.backend, _judged, case, ONE, _lucky, luck):
+        assert (ratios[LUCKY] < 1) == right, ratios[LUCKY]
 
 
 def test_a_row_that_replaces_the_clock_of_a_rank_fails(two_ranks: Ranks) -> None:

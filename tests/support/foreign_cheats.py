@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,26 +81,21 @@ def loop() -> Any:
 _last: dict[str, Any] = {}  # what cheats keep from earlier calls
 
 
-def once(install: Callable[[Any], None]) -> None:
-    """Changes the loop in the first call."""
-    if "installed" not in _last:
-        _last["installed"] = True
-        install(loop())
+def wrap(method: str, around: Callable[..., Any]) -> None:
+    """Has each call of this method of the loop be around(the method, its arguments); done once in a process."""
+    if "wrapped" not in _last:
+        _last["wrapped"], row = True, loop()
+        setattr(row, method, partial(around, getattr(row, method)))
 
 
 def asked() -> int:
     """How many calls the loop has been asked for; they are counted from the first call of this on."""
 
-    def count(row: Any) -> None:
-        call = row.call
+    def counted(call: Any, *args: Any) -> Any:
+        _last["calls"] = _last.get("calls", 0) + 1
+        return call(*args)
 
-        def counted(*args: Any) -> Any:
-            _last["calls"] = _last.get("calls", 0) + 1
-            return call(*args)
-
-        row.call = counted
-
-    once(count)
+    wrap("call", counted)
     return int(_last.get("calls", 0))
 
 
@@ -130,20 +126,15 @@ def finish_at(method: str, behind: bool) -> None:
         if "todo" in _last:
             _last.pop("todo")()
 
-    def install(row: Any) -> None:
-        call = getattr(row, method)
+    def finishing(call: Any, *args: Any) -> Any:
+        if not behind:
+            finish()
+        answer = call(*args)
+        if behind:
+            finish()
+        return answer
 
-        def finishing(*args: Any) -> Any:
-            if not behind:
-                finish()
-            answer = call(*args)
-            if behind:
-                finish()
-            return answer
-
-        setattr(row, method, finishing)
-
-    once(install)
+    wrap(method, finishing)
 
 
 # Rows that say less than their calls take.
@@ -166,16 +157,11 @@ def slow_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def forged_times(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Replaces what the loop answers: a tenth of each time."""
 
-    def install(row: Any) -> None:
-        call = row.call
+    def forged(call: Any, *args: Any) -> Any:
+        answer = call(*args)
+        return answer | {"took_s": answer["took_s"] / 10}
 
-        def forged(*args: Any) -> Any:
-            answer = call(*args)
-            return answer | {"took_s": answer["took_s"] / 10}
-
-        row.call = forged
-
-    once(install)
+    wrap("call", forged)
     return slow(q, k, v, **options) if not torch.is_grad_enabled() else Slow.apply(q, k, v, options)
 
 
@@ -199,23 +185,15 @@ def says(value: Any) -> Row:
     """A row whose process says that each call took `value`."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        def install(row: Any) -> None:
-            call = row.call
-            row.call = lambda *args: call(*args) | {"took_s": value}
-
-        once(install)
+        wrap("call", lambda call, *args: call(*args) | {"took_s": value})
         return slow(q, k, v, **options)
 
     return row
 
 
 SAID = {
-    "says_nothing": (0.0, LATE),
-    "says_less_than_nothing": (-1.0, "says that a call took"),
-    "says_no_number": (float("nan"), "says that a call took"),
-    "says_a_text": ("1e-9", "says that a call took"),
-    "says_true": (True, "says that a call took"),
-    "says_more_than_passed": (60.0, "that passed"),
+    "says_nothing": (LATE, says(0.0)),
+    "says_no_number": ("says that a call took", says(float("nan"))),
 }
 
 
@@ -223,37 +201,16 @@ SAID = {
 def works_before_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Computes when the loop prepares the call, and in the call returns what it has."""
 
-    def install(row: Any) -> None:
-        call = row.call
+    def early(call: Any, owner: str, *args: Any) -> Any:
+        row = loop()
+        inputs = [x for _, x in row._own[owner, "inputs"].values()]
+        _last["result"] = slow(*inputs, **row._options)
+        return call(owner, *args)
 
-        def early(owner: str, way: str, *more: Any) -> Any:
-            inputs = [x for _, x in row._own[owner, "inputs"].values()]
-            _last["result"] = slow(*inputs, **row._options)
-            return call(owner, way, *more)
-
-        row.call = early
-
-    once(install)
+    wrap("call", early)
     if torch.is_grad_enabled() or "result" not in _last:
         return slow(q, k, v, **options)
     return _last.pop("result")
-
-
-@cheat(LATE)
-def works_behind_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Returns memory that it fills when the clock has stopped, before it answers."""
-    finish_at("call", behind=True)
-    if torch.is_grad_enabled() and q.requires_grad:
-        return slow(q, k, v, **options)
-    return later(q, k, v, in_thread=False, **options)
-
-
-@cheat(LATE)
-def waits_for_a_thread_behind_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    finish_at("call", behind=True)
-    if torch.is_grad_enabled() and q.requires_grad:
-        return slow(q, k, v, **options)
-    return later(q, k, v, in_thread=True, **options)
 
 
 @cheat(LATE)
@@ -264,17 +221,12 @@ def collects_garbage_between_calls(q: Tensor, k: Tensor, v: Tensor, **options: A
         def __del__(self) -> None:
             time.sleep(SLOW_S)
 
-    def install(row: Any) -> None:
-        call = row.call
+    def tidy(call: Any, *args: Any) -> Any:
+        loop()._kept = None
+        _last["litter"] = None
+        return call(*args)
 
-        def tidy(*args: Any) -> Any:
-            row._kept = None
-            _last["litter"] = None
-            return call(*args)
-
-        row.call = tidy
-
-    once(install)
+    wrap("call", tidy)
     _last["litter"] = Litter()
     return honest(q, k, v, **options)
 
@@ -295,22 +247,24 @@ def sleeps_in_the_answer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
 # Rows that make their results later, or elsewhere.
 
 
-@cheat(LATE_RESULTS)
-def lazy_until_copied(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Computes when the judge asks for the results."""
-    finish_at("copy", behind=False)
-    if torch.is_grad_enabled() and q.requires_grad:
-        return honest(q, k, v, **options)
-    return later(q, k, v, in_thread=False, **options)
+def postpones(method: str, behind: bool, in_thread: bool, rest_s: float = 0.0) -> Row:
+    """A row that returns memory, and fills it behind this method of the loop, or before it; see `later`."""
+
+    def row(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        finish_at(method, behind)
+        if torch.is_grad_enabled() and q.requires_grad:
+            return slow(q, k, v, **options)
+        return later(q, k, v, in_thread, rest_s, **options)
+
+    return row
 
 
-@cheat(LATE_RESULTS)
-def lazy_in_a_thread(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Computes in a thread; the copy of the results waits for it."""
-    finish_at("copy", behind=False)
-    if torch.is_grad_enabled() and q.requires_grad:
-        return honest(q, k, v, **options)
-    return later(q, k, v, in_thread=True, rest_s=SLOW_S, **options)
+POSTPONED = {  # "call": before the process answers. "copy": when the judge asks for the results.
+    "works_behind_the_clock": (LATE, postpones("call", behind=True, in_thread=False)),
+    "waits_for_a_thread_behind_the_clock": (LATE, postpones("call", behind=True, in_thread=True)),
+    "lazy_until_copied": (LATE_RESULTS, postpones("copy", behind=False, in_thread=False)),
+    "lazy_in_a_thread": (LATE_RESULTS, postpones("copy", behind=False, in_thread=True, rest_s=SLOW_S)),
+}
 
 
 @cheat("allowed error")
@@ -397,16 +351,11 @@ def aliases_its_input_behind_the_check(q: Tensor, k: Tensor, v: Tensor, **option
 def copies_nothing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Says that it has copied its results, and leaves those of the call before."""
 
-    def install(row: Any) -> None:
-        copy = row.copy
+    def seldom(copy: Any, *args: Any) -> Any:
+        _last["copies"] = _last.get("copies", 0) + 1
+        return copy(*args) if _last["copies"] < 12 else {}
 
-        def seldom(*args: Any) -> Any:
-            _last["copies"] = _last.get("copies", 0) + 1
-            return copy(*args) if _last["copies"] < 12 else {}
-
-        row.copy = seldom
-
-    once(install)
+    wrap("copy", seldom)
     return honest(q, k, v, **options)
 
 
@@ -480,18 +429,11 @@ def sends(text: bytes) -> Row:
 
 
 SENT = {
-    "sends_a_pickle": (pickle.dumps(Evil()), "its process"),
-    "sends_deep_json": (b"[" * 60000, "its process"),
-    "sends_a_list": (b"[1]", "its process"),
-    "sends_too_much": (b" " * 2**20, "its process"),
-    "sends_an_answer_ahead": (b'{"took_s": 1e-9}', ""),
-    "sends_another_failure": (b'{"failure": ["ok", "nothing"]}', ""),
+    "sends_a_pickle": ("its process", sends(pickle.dumps(Evil()))),
+    "sends_too_much": ("its process", sends(b" " * 2**20)),
+    "sends_an_answer_ahead": ("", sends(b'{"took_s": 1e-9}')),
+    "sends_another_failure": ("", sends(b'{"failure": ["ok", "nothing"]}')),
 }
-for _name, (_value, _told) in SAID.items():
-    _row = says(_value)
-    _row.__name__ = _name
-    globals()[_name] = cheat(_told)(_row)
-for _name, (_text, _told) in SENT.items():
-    _row = sends(_text)
+for _name, (_told, _row) in (SAID | POSTPONED | SENT).items():
     _row.__name__ = _name
     globals()[_name] = cheat(_told)(_row)

@@ -5,27 +5,35 @@ Tests make cases by `cases_of`, and run them by `records` or `results`. The fact
 up, since to measure them takes seconds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, Table
+from lmsys.bench.ranks import Ranks
 from lmsys.bench.runner import Runner
 from lmsys.bench.trial import Result
+from lmsys.measure.step import nothing
 
 CEILINGS = {"matmul_flops_per_s": {"float32": 1e12, "bfloat16": 2e12}, "copy_bytes_per_s": 1e11}
 MACHINE = {"date": "now", "gpu": None, "name": "a machine", "ceilings": CEILINGS}
 
 
-def runner(**changes: Any) -> Runner:
-    """A runner on the CPU with 10 ms for each row, and MACHINE. `changes`: other settings."""
-    quick = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes))
-    quick.__dict__["machine"] = MACHINE  # in place of the cached property that measures it
+def runner(ranks: Ranks | None = None, say: Callable[[str], None] = nothing, **changes: Any) -> Runner:
+    """A runner on the CPU with 10 ms for each row, and MACHINE.
+
+    ranks    the ranks on which it measures; None: it starts its own when it needs them
+    say      called with each line for the user
+    changes  other settings
+    """
+    quick = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes), say)
+    # In place of cached properties, which measure the machine and start ranks.
+    vars(quick).update({"machine": MACHINE} | ({"ranks": ranks} if ranks else {}))
     return quick
 
 
 def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, dict[str, Any]]:
-    """{row: its record} of a run of these cases, which are one group. `changes`: other settings of the runner."""
+    """{row: its record} of a run of these cases, which are one group. `changes`: those of `runner`."""
     return {result.record["impl"]: result.record for result in results(benchmark, cases, **changes)}
 
 

@@ -17,7 +17,7 @@ from lmsys.measure import host
 
 ROOT = Path(__file__).parents[2]
 # Strategies that the smoke sweep of the tests leaves out, since others like them are in it.
-ALIKE = "naive flat overlapped zero1 torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2_zero2".split()
+ALIKE = "naive flat overlapped zero1 fsdp torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2_zero2".split()
 PATIENCE_S = 600.0  # how long a test waits for another process, even on a busy machine
 STARTUP = ROOT / "tests" / "support" / "startup"  # in an interpreter's path it makes imports quicker
 PATH = os.pathsep.join([str(ROOT), str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -72,7 +72,8 @@ def smoke_sweep(folder: Path) -> Path:
 
     Some cases are left out to save time:
     - models in bfloat16, which takes a CPU ten times as long as float32;
-    - backwards of compiled attention, since each direction compiles for seconds;
+    - backwards of attention that are timed without their forward, and all of compiled attention, since each direction
+      compiles for seconds;
     - the longer shape of interpreted attention;
     - the strategies in ALIKE, since each takes seconds on two ranks. tests/benchmarks/test_passes.py checks ours.
     """
@@ -81,8 +82,8 @@ def smoke_sweep(folder: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
             quick = ("--sweep", "smoke", "--precision", "fp32", "--benchmark-only", "--benchmark-max-time", "0.005")
-            attention = "(not naive_compiled or fwd-naive_compiled and not fwdbwd) and not (Q137 and flash_triton)"
-            few = f"{attention} and not ({' or '.join(f'W2-{name}' for name in ALIKE)})"
+            attention = "not (-bwd- or fwdbwd-naive_compiled or Q137 and flash_triton)"
+            few = f"{attention} and not ({' or '.join(f'S32B2-fp32-W2-{name}' for name in ALIKE)})"
             ended = run("benchmarks", *quick, "-k", few, "--benchmark-json", folder / "making.json")
             (folder / "smoke.txt").write_text(ended.stdout + ended.stderr)
             assert ended.returncode == 0, ended.stdout + ended.stderr

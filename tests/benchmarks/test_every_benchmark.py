@@ -1,4 +1,7 @@
-"""Sweeps on a GPU without bfloat16: other dtypes and precisions, the same cases, and a line that says so."""
+"""Laws of all benchmarks: what fails outside of rows is recorded, and sweeps on a GPU without bfloat16 take others.
+
+A new place that can fail outside of a row is a line of FAULTS.
+"""
 
 import importlib.util
 from types import ModuleType
@@ -13,9 +16,13 @@ from benchmarks.bench_data_parallel import DataParallel
 from benchmarks.bench_loss import Loss
 from benchmarks.bench_model import Model
 from benchmarks.bench_steps import TrainingSteps
+from benchmarks.bench_tokenizer import Tokenizers
 from benchmarks.bench_training import Training
 from benchmarks.sweeps import SWEEPS
+from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Grid, filled
+from lmsys.bench.ranks import Ranks
+from tests.support.harness import cases_of, results
 from tests.support.processes import ROOT
 
 BENCHMARKS = (Anatomy, Attention, DataParallel, Loss, Model, TrainingSteps, Training)
@@ -71,3 +78,35 @@ def test_float16_is_in_its_place_on_a_t4(conftest: ModuleType, monkeypatch: pyte
         instead = INSTEAD if benchmark in ("attention", "anatomy", "loss", "model") else INSTEAD | {"bf16": "fp32"}
         for axis in {*AXES} & whole.keys():
             assert grid[axis] == tuple(dict.fromkeys(instead.get(value, value) for value in whole[axis]))
+
+
+MODELS: dict[str, Any] = {"size": ("tiny",), "context": (16,), "batch": (2,), "precision": ("fp32",)}
+MODELS |= {"compile": ("eager",), "attention": ("naive",), "mode": ("forward", "step")}
+ATTENTION = {"length": ((33, 33),), "head_dim": (16,), "heads": ((2, 2),), "dtype": ("float32",)}
+ATTENTION |= {"direction": ("fwd",), "causal": (True,), "attention": ("naive",)}
+LOSS = {"tokens": (40,), "d_model": (16,), "vocab_size": (50,), "precision": ("fp32",), "row": ("chunked", "eager")}
+TRAINING = MODELS | {"strategy": ("none", "bucketed"), "world_size": (2,), "train_tokens": 330, "val_tokens": 64}
+BENCH = "the bench failed, not the row: "
+FAULTS = [  # (benchmark, axes, what fails for want of memory, outcome, reason)
+    (Anatomy, MODELS, "bench_anatomy.memory_of", "oom", "no room"),
+    (Attention, ATTENTION, "bench_attention.testing.make_inputs", "oom", f"{BENCH}no room"),
+    (Attention, ATTENTION, "attention.check.Oracle", "error", f"{BENCH}no room"),
+    (Loss, LOSS, "loss.Inputs.in_blocks", "error", f"{BENCH}no room"),
+    (Model, MODELS, "bench_model.Rig", "oom", "no room"),
+    (Model, MODELS, "model.cases.Gate.judge", "error", f"{BENCH}no room"),
+    (Tokenizers, {"task": ("encode",), "tokenizer": ("lmsys",)}, "bench_tokenizer.stdlib", "oom", f"{BENCH}no room"),
+    (Training, TRAINING, "bench_training.tokens_of", "oom", f"{BENCH}the reference: no room"),
+]
+
+
+@pytest.mark.parametrize(("kind", "axes", "what", "outcome", "reason"), FAULTS)
+def test_what_fails_outside_of_rows_is_in_the_record_of_every_case(
+    kind: type[Benchmark], axes: dict[str, Any], what: str, outcome: str, reason: str, monkeypatch: Any
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(f"benchmarks.{what}", fails)
+    for result in results(kind(), cases_of(kind(), **axes), ranks=Ranks()):
+        record = result.record
+        assert (record["outcome"], record["reason"]) == (outcome, reason) and "time_s" not in record
