@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lmsys.extremes.model import SIZES, extreme
 from lmsys.testing import error_ratio
+from lmsys.training.muon import Muon
 from lmsys.training.optimizer import (
     HAS_TRITON,
     AdamW,
@@ -381,6 +382,18 @@ def test_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.9))
     optimizer.zero_grad()
     assert optimizer.step() is None  # without gradients it does nothing
+
+
+@pytest.mark.parametrize("make", [AdamW, Muon])
+def test_a_compiled_step_is_the_eager_one(make: Any) -> None:
+    """torch.compile of it, or of a training step around it, ended in a TorchRuntimeError about fake tensors."""
+    parameters = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    steps = [make([p]).step for p in parameters]
+    for p, step in zip(parameters, (torch.compile(steps[0], backend="eager"), steps[1]), strict=True):
+        for number in range(3):
+            p.grad = torch.eye(4) + number
+            step()
+    assert torch.equal(*parameters) and not torch.equal(parameters[0], torch.ones(4, 4))
 
 
 def test_schedulers_and_step_hooks_of_torch_work() -> None:
