@@ -214,6 +214,14 @@ def test_a_module_in_the_place_of_a_layer_is_called(name: str, level: str) -> No
     torch.testing.assert_close(added.down.weight.grad, added.up.weight.mT @ weight.grad)
 
 
+def test_fused_blocks_call_a_module_in_the_place_of_a_layer() -> None:
+    tested = model()
+    for layer in tested.layers:
+        layer.attn.q_proj, layer.ffn.w1 = LowRank(layer.attn.q_proj), LowRank(layer.ffn.w1)
+    expected = outcome(tested, tested.loss(ids(), ids(12, 1)))
+    torch.testing.assert_close(outcome(tested.fuse_blocks(), tested.loss(ids(), ids(12, 1))), expected)
+
+
 @pytest.mark.parametrize("name", ["layers.0.attn.k_proj", "layers.0.ffn.w1", "lm_head"])
 def test_hooks_of_a_layer_run_once_in_each_call(name: str) -> None:
     """Those of q, k and v never ran: so weights that were pruned stayed as they were when others were loaded."""
