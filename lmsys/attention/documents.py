@@ -97,8 +97,12 @@ class Documents:
         lengths = []
         for row in ids if ids.dim() == 2 else [ids]:
             numbers, counts = torch.unique_consecutive(row, return_counts=True)
-            if len(numbers.unique()) != len(numbers):
-                raise ValueError(f"ids={shortly(row.tolist())}: the tokens of a document must stand together")
+            hold(
+                (
+                    len(numbers.unique()) == len(numbers),
+                    f"ids, in the order {shortly(numbers.tolist())}: the tokens of a document must stand together",
+                )
+            )
             lengths.append(counts.tolist())
         return cls(lengths, ids.device)
 
@@ -166,7 +170,7 @@ class Documents:
     def _by_token(self, values: list[list[int]], device: torch.device | str) -> Tensor:
         """(B, S): for each token the value of its document. `values`: by batch entry, by document."""
         rows = [
-            torch.tensor(row, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+            torch.tensor(row, dtype=torch.int32, device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
             for row, lengths in zip(values, self.lengths, strict=True)
         ]
         return torch.stack(rows).to(device)
@@ -182,13 +186,13 @@ def keep(
     """
     if kept is None or is_watched():
         return make()
-    if key not in kept:
+    if (made := kept.get(key)) is None:  # read once: another thread may drop it
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return make()
         if len(kept) >= most:
-            kept.pop(next(iter(kept)), None)
-        kept[key] = _made_to_last(make, device)
-    return kept[key]
+            kept.pop(next(iter([*kept])), None)
+        made = kept[key] = _made_to_last(make, device)
+    return made
 
 
 def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:

@@ -87,8 +87,8 @@ def run(layers: list[Any], last: Any, x: torch.Tensor, attend: list[Any], rope: 
     last             the `RMSNorm` behind them
     attend           for each block the function of its attention row
     rope, positions  as in `Attention.mix`
-    Blocks are not called as modules, so their hooks do not run; nor do those of their attention, of w1 and w3 and, on
-    CUDA, of their norms.
+    Blocks are not called as modules, so their hooks do not run; nor do those of their attention and, on CUDA, of their
+    norms.
     """
     branch = None
     for layer, attend_here in zip(layers, attend, strict=True):
@@ -96,7 +96,8 @@ def run(layers: list[Any], last: Any, x: torch.Tensor, attend: list[Any], rope: 
         branch = layer.attn.mix(layer.attn.project(normalised), attend_here, rope, positions, in_place=True)
         x, normalised = add_norm(x, branch, layer.ln2)
         with part("feed-forward"):
-            branch = layer.ffn.w2(swiglu(linear.linear(normalised, layer.ffn.w1.weight, layer.ffn.w3.weight)))
+            # w1 and w3 side by side, as q, k and v are; by `forward`, as hooks of `qkv` expect those.
+            branch = layer.ffn.w2(swiglu(layer.attn.qkv.forward(normalised, layer.ffn.w1, layer.ffn.w3)))
     return add_norm(x, branch, last)[1]
 
 

@@ -21,7 +21,7 @@ from lmsys.attention import ATTENTION, Documents, Pattern, attention, contract, 
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
 from lmsys.model import functions, fused, linear, rotary, selective
-from lmsys.model.loss import linear_cross_entropy
+from lmsys.model.loss import cross_entropy, linear_cross_entropy
 
 # For `compile_blocks(together=...)` where no block must stay a module: larger graphs gain little and compile longer.
 BLOCKS_PER_GRAPH = 4
@@ -47,11 +47,25 @@ class Linear(nn.Linear):
 class SideBySide(nn.Module):
     """Several linear layers of one input in one matmul: x (..., M) -> (..., the features of all layers).
 
-    It is a module so that hooks see the call.
+    It is a module so that hooks see the call. Layers that are not `plain` are called, one after another.
     """
 
     def forward(self, x: Tensor, *layers: Linear) -> Tensor:
-        return linear.linear(x, *(layer.weight for layer in layers))
+        return (
+            linear.linear(x, *(layer.weight for layer in layers))
+            if plain(*layers)
+            else torch.cat([layer(x) for layer in layers], dim=-1)
+        )
+
+
+def plain(*layers: nn.Module) -> bool:
+    """True where a weight is all that layers are: each is a `Linear`, no other module in its place, such as LoRA's, and
+    has no parametrization and no hook, such as pruning has. Others are called, since their calls do more."""
+    return all(
+        type(x) is Linear
+        and not (x._forward_pre_hooks or x._forward_hooks or x._backward_pre_hooks or x._backward_hooks)
+        for x in layers
+    )
 
 
 class Embedding(nn.Embedding):
@@ -246,10 +260,18 @@ class Block(nn.Module):
     ) -> Tensor:
         """The block of x (B, S, M); attend, rope and positions as in `Attention`.
 
-        level  what is kept for the backward, "none", "matmuls" or "attention": see `lmsys.checkpointing`
+        level  what is kept for the backward, "none", "matmuls" or "attention": see `lmsys.checkpointing`. A block with
+               layers that are not `plain` keeps its input alone, as a second run that skips matmuls suits plain ones
         """
         if level != "none":
-            return selective.run_selectively(self, level, x, attend, rope, positions)
+            return (
+                selective.run_selectively(self, level, x, attend, rope, positions)
+                if plain(
+                    *(self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
+                    *(self.ffn.w1, self.ffn.w2, self.ffn.w3),
+                )
+                else selective.run_again(self.forward, x, attend, rope, positions)
+            )
         x = x + self.attn(self.ln1(x), attend, rope, positions)
         return x + self.ffn(self.ln2(x))
 
@@ -379,12 +401,16 @@ class TransformerLM(nn.Module):
         return self.loss_of(self.hidden(tokens, positions, documents=documents), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The loss from the states (B, S, M) that `hidden` gives.
+        """The loss from the states (B, S, M) that `hidden` gives. A head that is not `plain` holds all logits at once.
 
         ValueError for targets that are not class indices (B, S).
         """
         with part("head and loss"), self._rounded_shown():
-            loss: Tensor = linear_cross_entropy(hidden, self.lm_head.weight, targets)
+            loss: Tensor = (
+                linear_cross_entropy(hidden, self.lm_head.weight, targets)
+                if plain(self.lm_head)
+                else cross_entropy(self.lm_head(hidden), targets)
+            )
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -440,9 +466,8 @@ class TransformerLM(nn.Module):
 
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The attention row's function for states x (B, S, M). It is looked up here, outside of compiled blocks."""
-        batch, length, _ = x.shape
         case = attention_case(
-            self.config, batch, length, contract.DTYPE_NAMES[linear.matmul_dtype(x)], x.device,
+            self.config, x.shape[0], x.shape[1], contract.DTYPE_NAMES[linear.matmul_dtype(x)], x.device,
             grad=torch.is_grad_enabled(), documents=documents is not None,
         )  # fmt: skip
         row, _ = row_of(self.config.attention, case)

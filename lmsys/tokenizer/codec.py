@@ -14,7 +14,6 @@ Sources: Sennrich et al. 2016 (arXiv 1508.07909); Radford et al. 2019 (GPT-2), s
 import hashlib
 import heapq
 import json
-import threading
 from array import array
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -74,8 +73,7 @@ class Tokenizer:
             self._steps.append((chars[left] + chars[right], char))
         self._ranks = {pair: rank for rank, (pair, _) in enumerate(self._steps)}
         self._ids_of_chars = {char: self._ids[token] for token, char in chars.items()}
-        self._lock = threading.Lock()  # threads share the pre-tokens that are kept
-        self._forget()
+        self._free: list[tuple[Words, array[int], array[int], array[int]]] = []  # see `_encode`
 
     @property
     def vocab_size(self) -> int:
@@ -94,8 +92,7 @@ class Tokenizer:
         """The ids of UTF-8 text, in an array of `dtype`. ValueError for what is neither text nor bytes."""
         if not isinstance(text, bytes):  # not by `hold`: a sentence with the text would be made of every text
             raise ValueError(f"text={values.shortly(text)} must be a str or bytes")
-        with self._lock:
-            return np.concatenate([np.zeros(0, self.dtype), *map(self._encode, self._pretokenizer.blocks(text))])
+        return np.concatenate([np.zeros(0, self.dtype), *map(self._encode, self._pretokenizer.blocks(text))])
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """The ids of the texts joined, such as the lines of a file; it holds a piece of them at a time.
@@ -180,7 +177,7 @@ class Tokenizer:
         return hashlib.sha256(json.dumps([vocab, merges, sorted(self.special_tokens)]).encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the constructor's arguments: the lock cannot be pickled."""
+        """Pickles the constructor's arguments, without the pre-tokens that are kept."""
         return type(self), (self.vocab, self.merges, self.special_tokens)
 
     def _check(self) -> None:
@@ -210,25 +207,31 @@ class Tokenizer:
                 )
             )
 
-    def _forget(self) -> None:
-        """Drops the pre-tokens that are kept. Word number i has _lengths[i] ids, from _flat[_places[i]] on."""
-        self._words = Words()
-        self._flat, self._places, self._lengths = array("I"), array("q"), array("i")
-
     def _encode(self, block: bytes) -> np.ndarray:
-        """The ids of a block of text with padding behind it, as `Pretokenizer.blocks` yields it."""
-        if len(self._words) > _MOST_WORDS or self._words.num_bytes > _MOST_BYTES:
-            self._forget()
-        numbers = self._words.numbers(block, self._pretokenizer.starts(block))
-        for word in self._words.list[len(self._places) :]:
+        """The ids of a block of text with padding behind it, as `Pretokenizer.blocks` yields it.
+
+        The pre-tokens that are kept, and their ids, are taken out of `_free` meanwhile, and another thread makes its
+        own. So what an interrupt leaves half-written is never read, and a process that is forked waits for nobody.
+        """
+        try:
+            kept = self._free.pop()
+        except IndexError:
+            kept = Words(), array("I"), array("q"), array("i")
+        words, flat, places, lengths = kept  # word number i has lengths[i] ids, from flat[places[i]] on
+        numbers = words.numbers(block, self._pretokenizer.starts(block))
+        for word in words.list[len(places) :]:
             ids = self._merge(word)
-            self._places.append(len(self._flat))
-            self._lengths.append(len(ids))
-            self._flat.extend(ids)
-        places, lengths = np.asarray(self._places)[numbers], np.asarray(self._lengths)[numbers]
-        ends = np.cumsum(lengths)
-        places = np.arange(ends[-1]) + np.repeat(places - ends + lengths, lengths)  # where each id stands in `_flat`
-        return np.asarray(self._flat)[places].astype(self.dtype)
+            places.append(len(flat))
+            lengths.append(len(ids))
+            flat.extend(ids)
+        of_words = np.asarray(lengths)[numbers]
+        ends = np.cumsum(of_words)
+        # Where each id stands in `flat`.
+        at = np.arange(ends[-1]) + np.repeat(np.asarray(places)[numbers] - ends + of_words, of_words)
+        found = np.asarray(flat)[at].astype(self.dtype)
+        if len(words) <= _MOST_WORDS and words.num_bytes <= _MOST_BYTES:
+            self._free.append(kept)
+        return found
 
     def _merge(self, word: bytes) -> Sequence[int]:
         """The ids of a pre-token: the earliest merge that it has a pair of is applied everywhere, again and again."""

@@ -6,6 +6,7 @@ Sources: Holtzman et al. 2020 (top-p, arXiv 1904.09751); Fan et al. 2018 (top-k,
 Legend: B prompts, S sequence length, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,6 +99,10 @@ class Cache:
         return attention(q, keys, values, key_lengths=self._lengths)
 
 
+# torch.compiler.set_stance puts back what it found: of two threads at once, the later to leave left "force_eager" on.
+_turn = threading.RLock()
+
+
 @torch.no_grad()
 def generate(
     model: TransformerLM,
@@ -117,7 +122,8 @@ def generate(
     use_cache   False: every step reads all tokens again, with the model's own attention row
     vocab_size  only ids below it are drawn, as a tokenizer may have fewer than the model; None: all
     The prompts are read with the model's attention row, later tokens with the fastest row that reads caches of
-    different lengths. Compiled blocks run uncompiled.
+    different lengths. Compiled blocks run uncompiled, and so does all compiled code of other threads meanwhile: torch
+    has one switch for the process. So threads that call this function take turns.
     ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
     """
     sampling = Sampling() if sampling is None else values.instance("sampling", sampling, Sampling)
@@ -128,17 +134,17 @@ def generate(
     generators = [torch.Generator().manual_seed(values.whole("seed", seed) + row) for row in range(len(prompts))]
     lengths = torch.tensor(list(map(len, prompts)), device=device)
     capacity = int(lengths.max()) + max_new_tokens
-    tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)  # (B, S)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    tokens = torch.tensor(  # (B, S)
+        [[*prompt, *[0] * (capacity - len(prompt))] for prompt in prompts], dtype=torch.int64, device=device
+    )
     cache = Cache(len(model.layers), capacity) if values.flag("use_cache", use_cache) else None
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     made: list[list[int]] = [[] for _ in prompts]
-    with torch.compiler.set_stance("force_eager"):  # inside, compiled blocks run uncompiled
+    with _turn, torch.compiler.set_stance("force_eager"):  # inside, compiled blocks run uncompiled
         for new in range(max_new_tokens):
             logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)[:, :vocab_size]
             values.hold((logits.isfinite().all(), f"the model's logits are not finite, of new token {new}"))
-            uniform = [torch.rand((), dtype=torch.float64, generator=generator) for generator in generators]
+            uniform = [torch.rand((), dtype=torch.float64, generator=x, device="cpu") for x in generators]
             drawn = sampling.draw(logits, torch.stack(uniform).to(device))
             if stop is not None:
                 ended |= drawn == stop

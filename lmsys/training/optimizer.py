@@ -107,6 +107,7 @@ class AdamW(Optimizer):
         are_right = is_pair and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
         hold((are_right, f"{betas=} must be two numbers in [0, 1)"))
 
+    @torch._disable_dynamo  # compiled code breaks here: torch.compile cannot trace the call of torch's function
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns what `closure` returned."""

@@ -89,7 +89,7 @@ class RunContext:
     def say(self, text: str) -> None:
         """Prints a line on rank 0, with escapes for characters that the terminal does not have."""
         if self.rank == 0:
-            encoding = sys.stdout.encoding or "utf-8"
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # stdout is None where it is closed
             print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
     def wait(self) -> None:

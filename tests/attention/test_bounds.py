@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lmsys.attention import AttentionCase, Documents, Pattern, flash_torch, peers
 from lmsys.attention.bounds import Bounds
+from lmsys.attention.documents import keep
 from lmsys.testing import Oracle, make_inputs, run
 from tests.attention.test_attention import with_tile
 from tests.support.attention_rows import Row, skip_unless_it_runs
@@ -191,6 +192,17 @@ MADE: dict[str, Callable[[Documents], Any]] = {
     "block mask": lambda documents: peers._block_mask_of(documents, None, 0, None, 0, LENGTH, LENGTH, CPU),
     "cu_seqlens": lambda documents: documents.cu_seqlens(1),
 }
+
+
+class Emptied(dict[Any, Any]):
+    """A dict whose entries another thread drops as soon as they are there."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.clear()
+
+
+def test_what_another_thread_drops_is_returned_all_the_same() -> None:
+    assert keep(Emptied(), "key", lambda: 3, torch.device("cpu")) == 3
 
 
 @pytest.mark.parametrize("what", MADE)

@@ -390,6 +390,12 @@ def test_documents_from_lengths_edges_and_ids_are_equal() -> None:
     assert Documents.from_ids(torch.tensor([[0, 0, 1], [0, 1, 1]])).lengths == ((2, 1), (1, 2))
 
 
+def test_documents_of_a_cpu_are_made_under_another_default_device() -> None:
+    with torch.device("meta"):
+        documents = Documents([3, 1, 4], "cpu")
+    assert documents.places.tolist() == Documents([3, 1, 4]).places.tolist()
+
+
 @pytest.mark.parametrize("impl", ["flash_gluon", "flash_cuda"])
 def test_an_option_that_hides_nothing_is_dropped(impl: str) -> None:
     """So rows of dense kernels can run the call. Here they refuse it for another reason, and name no option."""

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from lmsys.attention import Documents
 from lmsys.config import model_config
@@ -168,3 +169,67 @@ def test_the_loss_in_torch_func_has_second_derivatives() -> None:
     hessian = torch.func.hessian(lambda hidden: linear_cross_entropy(hidden, weight, targets))(hidden)
     expected = torch.func.hessian(plain)(hidden)
     assert error_ratio(hessian, expected, expected) <= 1
+
+
+class LowRank(nn.Module):
+    """A layer in whose place it stands, and a product of two small ones beside it, as LoRA has it."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, 3, bias=False)
+        self.up = nn.Linear(3, layer.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:  # as PEFT's layers have it: that of the layer alone
+        return self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("level", ["none", "matmuls", "attention"])
+@pytest.mark.parametrize("name", ["layers.0.attn.q_proj", "layers.1.ffn.w1", "layers.0.ffn.w2", "lm_head"])
+def test_a_module_in_the_place_of_a_layer_is_called(name: str, level: str) -> None:
+    """LoRA beside a query's projection or the head was left out of the loss, and had no gradient. Beside w1 and w2 its
+    gradients were what happened to be in memory, under a level that skips matmuls in the second run."""
+    torch.manual_seed(0)
+    config = model_config("tiny", vocab_size=40, context_length=16, num_layers=2, checkpoint_blocks=level)
+    tested, merged = (TransformerLM(config) for _ in range(2))
+    merged.load_state_dict(tested.state_dict())
+    parent, _, last = name.rpartition(".")
+    added = LowRank(tested.get_submodule(name))
+    setattr(tested.get_submodule(parent), last, added)
+    weight = merged.get_submodule(name).weight
+    with torch.no_grad():
+        weight += added.up.weight @ added.down.weight
+    tokens, targets = torch.randint(40, (2, 2, 16))
+    losses = [model.loss(tokens, targets) for model in (tested, merged)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(tested(tokens), merged(tokens))
+    torch.testing.assert_close(added.layer.weight.grad, weight.grad)
+    torch.testing.assert_close(added.up.weight.grad, weight.grad @ added.down.weight.mT)
+    torch.testing.assert_close(added.down.weight.grad, added.up.weight.mT @ weight.grad)
+
+
+def test_fused_blocks_call_a_module_in_the_place_of_a_layer() -> None:
+    tested = model()
+    for layer in tested.layers:
+        layer.attn.q_proj, layer.ffn.w1 = LowRank(layer.attn.q_proj), LowRank(layer.ffn.w1)
+    expected = outcome(tested, tested.loss(ids(), ids(12, 1)))
+    torch.testing.assert_close(outcome(tested.fuse_blocks(), tested.loss(ids(), ids(12, 1))), expected)
+
+
+@pytest.mark.parametrize("name", ["layers.0.attn.k_proj", "layers.0.ffn.w1", "lm_head"])
+def test_hooks_of_a_layer_run_once_in_each_call(name: str) -> None:
+    """Those of q, k and v never ran: so weights that were pruned stayed as they were when others were loaded."""
+    tested, calls = TransformerLM(model_config("tiny", vocab_size=40, context_length=16)), []
+    layer = tested.get_submodule(name)
+    prune.random_unstructured(layer, "weight", 0.5)
+    tested.load_state_dict({key: x * (2 if key.endswith("_orig") else 1) for key, x in tested.state_dict().items()})
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    for number in (1, 2):
+        tested.loss(*torch.randint(40, (2, 2, 16))).backward()
+        assert len(calls) == number and torch.equal(layer.weight, layer.weight_orig * layer.weight_mask)

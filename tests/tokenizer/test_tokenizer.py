@@ -10,7 +10,9 @@ import json
 import pickle
 import random
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -198,7 +200,56 @@ def test_a_full_cache_of_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
             patch.setattr("lmsys.tokenizer.pretokens._BLOCK", 500)
             tokenizer = pickle.loads(pickle.dumps(small()))
             assert tokenizer.encode(small_texts()) == expected
-            assert len(tokenizer._words) < len(small()._words)
+            assert all(len(words) <= 100 and len(words) < len(small()._free[0][0]) for words, *_ in tokenizer._free)
+
+
+def test_an_interrupted_encode_leaves_nothing_wrong_behind() -> None:
+    """As Ctrl-C in a notebook: what was half-written of the words that are kept gave later texts wrong ids."""
+    text, expected = small_texts()[:60], small().encode(small_texts()[:60])
+    left, before = 0, sys.gettrace()
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        """Raises KeyboardInterrupt at line number `left` that the tokenizer's modules run."""
+        nonlocal left
+        left -= event == "line"
+        if event == "line" and not left:
+            raise KeyboardInterrupt
+        return interrupt if "tokenizer" in frame.f_code.co_filename else None
+
+    for number in range(1, 10**6):
+        tokenizer, left = pickle.loads(pickle.dumps(small())), number
+        sys.settrace(interrupt)
+        try:
+            tokenizer.encode(text)
+            break  # it runs fewer lines
+        except KeyboardInterrupt:
+            sys.settrace(before)
+            assert tokenizer.encode(text) == expected, f"interrupted at line number {number}"
+        finally:
+            sys.settrace(before)
+    assert number > 100
+
+
+def test_a_thread_within_encode_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was forked meanwhile, such as a DataLoader's, would wait for ever for a lock of that thread."""
+    tokenizer, inside, go_on = pickle.loads(pickle.dumps(small())), threading.Event(), threading.Event()
+    merge = tokenizer._merge
+
+    def slow(word: bytes) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not inside.is_set():
+            inside.set()
+            assert go_on.wait(60)
+        return merge(word)
+
+    monkeypatch.setattr(tokenizer, "_merge", slow)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(tokenizer.encode, small_texts())
+        assert inside.wait(60)
+        try:
+            assert threads.submit(tokenizer.encode, small_texts()).result(20) == small().encode(small_texts())
+        finally:
+            go_on.set()
+        assert first.result() == small().encode(small_texts())
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:

@@ -1,6 +1,7 @@
 """`lmsys.training.generation`: the key-value cache changes nothing, and each way of sampling draws as it should."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any
@@ -135,6 +136,30 @@ def test_a_compiled_model_generates_the_same() -> None:
     model = make_model()
     expected = generate(model, [[1, 2]], 5)
     assert generate(model.compile_blocks(backend="aot_eager"), [[1, 2]], 5) == expected
+
+
+def test_threads_that_generate_leave_the_compiler_as_it_was() -> None:
+    """torch's `set_stance` is one for the process: "force_eager" stayed on after two threads, without a word."""
+    model, calls = make_model(), []
+
+    def counted(graph: Any, _: Any) -> Any:
+        calls.append(graph)
+        return graph
+
+    expected = generate(model, [[1, 2]], 5)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(made == expected for made in threads.map(lambda _: generate(model, [[1, 2]], 5), range(40)))
+    torch.compile(lambda x: x + 1, backend=counted)(torch.ones(2))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_under_a_default_device(use_cache: bool) -> None:
+    """As under torch.set_default_device("cuda"), where a generator of the CPU was asked for a number on the GPU."""
+    model = make_model()
+    expected = generate(model, [[1, 2], [3]], 5, use_cache=use_cache)
+    with torch.device("meta"):
+        assert generate(model, [[1, 2], [3]], 5, use_cache=use_cache) == expected
 
 
 logits = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=12)

@@ -377,6 +377,18 @@ def test_closures_schedulers_hooks_and_added_groups_work(kind: type[AdamW]) -> N
     assert optimizer.step() is None  # without gradients it does nothing
 
 
+@pytest.mark.parametrize("make", [AdamW, Muon])
+def test_a_compiled_step_is_the_eager_one(make: Any) -> None:
+    """torch.compile of it, or of a training step around it, ended in a TorchRuntimeError about fake tensors."""
+    parameters = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    steps = [make([p]).step for p in parameters]
+    for p, step in zip(parameters, (torch.compile(steps[0], backend="eager"), steps[1]), strict=True):
+        for number in range(3):
+            p.grad = torch.eye(4) + number
+            step()
+    assert torch.equal(*parameters) and not torch.equal(parameters[0], torch.ones(4, 4))
+
+
 WRONG_OPTIONS: dict[type[AdamW], list[tuple[dict[str, Any], str]]] = {
     AdamW: [
         ({"lr": -1.0}, "lr=-1.0"),
