@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.records import built, cells, numbers, record, save
+from tests.support.records import built, cells, numbers, record, report, save
 
 CASE = {
     "energy_j": 0.512, "energy_integral_j": 0.51, "energy_per_token_j": 0.512 / 2048, "energy_power_w": 640.0,
@@ -25,7 +25,7 @@ def test_energy_is_a_table_of_its_own_for_each_grid(tmp_path: Path) -> None:
     note = "the counter says 2 J, power over time 1: 100.0% apart"
     records.append(record("attention", "sdpa", section="b", **CASE | {"energy_note": note}))
     records.append(record("attention", "flash_gluon", section="b", energy_note="the counter went back"))
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    files = report(tmp_path, records)
     assert len(cells(files, "attention-a-energy")) == 2
     lines = {line["row"]: line for line in cells(files, "attention-b-energy")}
     shown = {"Energy, J": "0.512", "Energy of a token, mJ": "0.250", "Power, W": "640", "Pace, ms": "0.800"}
@@ -40,12 +40,12 @@ def test_energy_is_a_table_of_its_own_for_each_grid(tmp_path: Path) -> None:
 
 def test_without_energy_there_is_no_chapter_of_it(tmp_path: Path) -> None:
     why = "this GPU has no counter of energy"
-    page = built(tmp_path / "out", save(tmp_path / "r.json", [record("attention", "naive", energy_note=why)]))
+    page = report(tmp_path, [record("attention", "naive", energy_note=why)])
     assert "Energy of" not in page["index.html"].decode() and why in page["index.html"].decode()
 
 
 def test_a_figure_says_the_state_of_the_machine(tmp_path: Path) -> None:
-    page = built(tmp_path / "out", save(tmp_path / "r.json", [record("attention", "naive", **STATE)]))["index.html"]
+    page = report(tmp_path, [record("attention", "naive", **STATE)])["index.html"]
     title = (
         "; SM clock 1,755 MHz, memory clock 3,201 MHz, power 656 W, temperature 54 °C, clock held by power cap, other "
         "processes that had the device: 2, other programs took 3% of the CPU; run of"

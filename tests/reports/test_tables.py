@@ -19,15 +19,10 @@ from lmsys.reports.load import read
 from lmsys.reports.tables import pivot
 from lmsys.reports.views import View, view_of
 from lmsys.reports.words import head_of, number, scaled
-from tests.support.records import MACHINE, built, cells, fields_of, numbers, of_everything, record, save
+from tests.support.records import MACHINE, cells, fields_of, numbers, of_everything, record, report, save
 
 STEM = "default-bfloat16-causal-fwd"
 LENGTH = {"queries": 4096, "keys": 4096}
-
-
-def report(folder: Path, records: list[dict], *arguments: str) -> dict[str, bytes]:
-    """The files of a report of these records, {path: content}."""
-    return built(folder / "out", save(folder / "r.json", records), *arguments)
 
 
 def view(folder: Path, records: list[dict]) -> View:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lmsys.bench import verdict
 from lmsys.reports.answers import fastest_of, questions
+from lmsys.reports.items import Table
 from lmsys.reports.load import by_name, machines_of
 from lmsys.reports.terminal import MOST, lines
 from lmsys.reports.words import number
@@ -95,25 +96,25 @@ def can_answer(cases: list[Record]) -> bool:
     return len(cases) > 1 and any(record["peer"] for record in cases)
 
 
-def answers(records: list[Record]) -> dict[str, Record]:
-    """The answer of the page for each direction."""
+def fastest(records: list[Record]) -> Table | None:
+    """The page's table of the fastest row of each direction."""
     content = by_name(content_of(records))
     cases = [("", ("", "{}"), record) for record in records]
-    for machine in machines_of(cases, content["fields"], content["rows"], content["layouts"]):
-        table = fastest_of(machine, next(questions(machine)))
-        return {str(answer["direction"]): dict(answer) for answer in table.data} if table else {}
-    return {}
+    machines = list(machines_of(cases, content["fields"], content["rows"], content["layouts"]))
+    return fastest_of(machines[0], next(questions(machines[0]))) if machines else None
+
+
+def answers(records: list[Record]) -> dict[str, Record]:
+    """The answer of the page for each direction."""
+    table = fastest(records)
+    return {str(answer["direction"]): dict(answer) for answer in table.data} if table else {}
 
 
 def test_lines_say_that_all_were_disturbed() -> None:
     records = records_of({("fwd", 64, row): (1e-3 * (1 + at), True) for at, row in enumerate(ROWS)})
     (table,) = tables(printed_of(records))
     assert all(line.endswith("disturbed") for line in table) and len(table) == len(ROWS)
-    content = by_name(content_of(records))
-    (machine,) = machines_of(
-        [("", ("", "{}"), record) for record in records], content["fields"], content["rows"], content["layouts"]
-    )
-    page = fastest_of(machine, next(questions(machine)))
+    page = fastest(records)
     assert page and page.rows[0][1] == "flash_triton, all of them disturbed"
 
 

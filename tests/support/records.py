@@ -1,8 +1,8 @@
 """Made-up records of every benchmark, by the fields that it declares, and reports built of them. No result is real.
 
-Tests of reports make records by `record` or `of_everything`, files by `save`, and reports by `built`. `cells` and
-`numbers` read tables of such a report. A row is an implementation; an axis is a parameter of a case, such as "dtype". A
-new benchmark is added to ALL, and the axes of its cases to ASKED.
+Tests of reports make records by `record` or `of_everything`, and reports by `report`, or by `save` and `built`. `cells`
+and `numbers` read tables of such a report. A row is an implementation; an axis is a parameter of a case, such as
+"dtype". A new benchmark is added to ALL, and the axes of its cases to ASKED.
 """
 
 import csv
@@ -239,6 +239,14 @@ def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, byte
         assert main([*map(str, arguments), "-o", str(out)]) == 0
     files = [file for file in sorted(out.rglob("*")) if file.is_file() and file.name != MANIFEST]
     return {file.relative_to(out).as_posix(): file.read_bytes() for file in files}
+
+
+def report(
+    folder: Path, records: list[Record], *arguments: str, drawn: str = NO_PLOT, **machine: Any
+) -> dict[str, bytes]:
+    """The files of a report of these records, built in a folder, which is made if there is none."""
+    folder.mkdir(exist_ok=True)
+    return built(folder / "out", save(folder / "r.json", records, **machine), *arguments, drawn=drawn)
 
 
 def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
