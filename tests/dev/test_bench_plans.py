@@ -46,7 +46,15 @@ def dies_by_one(case: PlanCase) -> None:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens, and nothing is compiled before."""
+    monkeypatch.setattr(bench_plans, "TOKENS", 128)
+    monkeypatch.setattr(bench_plans, "first_call", works)
+    monkeypatch.setattr(bench_plans, "futures", in_this_process)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch, quick: None) -> list[Any]:
     """Runs the benchmark on a CPU: small shapes, and plain PyTorch in place of the kernels.
 
     The list gets an item for each call: a forward's plan, or a backward's (deterministic, plan).
@@ -70,11 +78,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def row(q: Any, k: Any, v: Any, causal: bool) -> Any:
         return forward(q, k, v, causal, q.shape[-1] ** -0.5, "as users call it")[0]
 
-    monkeypatch.setattr(bench_plans, "TOKENS", 128)
     monkeypatch.setattr(plan_cases, "WIDTH", 512)
     monkeypatch.setattr(bench_plans, "CALLS", 3)
-    monkeypatch.setattr(bench_plans, "first_call", works)
-    monkeypatch.setattr(bench_plans, "futures", in_this_process)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Plans, "why_not", lambda self, case: None if case.entry.name == "flash_gluon" else "no GPU")
     for name, function in {"_forward": forward, "_backward": backward, "flash_gluon": row}.items():
@@ -147,12 +152,10 @@ def test_each_is_run_with_its_plan_checked_and_timed(direction: str, on_cpu: lis
     plan = ForwardPlan(2, 2, False, True, True, 32) if direction == "fwd" else BackwardPlan(True, 11)
     asked = ONE | {"plan": ("planned", plan), "direction": (direction,)}
     found = records(Plans(), cases_of(Plans(), **asked))
-    own = found.pop("flash_gluon")
-    assert found.pop("sdpa_cudnn")["outcome"] == "unsupported"
-    ((name, one),) = found.items()
-    assert (
-        name == f"flash_gluon-{name_of(plan)}" and one["plan"] == name_of(plan) and one["label"].endswith(name_of(plan))
-    )
+    name = f"flash_gluon-{name_of(plan)}"
+    assert found.keys() == {"sdpa_cudnn", "flash_gluon", name} and found["sdpa_cudnn"]["outcome"] == "unsupported"
+    own, one = found["flash_gluon"], found[name]
+    assert one["plan"] == name_of(plan) and one["label"].endswith(name_of(plan))
     for record in (own, one):
         assert record["outcome"] == "ok" and record["error_ratio"] <= 1 and record["clock"] == "perf_counter"
         assert record["flops_per_s"] == pytest.approx(record["flops"] / record["time_s"])
@@ -287,14 +290,11 @@ def test_a_graphs_outputs_are_judged_after_each_replay(
 
 @known
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_the_kernels_themselves_take_the_plan(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_themselves_take_the_plan(direction: str, monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     from tests.support.gluon_simulator import simulated
 
-    monkeypatch.setattr(bench_plans, "TOKENS", 128)
     monkeypatch.setattr(plan_cases, "WIDTH", 64)
     monkeypatch.setattr(Plans, "why_not", lambda self, case: None if case.plan else "no GPU")
-    monkeypatch.setattr(bench_plans, "first_call", works)
-    monkeypatch.setattr(bench_plans, "futures", in_this_process)
     plan = ForwardPlan(2, 2, False, True, False, 0) if direction == "fwd" else BackwardPlan(True, 0)
     with simulated():
         found = records(Plans(), cases_of(Plans(), **(ONE | {"plan": (plan,), "direction": (direction,)})), timed=False)
