@@ -218,6 +218,22 @@ PEERS = {"section": "peers", "context": 1024, "size": "small", "batch": 16}
 LLAMA = PEERS | {"label": "Hugging Face Llama", "peer": True}
 LOST_BITS = bits() | {"calls": 0, "failure": "no room"}
 SHARES = {"mfu": 0.5, "matmul_ceiling_fraction": 0.625, "sustained_ceiling_fraction": 0.75}
+STRATEGIES = {
+    "none": 1.0, "naive": 1.4, "bucketed-25MiB": 1.12, "bucketed-auto": 1.1, "zero1": 1.15, "fsdp": 1.3,
+    "torch_ddp_tuned": 1.2, "torch_zero1": 1.5, "torch_fsdp2": 1.35,
+}  # fmt: skip
+PARALLEL, WAY_TEXTS = "data-parallel-sizes-small-S512-bf16", ("", ", blocks compiled", ", as one CUDA graph")
+OVER_TORCHS = {  # ratios of STRATEGIES
+    "bucketed / torch_ddp_tuned": "1.09",
+    "bucketed / naive": "1.27",
+    "zero1 / torch_zero1": "1.30",
+    "fsdp / torch_fsdp2": "1.04",
+}
+MEANS_OVER_TORCHS = {pair: f"{ratio} (2)" for pair, ratio in OVER_TORCHS.items()}
+STEPS = [  # of a batch of 2 on two ranks
+    "none", "naive", "bucketed, 25 MiB", "bucketed, auto (25 MiB)", "zero1", "fsdp", "torch_ddp_tuned", "torch_zero1",
+    "torch_fsdp2",
+]  # fmt: skip
 PEAKS = "held", "forward", "backward", "optimizer"
 PREDICTED = "measured, GiB", "predicted, GiB", "measured / predicted, %", "on paper", "tried"
 RATIOS = "MFU, %", "Short ceiling, %", "Sustained ceiling, %"
@@ -443,6 +459,78 @@ SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, 
             f"plots/synthetic-gpu-{PARTS}-shares.svg": "",
         },
     ),
+    "strategies stand beside torch's own": (
+        [
+            *(
+                record(
+                    "data_parallel",
+                    impl,
+                    0.1 * seconds * batch,
+                    section="sizes",
+                    batch=batch,
+                    compile=way,
+                    comparison=f"{way}{batch}",
+                )
+                for way in ("eager", "graphed", "compiled")
+                for batch in (4, 2)
+                for impl, seconds in STRATEGIES.items()
+            ),
+            record("data_parallel", "none", section="sizes", batch=2, world_size=1),
+            record("data_parallel", "flat", section="sizes", batch=8, outcome="oom", reason="needs 40 GiB"),
+        ],
+        {
+            "data-parallel-sizes-peers": [
+                *(
+                    {"training": f"small b{batch} s512, bf16, 2 ranks{way}"} | OVER_TORCHS
+                    for way in WAY_TEXTS
+                    for batch in (2, 4)
+                ),
+                *(
+                    {"training": f"geometric mean, 2 ranks{way}"}
+                    | {name: f"{x} (2)" for name, x in OVER_TORCHS.items()}
+                    for way in WAY_TEXTS
+                ),
+            ],
+            f"{PARALLEL}-step": [
+                {"strategy": "none", "ranks": "1", "step, mean ± std, ms": "1.02 ± 0.0360"},
+                *({"strategy": name, "batch": batch, "ranks": "2"} for batch in ("2", "4") for name in STEPS),
+                {"strategy": "flat", "batch": "8", "step, mean ± std, ms": "OOM¹"},
+            ],
+            f"{PARALLEL}-by-batch": [{"batch": batch} for batch in ("2", "4", "8")],
+        },
+        dict.fromkeys(
+            (
+                f"plots/synthetic-gpu-{PARALLEL}-{name}.svg"
+                for name in ("rate", "exposed", "memory", "scaling", "timeline")
+            ),
+            "",
+        ),
+    ),
+    "trainings are relative to naive, and to one process, of the same attention row": (
+        [
+            training(attention, strategy, tokens_per_s=1e5 / seconds)
+            for attention in ("naive", "sdpa_flash")
+            for strategy, seconds in SPEEDS.items()
+        ],
+        {
+            f"{STEM}-runs": [
+                {"attention": attention, "row": row, "Speed-up over naive, ×": speed, "scaling, %": scaling}
+                for attention in ("naive", "sdpa_flash")
+                for row, speed, scaling in (
+                    ("none", "0.632", "100"),
+                    ("naive", "1.00", "79.2"),
+                    ("bucketed", "1.20", "95.0"),
+                    ("torch_ddp_tuned", "1.33", "106"),
+                )
+            ],
+            f"{STEM}-rate": [{"attention": "naive"}, {"attention": "sdpa_flash", "bucketed": "100,000"}],
+        },
+        {f"tables/synthetic-gpu-{STEM}-rate.md": "| attention | none | naive | bucketed | torch_ddp_tuned |"}
+        | {
+            f"plots/synthetic-gpu-{STEM}-{name}.svg": ""
+            for name in ("rate", "time", "memory", "chain", "curves", "differences")
+        },
+    ),
     "what repeats is one table": (
         [
             *repeated("naive", "fwd", bits(alone={}), bits(alone={})),
@@ -530,10 +618,19 @@ def test_a_chapter_shows_its_benchmark(law: str, tmp_path: Path) -> None:
         assert name in files and all(line in files[name].decode() for line in wanted.splitlines())
 
 
-def test_a_table_that_would_be_empty_is_left_out(tmp_path: Path) -> None:
-    """Records of older files say nothing of bits, and those of attention have no MFU."""
-    names = report(tmp_path, [record("attention", impl) for impl in ("naive", "sdpa")])
-    assert not [name for name in names if "same-bits" in name or "-mfu" in name]
+def test_what_would_be_empty_is_left_out(tmp_path: Path) -> None:
+    """Records of older files say nothing of bits, those of attention have no MFU, and one process has no chain."""
+    records = [*(record("attention", impl) for impl in ("naive", "sdpa")), training("naive", "none")]
+    names = report(tmp_path, records)
+    assert f"plots/synthetic-gpu-{STEM}-rate.svg" in names
+    assert not [name for name in names if "same-bits" in name or "-mfu" in name or "-chain" in name]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "graphed"])
+def test_only_graphs_say_that_memory_was_measured_before_one_was_recorded(way: str, tmp_path: Path) -> None:
+    files = report(tmp_path, [record("data_parallel", "naive", compile=way)])
+    (memory,) = (text.decode() for name, text in files.items() if name.endswith("-memory.md"))
+    assert ("before one is recorded" in memory) == (way == "graphed") and "Optimizer state, GiB" in memory
 
 
 @pytest.mark.parametrize(("sections", "is_open"), [(1, True), (4, False)])
@@ -611,75 +708,6 @@ def test_collectives_have_a_fitted_latency_and_bandwidth(tmp_path: Path) -> None
     rows = cells(files, "collectives-default-nccl-time")
     assert list(rows[0]) == ["operation", "ranks", "1 MB", "10 MB", "100 MB", "1,000 MB"]
     assert "plots/synthetic-gpu-collectives-default-nccl-W2-bandwidth.svg" in files
-
-
-STRATEGIES = {
-    "none": 1.0, "naive": 1.4, "bucketed-25MiB": 1.12, "bucketed-auto": 1.1, "zero1": 1.15, "fsdp": 1.3,
-    "torch_ddp_tuned": 1.2, "torch_zero1": 1.5, "torch_fsdp2": 1.35,
-}  # fmt: skip
-
-
-def test_strategies_stand_beside_torchs_own(tmp_path: Path) -> None:
-    records = [
-        record(
-            "data_parallel",
-            impl,
-            0.1 * seconds * batch,
-            section="sizes",
-            batch=batch,
-            compile=way,
-            comparison=f"{way}{batch}",
-        )
-        for way in ("eager", "graphed", "compiled")
-        for batch in (4, 2)
-        for impl, seconds in STRATEGIES.items()
-    ]
-    records += [record("data_parallel", "none", section="sizes", batch=2, world_size=1, compile="eager")]
-    records += [
-        record("data_parallel", "flat", section="sizes", batch=8, compile="eager", outcome="oom", reason="needs 40 GiB")
-    ]
-    files = report(tmp_path, records)
-    rows = cells(files, "data-parallel-sizes-peers")
-    assert rows[0]["training"] == "small b2 s512, bf16, 2 ranks" and rows[2]["training"].endswith(", blocks compiled")
-    mean = next(row for row in rows if row["training"] == "geometric mean, 2 ranks, as one CUDA graph")
-    expected = {
-        "bucketed / torch_ddp_tuned": 1.2 / 1.1,
-        "bucketed / naive": 1.4 / 1.1,
-        "zero1 / torch_zero1": 1.5 / 1.15,
-        "fsdp / torch_fsdp2": 1.35 / 1.3,
-    }
-    assert {name: mean[name] for name in expected} == {name: f"{number(ratio)} (2)" for name, ratio in expected.items()}
-    stem = "data-parallel-sizes-small-S512-bf16"
-    step = cells(files, f"{stem}-step")
-    labels = {row["strategy"] for row in step}
-    assert {"bucketed, 25 MiB", "bucketed, auto (25 MiB)"} <= labels
-    assert "±" in step[0]["step, mean ± std, ms"] and step[-1]["step, mean ± std, ms"] == "OOM¹"
-    assert [row["batch"] for row in cells(files, f"{stem}-by-batch")] == ["2", "4", "8"]
-    for suffix, has_note in (("", False), ("-graphed", True), ("-compiled", False)):
-        memory = files[f"tables/synthetic-gpu-{stem}{suffix}-memory.md"].decode()
-        assert ("before one is recorded" in memory) is has_note and "Optimizer state, GiB" in memory
-    plots = [f"plots/synthetic-gpu-{stem}-{name}.svg" for name in ("rate", "exposed", "memory", "scaling", "timeline")]
-    assert set(plots) <= files.keys()
-
-
-def test_trainings_are_relative_to_naive_and_to_one_process_of_the_same_attention_row(tmp_path: Path) -> None:
-    records = [training(attention, strategy) for attention in ("naive", "sdpa_flash") for strategy in SPEEDS]
-    files = report(tmp_path, records)
-    runs = {(row["attention"], row["strategy"]): row for row in numbers(files, f"{STEM}-runs")}
-    for case in records:
-        times = {other["strategy"]: other["time_s"] for other in records if other["attention"] == case["attention"]}
-        row = runs[case["attention"], case["strategy"]]
-        assert float(row["speedup"]) == pytest.approx(times["naive"] / case["time_s"])
-        assert float(row["efficiency"]) == pytest.approx(times["none"] / case["time_s"] / case["world_size"])
-    (row,) = (row for row in cells(files, f"{STEM}-rate") if row["attention"] == "sdpa_flash")
-    assert list(row)[1:] == list(SPEEDS) and row["bucketed"] == number(records[6]["tokens_per_s"])
-    plots = [
-        f"plots/synthetic-gpu-{STEM}-{name}.svg"
-        for name in ("rate", "time", "memory", "chain", "curves", "differences")
-    ]
-    assert set(plots) <= files.keys()
-    alone = report(tmp_path / "alone", [training("naive", "none")])
-    assert f"plots/synthetic-gpu-{STEM}-chain.svg" not in alone and f"plots/synthetic-gpu-{STEM}-rate.svg" in alone
 
 
 def test_trainings_of_other_settings_stay_apart(tmp_path: Path) -> None:
