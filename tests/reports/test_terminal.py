@@ -6,6 +6,7 @@ something disturbed the machine answers a question only if all times of that que
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -57,7 +58,7 @@ def test_a_disturbed_row_comes_first_only_if_all_were_disturbed(drawn: Any, most
     with mock.patch("lmsys.reports.terminal.MOST", most):
         (table,) = tables(printed_of(records))
     lines = [line.split("\N{MULTIPLICATION SIGN}")[0].split() for line in table]
-    shown = [by_figure[key] for line in lines for key in by_figure if key[0] in line and key[1] in line]
+    shown = [by_figure[words] for line in lines for words in pairwise(line) if words in by_figure]  # a row and its time
     key_of = "comparison" if len(records) <= most else "direction"
     assert {case[key_of] for case in shown} == {case[key_of] for case in records}
     for question in {case[key_of] for case in shown}:
