@@ -262,3 +262,12 @@ def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
 def numbers(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
     """The CSV file of such a table: for each row, {head of a column: value}."""
     return list(csv.DictReader(io.StringIO(files[f"tables/synthetic-gpu-{name}.csv"].decode())))
+
+
+def hold_shown(files: dict[str, bytes], tables: dict[str, list[dict[str, str]]], texts: dict[str, str]) -> None:
+    """AssertionError unless each table has these rows, of which some cells are given, and each file these lines."""
+    for name, rows in tables.items():
+        for row, expected in zip(cells(files, name), rows, strict=True):
+            assert row.items() >= expected.items(), name
+    for name, lines in texts.items():
+        assert name in files and all(line in files[name].decode() for line in lines.splitlines()), name
