@@ -235,7 +235,10 @@ def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, byte
     def svg_or_empty(axes: Any, name: str, title: str) -> str:
         return to_svg(axes, name, title) if re.search(drawn, name) else '<svg width="1pt" height="1pt"></svg>'
 
-    with mock.patch.object(plots, "to_svg", svg_or_empty):
+    with (
+        mock.patch.object(plots, "to_svg", svg_or_empty),
+        mock.patch("os.fsync"),
+    ):  # a disk may take longer than all else
         assert main([*map(str, arguments), "-o", str(out)]) == 0
     files = [file for file in sorted(out.rglob("*")) if file.is_file() and file.name != MANIFEST]
     return {file.relative_to(out).as_posix(): file.read_bytes() for file in files}

@@ -113,8 +113,8 @@ def seal_again(content: Content) -> Content:
     known = {record["id"]: record for record in content["lmsys"]["records"]}
     for timing in content["benchmarks"]:
         if record := known.get(timing["extra_info"].get("id")):
-            timing["extra_info"] |= {name: record[name] for name in timing["extra_info"]}
-            timing["stats"]["data"] = record["samples_s"]
+            timing["extra_info"] |= {name: copy.deepcopy(record[name]) for name in timing["extra_info"]}
+            timing["stats"]["data"] = copy.deepcopy(record["samples_s"])
     return seal_file(content)
 
 
