@@ -31,7 +31,7 @@ CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"
 NEEDS = "pip install nbclient ipykernel to run the notebook"
 # Settings, which the notebook reads from the environment, for a run of seconds.
 SMALL = {
-    "MINUTES": "0.03",
+    "MINUTES": "0.05",
     "LENGTHS": "32,64",
     "ROWS": "naive,sdpa",
     "RANKS": "2",
@@ -173,7 +173,7 @@ def test_it_measures_each_row_at_each_length(runs: dict[str, tuple[list[list[str
 
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, with the settings SMALL. Two processes train for two seconds."""
+    """On a CPU, with the settings SMALL. Two processes train for three seconds."""
     nbformat = pytest.importorskip("nbformat", reason=NEEDS)
     nbclient = pytest.importorskip("nbclient", reason=NEEDS)
     pytest.importorskip("ipykernel", reason=NEEDS)
