@@ -1,7 +1,7 @@
 """docs/examples/speedrun.ipynb is executed with small sizes, and its commands are checked for other machines.
 
-For the latter, `commands_on` runs the cells in this process, with a torch that pretends to have other GPUs. Commands
-are recorded, not started. To add a machine, add it to MACHINES.
+For the latter, `runs` runs the cells in this process, with a torch that pretends to have other GPUs. Commands are
+recorded, not started. To add a machine, add it to MACHINES.
 """
 
 import ast
@@ -9,6 +9,8 @@ import json
 import linecache
 import re
 import subprocess
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,14 @@ CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 NEEDS = "pip install nbclient ipykernel to run the notebook"
 # Settings, which the notebook reads from the environment, for a run of seconds.
-SMALL = {"MINUTES": "0.05", "LENGTHS": "32,64", "ROWS": "naive,sdpa", "RANKS": "2"}
+SMALL = {
+    "MINUTES": "0.05",
+    "LENGTHS": "32,64",
+    "ROWS": "naive,sdpa",
+    "RANKS": "2",
+    "MODEL": "d_model=32 d_ff=64 num_layers=1 num_heads=2 context_length=64",
+    "BATCH": "4",
+}
 SHOWING = re.compile(r"^import matplotlib|^from IPython", re.MULTILINE)  # marks cells that only draw results
 
 T4 = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=15 * 2**30)
@@ -71,23 +80,20 @@ def test_the_notebooks_kernel_is_that_of_the_examples() -> None:
 class Recorder:
     """Takes the place of subprocess.Popen: keeps the command, and writes the log that a training would have written."""
 
+    stdout: tuple[str, ...] = ()
+    returncode = 0
+
     def __init__(self, commands: list[list[str]]) -> None:
         self.commands = commands
 
-    def __call__(self, command: list[str], cwd: Path, **_: Any) -> "Recorder":
+    def __call__(self, command: list[str], cwd: Path, **_: Any) -> AbstractContextManager["Recorder"]:
         self.commands.append(command[1:])
         if "--output" in command:
             log = cwd / command[command.index("--output") + 1] / "log.jsonl"
             log.parent.mkdir(exist_ok=True)
             steps = [{"step": step, "loss": 8.0, "time_s": 0.5 * step} for step in (1, 2, 3)]
             log.write_text("\n".join(map(json.dumps, [*steps, {"step": 3, "valid_loss": 8.0}])))
-        return self
-
-    def __enter__(self) -> SimpleNamespace:
-        return SimpleNamespace(stdout=[], returncode=0)
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        return nullcontext(self)
 
 
 def run_cells() -> None:
@@ -100,44 +106,42 @@ def run_cells() -> None:
             exec(compile(text, name, "exec"), names)
 
 
-@pytest.fixture
-def commands_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that returns, without `python`, the commands that the notebook runs on a machine with such GPUs."""
-
-    def commands(count: int, gpu: Any) -> list[list[str]]:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[list[str]], str]]:
+    """{machine: (the commands, without `python`, that the notebook runs there, what it prints)}."""
+    found = {}
+    for machine, (count, gpu, *_) in MACHINES.items():
         recorded: list[list[str]] = []
-        with monkeypatch.context() as here:
-            here.chdir(tmp_path)
-            here.setattr(torch.cuda, "device_count", lambda: count)
-            here.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+        with pytest.MonkeyPatch.context() as here, redirect_stdout(StringIO()) as printed:
+            here.chdir(tmp_path_factory.mktemp("notebook"))
+            here.setattr(torch.cuda, "device_count", lambda count=count: count)
+            here.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
             here.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
             here.setattr(subprocess, "Popen", Recorder(recorded))
             run_cells()
-        return recorded
+        found[machine] = recorded, printed.getvalue()
+    return found
 
-    return commands
+
+def the_one(commands: list[list[str]], name: str) -> list[str]:
+    """The only command that is `lmsys NAME`."""
+    (words,) = (words for words in commands if words[:3] == ["-m", "lmsys", name])
+    return words
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_its_commands_are_accepted_on_every_machine(
-    machine: str, commands_on: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    count, gpu, dtype, precision, world_size = MACHINES[machine]
-    commands = commands_on(count, gpu)
-    printed = capsys.readouterr().out
+def test_its_commands_are_accepted_on_every_machine(machine: str, runs: dict[str, tuple[list[list[str]], str]]) -> None:
+    _, gpu, dtype, precision, world_size = MACHINES[machine]
+    commands, printed = runs[machine]
     assert ("has no bfloat16" in printed and "loss scaling" in printed) == (gpu is T4)
     assert f"strategy {'bucketed' if world_size == 2 else 'none'}, processes: {world_size}" in printed
-    launches = 0
-    for words in commands:
-        module, *arguments = words[1:]
-        assert words[0] == "-m" and module in ("lmsys", "torch.distributed.run")
-        if module == "torch.distributed.run" or arguments[:1] == ["train"]:
-            launches += "--output" in words
-            check_training(words, precision, world_size)
-    assert launches == 2
-    (bench,) = (words for words in commands if words[2:4] == ["bench", "attention"])
-    assert bench[bench.index("--dtype") + 1] == dtype
-    (check,) = (words for words in commands if words[2:3] == ["check"])
+    trainings = [words for words in commands if words[1] == "torch.distributed.run" or words[2:3] == ["train"]]
+    assert sum("--output" in words for words in trainings) == 2
+    for words in trainings:
+        check_training(words, precision, world_size)
+    assert {words[1] for words in commands if words not in trainings} == {"lmsys"}
+    bench, check = the_one(commands, "bench"), the_one(commands, "check")
+    assert bench[3] == "attention" and bench[bench.index("--dtype") + 1] == dtype
     dtypes = set(check[check.index("--dtype") + 1].split(","))
     assert dtypes == set(DTYPES) - ({"bfloat16"} if gpu is T4 else set())
 
@@ -155,16 +159,13 @@ def check_training(words: list[str], precision: str, world_size: int) -> None:
     assert config.train.accumulation(world_size) == 1
 
 
-def test_it_measures_each_row_at_each_length(commands_on: Any) -> None:
+def test_it_measures_each_row_at_each_length(runs: dict[str, tuple[list[list[str]], str]]) -> None:
     """On each machine the benchmark has two cases for each row and length: forward and backward.
 
     The row of the notebook's own kernel is taken from docs/examples/mine.py, which has the same kernel.
     """
-    benches = []
-    for count, gpu, *_ in MACHINES.values():
-        (words,) = (words for words in commands_on(count, gpu) if words[2:3] == ["bench"])
-        line = [word.replace("mine.py", str(EXAMPLES / "mine.py")) for word in line_of(words[3:])[2:]]
-        benches.append(line)
+    lines = [line_of(the_one(commands, "bench")[3:])[2:] for commands, _ in runs.values()]
+    benches = [[word.replace("mine.py", str(EXAMPLES / "mine.py")) for word in line] for line in lines]
     for line, collected in zip(benches, collect(benches), strict=True):
         rows, lengths = (line[line.index(option) + 1].split(",") for option in ("--attention", "--length"))
         assert collected["code"] == 0, collected["said"]

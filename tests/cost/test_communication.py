@@ -100,11 +100,3 @@ def test_no_other_mesh_keeps_more_devices_busy(layer: Layer, overlapped: bool, w
         fits = sum(layer.mesh_seconds(fsdp, tensor)) <= layer.compute_seconds("forward", fsdp * tensor)
         low, high = (tensor, high) if fits else (low, tensor)
     assert fsdp * low <= best[0] * best[1] * (1 + 1e-6)
-
-
-def test_an_unknown_kind_or_direction_is_named() -> None:
-    layer = Layer(1, 1, 1, 1, 1)
-    with pytest.raises(ValueError, match="kind='expert' must be one of data, fsdp, tensor"):
-        layer.most_devices("expert", "forward")
-    with pytest.raises(ValueError, match="direction='fwd'"):
-        layer.compute_seconds("fwd", 2)

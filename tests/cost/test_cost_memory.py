@@ -4,7 +4,7 @@ Parameters, gradients and the optimizer's state are predicted to the byte; activ
 have a part, within a few percent. `fit` chooses what blocks keep, so that a training fits into a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,10 +55,39 @@ def test_parameters_gradients_and_optimizer_are_exact(config: ModelConfig) -> No
     assert bytes_of(moments) == predicted.optimizer
 
 
-def kept(config: ModelConfig, batch: int, context: int, precision: str, device: str) -> int:
-    """Bytes that a forward saves for its backward, without the parameters among them."""
+def config_of(precision: str, device: str, context: int, **sizes: Any) -> ModelConfig:
+    """A model of four heads, with a row of attention that `device` has in this precision."""
+    attention = "sdpa_efficient" if (device, precision) == ("cuda", "fp32") else "sdpa_flash"
+    return ModelConfig(num_heads=4, context_length=context, attention=attention, **sizes)
+
+
+def step_of(
+    config: ModelConfig, batch: int, precision: str, device: str, backward: bool = True
+) -> tuple[TransformerLM, Callable[[], None]]:
+    """(a model, a function that does its forward and backward on zeros, or only its forward)."""
     model = TransformerLM(config, device=device)
-    tokens = torch.zeros(batch, context, dtype=torch.int64, device=device)
+    tokens = torch.zeros(batch, config.context_length, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model.loss(tokens, tokens)
+        if backward:
+            loss.backward()
+
+    return model, step
+
+
+def norms_bytes(config: ModelConfig, batch: int, device: str) -> int:
+    """Bytes that torch keeps on a CPU alone: the normalised input of each RMSNorm, in float32."""
+    return (2 * config.num_layers + 1) * batch * config.context_length * config.d_model * 4 * (device == "cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_are_predicted(precision: str, device: str) -> None:
+    """They are what a forward saves for its backward, without the parameters among it."""
+    config = config_of(precision, device, 256, d_model=256, d_ff=1024, num_layers=3, vocab_size=512)
+    model, forward = step_of(config, 4, precision, device, backward=False)
     parameters = {x.data_ptr(): x.nbytes for x in model.parameters()}
     saved: set[int] = set()
 
@@ -66,26 +95,10 @@ def kept(config: ModelConfig, batch: int, context: int, precision: str, device: 
         saved.add(x.untyped_storage().data_ptr())
         return x
 
-    def forward() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
-            model.loss(tokens, tokens)
-
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         forward()
-    return saved_bytes(forward) - sum(size for address, size in parameters.items() if address in saved)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_activations_are_predicted(precision: str, device: str) -> None:
-    batch, context = 4, 256
-    config = ModelConfig(256, 1024, num_layers=3, num_heads=4, vocab_size=512, context_length=context)
-    config = replace(config, attention="sdpa_flash")
-    if device == "cuda":
-        config = replace(config, attention="sdpa_efficient" if precision == "fp32" else "sdpa_flash")
-    predicted = training_memory(config, batch, context, precision).activations
-    if device == "cpu":  # there torch keeps the normalised input of each RMSNorm as well, in float32
-        predicted += (2 * config.num_layers + 1) * batch * context * config.d_model * 4
-    measured = kept(config, batch, context, precision, device)
+    measured = saved_bytes(forward) - sum(size for address, size in parameters.items() if address in saved)
+    predicted = training_memory(config, 4, 256, precision).activations + norms_bytes(config, 4, device)
     assert predicted == pytest.approx(measured, rel=0.03 if device == "cpu" else 0.15)
 
 
@@ -95,28 +108,22 @@ def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str
     """A batch of 1 has few activations beside many gradients, and a batch of 16 the other way round."""
     if (device, precision) == ("cpu", "bf16"):
         batch = min(batch, 4)  # a CPU without instructions for bfloat16 would take a minute for more
-    attention = "sdpa_efficient" if (device, precision) == ("cuda", "fp32") else "sdpa_flash"
-    config = ModelConfig(256, 1024, num_layers=4, num_heads=4, vocab_size=1024, context_length=128, attention=attention)
-    model = TransformerLM(config, device=device)
-    optimizer, tokens = AdamW(model.parameters()), torch.zeros(batch, 128, dtype=torch.int64, device=device)
+    config = config_of(precision, device, 128, d_model=256, d_ff=1024, num_layers=4, vocab_size=1024)
+    model, forward_backward = step_of(config, batch, precision, device)
+    optimizer = AdamW(model.parameters())
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
-            loss = model.loss(tokens, tokens)
-        loss.backward()
+        forward_backward()
         optimizer.step()
 
     step()
     model.zero_grad(set_to_none=True)
-    predicted = training_memory(config, batch, 128, precision)
-    if device == "cpu":  # there the optimizer needs room, and the normalised input of each RMSNorm is kept as well
-        norms = (2 * config.num_layers + 1) * batch * 128 * config.d_model * 4
-        predicted = replace(
-            predicted,
-            gradients=predicted.gradients + predicted.parameters,
-            activations=predicted.activations + norms,
-        )
+    memory = training_memory(config, batch, 128, precision)
+    predicted = replace(
+        memory,
+        gradients=memory.gradients + memory.parameters * (device == "cpu"),  # there the optimizer needs room
+        activations=memory.activations + norms_bytes(config, batch, device),
+    )
     measured = peak_bytes(step, device) + predicted.parameters + predicted.optimizer
     assert predicted.peak == pytest.approx(measured, rel=0.15)
 
@@ -164,26 +171,11 @@ def test_fit_computes_the_least_again_that_fits(
 @pytest.mark.parametrize(("level", "residual"), [("attention", "wide"), ("attention", "narrow"), ("whole", "wide")])
 def test_the_peak_with_checkpointing_is_predicted(level: str, residual: str, precision: str, device: str) -> None:
     """The peak of forward and backward, without the weights; in this model it is mostly activations."""
-    config = ModelConfig(64, 256, num_layers=8, num_heads=4, vocab_size=64, context_length=128, attention="sdpa_flash")
-    config = replace(config, checkpoint_blocks=level, residual=residual)
-    if (device, precision) == ("cuda", "fp32"):
-        config = replace(config, attention="sdpa_efficient")
-    model = TransformerLM(config, device=device)
-    tokens = torch.zeros(16, 128, dtype=torch.int64, device=device)
-
-    def forward_backward() -> None:
-        model.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
-            loss = model.loss(tokens, tokens)
-        loss.backward()
-
+    sizes = {"d_model": 64, "d_ff": 256, "num_layers": 8, "vocab_size": 64}
+    config = config_of(precision, device, 128, checkpoint_blocks=level, residual=residual, **sizes)
+    model, forward_backward = step_of(config, 16, precision, device)
     forward_backward()
     model.zero_grad(set_to_none=True)
     memory = training_memory(config, 16, 128, precision)
     predicted = max(memory.gradients, memory.activations + memory.recomputed)
     assert predicted == pytest.approx(peak_bytes(forward_backward, device), rel=0.15)
-
-
-def test_an_unknown_precision_is_named() -> None:
-    with pytest.raises(ValueError, match="precision='int8' must be one of fp32, tf32, bf16, fp16"):
-        training_memory(ModelConfig(32, 48, 2, 4), batch=1, context=8, precision="int8")

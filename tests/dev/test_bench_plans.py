@@ -46,7 +46,15 @@ def dies_by_one(case: PlanCase) -> None:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens, and nothing is compiled before."""
+    monkeypatch.setattr(bench_plans, "TOKENS", 128)
+    monkeypatch.setattr(bench_plans, "first_call", works)
+    monkeypatch.setattr(bench_plans, "futures", in_this_process)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch, quick: None) -> list[Any]:
     """Runs the benchmark on a CPU: small shapes, and plain PyTorch in place of the kernels.
 
     The list gets an item for each call: a forward's plan, or a backward's (deterministic, plan).
@@ -70,11 +78,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def row(q: Any, k: Any, v: Any, causal: bool) -> Any:
         return forward(q, k, v, causal, q.shape[-1] ** -0.5, "as users call it")[0]
 
-    monkeypatch.setattr(bench_plans, "TOKENS", 128)
     monkeypatch.setattr(plan_cases, "WIDTH", 512)
     monkeypatch.setattr(bench_plans, "CALLS", 3)
-    monkeypatch.setattr(bench_plans, "first_call", works)
-    monkeypatch.setattr(bench_plans, "futures", in_this_process)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Plans, "why_not", lambda self, case: None if case.entry.name == "flash_gluon" else "no GPU")
     for name, function in {"_forward": forward, "_backward": backward, "flash_gluon": row}.items():
@@ -147,12 +152,10 @@ def test_each_is_run_with_its_plan_checked_and_timed(direction: str, on_cpu: lis
     plan = ForwardPlan(2, 2, False, True, True, 32) if direction == "fwd" else BackwardPlan(True, 11)
     asked = ONE | {"plan": ("planned", plan), "direction": (direction,)}
     found = records(Plans(), cases_of(Plans(), **asked))
-    own = found.pop("flash_gluon")
-    assert found.pop("sdpa_cudnn")["outcome"] == "unsupported"
-    ((name, one),) = found.items()
-    assert (
-        name == f"flash_gluon-{name_of(plan)}" and one["plan"] == name_of(plan) and one["label"].endswith(name_of(plan))
-    )
+    name = f"flash_gluon-{name_of(plan)}"
+    assert found.keys() == {"sdpa_cudnn", "flash_gluon", name} and found["sdpa_cudnn"]["outcome"] == "unsupported"
+    own, one = found["flash_gluon"], found[name]
+    assert one["plan"] == name_of(plan) and one["label"].endswith(name_of(plan))
     for record in (own, one):
         assert record["outcome"] == "ok" and record["error_ratio"] <= 1 and record["clock"] == "perf_counter"
         assert record["flops_per_s"] == pytest.approx(record["flops"] / record["time_s"])
@@ -257,44 +260,35 @@ def test_a_plan_that_returns_an_earlier_result_is_refused(
     assert "time_s" not in one
 
 
-def replayed(calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Stands for a CUDA graph: each replay writes into the same tensors."""
-    static = calls()
-
-    def replay() -> Any:
-        for x, new in zip(static, calls(), strict=True):
-            x.copy_(new)
-        return static
-
-    return replay
-
-
-def never_replayed(calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Stands for a CUDA graph whose replays compute nothing."""
-    static = calls()
-    return lambda: static
-
-
 @known
-@pytest.mark.parametrize(("graph", "outcome"), [(replayed, "ok"), (never_replayed, "wrong")])
+@pytest.mark.parametrize(("computes", "outcome"), [(True, "ok"), (False, "wrong")])
 def test_a_graphs_outputs_are_judged_after_each_replay(
-    graph: Any, outcome: str, on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
+    computes: bool, outcome: str, on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_plans, "graph_of", graph)
+    """A replay writes into the same tensors, as that of a CUDA graph; one that computes nothing leaves them."""
+
+    def graph_of(calls: Callable[[], Any]) -> Callable[[], Any]:
+        static = calls()
+
+        def replay() -> Any:
+            for x, new in zip(static, calls() if computes else static, strict=True):
+                x.copy_(new)
+            return static
+
+        return replay
+
+    monkeypatch.setattr(bench_plans, "graph_of", graph_of)
     one = records(ShortPlans(), cases_of(ShortPlans(), **ONE, graphed=(True,)))["flash_gluon"]
     assert one["outcome"] == outcome, one["reason"]
 
 
 @known
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_the_kernels_themselves_take_the_plan(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_themselves_take_the_plan(direction: str, monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     from tests.support.gluon_simulator import simulated
 
-    monkeypatch.setattr(bench_plans, "TOKENS", 128)
     monkeypatch.setattr(plan_cases, "WIDTH", 64)
     monkeypatch.setattr(Plans, "why_not", lambda self, case: None if case.plan else "no GPU")
-    monkeypatch.setattr(bench_plans, "first_call", works)
-    monkeypatch.setattr(bench_plans, "futures", in_this_process)
     plan = ForwardPlan(2, 2, False, True, False, 0) if direction == "fwd" else BackwardPlan(True, 0)
     with simulated():
         found = records(Plans(), cases_of(Plans(), **(ONE | {"plan": (plan,), "direction": (direction,)})), timed=False)

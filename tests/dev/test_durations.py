@@ -1,7 +1,6 @@
 """The committed seconds of each group of cases: `dev.durations` makes them of results, and the sweep has the groups."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from dev import durations
 from lmsys.bench import Grid, Settings
 from lmsys.bench.runner import Runner
 from lmsys.verify import benchmarks_in
-from tests.support.processes import ENVIRONMENT, ROOT
 
 
 def result(path: Path, **machine: Any) -> Path:
@@ -37,11 +35,14 @@ def test_a_group_of_several_results_has_the_geometric_mean(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("machine", [{"sweep": "smoke", "took_s": {"a": 1.0}}, {"sweep": "default"}])
-def test_results_of_another_sweep_or_without_times_are_refused(machine: dict[str, Any], tmp_path: Path) -> None:
+def test_results_of_another_sweep_or_without_times_are_refused(
+    machine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = result(tmp_path / "out.json", device="cpu", **machine)
-    line = [sys.executable, "-m", "dev.durations", str(path)]
-    done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and f"{path}: it must be of the default sweep" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["durations", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        durations.main()
+    assert f"{path}: it must be of the default sweep" in capsys.readouterr().err
 
 
 def test_the_sweep_ships_seconds_of_its_own_groups() -> None:

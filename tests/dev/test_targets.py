@@ -8,6 +8,8 @@ does.
 
 import json
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -23,30 +25,35 @@ from dev.targets.cards import CARDS, KIB  # noqa: E402
 KERNELS = "tests/support/kernels_for_cards.py"
 
 
-def answers_to(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> tuple[int, list[dict[str, Any]]]:
+def answers_to(name: str, *options: str) -> tuple[int, list[dict[str, Any]]]:
     """(exit code, answers) of the command for a target."""
-    status = main([name, *options, "--json"])
-    return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    with redirect_stdout(StringIO()) as printed:
+        status = main([name, *options, "--json"])
+    return status, [json.loads(line) for line in printed.getvalue().splitlines()]
 
 
-def test_a_kernel_that_does_not_fit_a_card_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines = answers_to(capsys, f"{KERNELS}:launch_products", "--card", "sm_86,sm_90")
-    assert status == 0 and len(lines) == 6  # two launches of three configurations are three kernels on each card
-    by_card = {card: [x for x in lines if x["card"] == card] for card in ("sm_86", "sm_90")}
-    small, large = by_card["sm_86"], by_card["sm_90"]
-    assert [x["reason"] is None for x in small] == [False, True, True]
+@pytest.fixture(scope="module")
+def products() -> tuple[int, list[dict[str, Any]]]:
+    """What the command says of two kernels, `product` and `described`, of two configurations each on two cards."""
+    return answers_to(f"{KERNELS}:launch_products", "--card", "sm_86,sm_90")
+
+
+def test_a_kernel_that_does_not_fit_a_card_has_a_reason(products: tuple[int, list[dict[str, Any]]]) -> None:
+    status, lines = products
+    assert status == 0 and [x["kernel"] for x in lines] == ["product", "product", "described", "described"] * 2
+    small, large = ([x for x in lines if (x["card"], x["kernel"]) == (card, "product")] for card in ("sm_86", "sm_90"))
+    assert [x["reason"] is None for x in small + large] == [False, True, True, True]
     assert small[0]["reason"] == f"needs {small[0]['needs']} bytes of shared memory, has {99 * KIB}"
     assert small[0]["needs"] > 99 * KIB and small[0]["blocks"] == 0
-    assert [x["reason"] for x in large] == [None] * 3
-    assert all(x["tensor_cores"] and x["copies"] and x["spills"] == 0 for x in lines if x["reason"] is None)
-    assert all(0 < x["registers"] <= 255 and x["blocks"] >= 1 for x in lines if x["reason"] is None)
-    assert small[2]["constants"] == {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "num_ctas": 1}
+    assert all(x["tensor_cores"] and x["copies"] and x["spills"] == 0 for x in small[1:] + large)
+    assert all(0 < x["registers"] <= 255 and x["blocks"] >= 1 for x in small[1:] + large)
+    assert small[1]["constants"] == {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "num_ctas": 1}
 
 
-def test_every_configuration_has_descriptors_of_its_own_block(capsys: pytest.CaptureFixture[str]) -> None:
-    _, lines = answers_to(capsys, f"{KERNELS}:launch_described", "--card", "sm_90")
-    assert [x["constants"]["ROWS"] for x in lines] == [16, 64]
-    assert lines[0]["needs"] * 4 == pytest.approx(lines[1]["needs"], rel=0.2)
+def test_every_configuration_has_descriptors_of_its_own_block(products: tuple[int, list[dict[str, Any]]]) -> None:
+    narrow, wide = products[1][-2:]
+    assert [x["constants"]["ROWS"] for x in (narrow, wide)] == [16, 64]
+    assert narrow["needs"] * 4 == pytest.approx(wide["needs"], rel=0.2)
 
 
 def test_a_kernel_that_does_not_compile_has_a_reason_of_one_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -75,8 +82,8 @@ def test_a_target_sees_its_card(capfd: pytest.CaptureFixture[str], monkeypatch: 
     assert [x["constants"]["BLOCK"] for x in lines] == [64, 32, 16, 128] * 2
 
 
-def test_a_target_that_ends_its_process_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    status, (line,) = answers_to(capsys, f"{KERNELS}:end_the_process", "--card", "sm_90")
+def test_a_target_that_ends_its_process_has_an_answer() -> None:
+    status, (line,) = answers_to(f"{KERNELS}:end_the_process", "--card", "sm_90")
     assert status == 1 and line["kernel"] == "its caller" and "SIGABRT" in line["reason"]
 
 
@@ -97,10 +104,10 @@ def test_bad_input_is_refused(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_row_of_ours_launches_all_tiles_that_it_would_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_of_ours_launches_all_tiles_that_it_would_time() -> None:
     """A row that refuses a card gets an answer with the reason, and is no error of the command."""
     options = "--head-dim", "32", "--length", "256", "--dtype", "bfloat16", "--forward"
-    status, (refused, *lines) = answers_to(capsys, "flash_triton", "--card", "sm_75,sm_86", *options)
+    status, (refused, *lines) = answers_to("flash_triton", "--card", "sm_75,sm_86", *options)
     assert status == 1 and refused["kernel"] == "its caller" and "ValueError" in refused["reason"]
     assert {(x["card"], x["kernel"], x["constants"]["D"]) for x in lines} == {("sm_86", "_fwd_kernel", 32)}
     assert len({str(x["constants"]) for x in lines}) > 1
@@ -137,9 +144,9 @@ def test_known_numbers_of_blocks(arch: str, registers: int, shared: int, warps: 
     assert CARDS[arch].held(registers, shared, warps) == blocks
 
 
-def test_a_compiler_that_ends_its_process_fails_one_kernel_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compiler_that_ends_its_process_fails_one_kernel_alone() -> None:
     """LLVM aborts on instructions of another card. An exception that the target raises is the last answer."""
-    status, (ended, behind, caller) = answers_to(capsys, f"{KERNELS}:launch_what_ends_the_compiler", "--card", "sm_86")
+    status, (ended, behind, caller) = answers_to(f"{KERNELS}:launch_what_ends_the_compiler", "--card", "sm_86")
     assert status == 1 and ended["reason"] == "its compiler ends: LLVM ERROR: Cannot select: intrinsic"
     assert behind["kernel"] == "double" and behind["reason"] is None
     assert (caller["kernel"], caller["reason"]) == ("its caller", "raises RuntimeError: no such card")

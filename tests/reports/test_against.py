@@ -12,23 +12,27 @@ from typing import Any
 
 import pytest
 
-from lmsys.bench.record import earlier, load
+from lmsys.bench.record import earlier
 from lmsys.reports.__main__ import main
-from tests.support.records import cells, record, save
+from tests.support.records import Record, cells, record, save
 
 ROWS = {"flash_triton": 1e-3, "sdpa_flash": 2e-3, "naive": 5e-3}
 
 
-def run(path: Path, seed: int, factor: float = 1.0, **machine: Any) -> Path:
-    """Writes a result file of three rows at three lengths. `machine`: facts about its machine that differ."""
+def timed(seed: int, factor: float = 1.0) -> list[Record]:
+    """Records of three rows at three lengths; "flash_triton" takes `factor` times as long as it should."""
     rng, records = random.Random(seed), []
     for length in (512, 1024, 2048):
         for row, seconds in ROWS.items():
-            case = record("attention", row, seconds, queries=length, keys=length)
-            pace = factor if row == "flash_triton" else 1.0
-            case["samples_s"] = [pace * seconds * rng.gauss(1, 0.004) for _ in range(40)]
-            records.append(case)
-    return save(path, records, **machine)
+            pace = seconds * (factor if row == "flash_triton" else 1.0)
+            samples = [pace * rng.gauss(1, 0.004) for _ in range(40)]
+            records.append(record("attention", row, seconds, queries=length, keys=length) | {"samples_s": samples})
+    return records
+
+
+def run(path: Path, seed: int, factor: float = 1.0, **machine: Any) -> Path:
+    """Writes a result file of `timed`. `machine`: facts about its machine that differ."""
+    return save(path, timed(seed, factor), **machine)
 
 
 def compared(out: Path, *arguments: object) -> int:
@@ -51,6 +55,8 @@ def test_a_slower_row_is_reported_and_the_command_fails(tmp_path: Path, capsys: 
     page = files["index.html"].decode()
     assert page.index("Verdicts") < page.index("What changed") < page.index("All cases: attention")
     assert "ffffffffff" in page and "0123456789" in page
+    assert compared(tmp_path / "again", old, new) == 1
+    assert (tmp_path / "again" / "index.html").read_bytes() == files["index.html"]
     assert compared(tmp_path / "faster", new, old) == 0
     assert compared(tmp_path / "same", old, old) == 0
     assert compared(tmp_path / "wide", old, new, "--margin", "0.2") == 0
@@ -80,63 +86,51 @@ def test_a_case_that_was_disturbed_in_either_run_is_marked(
     assert "| slower | 3 (1 disturbed) |" in verdicts and "a case that was disturbed" in verdicts
 
 
-def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
-    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.1)
-    pages = []
-    for name in ("one", "two"):
-        compared(tmp_path / name, old, new)
-        pages.append((tmp_path / name / "index.html").read_bytes())
-    assert pages[0] == pages[1]
+OTHER_TORCH = "error: before has torch 0.0.0, after has torch 9.9: measure both alike, or ask for --anyway"
+OTHER_GPU = "error: before ran on Synthetic GPU, after on Another GPU: measure both alike, or ask for --anyway"
 
 
 @pytest.mark.parametrize(
-    ("machine", "message"),
+    ("values", "machine", "options", "message"),
     [
-        ({"torch": "9.9"}, "before has torch 0.0.0, after has torch 9.9"),
-        ({"name": "Another GPU"}, "before ran on Synthetic GPU, after on Another GPU"),
+        ({}, {"torch": "9.9"}, [], OTHER_TORCH),
+        ({}, {"name": "Another GPU"}, [], OTHER_GPU),
+        ({"clock": "perf_counter"}, {}, [], "by the clock 'cuda_event' before, and by 'perf_counter' after"),
+        ({"queries": 7}, {}, [], "nothing to compare: no case was timed in both runs"),
+        *(({}, {}, ["--margin", margin], f"--margin={float(margin)}") for margin in ("0", "nan", "2")),
+        ({}, {}, ["--single-file"], "--baseline and --single-file are of one run's report"),
     ],
 )
-def test_runs_that_differ_are_refused_without_anyway(
-    machine: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_compared_is_refused(
+    values: dict[str, Any],
+    machine: dict[str, Any],
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, **machine)
-    assert compared(tmp_path / "out", old, new) == 2
-    assert f"error: {message}: measure both alike, or ask for --anyway" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    assert compared(tmp_path / "out", old, new, "--anyway") == 0
-
-
-def test_another_clock_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The later run differs by some values of its record, or by its machine."""
     old = save(tmp_path / "old.json", [record("attention", "naive")])
-    new = save(tmp_path / "new.json", [record("attention", "naive", clock="perf_counter")])
-    assert compared(tmp_path / "out", old, new) == 2
-    assert "by the clock 'cuda_event' before, and by 'perf_counter' after" in capsys.readouterr().err
+    new = save(tmp_path / "new.json", [record("attention", "naive", **values)], **machine)
+    assert compared(tmp_path / "out", old, new, *options) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert not machine or compared(tmp_path / "out", old, new, "--anyway") == 0
 
 
-def test_runs_without_a_common_case_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = save(tmp_path / "old.json", [record("attention", "naive")])
-    new = save(tmp_path / "new.json", [record("attention", "naive", queries=7)])
-    assert compared(tmp_path / "out", old, new) == 2
-    assert "nothing to compare: no case was timed in both runs" in capsys.readouterr().err
-    assert compared(tmp_path / "out", old) == 2
-    assert "name the run after, too" in capsys.readouterr().err
-    for margin in ("0", "nan", "2"):
-        assert compared(tmp_path / "out", old, new, "--margin", margin) == 2
-        assert f"--margin={float(margin)}" in capsys.readouterr().err
+def test_a_run_alone_needs_rows_as_they_were_and_takes_no_margin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(tmp_path / "one.json", 1)
+    assert compared(tmp_path / "out", result) == 2
+    assert "it has no rows as they were: name the run after, too" in capsys.readouterr().err
+    assert main([str(result), "--margin", "0.2", "-o", str(tmp_path / "out")]) == 2
+    assert "--margin is of two runs: name the run before by --before" in capsys.readouterr().err
 
 
 def run_of_both(path: Path, factor: float) -> Path:
     """Writes a result file of a run that measured earlier rows, and today's, of which one is slower by a factor."""
     against = {"name": "aaaaaaaaaa", "commit": "a" * 40, "margin": 0.02}
-    before = records_of(run(path.with_name("before"), 1))
-    today = records_of(run(path.with_name("today"), 1, factor))
-    return save(path, [*(earlier(case, against) for case in before), *today])
-
-
-def records_of(path: Path) -> list[dict[str, Any]]:
-    """The records of a result file."""
-    records: list[dict[str, Any]] = load(path)["records"]
-    return records
+    return save(path, [*(earlier(case, against) for case in timed(1)), *timed(1, factor)])
 
 
 def test_a_run_that_measured_both_states_is_compared_by_itself(
@@ -165,20 +159,6 @@ def test_a_run_that_measured_both_states_is_compared_by_itself(
     comparison = {"all-attention.csv", "changed.csv", "records.csv"}  # no other table names an earlier row
     assert {name.removeprefix("synthetic-gpu-") for name in named} == comparison
     assert f"{'a' * 10}" in site and "Each row took turns with itself as it was" in site
-
-
-def test_a_run_of_one_state_is_not_compared_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(tmp_path / "one.json", 1)
-    assert compared(tmp_path / "out", result) == 2
-    assert "it has no rows as they were: name the run after, too" in capsys.readouterr().err
-
-
-def test_options_of_the_other_report_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2)
-    assert compared(tmp_path / "out", old, new, "--single-file") == 2
-    assert "--baseline and --single-file are of one run's report" in capsys.readouterr().err
-    assert main([str(new), "--margin", "0.2", "-o", str(tmp_path / "out")]) == 2
-    assert "--margin is of two runs: name the run before by --before" in capsys.readouterr().err
 
 
 def test_cases_that_are_only_in_the_earlier_run_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,14 @@
 """The page begins with answers: the fastest row and its speed over the next, wrong rows, rows that could not run.
 
-Tests make up runs of rows (`comparison`), build a report, and read its tables "fastest-...", "wrong" and "not-run".
+Tests make up runs of rows (`comparison`), build a report, and read its tables "fastest-...", "wrong" and "not-run". A
+law that needs no more is an entry of ANSWERS.
 """
 
 import re
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,14 +19,36 @@ from benchmarks.sweeps import SWEEPS
 from lmsys.parallel import STRATEGIES
 from lmsys.reports.load import Machine, run_names
 from lmsys.reports.words import number
-from tests.support.records import Record, built, cells, numbers, record, save
+from tests.support.records import Record, built, cells, hold_shown, numbers, record, report, save
 
 LENGTHS = (1024, 2048, 4096)
 
 
-def comparison(length: int, seconds: dict[str, float]) -> list[dict]:
+def comparison(length: int, seconds: dict[str, float], **axes: object) -> list[Record]:
     """Records of rows that were sampled together at a length: {row: seconds}."""
-    return [record("attention", name, value, queries=length, keys=length) for name, value in seconds.items()]
+    return [record("attention", name, value, queries=length, keys=length, **axes) for name, value in seconds.items()]
+
+
+def steps(seconds: dict[tuple[str, str], float], **axes: Any) -> list[Record]:
+    """Records of training steps that were sampled together: {(row, how it was run): seconds}. "llama" is a peer."""
+    shared = {"mode": "step", "comparison": "one 1"} | axes
+    return [
+        record("model", name, value, compile=way, peer=name == "llama", **shared)
+        for (name, way), value in seconds.items()
+    ]
+
+
+def parallel(seconds: dict[str, float], compared: str) -> list[Record]:
+    """Records of strategies of data parallelism that were sampled together: {row: seconds}."""
+    return [record("data_parallel", name, value, comparison=compared, strategy=name) for name, value in seconds.items()]
+
+
+def drifting(**samples: list[float]) -> list[Record]:
+    """Records of two rows with these samples: {row: seconds of each round}."""
+    return [
+        record("attention", name, sorted(several)[2], samples_s=several, comparison="a")
+        for name, several in samples.items()
+    ]
 
 
 def test_the_page_begins_with_them(tmp_path: Path) -> None:
@@ -38,7 +62,7 @@ def test_the_page_begins_with_them(tmp_path: Path) -> None:
             for n in LENGTHS
         ),
     ]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    files = report(tmp_path, records)
     (fastest,) = cells(files, "fastest-attention")
     assert (fastest["fastest row"], fastest["speed"]) == ("flash_triton (of 2 rows)", "2.00 × sdpa_flash")
     (wrong,) = cells(files, "wrong")
@@ -62,21 +86,13 @@ def test_time_and_rate_are_of_the_fastest_row_where_it_takes_longest(
         for case in comparison(length, {"flash_triton": time, "sdpa_flash": 3 * time})
     ]
     folder = tmp_path_factory.mktemp("longest")
-    files = built(folder / "out", save(folder / "r.json", cases))
+    files = report(folder, cases)
     longest = max(cases[::2], key=lambda case: case["time_s"])
     ((values,), (line,)) = numbers(files, "fastest-attention"), cells(files, "fastest-attention")
     assert float(values["time_s"]) == longest["time_s"] and float(values["flops_per_s"]) == longest["flops_per_s"]
     assert line["time"] == f"{number(1e3 * longest['time_s'])} ms"
     assert line["rate"] == f"{number(longest['flops_per_s'] / 1e12)} TFLOP/s"
     assert len(seconds) == 1 or f"its longest shape: queries {longest['queries']:,}" in files["index.html"].decode()
-
-
-def test_a_row_that_another_run_has_is_said_to_have_run_there(tmp_path: Path) -> None:
-    absent = [record("attention", name, outcome="unsupported", reason="no wheel") for name in ("flex", "flash_attn_2")]
-    first = save(tmp_path / "1.json", [*comparison(1024, {"sdpa_flash": 2e-3}), *absent])
-    later = save(tmp_path / "2.json", comparison(2048, {"flex": 1e-3, "sdpa_flash": 2e-3}), date="2000-01-03")
-    (missing,) = cells(built(tmp_path / "out", first, later), "not-run")
-    assert missing["why"] == "no wheel; in another run flex ran"
 
 
 def test_each_line_says_its_run_and_each_run_its_command_once(tmp_path: Path) -> None:
@@ -89,17 +105,17 @@ def test_each_line_says_its_run_and_each_run_its_command_once(tmp_path: Path) ->
         date, command = f"2000-01-02T0{hour}:00:00+00:00", f"measure {dtype} & <report>"
         path = tmp_path / f"{dtype}.json"
         files.append(save(path, records, date=date, command=command, commit=f"{hour}" * 12, dirty=hour == 2))
-    report = built(tmp_path / "out", *files)
-    lines = {line["setting"]: line["run"] for line in cells(report, "fastest-attention")}
+    made = built(tmp_path / "out", *files)
+    lines = {line["setting"]: line["run"] for line in cells(made, "fastest-attention")}
     assert lines == {"bfloat16": "A", "float16": "B"}
-    text = report["tables/synthetic-gpu-fastest-attention.md"].decode()
+    text = made["tables/synthetic-gpu-fastest-attention.md"].decode()
     assert "Runs: A of 2000-01-02 01:00, B of 2000-01-02 02:00." in text
     assert "Run A, of 2000-01-02 01:00, commit 1111111111, made by: `measure bfloat16 & <report>`" in text
     assert "commit 2222222222 with local changes, made by: `measure float16 & <report>`" in text
     assert "measure float32" not in text
-    answer = report["index.html"].decode().partition("Machine, versions and runs</summary>")[0]
+    answer = made["index.html"].decode().partition("Machine, versions and runs</summary>")[0]
     assert answer.count("<code>measure bfloat16 &amp; &lt;report&gt;</code>") == 1
-    assert [line["commit"] for line in numbers(report, "fastest-attention")] == ["1" * 12, "2" * 12]
+    assert [line["commit"] for line in numbers(made, "fastest-attention")] == ["1" * 12, "2" * 12]
 
 
 def test_the_command_of_what_was_wrong_is_below_it(tmp_path: Path) -> None:
@@ -108,16 +124,6 @@ def test_the_command_of_what_was_wrong_is_below_it(tmp_path: Path) -> None:
     files.append(save(tmp_path / "2.json", [record("attention", "naive")], command="another", date="2000-01-03"))
     text = built(tmp_path / "out", *files)["tables/synthetic-gpu-wrong.md"].decode()
     assert "made by: `measure mine`" in text and "another" not in text
-
-
-def test_rows_are_explained_as_their_table_says(tmp_path: Path) -> None:
-    """The explanation has all rows that were sampled together: ours, then others'. "mine" has no label."""
-    seconds = {"mine": 3e-3, "torch_ddp_tuned": 2e-3, "zero1": 1e-3, "flat": 4e-3}
-    records = [record("data_parallel", name, value) for name, value in seconds.items()]
-    report = built(tmp_path / "out", save(tmp_path / "r.json", records))
-    text = report["tables/synthetic-gpu-fastest-data-parallel.md"].decode()
-    flat, zero1, ddp = (STRATEGIES[name].label for name in ("flat", "zero1", "torch_ddp_tuned"))
-    assert f"Our rows: flat ({flat}), zero1 ({zero1}), mine.  \nOthers’ rows: torch_ddp_tuned ({ddp})." in text
 
 
 @settings(max_examples=50, deadline=None)
@@ -129,50 +135,152 @@ def test_names_of_runs_tell_them_apart(dates: list[datetime | None]) -> None:
     assert all(name.startswith(str(runs[at]["date"] or "undated")[:10]) for at, name in names.items())
 
 
-FEW = {"naive": 2e-3, "torch_ddp_tuned": 3e-3}
-SHARDED = {"zero1": 4e-3, "fsdp": 5e-3, "torch_fsdp2": 9e-3}
+LATER = [
+    case | {"comparison": f"{case['comparison']} later"}
+    for case in comparison(1024, {"flash_cuda": 1e-3, "flash_triton": 1.97e-3, "sdpa_flash": 3e-3})
+]
+WIDE = {("auto", "eager"): 4e-3, ("auto", "fused"): 1e-3, ("llama", "eager"): 3e-3, ("llama", "graphed"): 2e-3}
+FUSED = {"fastest row": "auto, fused (of 2 rows)", "speed": "2.00 × llama, graphed"}
+SLOWER_WAYS = {("auto", "eager"): 4e-3, ("llama", "eager"): 5e-3, ("llama", "compiled"): 6e-3}
+MORE = {"flash_triton": 1e-3, "flash_attn_4": 2e-3, "sdpa": 5e-3, "naive": 6e-3, "vectorized": 7e-3}
+# {law: (runs by date, the rows of these tables with some of their cells, lines of text that files have)}
+ANSWERS: dict[str, tuple[list[list[Record]], dict[str, list[dict[str, str]]], dict[str, str]]] = {
+    "A later run of few rows does not tell if the rows that it left out are slower": (
+        [
+            comparison(1024, {"flash_gluon": 1e-3, "flash_triton": 2e-3, "sdpa_flash": 3e-3}),
+            [case for n in (2048, 4096) for case in comparison(n, {"flash_cuda": 1e-3, "sdpa_flash": 3e-3})],
+        ],
+        {
+            "fastest-attention": [
+                {"fastest row": "flash_gluon (of 3 rows)", "over the next fastest": "2.00 × flash_triton"}
+            ]
+        },
+        {},
+    ),
+    "The answer is of a run that has torch's tuned DDP: without it even the fastest row may be slow": (
+        [
+            parallel({"naive": 2e-3, "torch_ddp_tuned": 3e-3}, "a"),
+            parallel({"zero1": 4e-3, "fsdp": 5e-3, "torch_fsdp2": 9e-3}, "b"),
+        ],
+        {"fastest-data-parallel": [{"fastest row": "naive (of 2 rows)", "speed": "1.50 × torch_ddp_tuned"}]},
+        {},
+    ),
+    "Speed and order are medians of ratios by rounds: medians of drifting samples may give another order": (
+        [drifting(flash_triton=[1.0, 2.0, 3.0, 4.0, 2.6], sdpa_flash=[1.1, 2.2, 3.3, 0.1, 2.5])],
+        {"fastest-attention": [{"fastest row": "flash_triton (of 2 rows)", "speed": "1.10 × sdpa_flash"}]},
+        {},
+    ),
+    "Rows within the margin are ordered by rounds, too": (
+        [drifting(flash_triton=[1.0, 2.0, 3.0, 4.0, 5.0], sdpa_flash=[0.99, 1.98, 3.01, 3.96, 4.95])],
+        {"fastest-attention": [{"fastest row": "sdpa_flash (of 2 rows)", "speed": "1.01 × flash_triton"}]},
+        {},
+    ),
+    "A row's fastest way is compared with the peer's fastest way": (
+        [steps(WIDE)],
+        {"fastest-step": [FUSED | {"setting": "small"}]},
+        {},
+    ),
+    "Wide residual streams are named only if there are narrow ones, too": (
+        [steps(WIDE) + steps({("auto", "eager"): 1e-4}, residual="narrow")],
+        {"fastest-step": [FUSED | {"setting": "small, wide"}]},
+        {},
+    ),
+    "A later run of slower ways takes no answer's place, and leaves no mark of unsteadiness": (
+        [
+            steps({("auto", "fused"): 1e-3, ("llama", "graphed"): 2e-3})
+            + steps({("auto", "eager"): 4e-3}, p20_s=2e-3, p80_s=8e-3),
+            steps(SLOWER_WAYS, comparison="one 2", p20_s=2e-3, p80_s=8e-3),
+        ],
+        {"fastest-step": [FUSED]},
+        {},
+    ),
+    "A run of rows that won elsewhere is asked rather than one of many others": (
+        [
+            comparison(2048, {"flash_triton": 2e-3, "flash_attn_4": 1e-3, "sdpa": 5e-3}),
+            comparison(1024, {name: s for name, s in MORE.items() if name != "flash_attn_4"} | {"flash_torch": 8e-3}),
+        ],
+        {"fastest-attention": [{"fastest row": "flash_attn_4 (of 3 rows)"}]},
+        {},
+    ),
+    "A run with more shapes of the rows that won is asked rather than one of more rows": (
+        [
+            [
+                case
+                for n in (1024, 2048)
+                for case in comparison(n, {"flash_triton": 2e-3, "flash_attn_4": 1e-3, "sdpa": 5e-3})
+            ],
+            comparison(512, MORE),
+        ],
+        {"fastest-attention": [{"fastest row": "flash_attn_4 (of 3 rows)"}]},
+        {},
+    ),
+    "A row that another run has is said to have run there": (
+        [
+            [
+                *comparison(1024, {"sdpa_flash": 2e-3}),
+                *(
+                    record("attention", name, outcome="unsupported", reason="no wheel")
+                    for name in ("flex", "flash_attn_2")
+                ),
+            ],
+            comparison(2048, {"flex": 1e-3, "sdpa_flash": 2e-3}),
+        ],
+        {"not-run": [{"why": "no wheel; in another run flex ran"}]},
+        {},
+    ),
+    "A limit of memory is told with what did not run": (
+        [[record("attention", "naive", outcome="oom", reason="no room", memory_limit_bytes=24 * 2**30)]],
+        {"not-run": [{"why": "out of memory under the limit of 24 GiB that was asked for"}]},
+        {},
+    ),
+    "Nothing wrong is said": (
+        [[record("attention", "naive"), record("attention", "sdpa")]],
+        {"wrong": [{"cases": "nothing was wrong: 2 of 2 cases ran, and all of these were right"}]},
+        {},
+    ),
+    "What nobody checked is not called right": (
+        [[record("attention", "naive"), record("attention", "sdpa", error_ratio=None)]],
+        {"wrong": [{"cases": "nothing was wrong: 2 of 2 cases ran, and 1 were right, 1 were not checked"}]},
+        {},
+    ),
+    "All rows that were sampled together are explained, ours and others', but mine, which has no label": (
+        [
+            [
+                record("data_parallel", name, value)
+                for name, value in {"mine": 3e-3, "torch_ddp_tuned": 2e-3, "zero1": 1e-3, "flat": 4e-3}.items()
+            ]
+        ],
+        {},
+        {
+            "tables/synthetic-gpu-fastest-data-parallel.md": (
+                f"Our rows: flat ({STRATEGIES['flat'].label}), zero1 ({STRATEGIES['zero1'].label}), mine.  \n"
+                f"Others’ rows: torch_ddp_tuned ({STRATEGIES['torch_ddp_tuned'].label})."
+            )
+        },
+    ),
+    "Rows of another run that took less time in this shape, without turns, are told": (
+        [
+            comparison(1024, {"flash_gluon": 2e-3, "flex": 3e-3, "sdpa": 4e-3}),
+            [
+                *LATER,
+                *comparison(2048, {"flash_torch": 1e-6, "sdpa_flash": 1e-3}),
+            ],
+        ],
+        {"fastest-attention": [{"fastest row": "flash_gluon (of 3 rows)¹"}]},
+        {
+            "tables/synthetic-gpu-fastest-attention.md": (
+                "¹ In another run, which took no turns with this one, these took less time: flash_cuda."
+            )
+        },
+    ),
+}
 
 
-def test_the_fastest_is_of_the_run_that_sampled_most_rows(tmp_path: Path) -> None:
-    """A later run of few rows does not tell if the rows that it left out are slower."""
-    first = save(tmp_path / "1.json", comparison(1024, {"flash_gluon": 1e-3, "flash_triton": 2e-3, "sdpa_flash": 3e-3}))
-    later = [case for length in (2048, 4096) for case in comparison(length, {"flash_cuda": 1e-3, "sdpa_flash": 3e-3})]
-    files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
-    (fastest,) = cells(files, "fastest-attention")
-    assert (fastest["fastest row"], fastest["over the next fastest"]) == (
-        "flash_gluon (of 3 rows)",
-        "2.00 × flash_triton",
-    )
-
-
-def test_the_fastest_is_of_a_run_that_had_what_users_would_otherwise_take(tmp_path: Path) -> None:
-    """The answer is taken from a run that has torch's tuned DDP: without it even the fastest row may be slow."""
-    records = [record("data_parallel", name, s, comparison="a", strategy=name) for name, s in FEW.items()]
-    first = save(tmp_path / "1.json", records)
-    later = [record("data_parallel", name, s, comparison="b", strategy=name) for name, s in SHARDED.items()]
-    files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
-    (fastest,) = cells(files, "fastest-data-parallel")
-    assert (fastest["fastest row"], fastest["speed"]) == ("naive (of 2 rows)", "1.50 × torch_ddp_tuned")
-
-
-@pytest.mark.parametrize(
-    ("triton", "flash", "fastest"),
-    [
-        ([1.0, 2.0, 3.0, 4.0, 2.6], [1.1, 2.2, 3.3, 0.1, 2.5], ("flash_triton (of 2 rows)", "1.10 × sdpa_flash")),
-        ([1.0, 2.0, 3.0, 4.0, 5.0], [0.99, 1.98, 3.01, 3.96, 4.95], ("sdpa_flash (of 2 rows)", "1.01 × flash_triton")),
-    ],
-    ids=["apart", "within the margin"],
-)
-def test_speed_and_order_are_of_the_same_rounds(
-    triton: list[float], flash: list[float], fastest: tuple[str, str], tmp_path: Path
-) -> None:
-    """Both are medians of ratios by rounds. Medians of drifting samples may give another order of two rows."""
-    records = [
-        record("attention", name, sorted(samples)[2], samples_s=samples, comparison="a", queries=1024, keys=1024)
-        for name, samples in {"flash_triton": triton, "sdpa_flash": flash}.items()
-    ]
-    (answer,) = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
-    assert (answer["fastest row"], answer["speed"]) == fastest
+@pytest.mark.parametrize("law", ANSWERS)
+def test_the_page_answers(law: str, tmp_path: Path) -> None:
+    runs, tables, texts = ANSWERS[law]
+    paths = [save(tmp_path / f"{day}.json", run, date=f"2000-01-0{day}") for day, run in enumerate(runs, start=1)]
+    hold_shown(built(tmp_path / "out", *paths), tables, texts)
 
 
 KINDS: dict[str, Record] = {
@@ -194,7 +302,7 @@ def test_the_deterministic_mode_has_answers_and_tables_of_its_own(tmp_path: Path
         for mode in (None, True)
         for name, s in seconds.items()
     ]
-    files = built(tmp_path / "out", save(tmp_path / "1.json", records))
+    files = report(tmp_path, records)
     lines = {line["setting"]: line["speed"] for line in cells(files, "fastest-attention")}
     assert (
         set(lines.values()) == {"2.00 × sdpa"}
@@ -212,56 +320,20 @@ def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
         record("model", name, s, mode="step", compile="graphed", mfu=mfu, comparison=str(at % 2), peer=name == "llama")
         for at, (name, s, mfu) in enumerate(times)
     ]
-    files = built(tmp_path / "out", save(tmp_path / "1.json", records))
+    files = report(tmp_path, records)
     (fastest,) = cells(files, "fastest-step")
     assert fastest["MFU"] == "45.0 %"
     page = (tmp_path / "out" / "index.html").read_text()
     assert "Graphed: compiled, and replayed as one CUDA graph." in page and "fused:" not in page
 
 
-def test_of_the_ways_in_which_a_row_was_run_the_fastest_is_the_answer(tmp_path: Path) -> None:
-    """It is compared with the peer's fastest way. "wide" is named only if there are narrow residual streams, too."""
-    times = {("auto", "eager"): 4e-3, ("auto", "fused"): 1e-3, ("llama", "eager"): 3e-3, ("llama", "graphed"): 2e-3}
-    wide = [
-        record("model", name, s, mode="step", compile=way, comparison="one", peer=name == "llama")
-        for (name, way), s in times.items()
-    ]
-    narrow = [record("model", "auto", 1e-4, mode="step", residual="narrow", comparison="one")]
-    for records, setting in ((wide, "small"), (wide + narrow, "small, wide")):
-        (fastest,) = cells(built(tmp_path / "out", save(tmp_path / "1.json", records)), "fastest-step")
-        assert (fastest["fastest row"], fastest["speed"]) == ("auto, fused (of 2 rows)", "2.00 × llama, graphed")
-        assert fastest["setting"] == setting
-
-
 def test_without_samples_there_is_a_fastest_row_and_no_speed(tmp_path: Path) -> None:
     """A ratio of two times may be one of two clocks, so no speed is given."""
-    times = {"flash_triton": 1e-3, "sdpa_flash": 2e-3}
-    records = [record("attention", name, s) | {"samples_s": None} for name, s in times.items()]
-    records += [
-        record("model", name, s, mode="step", compile="fused", comparison="one", peer=name == "llama")
-        | {"samples_s": None}
-        for name, s in (("auto", 1e-3), ("llama", 2e-3))
-    ]
-    files = built(tmp_path / "out", save(tmp_path / "1.json", records))
+    records = comparison(1024, {"flash_triton": 1e-3, "sdpa_flash": 2e-3}, samples_s=None)
+    files = report(tmp_path, records + steps({("auto", "fused"): 1e-3, ("llama", "fused"): 2e-3}, samples_s=None))
     for word, row in (("attention", "flash_triton (of 2 rows)"), ("step", "auto, fused (of 2 rows)")):
         (fastest,) = cells(files, f"fastest-{word}")
         assert (fastest["fastest row"], fastest["speed"]) == (row, "") and "over the next fastest" not in fastest
-
-
-def test_a_later_run_of_slower_ways_takes_no_answers_place(tmp_path: Path) -> None:
-    """The answer is not marked as unsteady, although another way of the same row was."""
-    first = {("auto", "fused"): 1e-3, ("auto", "eager"): 4e-3, ("llama", "graphed"): 2e-3}
-    later = {("auto", "eager"): 4e-3, ("llama", "eager"): 5e-3, ("llama", "compiled"): 6e-3}
-    paths = []
-    for day, times in enumerate((first, later), start=1):
-        records = [
-            record("model", name, s, mode="step", compile=way, comparison=f"one {day}", peer=name == "llama")
-            | ({"p20_s": s / 2, "p80_s": 2 * s} if way == "eager" else {})
-            for (name, way), s in times.items()
-        ]
-        paths.append(save(tmp_path / f"{day}.json", records, date=f"2000-01-0{day}"))
-    (fastest,) = cells(built(tmp_path / "out", *paths), "fastest-step")
-    assert (fastest["fastest row"], fastest["speed"]) == ("auto, fused (of 2 rows)", "2.00 × llama, graphed")
 
 
 def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None:
@@ -272,7 +344,7 @@ def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None
         for kind, axes in KINDS.items()
         for name in ("flash_gluon", "flash_triton", "sdpa_flash")
     ]
-    lines = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
+    lines = cells(report(tmp_path, records), "fastest-attention")
     answers = {line["setting"].removeprefix("forward").removeprefix(", "): line["fastest row"] for line in lines}
     assert answers == {kind: f"{row} (of 3 rows)" for kind, row in fast.items()}
 
@@ -284,28 +356,10 @@ def test_each_section_has_a_title() -> None:
     assert {grid.name for grid in grids} - {"anatomy"} <= WORDS["section"].keys()  # anatomy is a chapter of its own
 
 
-def test_a_limit_of_memory_is_told_with_what_did_not_run(tmp_path: Path) -> None:
-    limited = record("attention", "naive", outcome="oom", reason="no room", memory_limit_bytes=24 * 2**30)
-    (line,) = cells(built(tmp_path / "out", save(tmp_path / "r.json", [limited])), "not-run")
-    assert line["why"] == "out of memory under the limit of 24 GiB that was asked for"
-
-
 def test_ours_alone_are_no_answer(tmp_path: Path) -> None:
-    records = comparison(1024, {"flash_triton": 1e-3, "naive": 2e-3})
-    assert not [name for name in built(tmp_path / "out", save(tmp_path / "r.json", records)) if "fastest" in name]
-
-
-def test_nothing_wrong_is_said(tmp_path: Path) -> None:
-    files = built(tmp_path / "out", save(tmp_path / "r.json", [record("attention", "naive")]))
-    (none,) = cells(files, "wrong")
-    assert none["cases"] == "nothing was wrong: 1 of 1 cases ran, and all of these were right"
-    assert not [name for name in files if "fastest" in name]
-
-
-def test_what_nobody_checked_is_not_called_right(tmp_path: Path) -> None:
-    records = [record("attention", "naive"), record("attention", "sdpa", error_ratio=None)]
-    (none,) = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "wrong")
-    assert none["cases"] == "nothing was wrong: 2 of 2 cases ran, and 1 were right, 1 were not checked"
+    assert not [
+        name for name in report(tmp_path, comparison(1024, {"flash_triton": 1e-3, "naive": 2e-3})) if "fastest" in name
+    ]
 
 
 def test_rows_are_said_to_be_right_in_a_dtype_only_where_all_their_cases_were(tmp_path: Path) -> None:
@@ -315,52 +369,18 @@ def test_rows_are_said_to_be_right_in_a_dtype_only_where_all_their_cases_were(tm
         record("attention", "mine", dtype="float16"),
         record("attention", "flex", outcome="unsupported", dtype="float32"),
     ]
-    page = built(tmp_path / "out", save(tmp_path / "r.json", records))["index.html"].decode()
+    page = report(tmp_path, records)["index.html"].decode()
     sentences = re.findall("Attention that was right in (\\w+), in every case that ran: ([^<]*)[.]", page)
     assert sentences == [("bfloat16", "naive"), ("float16", "mine")]
 
 
-def test_a_speed_of_samples_that_spread_is_marked(tmp_path: Path) -> None:
-    for spread, marked in ((0.1, False), (0.3, True)):
-        calm = {"samples_s": [1.0] * 5, "p20_s": 1.0, "p80_s": 1.0}
-        wide = {"samples_s": [1.5] * 5, "p20_s": 1.5, "p80_s": 1.5 * (1 + spread)}
-        records = [
-            record("attention", name, facts["samples_s"][0], comparison="a", **facts)
-            for name, facts in (("flash_triton", calm), ("sdpa", wide))
-        ]
-        files = built(tmp_path / f"{spread}", save(tmp_path / f"{spread}.json", records))
-        (fastest,) = cells(files, "fastest-attention")
-        assert fastest["speed"] == "1.50 × sdpa" + "¹" * marked
-        assert ("Unsteady" in files["tables/synthetic-gpu-fastest-attention.md"].decode()) is marked
-
-
-def test_a_row_that_took_no_turns_but_less_time_is_told(tmp_path: Path) -> None:
-    """The note names rows of another run that took less time in this shape, and were not sampled with the answer."""
-    first = save(tmp_path / "1.json", comparison(1024, {"flash_gluon": 2e-3, "flex": 3e-3, "sdpa": 4e-3}))
-    shape = comparison(1024, {"naive": 1.0})[0]["comparison"]
-    rows = {"flash_cuda": 1e-3, "flash_triton": 1.97e-3, "sdpa_flash": 3e-3}
-    later = [case | {"comparison": f"{shape} later"} for case in comparison(1024, rows)]
-    later += comparison(2048, {"flash_torch": 1e-6, "sdpa_flash": 1e-3})
-    files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
+@pytest.mark.parametrize(("spread", "is_marked"), [(0.1, False), (0.3, True)])
+def test_a_speed_of_samples_that_spread_is_marked(spread: float, is_marked: bool, tmp_path: Path) -> None:
+    calm = {"samples_s": [1.0] * 5, "p20_s": 1.0, "p80_s": 1.0, "comparison": "a"}
+    wide = {"samples_s": [1.5] * 5, "p20_s": 1.5, "p80_s": 1.5 * (1 + spread), "comparison": "a"}
+    files = report(
+        tmp_path, [record("attention", "flash_triton", 1.0, **calm), record("attention", "sdpa", 1.5, **wide)]
+    )
     (fastest,) = cells(files, "fastest-attention")
-    assert fastest["fastest row"] == "flash_gluon (of 3 rows)¹"
-    text = files["tables/synthetic-gpu-fastest-attention.md"].decode()
-    assert "¹ In another run, which took no turns with this one, these took less time: flash_cuda." in text
-
-
-def test_a_run_of_rows_that_won_elsewhere_is_asked_rather_than_one_of_many_others(tmp_path: Path) -> None:
-    many = {"flash_triton": 1e-3, "naive": 2e-3, "vectorized": 3e-3, "flash_torch": 4e-3, "sdpa": 5e-3}
-    first = save(tmp_path / "1.json", comparison(1024, many))
-    few = comparison(2048, {"flash_triton": 2e-3, "flash_attn_4": 1e-3, "sdpa": 5e-3})
-    files = built(tmp_path / "out", first, save(tmp_path / "2.json", few, date="1999-01-03"))
-    (fastest,) = cells(files, "fastest-attention")
-    assert fastest["fastest row"] == "flash_attn_4 (of 3 rows)"
-
-
-def test_a_run_with_more_shapes_of_the_rows_that_won_is_asked_rather_than_one_of_more_rows(tmp_path: Path) -> None:
-    more = {"flash_triton": 1e-3, "flash_attn_4": 2e-3, "sdpa": 5e-3, "naive": 6e-3, "vectorized": 7e-3}
-    first = save(tmp_path / "1.json", comparison(512, more))
-    shapes = [comparison(length, {"flash_triton": 2e-3, "flash_attn_4": 1e-3, "sdpa": 5e-3}) for length in (1024, 2048)]
-    few = save(tmp_path / "2.json", [case for shape in shapes for case in shape], date="1999-01-03")
-    (fastest,) = cells(built(tmp_path / "out", first, few), "fastest-attention")
-    assert fastest["fastest row"] == "flash_attn_4 (of 3 rows)"
+    assert fastest["speed"] == "1.50 × sdpa" + "¹" * is_marked
+    assert ("Unsteady" in files["tables/synthetic-gpu-fastest-attention.md"].decode()) is is_marked

@@ -1,7 +1,7 @@
 """The chapters of the report, as benchmarks' layouts declare them: their tables, and numbers that only they compute.
 
 Each test makes up records (tests/support/records.py), builds a report and reads its tables by `cells` or `numbers`. The
-fixtures `attention` and `models` are such reports. A new table of a layout has its test here.
+fixtures `attention` and `models` are such reports. A new table of a layout has an entry in SHOWN, or a test here.
 """
 
 import re
@@ -14,13 +14,9 @@ from benchmarks.layouts import KEPT
 from lmsys import checkpointing
 from lmsys.reports.page import MOST_OPEN
 from lmsys.reports.words import number
-from tests.support.records import GIB, NO_PLOT, built, cells, numbers, part, record, save, sums
+from tests.support.records import GIB, Record, cells, hold_shown, numbers, part, record, report, sums
 
 ROWS = {"naive": 6e-3, "naive_compiled": 4e-3, "flash_triton": 1e-3, "flash_triton_torch_bwd": 2e-3, "sdpa_flash": 3e-3}
-
-
-def report(folder: Path, records: list[dict], *arguments: str, drawn: str = NO_PLOT) -> dict[str, bytes]:
-    return built(folder / "out", save(folder / "r.json", records), *arguments, drawn=drawn)
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +55,6 @@ def test_rows_stand_side_by_side_by_head_dimension(attention: dict[str, bytes]) 
     rows = cells(attention, "flash-bfloat16-causal-fwdbwd-time-by-dim")
     assert [row["D"] for row in rows] == ["16", "64"] and list(rows[0])[1:] == ["S 512", "S 65,536"]
     assert re.fullmatch(r"OOM¹ / [\d.,]+ / [\d.,]+", rows[0]["S 65,536"])
-
-
-def test_tiers_are_in_order_of_length(attention: dict[str, bytes]) -> None:
-    rows = cells(attention, "tiers-bfloat16-causal-fwd-time")
-    assert [row["Q×K"] for row in rows] == ["128×64", "256×128", "1,024×512"]
 
 
 @pytest.mark.parametrize("lengths", [[512], [512, 1024]])
@@ -110,7 +101,7 @@ MODES = {"forward": 0.02, "train_forward": 0.1, "backward": 0.2, "optimizer": 0.
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A report of models: sizes by contexts, with an "oom" and a missing case; the warm-up study; what fits memory."""
+    """A report of models: sizes by contexts, with an "oom" and a missing case."""
     records = []
     for size, scale in (("small", 1), ("xl", 10)):
         for context in (128, 1024):
@@ -119,18 +110,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
                 ("fp32", "compiled", 0.8),
                 ("bf16", "eager", 0.5),
             ):
-                axes = {
-                    "section": "sizes",
-                    "size": size,
-                    "context": context,
-                    "precision": precision,
-                    "compile": compile_,
-                }
-                lost = (
-                    {"outcome": "oom", "reason": "needs 150 GiB"}
-                    if (size, context, precision) == ("xl", 1024, "fp32")
-                    else {}
-                )
+                axes = {"section": "sizes", "size": size, "context": context}
+                axes |= {"precision": precision, "compile": compile_}
+                is_lost = (size, context, precision) == ("xl", 1024, "fp32")
+                lost = {"outcome": "oom", "reason": "needs 150 GiB"} if is_lost else {}
                 records += [
                     record("model", "naive", seconds * scale * share, mode=mode, **axes, **lost)
                     for mode, seconds in MODES.items()
@@ -138,19 +121,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     records = [
         case for case in records if (case["size"], case["context"], case["precision"]) != ("small", 1024, "bf16")
     ]
-    for steps in (0, 5, 1):
-        axes = {"section": "warmup", "warmup_steps": steps}
-        records += [
-            record("model", "naive", mode=mode, mean_s=0.1, std_s=0.01, **axes) for mode in ("forward", "backward")
-        ]
-    for size, predicted, measured in (("small", 4, 5), ("medium", 18, 15), ("large", 18, None)):
-        axes = {"section": "fits", "size": size, "memory_limit_bytes": 16 * GIB, "predicted_bytes": predicted * GIB}
-        lost = (
-            {"outcome": "oom"}
-            if measured is None
-            else {"total_bytes": measured * GIB, "held_bytes": GIB, "peak_bytes": (measured - 1) * GIB}
-        )
-        records.append(record("model", "naive", **axes, **lost))
     return report(tmp_path_factory.mktemp("models"), records, drawn="phases-naive-(small-S128|xl-S1024)-B4")
 
 
@@ -163,14 +133,25 @@ def test_models_are_contexts_by_sizes(models: dict[str, bytes]) -> None:
     assert cells(models, "model-sizes-step-speedup-over-eager-fp32-compiled-naive")[0]["small"] == "1.25"
     assert cells(models, "model-sizes-summary")[-1]["fp32"] == "1.25 (3)"
     assert [row["size"] for row in cells(models, "model-sizes-best")] == ["small", "xl"]
-    assert [row["parameters"] for row in cells(models, "model-sizes")] == [
-        "3,072,000",
-        "4,096,000",
-        "5,120,000",
-        "6,400,000",
-    ]
+    assert [row["parameters"] for row in cells(models, "model-sizes")] == ["3,072,000", "6,400,000"]
     outcomes = cells(models, "model-outcomes")
-    assert sum(int(row["cases"]) for row in outcomes) == 5 * 11 + 9 and outcomes[0]["out of memory"] == "5"
+    assert sum(int(row["cases"]) for row in outcomes) == 5 * 11 and outcomes[0]["out of memory"] == "5"
+
+
+def test_what_is_kept_and_the_stream_stand_side_by_side_in_several_shapes(tmp_path: Path) -> None:
+    assert ["defaulted", "checkpoint", checkpointing.LEVELS[0], [*checkpointing.LEVELS[1:]]] in KEPT
+    files = report(tmp_path, by_way(128) + by_way(256))
+    start, both = "model-levels-step-{}-bf16-compiled", r"[\d.]+ / [\d.]+"
+    kept = "attention-12-matmuls-22"
+    for fixed in ("narrow", "wide", kept, "none"):
+        assert re.fullmatch(both, cells(files, f"{start.format('time')}-{fixed}-naive")[0]["small"])
+    for word, fixed, speedup in (
+        ("over-none", f"{kept}-wide", "4.00"),
+        ("over-none", f"{kept}-narrow", "4.00"),
+        ("over-wide", f"{kept}-narrow", "2.00"),
+        ("over-wide", "none-narrow", "2.00"),
+    ):
+        assert cells(files, f"{start.format(f'speedup-{word}')}-{fixed}-naive")[0]["small"] == speedup
 
 
 WAYS = [(kept, stream) for kept in ("none", "attention*12,matmuls*22") for stream in ("wide", "narrow")]
@@ -186,79 +167,466 @@ def by_way(context: int) -> list[dict[str, Any]]:
     return records
 
 
-def test_what_is_kept_and_the_stream_are_one_table_of_a_single_shape(tmp_path: Path) -> None:
-    assert ["defaulted", "checkpoint", checkpointing.LEVELS[0], [*checkpointing.LEVELS[1:]]] in KEPT
-    files = report(tmp_path, by_way(128))
-    rows = cells(files, "model-levels-step-all")
-    assert [(row["checkpoint"], row["residual"]) for row in rows] == WAYS
-    assert [row["Speedup over none, ×"] for row in rows] == ["1.00", "1.00", "4.00", "4.00"]
-    assert not [name for name in files if "model-levels-step-time" in name]
+STEM = "training-matrix-small-S512B4-bf16-W2-T4096x3"
+SPEEDS = {"none": 1.9, "naive": 1.2, "bucketed": 1.0, "torch_ddp_tuned": 0.9}
 
 
-def test_what_is_kept_and_the_stream_stand_side_by_side_in_several_shapes(tmp_path: Path) -> None:
-    files = report(tmp_path, by_way(128) + by_way(256))
-    start, both = "model-levels-step-{}-bf16-compiled", r"[\d.]+ / [\d.]+"
-    kept = "attention-12-matmuls-22"
-    for fixed in ("narrow", "wide", kept, "none"):
-        assert re.fullmatch(both, cells(files, f"{start.format('time')}-{fixed}-naive")[0]["small"])
-    for word, fixed, speedup in (
-        ("over-none", f"{kept}-wide", "4.00"),
-        ("over-none", f"{kept}-narrow", "4.00"),
-        ("over-wide", f"{kept}-narrow", "2.00"),
-        ("over-wide", "none-narrow", "2.00"),
-    ):
-        assert cells(files, f"{start.format(f'speedup-{word}')}-{fixed}-naive")[0]["small"] == speedup
+def training(attention: str, strategy: str, **values: object) -> dict:
+    values = {"section": "matrix", "attention": attention, "world_size": 1 if strategy == "none" else 2, **values}
+    return record("training", strategy, SPEEDS[strategy] * (2 if attention == "naive" else 1), **values)
 
 
-def test_steps_of_large_models_stand_beside_torchs_fastest(tmp_path: Path) -> None:
-    rows = {"fsdp-Ca": ("attention", 4.0), "torch_fsdp2-Cw": ("whole", 6.0), "torch_fsdp2-Ca": ("attention", 5.0)}
-    axes = {"size": "8b", "context": 32_768, "batch": 1, "compile": "compiled", "residual": "narrow"}
-    records = [
-        record("steps", name, seconds, checkpoint=kept, losses=[12.0, 11.0, 10.0], **axes)
-        for name, (kept, seconds) in rows.items()
+def bits(alone: dict[str, float] | None = None, **differ: float) -> dict[str, Any]:
+    """What a record says of its bits: largest differences between calls, and between an element alone and in a batch.
+
+    alone  None: no element was tried alone
+    """
+    elements = [] if alone is None else [0, 1]
+    return {"calls": 3, "differ": differ, "elements": elements, "alone": alone or {}, "failure": None}
+
+
+def repeated(impl: str, direction: str, *of_lengths: dict[str, Any] | None) -> list[Record]:
+    """Records of a row at two lengths with what each says of its bits."""
+    return [
+        record("attention", impl, direction=direction, queries=length, keys=length, same_bits=same_bits)
+        for length, same_bits in zip((512, 1024), of_lengths, strict=True)
     ]
-    records.append(record("steps", "torch_fsdp2-Cm", outcome="oom", checkpoint="matmuls", **axes))
-    llama = {"strategy": "torch_fsdp2", "model": "llama"}
-    records.append(record("steps", "torch_fsdp2-llama-Ca", 8.0, checkpoint="attention", **axes | llama))
-    files = report(tmp_path, records)
-    lines = cells(files, "steps-8b-speed")
-    names = "strategy", "model", "checkpoint", "Speed over torch's, ×"
-    assert [tuple(row[name] for name in names) for row in lines] == [
-        ("fsdp", "ours", "attention", "1.25"), ("torch_fsdp2", "ours", "matmuls", ""),
-        ("torch_fsdp2", "ours", "attention", "1.00"), ("torch_fsdp2", "ours", "whole", "0.833"),
-        ("torch_fsdp2", "llama", "attention", "0.625"),
-    ]  # fmt: skip
-    assert lines[1]["Time, s"].startswith("OOM") and "one after another" in (
-        files["tables/synthetic-gpu-steps-8b-speed.md"].decode()
-    )
-    assert "matmuls, ms" in cells(files, "steps-8b-kinds")[0]
-    assert "plots/synthetic-gpu-steps-8b-8b-S32768-losses.svg" in files
 
 
-def test_all_steps_stand_in_one_table_of_shares(tmp_path: Path) -> None:
-    shares = {"mfu": 0.5, "matmul_ceiling_fraction": 0.625, "sustained_ceiling_fraction": 0.75}
-    records = [
-        record("steps", "fsdp-Ca", 4.0, size="8b", num_parameters=10**10, checkpoint="attention", **shares),
-        record("data_parallel", "naive", 2e-3, num_parameters=10**8, **shares | {"sustained_ceiling_fraction": None}),
-        record("model", "naive", 1e-3, residual="narrow", num_parameters=10**8, **shares | {"mfu": 0.25}),
-        record("model", "naive", mode="backward", num_parameters=10**8, **shares),
-        record("model", "flex", outcome="oom", num_parameters=10**8),
-        record("attention", "naive"),
-    ]
-    files = report(tmp_path, records)
-    lines = cells(files, "mfu")
-    ratios = ("MFU, %", "Short ceiling, %", "Sustained ceiling, %")
-    assert [(row["in"], row["row"], *(row[name] for name in ratios)) for row in lines] == [
-        ("model, default", "naive", "25.0", "62.5", "75.0"),
-        ("data parallel, default", "naive", "50.0", "62.5", ""),
-        ("steps, 8b", "fsdp-Ca", "50.0", "62.5", "75.0"),
-    ]
-    assert [row["residual"] for row in lines] == ["narrow", "wide", "wide"]
-    assert [row["checkpoint"] for row in lines] == ["none", "none", "attention"]
-    assert b"All: " in files["tables/synthetic-gpu-mfu.md"] and "precision" not in lines[0]
-    (tmp_path / "none").mkdir()
-    only = report(tmp_path / "none", [record("attention", "naive")])
-    assert not any("-mfu" in name for name in only)
+def fits(size: str, predicted: int, **measured: Any) -> Record:
+    """The record of a model of which so many GiB were predicted, where there are 16."""
+    limits = {"memory_limit_bytes": 16 * GIB, "predicted_bytes": predicted * GIB}
+    return record("model", "naive", section="fits", size=size, **limits, **measured)
+
+
+def large(name: str, seconds: float = 1.0, **axes: Any) -> Record:
+    """The record of a step of a model of 8 billion parameters."""
+    shared = {"size": "8b", "context": 32_768, "batch": 1, "compile": "compiled", "residual": "narrow"}
+    return record("steps", name, seconds, losses=[12.0, 11.0, 10.0], **shared | axes)
+
+
+EVERY_SIZE = {
+    f"{way}{name}_bytes": GIB for way in ("", "predicted_") for name in ("parameters", "gradients", "optimizer")
+}
+OPENED = EVERY_SIZE | {
+    "activations_bytes": 2 * GIB, "predicted_activations_bytes": 1.5 * GIB, "held_bytes": GIB, "time_s": 0.05,
+    "kernel_s": 0.048, "profiled_s": 0.1,
+    "parts": [part("forward", 0.02, 0.04), part("scores", 4e-3, 8e-3, matmul=1e-3), part("softmax", 2e-3, 3e-3)],
+}  # fmt: skip
+PARTS = "anatomy-small-S512B4-bf16"
+PEERS = {"section": "peers", "context": 1024, "size": "small", "batch": 16}
+LLAMA = PEERS | {"label": "Hugging Face Llama", "peer": True}
+LOST_BITS = bits() | {"calls": 0, "failure": "no room"}
+SHARES = {"mfu": 0.5, "matmul_ceiling_fraction": 0.625, "sustained_ceiling_fraction": 0.75}
+STRATEGIES = {
+    "none": 1.0, "naive": 1.4, "bucketed-25MiB": 1.12, "bucketed-auto": 1.1, "zero1": 1.15, "fsdp": 1.3,
+    "torch_ddp_tuned": 1.2, "torch_zero1": 1.5, "torch_fsdp2": 1.35,
+}  # fmt: skip
+PARALLEL, WAY_TEXTS = "data-parallel-sizes-small-S512-bf16", ("", ", blocks compiled", ", as one CUDA graph")
+OVER_TORCHS = {  # ratios of STRATEGIES
+    "bucketed / torch_ddp_tuned": "1.09",
+    "bucketed / naive": "1.27",
+    "zero1 / torch_zero1": "1.30",
+    "fsdp / torch_fsdp2": "1.04",
+}
+MEANS_OVER_TORCHS = {pair: f"{ratio} (2)" for pair, ratio in OVER_TORCHS.items()}
+STEPS = [  # of a batch of 2 on two ranks
+    "none", "naive", "bucketed, 25 MiB", "bucketed, auto (25 MiB)", "zero1", "fsdp", "torch_ddp_tuned", "torch_zero1",
+    "torch_fsdp2",
+]  # fmt: skip
+PEAKS = "held", "forward", "backward", "optimizer"
+PREDICTED = "measured, GiB", "predicted, GiB", "measured / predicted, %", "on paper", "tried"
+RATIOS = "MFU, %", "Short ceiling, %", "Sustained ceiling, %"
+SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, str]]] = {
+    # {law: (records, the rows of each of these tables with some of their cells, lines of text that files have)}
+    "what is kept and the stream are one table of a single shape": (
+        by_way(128),
+        {
+            "model-levels-step-all": [
+                {"checkpoint": kept, "residual": stream, "Speedup over none, ×": "1.00" if kept == "none" else "4.00"}
+                for kept, stream in WAYS
+            ]
+        },
+        {},
+    ),
+    "all steps stand in one table of shares": (
+        [
+            record("steps", "fsdp-Ca", 4.0, size="8b", num_parameters=10**10, checkpoint="attention", **SHARES),
+            record(
+                "data_parallel", "naive", 2e-3, num_parameters=10**8, **SHARES | {"sustained_ceiling_fraction": None}
+            ),
+            record("model", "naive", 1e-3, residual="narrow", num_parameters=10**8, **SHARES | {"mfu": 0.25}),
+            record("model", "naive", mode="backward", num_parameters=10**8, **SHARES),
+            record("model", "flex", outcome="oom", num_parameters=10**8),
+            record("attention", "naive"),
+        ],
+        {
+            "mfu": [
+                {"in": told, "row": row, "residual": stream, "checkpoint": kept}
+                | dict(zip(RATIOS, ratios, strict=True))
+                for told, row, stream, kept, ratios in (
+                    ("model, default", "naive", "narrow", "none", ("25.0", "62.5", "75.0")),
+                    ("data parallel, default", "naive", "wide", "none", ("50.0", "62.5", "")),
+                    ("steps, 8b", "fsdp-Ca", "wide", "attention", ("50.0", "62.5", "75.0")),
+                )
+            ]
+        },
+        {"tables/synthetic-gpu-mfu.md": "All: "},
+    ),
+    "what holds two strategies together is a table": (
+        [
+            record("data_parallel", "naive", held_by={"fsdp-Cw": "bits", "torch_ddp": "tolerance"}),
+            record("data_parallel", "fsdp-Cw", held_by={"naive": "bits", "torch_ddp": "unknown"}, checkpoint="whole"),
+        ],
+        {
+            "data-parallel-default-small-S512-bf16-pairs": [
+                {"strategy": "naive", "torch_ddp": "tolerance", "fsdp-Cw": "the same bits"},
+                {"strategy": "fsdp, whole", "torch_ddp": "not known", "fsdp-Cw": "itself", "naive": "the same bits"},
+            ]
+        },
+        {},
+    ),
+    "each way of our model stands beside the fastest of a peer's, which does not have all of our ways": (
+        [
+            *(record("model", "auto", 0.1, compile=way, **PEERS) for way in ("compiled", "graphed", "fused")),
+            record("model", "llama", 0.2, compile="compiled", **LLAMA),
+            record("model", "llama", 0.15, compile="graphed", **LLAMA),
+            record("model", "llama", compile="fused", outcome="unsupported", reason="ours alone", **LLAMA),
+        ],
+        {
+            "model-peers-step-beside-llama": [
+                {"compile": way, "Llama run as": "graphed", "speedup, ×": "1.50"}
+                for way in ("compiled", "graphed", "fused")
+            ],
+            "model-peers-step-all": [
+                {"attention": name, "compile": way}
+                for name, way in (
+                    ("auto", "compiled"),
+                    ("llama", "compiled"),
+                    ("auto", "graphed"),
+                    ("llama", "graphed"),
+                    ("auto", "fused"),
+                )
+            ],
+        },
+        {},
+    ),
+    "the precision study is two tables": (
+        [
+            *(record("precision", name, sums=sums(name, x)) for name, x in (("bfloat16", 4), ("float16", 9.95))),
+            *(
+                record("precision", name, section="autocast", tensors=[{"name": "loss", "dtype": "float32"}])
+                for name in ("bfloat16", "float16")
+            ),
+        ],
+        {
+            "precision-accumulation": [
+                {"sum": name, "result": result}
+                for name, result in (("float32", "10.00010"), ("float16", "9.95000"), ("bfloat16", "4.00000"))
+            ],
+            "precision-autocast": [{"tensor": "loss", "float16": "float32", "bfloat16": "float32"}],
+        },
+        {},
+    ),
+    "the loss stands beside all logits at once": (
+        [
+            record("loss", impl, seconds, vocab_size=size, peak_bytes=peak)
+            for size in (128_000, 10_000)
+            for impl, seconds, peak in (
+                ("chunked", 1e-3, GIB),
+                ("eager", 2e-3, 10 * GIB),
+                ("compiled", 1.2e-3, 4 * GIB),
+            )
+        ]
+        + [
+            record("loss", "chunked", vocab_size=200_000),
+            record("loss", "eager", vocab_size=200_000, outcome="oom"),
+        ],
+        {
+            "loss-default-bf16-N16384-M1024": [
+                {
+                    "vocabulary": "10,000",
+                    "implementation": "chunked",
+                    "Speedup over compiled, ×": "1.20",
+                    "Speedup over eager, ×": "2.00",
+                    "peak, share of compiled, %": "25.0",
+                    "peak, share of eager, %": "10.0",
+                },
+                {"vocabulary": "10,000", "implementation": "eager"},
+                {"vocabulary": "10,000", "implementation": "compiled"},
+                *[{"vocabulary": "128,000"}] * 3,
+                {"vocabulary": "200,000", "implementation": "chunked"},
+                {"vocabulary": "200,000", "implementation": "eager", "Time, ms": "OOM¹"},
+            ]
+        },
+        {},
+    ),
+    "the warm-up study is means and deviations": (
+        [
+            record("model", "naive", mode=mode, mean_s=0.1, std_s=0.01, section="warmup", warmup_steps=steps)
+            for steps in (0, 5, 1)
+            for mode in ("forward", "backward")
+        ],
+        {"model-warmup-spread-bf16-eager-naive": [{"warm-up": n, "Backward": "100 ± 10.0"} for n in ("0", "1", "5")]},
+        {
+            "tables/synthetic-gpu-model-warmup-spread-bf16-eager-naive.md": (
+                "| size | context | warm-up | Forward (inference) | Backward |"
+            )
+        },
+    ),
+    "what was predicted stands beside what was measured": (
+        [
+            fits("small", 4, total_bytes=5 * GIB, held_bytes=GIB, peak_bytes=4 * GIB),
+            fits("medium", 18, total_bytes=15 * GIB, held_bytes=GIB, peak_bytes=14 * GIB),
+            fits("large", 18, outcome="oom"),
+        ],
+        {
+            "model-fits-16gib-step-predicted": [
+                dict(zip(PREDICTED, row, strict=True))
+                for row in (
+                    ("5.00", "4.00", "125", "fits", "fits"),
+                    ("15.0", "18.0", "83.3", "too large", "fits"),
+                    ("OOM¹", "18.0", "", "too large", "too large"),
+                )
+            ]
+        },
+        {"index.html": "Room for 16.0 GiB: 2 of 3 cases ended as predicted"},
+    ),
+    "steps of large models stand beside torch's fastest": (
+        [
+            large("fsdp-Ca", 4.0, checkpoint="attention"),
+            large("torch_fsdp2-Cw", 6.0, checkpoint="whole"),
+            large("torch_fsdp2-Ca", 5.0, checkpoint="attention"),
+            large("torch_fsdp2-Cm", outcome="oom", checkpoint="matmuls"),
+            large("torch_fsdp2-llama-Ca", 8.0, checkpoint="attention", strategy="torch_fsdp2", model="llama"),
+        ],
+        {
+            "steps-8b-speed": [
+                dict(zip(("strategy", "model", "checkpoint", "Speed over torch's, ×"), row, strict=True))
+                for row in (
+                    ("fsdp", "ours", "attention", "1.25"),
+                    ("torch_fsdp2", "ours", "matmuls", ""),
+                    ("torch_fsdp2", "ours", "attention", "1.00"),
+                    ("torch_fsdp2", "ours", "whole", "0.833"),
+                    ("torch_fsdp2", "llama", "attention", "0.625"),
+                )
+            ]
+        },
+        {
+            "tables/synthetic-gpu-steps-8b-speed.md": "one after another",
+            "tables/synthetic-gpu-steps-8b-kinds.md": "matmuls, ms",
+            "plots/synthetic-gpu-steps-8b-8b-S32768-losses.svg": "",
+        },
+    ),
+    "an opened model is divided by kind, part, phase and kernel": (
+        [
+            record("anatomy", "naive", **OPENED),
+            record("anatomy", "naive", context=1024, outcome="oom", reason="needs 200 GiB"),
+        ],
+        {
+            "anatomy-shares": [
+                {"kernels, ms": "48.0", "matmul, %": "50.0", "elementwise, %": "25.0"},
+                {"kernels, ms": "OOM¹"},
+            ],
+            "anatomy-clocks": [{"kernels, ms": "48.0", "profiled, ms": "100", "profiled / clocked": "2.00"}, {}],
+            f"{PARTS}-step-parts": [{"eager, naive": "20.0 / 40.0"}, {}, {}],
+            # GFLOP of 12 layers, a batch of 4, 12 heads and 512 x 512 scores: 2 x 64 for each score, and 5 for softmax.
+            f"{PARTS}-softmax": [
+                {
+                    "forward, GFLOP": "19.3",
+                    "time, ms": "4.00",
+                    "of it matmul kernels, ms": "1.00",
+                    "backward, ms": "8.00",
+                },
+                {"forward, GFLOP": "0.755"},
+            ],
+            f"{PARTS}-step-eager-naive-kernels": [
+                {"kernel": "nvjet<a¦b>", "kind": "matmul", "time, ms": "24.0", "launches": "84", "share, %": "50.0"}
+            ],
+            "anatomy-peaks": [
+                {f"step: {name}": peak for name, peak in zip(PEAKS, peaks, strict=True)}
+                for peaks in (("1.00", "4.00", "5.00", "3.00"), ["OOM¹"] * 4)
+            ],
+            "anatomy-predicted": [{"activations": "2.00 / 1.50 (-25.0 %)", "gradients": "1.00 / 1.00 (+0.0 %)"}],
+            f"{PARTS}-step-eager-naive-allocations": [
+                {"line": "loss.py:9", "function": "loss", "size of each, MiB": "1.00", "count": "3", "at the peak": "2"}
+            ],
+        },
+        {
+            f"plots/synthetic-gpu-{PARTS}-step-eager-naive-timeline.svg": (
+                "peak 5.00 GiB\n>held before<\n>forward<\n>backward<\n>optimizer<"
+            ),
+            f"plots/synthetic-gpu-{PARTS}-shares.svg": "",
+        },
+    ),
+    "strategies stand beside torch's own": (
+        [
+            *(
+                record(
+                    "data_parallel",
+                    impl,
+                    0.1 * seconds * batch,
+                    section="sizes",
+                    batch=batch,
+                    compile=way,
+                    comparison=f"{way}{batch}",
+                )
+                for way in ("eager", "graphed", "compiled")
+                for batch in (4, 2)
+                for impl, seconds in STRATEGIES.items()
+            ),
+            record("data_parallel", "none", section="sizes", batch=2, world_size=1),
+            record("data_parallel", "flat", section="sizes", batch=8, outcome="oom", reason="needs 40 GiB"),
+        ],
+        {
+            "data-parallel-sizes-peers": [
+                *(
+                    {"training": f"small b{batch} s512, bf16, 2 ranks{way}"} | OVER_TORCHS
+                    for way in WAY_TEXTS
+                    for batch in (2, 4)
+                ),
+                *(
+                    {"training": f"geometric mean, 2 ranks{way}"}
+                    | {name: f"{x} (2)" for name, x in OVER_TORCHS.items()}
+                    for way in WAY_TEXTS
+                ),
+            ],
+            f"{PARALLEL}-step": [
+                {"strategy": "none", "ranks": "1", "step, mean ± std, ms": "1.02 ± 0.0360"},
+                *({"strategy": name, "batch": batch, "ranks": "2"} for batch in ("2", "4") for name in STEPS),
+                {"strategy": "flat", "batch": "8", "step, mean ± std, ms": "OOM¹"},
+            ],
+            f"{PARALLEL}-by-batch": [{"batch": batch} for batch in ("2", "4", "8")],
+        },
+        dict.fromkeys(
+            (
+                f"plots/synthetic-gpu-{PARALLEL}-{name}.svg"
+                for name in ("rate", "exposed", "memory", "scaling", "timeline")
+            ),
+            "",
+        ),
+    ),
+    "trainings are relative to naive, and to one process, of the same attention row": (
+        [
+            training(attention, strategy, tokens_per_s=1e5 / seconds)
+            for attention in ("naive", "sdpa_flash")
+            for strategy, seconds in SPEEDS.items()
+        ],
+        {
+            f"{STEM}-runs": [
+                {"attention": attention, "row": row, "Speed-up over naive, ×": speed, "scaling, %": scaling}
+                for attention in ("naive", "sdpa_flash")
+                for row, speed, scaling in (
+                    ("none", "0.632", "100"),
+                    ("naive", "1.00", "79.2"),
+                    ("bucketed", "1.20", "95.0"),
+                    ("torch_ddp_tuned", "1.33", "106"),
+                )
+            ],
+            f"{STEM}-rate": [{"attention": "naive"}, {"attention": "sdpa_flash", "bucketed": "100,000"}],
+        },
+        {f"tables/synthetic-gpu-{STEM}-rate.md": "| attention | none | naive | bucketed | torch_ddp_tuned |"}
+        | {
+            f"plots/synthetic-gpu-{STEM}-{name}.svg": ""
+            for name in ("rate", "time", "memory", "chain", "curves", "differences")
+        },
+    ),
+    "what repeats is one table": (
+        [
+            *repeated("naive", "fwd", bits(alone={}), bits(alone={})),
+            *repeated("flash_gluon", "fwd", bits(alone={}), bits(alone={"o": 0.25})),
+            *repeated("flash_gluon", "bwd", bits(dq=1e-3), bits(dq=2e-3, dk=1e-4, alone={})),
+            *repeated("sdpa", "fwd", LOST_BITS, bits()),
+            *repeated("sdpa_flash", "fwd", None, None),
+        ],
+        {
+            "attention-same-bits": [
+                dict(
+                    zip(
+                        ("impl", "forward, repeated", "forward, alone", "forward and backward, repeated"),
+                        row,
+                        strict=True,
+                    )
+                )
+                for row in (
+                    ("naive", "yes (2)", "yes (2)", ""),
+                    ("flash_gluon", "yes (2)", "no: o (1 of 2)¹", "no: dq, dk (2 of 2)²"),
+                    ("sdpa", "yes (1)³", "³", ""),
+                )
+            ]
+        },
+        {
+            "tables/synthetic-gpu-attention-same-bits.csv": "bwd,ok,False,,3,dq dk,0.002,\nfwd,ok,True,,3,,,",
+            "tables/synthetic-gpu-attention-same-bits.md": (
+                "¹ Differs: o by at most 0.250.  \n² Differs: dq by at most 0.00200, dk by at most 0.000100.  \n"
+                "³ Not known of all cases: no room."
+            ),
+        },
+    ),
+    "tokenizers stand beside the packages": (
+        [
+            record("tokenizer", impl, s, section="corpus", task=task)
+            for task in ("encode", "train")
+            for impl, s in (("lmsys", 2.0), ("lmsys_serial", 3.0), ("tiktoken", 4.0), ("huggingface", 8.0))
+            if (task, impl) != ("train", "tiktoken")
+        ]
+        + [record("tokenizer", "tiktoken", section="corpus", task="train", outcome="unsupported", reason="no")],
+        {
+            "tokenizer-corpus-V10000-30000000B": [
+                *[{"task": "training"}] * 2,
+                {"task": "training", "Time, s": "n/a¹"},
+                {"task": "training"},
+                {
+                    "task": "encoding",
+                    "Speedup over huggingface, ×": "4.00",
+                    "Speedup over tiktoken, ×": "2.00",
+                },
+                *[{"task": "encoding"}] * 3,
+            ]
+        },
+        {
+            "plots/synthetic-gpu-tokenizer-corpus-V10000-30000000B-rate.svg": "",
+            "tables/synthetic-gpu-tokenizer-corpus-V10000-30000000B.md": "30 MB",
+        },
+    ),
+    "a training that failed is a word with how far it went": (
+        [
+            training("naive", "none", valid_loss=3.25, curve_difference=1e-3),
+            training(
+                "naive",
+                "bucketed",
+                outcome="wrong",
+                reason="the loss of step 3",
+                valid_loss=None,
+                curve_difference=2e-3,
+            ),
+        ],
+        {f"{STEM}-loss": [{"none": "3.2500 (1.0e-03)", "bucketed": "(2.0e-03) wrong¹"}]},
+        {f"tables/synthetic-gpu-{STEM}-rate.md": "the loss of step 3"},
+    ),
+}
+
+
+@pytest.mark.parametrize("law", SHOWN)
+def test_a_chapter_shows_its_benchmark(law: str, tmp_path: Path) -> None:
+    records, tables, texts = SHOWN[law]
+    hold_shown(report(tmp_path, records, drawn="timeline"), tables, texts)
+
+
+def test_what_would_be_empty_is_left_out(tmp_path: Path) -> None:
+    """Older files say nothing of bits, attention has no MFU, one process has no chain, and one size no bandwidth."""
+    records = [*(record("attention", impl) for impl in ("naive", "sdpa")), training("naive", "none")]
+    records.append(record("collectives", "all_reduce"))
+    names = report(tmp_path, records)
+    assert f"plots/synthetic-gpu-{STEM}-rate.svg" in names
+    assert not [name for name in names if re.search("same-bits|-mfu|-chain|-fit", name)]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "graphed"])
+def test_only_graphs_say_that_memory_was_measured_before_one_was_recorded(way: str, tmp_path: Path) -> None:
+    files = report(tmp_path, [record("data_parallel", "naive", compile=way)])
+    (memory,) = (text.decode() for name, text in files.items() if name.endswith("-memory.md"))
+    assert ("before one is recorded" in memory) == (way == "graphed") and "Optimizer state, GiB" in memory
 
 
 @pytest.mark.parametrize(("sections", "is_open"), [(1, True), (4, False)])
@@ -298,43 +666,6 @@ def test_the_best_strategy_is_one_that_does_what_is_asked(tmp_path: Path) -> Non
     assert not re.search('<td class="best"[^>]*>1.02 ±', page)
 
 
-def test_what_holds_two_strategies_together_is_a_table(tmp_path: Path) -> None:
-    held = {
-        "naive": {"fsdp-Cw": "bits", "torch_ddp": "tolerance"},
-        "fsdp-Cw": {"naive": "bits", "torch_ddp": "unknown"},
-    }
-    kept = {"fsdp-Cw": "whole"}
-    records = [
-        record("data_parallel", name, held_by=pairs, checkpoint=kept.get(name, "none")) for name, pairs in held.items()
-    ]
-    rows = cells(report(tmp_path, records), "data-parallel-default-small-S512-bf16-pairs")
-    assert [row["strategy"] for row in rows] == ["naive", "fsdp, whole"]
-    assert [row["torch_ddp"] for row in rows] == ["tolerance", "not known"]
-    assert [row["fsdp-Cw"] for row in rows] == ["the same bits", "itself"] and rows[1]["naive"] == "the same bits"
-
-
-def test_the_warm_up_study_is_means_and_deviations(models: dict[str, bytes]) -> None:
-    rows = cells(models, "model-warmup-spread-bf16-eager-naive")
-    assert list(rows[0]) == ["size", "context", "warm-up", "Forward (inference)", "Backward"]
-    assert [row["warm-up"] for row in rows] == ["0", "1", "5"] and rows[0]["Backward"] == "100 ± 10.0"
-
-
-def test_what_was_predicted_stands_beside_what_was_measured(models: dict[str, bytes]) -> None:
-    rows = cells(models, "model-fits-16gib-step-predicted")
-    assert [(row["measured, GiB"], row["predicted, GiB"]) for row in rows] == [
-        ("5.00", "4.00"),
-        ("15.0", "18.0"),
-        ("OOM¹", "18.0"),
-    ]
-    assert [row["measured / predicted, %"] for row in rows] == ["125", "83.3", ""]
-    assert [(row["on paper"], row["tried"]) for row in rows] == [
-        ("fits", "fits"),
-        ("too large", "fits"),
-        ("too large", "too large"),
-    ]
-    assert b"Room for 16.0 GiB: 2 of 3 cases ended as predicted" in models["index.html"]
-
-
 def test_phases_stand_side_by_side_with_the_whole_step(models: dict[str, bytes]) -> None:
     drawing = models["plots/synthetic-gpu-model-sizes-phases-naive-small-S128-B4.svg"].decode()
     phases = re.findall(">(Forward .training.|Backward|Optimizer|Whole step)</text>", drawing)
@@ -359,145 +690,6 @@ def test_our_model_stands_beside_a_peers(tmp_path: Path) -> None:
     assert rows[0]["rate, tokens/s"] == number(records[0]["tokens_per_s"]) and rows[1]["Llama rate, tokens/s"] == "OOM"
 
 
-def test_each_way_of_our_model_stands_beside_the_fastest_of_a_peers(tmp_path: Path) -> None:
-    """A peer does not have all of our ways to run. One table lists all measured cases."""
-    axes = {"section": "peers", "context": 1024, "size": "small", "batch": 16}
-    peer = {"label": "Hugging Face Llama", "peer": True}
-    records = [record("model", "auto", 0.1, compile=way, **axes) for way in ("compiled", "graphed", "fused")]
-    records += [record("model", "llama", 0.2, compile="compiled", **axes, **peer)]
-    records += [record("model", "llama", 0.15, compile="graphed", **axes, **peer)]
-    records += [record("model", "llama", compile="fused", outcome="unsupported", reason="ours alone", **axes, **peer)]
-    files = report(tmp_path, records)
-    rows = cells(files, "model-peers-step-beside-llama")
-    assert [row["compile"] for row in rows] == ["compiled", "graphed", "fused"]
-    assert {(row["Llama run as"], row["speedup, ×"]) for row in rows} == {("graphed", "1.50")}
-    ways = [(row["attention"], row["compile"]) for row in cells(files, "model-peers-step-all")]
-    assert sorted(ways) == sorted({(row["impl"], row["compile"]) for row in records if row["outcome"] == "ok"})
-
-
-def test_an_opened_model_is_divided_by_kind_part_phase_and_kernel(tmp_path: Path) -> None:
-    parts = [part("forward", 0.02, 0.04), part("scores", 4e-3, 8e-3, matmul=1e-3), part("softmax", 2e-3, 3e-3)]
-    sizes = {
-        f"{way}{name}_bytes": GIB for way in ("", "predicted_") for name in ("parameters", "gradients", "optimizer")
-    }
-    sizes |= {"activations_bytes": 2 * GIB, "predicted_activations_bytes": 1.5 * GIB, "held_bytes": GIB}
-    fields = {"kernel_s": 0.048, "profiled_s": 0.1, "parts": parts, "time_s": 0.05, **sizes}
-    lost = record("anatomy", "naive", context=1024, outcome="oom", reason="needs 200 GiB")
-    files = report(tmp_path, [record("anatomy", "naive", **fields), lost], drawn="timeline")
-    stem = "anatomy-small-S512B4-bf16-step"
-    first, second = cells(files, "anatomy-shares")
-    assert (first["kernels, ms"], first["matmul, %"], first["elementwise, %"]) == ("48.0", "50.0", "25.0")
-    assert "copy, %" not in first and second["kernels, ms"] == "OOM¹"
-    (clocks, _) = cells(files, "anatomy-clocks")
-    assert [clocks[head] for head in ("kernels, ms", "profiled, ms", "profiled / clocked")] == ["48.0", "100", "2.00"]
-    assert cells(files, f"{stem}-parts")[0]["eager, naive"] == "20.0 / 40.0"
-    scores, softmax = cells(files, "anatomy-small-S512B4-bf16-softmax")
-    square = 12 * 4 * 12 * 512**2  # layers, batch, heads, scores
-    assert float(scores["forward, GFLOP"]) == pytest.approx(2 * 64 * square / 1e9, rel=0.01)
-    assert float(softmax["forward, GFLOP"]) == pytest.approx(5 * square / 1e9, rel=0.01)
-    assert (scores["time, ms"], scores["of it matmul kernels, ms"], scores["backward, ms"]) == ("4.00", "1.00", "8.00")
-    (kernel,) = cells(files, f"{stem}-eager-naive-kernels")
-    assert list(kernel.values()) == ["nvjet<a¦b>", "matmul", "24.0", "84", "50.0"]
-    (peak, unopened) = cells(files, "anatomy-peaks")
-    names = ("held", "forward", "backward", "optimizer")
-    assert [peak[f"step: {name}"] for name in names] == ["1.00", "4.00", "5.00", "3.00"]
-    assert {unopened[f"step: {name}"] for name in names} == {"OOM¹"}
-    (predicted,) = cells(files, "anatomy-predicted")
-    assert (predicted["activations"], predicted["gradients"]) == ("2.00 / 1.50 (-25.0 %)", "1.00 / 1.00 (+0.0 %)")
-    (largest,) = cells(files, f"{stem}-eager-naive-allocations")
-    assert list(largest.values()) == ["loss.py:9", "loss", "1.00", "3", "2"]
-    drawing = files[f"plots/synthetic-gpu-{stem}-eager-naive-timeline.svg"].decode()
-    assert "peak 5.00 GiB" in drawing and all(f">{name}<" in drawing for name in ("held before", *names[1:]))
-    assert f"plots/synthetic-gpu-{stem[:-5]}-shares.svg" in files
-
-
-def test_the_precision_study_is_two_tables(tmp_path: Path) -> None:
-    records = [
-        record("precision", dtype, sums=sums(dtype, total)) for dtype, total in (("bfloat16", 4), ("float16", 9.95))
-    ]
-    tensors = [{"name": "loss", "dtype": "float32"}]
-    records += [record("precision", dtype, section="autocast", tensors=tensors) for dtype in ("bfloat16", "float16")]
-    files = report(tmp_path, records)
-    rows = cells(files, "precision-accumulation")
-    results = [(row["sum"], row["result"]) for row in rows]
-    assert results == [("float32", "10.00010"), ("float16", "9.95000"), ("bfloat16", "4.00000")]
-    (loss,) = cells(files, "precision-autocast")
-    assert loss == {"tensor": "loss", "float16": "float32", "bfloat16": "float32"}
-
-
-def test_the_loss_stands_beside_all_logits_at_once(tmp_path: Path) -> None:
-    records = [
-        record("loss", impl, seconds, vocab_size=size, peak_bytes=peak)
-        for size in (128_000, 10_000)
-        for impl, seconds, peak in (("chunked", 1e-3, GIB), ("eager", 2e-3, 10 * GIB), ("compiled", 1.2e-3, 4 * GIB))
-    ]
-    records += [
-        record("loss", "chunked", vocab_size=200_000),
-        record("loss", "eager", vocab_size=200_000, outcome="oom"),
-    ]
-    rows = {
-        (row["vocabulary"], row["implementation"]): row
-        for row in cells(report(tmp_path, records), "loss-default-bf16-N16384-M1024")
-    }
-    assert [size for size, _ in rows] == ["10,000"] * 3 + ["128,000"] * 3 + ["200,000"] * 2
-    ours = rows["10,000", "chunked"]
-    assert [ours[f"Speedup over {way}, ×"] for way in ("compiled", "eager")] == ["1.20", "2.00"]
-    assert [ours[f"peak, share of {way}, %"] for way in ("compiled", "eager")] == ["25.0", "10.0"]
-    assert rows["200,000", "eager"]["Time, ms"] == "OOM¹"
-
-
-def test_what_repeats_is_one_table(tmp_path: Path) -> None:
-    def bits(calls: int = 3, failure: str | None = None, alone: dict | None = None, **differ: float) -> dict:
-        elements = [] if alone is None else [0, 1]
-        return {"calls": calls, "differ": differ, "elements": elements, "alone": alone or {}, "failure": failure}
-
-    by_row = {
-        ("naive", "fwd"): [bits(alone={}), bits(alone={})],
-        ("flash_gluon", "fwd"): [bits(alone={}), bits(alone={"o": 0.25})],
-        ("flash_gluon", "bwd"): [bits(dq=1e-3), bits(dq=2e-3, dk=1e-4, alone={})],
-        ("sdpa", "fwd"): [bits(calls=0, failure="no room"), bits()],
-        ("sdpa_flash", "fwd"): [None, None],
-    }
-    records = [
-        record("attention", impl, direction=direction, queries=length, keys=length, same_bits=same_bits)
-        for (impl, direction), both in by_row.items()
-        for length, same_bits in zip((512, 1024), both, strict=True)
-    ]
-    files = report(tmp_path, records)
-    rows = {row.pop("impl"): [*row.values()] for row in cells(files, "attention-same-bits")}
-    assert rows == {
-        "naive": ["yes (2)", "yes (2)", ""],
-        "flash_gluon": ["yes (2)", "no: o (1 of 2)¹", "no: dq, dk (2 of 2)²"],
-        "sdpa": ["yes (1)³", "³", ""],
-    }
-    text = files["tables/synthetic-gpu-attention-same-bits.md"].decode()
-    assert "¹ Differs: o by at most 0.250." in text and "dq by at most 0.00200, dk by at most 0.000100." in text
-    assert "³ Not known of all cases: no room." in text
-    last = numbers(files, "attention-same-bits")[-1]
-    assert (last["repeatable"], last["largest_difference"]) == ("True", "")
-    old = report(tmp_path, [record("attention", impl) for impl in ("naive", "sdpa")])
-    assert not any("same-bits" in path for path in old), "records of older files say nothing of bits"
-
-
-def test_tokenizers_stand_beside_the_packages(tmp_path: Path) -> None:
-    seconds = {"lmsys": 2.0, "lmsys_serial": 3.0, "tiktoken": 4.0, "huggingface": 8.0}
-    records = [
-        record("tokenizer", impl, s, section="corpus", task=task)
-        for task in ("encode", "train")
-        for impl, s in seconds.items()
-    ]
-    records[6] = record(
-        "tokenizer", "tiktoken", section="corpus", task="train", outcome="unsupported", reason="does not train"
-    )
-    files = report(tmp_path, records)
-    rows = cells(files, "tokenizer-corpus-V10000-30000000B")
-    assert [row["task"] for row in rows] == ["training"] * 4 + ["encoding"] * 4
-    ours = rows[4]
-    assert [ours[f"Speedup over {name}, ×"] for name in ("huggingface", "tiktoken")] == ["4.00", "2.00"]
-    assert rows[2]["Time, s"] == "n/a¹" and "plots/synthetic-gpu-tokenizer-corpus-V10000-30000000B-rate.svg" in files
-    assert "30 MB" in files["tables/synthetic-gpu-tokenizer-corpus-V10000-30000000B.md"].decode()
-
-
 def test_collectives_have_a_fitted_latency_and_bandwidth(tmp_path: Path) -> None:
     records = [
         record("collectives", impl, megabytes=mb, bytes=mb * 10**6, time_s=2e-5 + mb * 1e6 / 3e11)
@@ -512,96 +704,6 @@ def test_collectives_have_a_fitted_latency_and_bandwidth(tmp_path: Path) -> None
     rows = cells(files, "collectives-default-nccl-time")
     assert list(rows[0]) == ["operation", "ranks", "1 MB", "10 MB", "100 MB", "1,000 MB"]
     assert "plots/synthetic-gpu-collectives-default-nccl-W2-bandwidth.svg" in files
-
-
-STRATEGIES = {
-    "none": 1.0, "naive": 1.4, "bucketed-25MiB": 1.12, "bucketed-auto": 1.1, "zero1": 1.15, "fsdp": 1.3,
-    "torch_ddp_tuned": 1.2, "torch_zero1": 1.5, "torch_fsdp2": 1.35,
-}  # fmt: skip
-
-
-def test_strategies_stand_beside_torchs_own(tmp_path: Path) -> None:
-    records = [
-        record(
-            "data_parallel",
-            impl,
-            0.1 * seconds * batch,
-            section="sizes",
-            batch=batch,
-            compile=way,
-            comparison=f"{way}{batch}",
-        )
-        for way in ("eager", "graphed", "compiled")
-        for batch in (4, 2)
-        for impl, seconds in STRATEGIES.items()
-    ]
-    records += [record("data_parallel", "none", section="sizes", batch=2, world_size=1, compile="eager")]
-    records += [
-        record("data_parallel", "flat", section="sizes", batch=8, compile="eager", outcome="oom", reason="needs 40 GiB")
-    ]
-    files = report(tmp_path, records)
-    rows = cells(files, "data-parallel-sizes-peers")
-    assert rows[0]["training"] == "small b2 s512, bf16, 2 ranks" and rows[2]["training"].endswith(", blocks compiled")
-    mean = next(row for row in rows if row["training"] == "geometric mean, 2 ranks, as one CUDA graph")
-    expected = {
-        "bucketed / torch_ddp_tuned": 1.2 / 1.1,
-        "bucketed / naive": 1.4 / 1.1,
-        "zero1 / torch_zero1": 1.5 / 1.15,
-        "fsdp / torch_fsdp2": 1.35 / 1.3,
-    }
-    assert {name: mean[name] for name in expected} == {name: f"{number(ratio)} (2)" for name, ratio in expected.items()}
-    stem = "data-parallel-sizes-small-S512-bf16"
-    step = cells(files, f"{stem}-step")
-    labels = {row["strategy"] for row in step}
-    assert {"bucketed, 25 MiB", "bucketed, auto (25 MiB)"} <= labels
-    assert "±" in step[0]["step, mean ± std, ms"] and step[-1]["step, mean ± std, ms"] == "OOM¹"
-    assert [row["batch"] for row in cells(files, f"{stem}-by-batch")] == ["2", "4", "8"]
-    for suffix, has_note in (("", False), ("-graphed", True), ("-compiled", False)):
-        memory = files[f"tables/synthetic-gpu-{stem}{suffix}-memory.md"].decode()
-        assert ("before one is recorded" in memory) is has_note and "Optimizer state, GiB" in memory
-    plots = [f"plots/synthetic-gpu-{stem}-{name}.svg" for name in ("rate", "exposed", "memory", "scaling", "timeline")]
-    assert set(plots) <= files.keys()
-
-
-STEM = "training-matrix-small-S512B4-bf16-W2-T4096x3"
-SPEEDS = {"none": 1.9, "naive": 1.2, "bucketed": 1.0, "torch_ddp_tuned": 0.9}
-
-
-def training(attention: str, strategy: str, **values: object) -> dict:
-    values = {"section": "matrix", "attention": attention, "world_size": 1 if strategy == "none" else 2, **values}
-    return record("training", strategy, SPEEDS[strategy] * (2 if attention == "naive" else 1), **values)
-
-
-def test_trainings_are_relative_to_naive_and_to_one_process_of_the_same_attention_row(tmp_path: Path) -> None:
-    records = [training(attention, strategy) for attention in ("naive", "sdpa_flash") for strategy in SPEEDS]
-    files = report(tmp_path, records)
-    runs = {(row["attention"], row["strategy"]): row for row in numbers(files, f"{STEM}-runs")}
-    for case in records:
-        times = {other["strategy"]: other["time_s"] for other in records if other["attention"] == case["attention"]}
-        row = runs[case["attention"], case["strategy"]]
-        assert float(row["speedup"]) == pytest.approx(times["naive"] / case["time_s"])
-        assert float(row["efficiency"]) == pytest.approx(times["none"] / case["time_s"] / case["world_size"])
-    (row,) = (row for row in cells(files, f"{STEM}-rate") if row["attention"] == "sdpa_flash")
-    assert list(row)[1:] == list(SPEEDS) and row["bucketed"] == number(records[6]["tokens_per_s"])
-    plots = [
-        f"plots/synthetic-gpu-{STEM}-{name}.svg"
-        for name in ("rate", "time", "memory", "chain", "curves", "differences")
-    ]
-    assert set(plots) <= files.keys()
-    alone = report(tmp_path / "alone", [training("naive", "none")]) if (tmp_path / "alone").mkdir() is None else {}
-    assert f"plots/synthetic-gpu-{STEM}-chain.svg" not in alone and f"plots/synthetic-gpu-{STEM}-rate.svg" in alone
-
-
-def test_a_training_that_failed_is_a_word_with_how_far_it_went(tmp_path: Path) -> None:
-    gone = {"valid_loss": None, "curve_difference": 2e-3}
-    records = [
-        training("naive", "none"),
-        training("naive", "bucketed", outcome="wrong", reason="the loss of step 3", **gone),
-    ]
-    files = report(tmp_path, records)
-    (row,) = cells(files, f"{STEM}-loss")
-    assert row["bucketed"] == "(2.0e-03) wrong¹" and re.fullmatch(r"[\d.]+ \([\d.]+e-0\d\)", row["none"])
-    assert "the loss of step 3" in files[f"tables/synthetic-gpu-{STEM}-rate.md"].decode()
 
 
 def test_trainings_of_other_settings_stay_apart(tmp_path: Path) -> None:

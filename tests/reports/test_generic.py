@@ -18,7 +18,7 @@ from lmsys.bench.fields import COMMON, Field, declared
 from lmsys.bench.record import payload
 from tests.support.harness import cases_of, results
 from tests.support.processes import ROOT
-from tests.support.records import MACHINE, built, cells
+from tests.support.records import MACHINE, Record, built, cells
 
 
 class Intense(Attention):
@@ -45,6 +45,24 @@ def reported(folder: Path, benchmark: Benchmark, records: list[dict[str, Any]]) 
     return built(folder / "out", folder / "r.json")
 
 
+@pytest.fixture(scope="module")
+def matmul() -> Any:
+    """The benchmark of docs/examples/bench_matmul.py."""
+    return runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
+
+
+def measured(benchmark: Benchmark, *sizes: int) -> list[Record]:
+    """The records of the row "matmul" at these sizes, without what other programs did meanwhile."""
+    runs = [results(benchmark, cases_of(benchmark, size=(size,), dtype=("float32",))[:1]) for size in sizes]
+    return [result.record | {"disturbed": None} for (result,) in runs]
+
+
+def beside(records: list[Record], factor: float = 1.0) -> list[Record]:
+    """These records, and those of another row, "mine", whose samples are so many times as long."""
+    mine = [record | {"impl": "mine", "label": "mine", "id": f"{record['id']}-mine"} for record in records]
+    return records + [x | {"samples_s": [factor * sample for sample in x["samples_s"]]} for x in mine]
+
+
 def test_a_metric_declared_in_the_benchmark_is_a_table_of_its_chapter(tmp_path: Path) -> None:
     shapes = {"length": ((16, 16), (32, 32)), "head_dim": (16,), "dtype": ("float32",), "causal": (True,)}
     benchmark = Intense()
@@ -61,29 +79,19 @@ def test_a_metric_declared_in_the_benchmark_is_a_table_of_its_chapter(tmp_path: 
     assert "### Intensity · Forward, float32, causal" in text and "Operations for each byte." in text
 
 
-def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path) -> None:
-    matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
-
-    class Repeated(matmul):  # type: ignore[misc, valid-type]
+def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(matmul: Any, tmp_path: Path) -> None:
+    class Repeated(matmul):  # type: ignore[misc]
         def outputs(self, candidate: Any, setup: Any, element: int | None = None) -> dict[str, Any]:
             return {"product": candidate.call(*setup.tensors.values())}
 
-    benchmark, records = Repeated(), []
-    for size in (8, 16, 32):
-        cases = cases_of(benchmark, size=(size,), dtype=("float32",))
-        rows = results(benchmark, [case for case in cases if case.impl == "matmul"])
-        records += [
-            result.record | {"disturbed": None} for result in rows
-        ]  # whether other programs were at work or not
+    benchmark = Repeated()
+    records = measured(benchmark, 8, 16, 32)
     files = reported(tmp_path, benchmark, records)
     assert cells(files, "matmul-same-bits") == [{"impl": "matmul", "repeated": "yes (3)"}]
     rows = cells(files, "matmul-s-metrics")
     assert [row["size"] for row in rows] == ["8", "16", "32"] and "Rate, TFLOP/s" in rows[0]
     assert "plots/synthetic-gpu-matmul-s-time.svg" in files and b">Matmul</h3>" in files["index.html"]
-    beside = [record | {"impl": "mine", "label": "mine", "id": f"{record['id']}-mine"} for record in records]
-    for record in beside:
-        record["samples_s"] = [2 * sample for sample in record["samples_s"]]
-    files = reported(tmp_path, benchmark, [*records, *beside])
+    files = reported(tmp_path, benchmark, beside(records, 2))
     page = files["index.html"].decode()
     body = page.partition("<body>")[2]
     assert not [word for word in ("Everyday sizes", "heads", "flash_gluon", "sdpa", "attention") if word in body]
@@ -101,43 +109,32 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
     }
 
 
-def test_a_layout_of_ones_own_travels_with_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_of_ones_own_travels_with_the_result(
+    matmul: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The layout is that of docs/report.md: sections with titles, a table, a plot. Mistakes in it are named."""
-    matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
     example = re.search(r"layout = (\{.*?^\})", (ROOT / "docs" / "report.md").read_text(), re.DOTALL | re.MULTILINE)
     assert example
     layout = ast.literal_eval(example[1])
     benchmark = type("Shown", (matmul,), {"layout": layout})()
-    records = [
-        result.record | {"section": "large"}
-        for size in (8, 16)
-        for result in results(benchmark, cases_of(benchmark, size=(size,), dtype=("float32",))[:1])
-    ]
-    records += [record | {"impl": "mine", "label": "mine", "id": f"{record['id']}-mine"} for record in records]
+    records = beside([record | {"section": "large"} for record in measured(benchmark, 8, 16)])
     files = reported(tmp_path, benchmark, records)
     assert "Matmul: Large matrices</h3>" in files["index.html"].decode()
     assert [row["size"] for row in cells(files, "matmul-float32-speedup")] == ["8", "16", "geometric mean (cells)"]
     assert "plots/synthetic-gpu-matmul-float32-tflops.svg" in files
-    layout["chapters"][0]["blocks"][0]["lead"][0][0] = "pivvot"
-    (tmp_path / "wrong").mkdir()
-    with pytest.raises(AssertionError):
-        reported(tmp_path / "wrong", benchmark, records)
-    assert "did you mean pivot" in capsys.readouterr().err
-    layout["chapters"][0]["blocks"][0] = {"leads": []}
-    with pytest.raises(AssertionError):
-        reported(tmp_path / "wrong", benchmark, records)
-    assert "did you mean lead?" in capsys.readouterr().err
+    block = layout["chapters"][0]["blocks"][0]
+    block["lead"][0][0] = "pivvot"
+    for wrong, meant in ((block, "did you mean pivot"), ({"leads": []}, "did you mean lead?")):
+        layout["chapters"][0]["blocks"][0] = wrong
+        with pytest.raises(AssertionError):
+            reported(tmp_path, benchmark, records)
+        assert meant in capsys.readouterr().err
 
 
-def test_a_chapter_with_nothing_to_draw_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lead", [[["lines", ["time_s"], "size", {}]], []])
+def test_a_chapter_with_nothing_to_draw_says_so(lead: list[Any], matmul: Any, tmp_path: Path) -> None:
     """Its only item is a plot, which cases of a single size do not fill; or its block declares no items."""
-    matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
-    for number, lead in enumerate(([["lines", ["time_s"], "size", {}]], [])):
-        chapter = {"title": "Large matrices", "blocks": [{"of": [["cut", "matmul", ""]], "lead": lead}]}
-        benchmark = type("Shown", (matmul,), {"layout": {"chapters": [chapter]}})()
-        records = [
-            result.record for result in results(benchmark, cases_of(benchmark, size=(8,), dtype=("float32",))[:1])
-        ]
-        (folder := tmp_path / str(number)).mkdir()
-        files = reported(folder, benchmark, records)
-        assert "there is nothing to draw" in files["index.html"].decode()
+    chapter = {"title": "Large matrices", "blocks": [{"of": [["cut", "matmul", ""]], "lead": lead}]}
+    benchmark = type("Shown", (matmul,), {"layout": {"chapters": [chapter]}})()
+    files = reported(tmp_path, benchmark, measured(benchmark, 8))
+    assert "there is nothing to draw" in files["index.html"].decode()

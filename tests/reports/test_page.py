@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lmsys.reports import page as pages
 from lmsys.reports.load import file_name
-from tests.support.records import EVERY_PLOT, built, record, save
+from tests.support.records import EVERY_PLOT, built, record, report, save
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>&\n$x_$ | ../../evil'
 
@@ -25,15 +25,10 @@ def test_every_link_leads_somewhere(everything: dict[str, bytes]) -> None:
     assert all(name == "tables/records.csv" or name in links for name in everything if name != "index.html")
 
 
-def test_a_single_file_holds_its_plots(in_one_file: dict[str, bytes]) -> None:
-    page, plots = in_one_file["index.html"].decode(), [name for name in in_one_file if name.endswith(".svg")]
-    assert page.count("<svg") == len(plots) == page.count('role="img"')
-    assert "<img" not in page
-
-
-def test_a_single_file_links_to_nothing_outside_itself(in_one_file: dict[str, bytes]) -> None:
+def test_a_single_file_holds_its_plots_and_links_to_nothing_outside_itself(in_one_file: dict[str, bytes]) -> None:
     """The file is sent without the folders tables/ and plots/."""
-    page = in_one_file["index.html"].decode()
+    page, plots = in_one_file["index.html"].decode(), [name for name in in_one_file if name.endswith(".svg")]
+    assert page.count("<svg") == len(plots) == page.count('role="img"') and "<img" not in page
     links = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', page)
     assert len(links) > 100 and {link for link in links if not link.startswith("#")} == set()
     assert all(f'id="{link[1:]}"' in page for link in links)
@@ -80,7 +75,7 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
 def test_a_word_that_begins_as_a_formula_is_none_in_a_csv(tmp_path: Path) -> None:
     """A spreadsheet would run a cell that begins with "=". In Markdown, backticks of a command do not end its code."""
     records = [record("attention", name, label=name, queries=64, keys=64) for name in ("=1+1", "@mine", "sdpa_flash")]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records, command="pytest `-k` x"))
+    files = report(tmp_path, records, command="pytest `-k` x")
     lines = [line.split(",") for name in files if name.endswith(".csv") for line in files[name].decode().splitlines()]
     assert "'=1+1" in sum(lines, []) and not [cell for line in lines for cell in line if cell.startswith(("=", "@"))]
     assert "made by: `pytest '-k' x`" in files["tables/synthetic-gpu-fastest-attention.md"].decode()

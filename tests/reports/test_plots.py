@@ -14,7 +14,7 @@ from lmsys.reports import plots
 from lmsys.reports.load import read
 from lmsys.reports.views import View, view_of
 from lmsys.reports.words import Style
-from tests.support.records import built, of_everything, record, rows_of, save
+from tests.support.records import built, of_everything, record, report, rows_of, save
 
 
 @pytest.mark.parametrize(("length", "rows"), [(5, 2), (15, 2), (25, 4), (45, 4)])
@@ -91,7 +91,7 @@ def test_the_word_for_a_missing_bar_stands_where_the_bar_would_be(tmp_path: Path
     axes = {"section": "tiers", "keys": 64}
     records = [record("attention", "naive", queries=128, **axes)]
     records += [record("attention", "naive", queries=q, outcome="oom", **axes) for q in (64, 256)]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
+    files = report(tmp_path, records, drawn="bars|heat|peak")
     drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()
     words = [float(x) for x in re.findall(r"translate\(([-\d.]+) [^>]*>OOM<", drawing)]
     ticks = [float(x) for x in re.findall(r'x="([-\d.]+)"[^>]*>(?:64|128×64|256×64)<', drawing)]
@@ -107,7 +107,7 @@ def test_a_row_without_a_bar_has_its_colour_in_the_legend(tmp_path: Path) -> Non
         case | {"impl": "flex", "id": f"{case['id']}-", "outcome": "unsupported", "reason": "no", "time_s": None}
         for case in records
     ]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars")
+    files = report(tmp_path, records, drawn="bars")
     drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()
     assert ">flex<" in drawing and "#1f77b4" not in drawing
     assert rows_of("attention")["flex"]["color"] in drawing.partition(">naive<")[2]
@@ -116,7 +116,7 @@ def test_a_row_without_a_bar_has_its_colour_in_the_legend(tmp_path: Path) -> Non
 def test_the_heat_map_keeps_rows_without_any_value(tmp_path: Path) -> None:
     records = [record("attention", impl, queries=s, keys=s) for impl in ("naive", "sdpa_flash") for s in (512, 1024)]
     records += [record("attention", "sdpa_cudnn", queries=s, keys=s, outcome="unsupported") for s in (512, 1024)]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
+    files = report(tmp_path, records, drawn="bars|heat|peak")
     drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-heat.svg"].decode()
     assert ">sdpa_cudnn<" in drawing and drawing.count(">n/a<") == 2
 
@@ -126,7 +126,7 @@ def test_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zer
     """The larger of two values is 2**growth times the smaller one."""
     sizes = {s: (s // 256) ** growth * 2**20 for s in (512, 1024)}
     records = [record("attention", "naive", queries=s, keys=s, peak_bytes=size) for s, size in sizes.items()]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
+    files = report(tmp_path, records, drawn="bars|heat|peak")
     drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-peak.svg"].decode()
     assert (">0</text>" in drawing) is from_zero
 

@@ -1,11 +1,9 @@
 """A report that is refused (exit code 2) leaves the folder of an earlier report as it is, and writes nothing elsewhere.
 
 A new command that must be refused is added to REFUSED; `results` makes the files that commands name. FOREIGN has
-changes of a folder after which it is no longer the report's own.
+changes of the folder after which it is no longer the report's own.
 """
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,48 +99,30 @@ def test_whatever_is_refused_the_report_stays_as_it_is(
         assert not printed.out and tree(folder) == before, command
 
 
-def foreign_page(site: Path) -> None:
-    (site / page.MANIFEST).unlink()
-
-
-def spoilt_manifest(site: Path) -> None:
-    (site / page.MANIFEST).write_text('{"files": ["../new.json"]}')
-
-
-def foreign_table(site: Path) -> None:
-    known = json.loads((site / page.MANIFEST).read_text())["files"]
-    (site / page.MANIFEST).write_text(json.dumps({"files": [name for name in known if not name.startswith("tables/")]}))
-
-
-def linked_page(site: Path) -> None:
-    (site / "index.html").rename(site.parent / "mine.html")
-    (site / "index.html").symlink_to(site.parent / "mine.html")
-
-
-def linked_folder(site: Path) -> None:
-    (site / "tables").rename(site.parent / "tables")
-    (site / "tables").symlink_to(site.parent / "tables")
-
-
-def file_in_a_folders_place(site: Path) -> None:
-    (site / "tables").rename(site.parent / "tables")
-    (site / "tables").write_text("mine")
-
-
-def file_in_its_place(site: Path) -> None:
-    site.rename(site.parent / "elsewhere")
-    site.write_text("mine")
-
-
-FOREIGN = (foreign_page, spoilt_manifest, foreign_table, linked_page, linked_folder, file_in_a_folders_place)
+LINK, NOTHING = "a link to it", ""
+# (a file or folder in the report's folder, or "" for that, and what takes its place: LINK, NOTHING, or a file's text)
+FOREIGN = (
+    ("index.html", LINK),
+    ("tables", LINK),
+    ("tables", "mine"),
+    ("", "mine"),
+    (page.MANIFEST, NOTHING),
+    (page.MANIFEST, '{"files": ["../new.json"]}'),
+    (page.MANIFEST, '{"files": ["index.html"]}'),
+)
 WRITING = ("old.json", "old.json --single-file", "--before old.json new.json")
 
 
-@pytest.mark.parametrize("change", [*FOREIGN, file_in_its_place])
+@pytest.mark.parametrize(("name", "instead"), FOREIGN)
 def test_a_folder_of_somebody_else_stays_as_it_is(
-    change: Callable[[Path], None], folder: Path, capsys: pytest.CaptureFixture[str]
+    name: str, instead: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change(folder / "site")
+    place = folder / "site" / name
+    moved = place.rename(folder / "elsewhere")
+    if instead == LINK:
+        place.symlink_to(moved)
+    elif instead != NOTHING:
+        place.write_text(instead)
     before = tree(folder)
     for command in WRITING:
         assert ended(command) == 2 and "cannot write the report" in capsys.readouterr().err, command

@@ -19,15 +19,21 @@ from lmsys.reports.load import read
 from lmsys.reports.tables import pivot
 from lmsys.reports.views import View, view_of
 from lmsys.reports.words import head_of, number, scaled
-from tests.support.records import MACHINE, built, cells, fields_of, numbers, of_everything, record, save
+from tests.support.records import (
+    MACHINE,
+    Record,
+    cells,
+    fields_of,
+    hold_shown,
+    numbers,
+    of_everything,
+    record,
+    report,
+    save,
+)
 
 STEM = "default-bfloat16-causal-fwd"
 LENGTH = {"queries": 4096, "keys": 4096}
-
-
-def report(folder: Path, records: list[dict], *arguments: str) -> dict[str, bytes]:
-    """The files of a report of these records, {path: content}."""
-    return built(folder / "out", save(folder / "r.json", records), *arguments)
 
 
 def view(folder: Path, records: list[dict]) -> View:
@@ -106,31 +112,75 @@ def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> N
     assert number(value) == text
 
 
-def test_outcomes_are_cells_with_reasons(tmp_path: Path) -> None:
-    records = [
-        record("attention", "naive"),
-        record("attention", "sdpa_cudnn", outcome="unsupported", reason="head_dim 64 | no\n## really"),
-        record("attention", "flex", outcome="oom"),
-        record("attention", "mine", outcome="wrong", reason="dk is off", error_ratio=37.2),
-        record("attention", "flash_triton") | {"time_s": None, "reason": "verified in Triton's interpreter"},
-        record("attention", "naive", outcome="error", reason="it broke", **LENGTH),
-        record("attention", "sdpa_flash", **LENGTH),
-        record("attention", "sdpa_cudnn", **LENGTH),
-        record("attention", "flash_attn_2", outcome="unsupported", reason="no wheel"),
-    ]
-    files = report(tmp_path, records)
-    first, second = cells(files, f"{STEM}-time")
-    marks = {head: re.sub(r"[⁰-⁹¹²³]", "", text) for head, text in first.items()}
-    assert first["naive"][0].isdigit() and marks["flash_triton"] == "untimed"
-    assert (marks["mine"], marks["sdpa_cudnn"], marks["flex"]) == ("wrong", "n/a", "OOM")
-    assert marks["sdpa_flash"] == NOT_RUN == second["mine"] and second["naive"].startswith("error")
-    text = files[f"tables/synthetic-gpu-{STEM}-time.md"].decode()
-    reasons = ("wrong result: dk is off", "not supported: head_dim 64 \\| no ## really", "error: it broke", "– not run")
-    assert all(reason in text for reason in reasons)
-    assert "flash_attn_2" not in first and "Left out, as no case of it could run: flash_attn_2." in text
-    assert cells(files, f"{STEM}-error")[0]["mine"].startswith("37.2 wrong")
-    (mine,) = (row for row in cells(files, "attention-implementations") if row["name"] == "mine")
-    assert (mine["whose"], mine["cases"], mine["timed"], mine["wrong result"]) == ("ours", "1", "", "1")
+ANOTHER_RUN = "¹ measured in another run than sdpa_flash: not comparable within a few per cent"
+# {law: (records, the rows of these tables with some of their cells, lines of text that files have)}
+SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, str]]] = {
+    "outcomes are cells with reasons": (
+        [
+            record("attention", "naive", time_s=1e-3),
+            record("attention", "sdpa_cudnn", outcome="unsupported", reason="head_dim 64 | no\n## really"),
+            record("attention", "flex", outcome="oom"),
+            record("attention", "mine", outcome="wrong", reason="dk is off", error_ratio=37.2),
+            record("attention", "flash_triton", time_s=None, reason="verified in Triton's interpreter"),
+            record("attention", "naive", outcome="error", reason="it broke", **LENGTH),
+            record("attention", "sdpa_flash", **LENGTH),
+            record("attention", "sdpa_cudnn", **LENGTH),
+            record("attention", "flash_attn_2", outcome="unsupported", reason="no wheel"),
+        ],
+        {
+            f"{STEM}-time": [
+                {
+                    "naive": "1.00",
+                    "flash_triton": "untimed¹",
+                    "mine": "wrong²",
+                    "sdpa_flash": NOT_RUN,
+                    "sdpa_cudnn": "n/a³",
+                    "flex": "OOM⁴",
+                },
+                {"naive": "error⁵", "mine": NOT_RUN},
+            ],
+            f"{STEM}-error": [{"mine": "37.2 wrong¹"}, {}],
+            "attention-implementations": [
+                *[{}] * 2,
+                {"name": "mine", "whose": "ours", "cases": "1", "timed": "", "wrong result": "1"},
+                *[{}] * 4,
+            ],
+        },
+        {
+            f"tables/synthetic-gpu-{STEM}-time.md": (
+                "| S | naive | flash_triton | mine | sdpa_flash | sdpa_cudnn | flex |\n"
+                "Left out, as no case of it could run: flash_attn_2.\n– not run\nwrong result: dk is off\n"
+                "not supported: head_dim 64 \\| no ## really\nerror: it broke"
+            )
+        },
+    ),
+    "times of another run are marked, not memory, and have no speedup": (
+        [
+            record("attention", impl, time_s=1e-3, flops_per_s=1e12, peak_bytes=2**20, comparison=run)
+            for run, rows in (("first", ("naive", "sdpa_flash", "flash_triton")), ("second", ("sdpa_cudnn", "flex")))
+            for impl in rows
+        ],
+        {
+            **{
+                f"{STEM}-{metric}": [{"naive": "1.00", "flash_triton": "1.00", "sdpa_cudnn": "1.00¹", "flex": "1.00¹"}]
+                for metric in ("time", "tflops")
+            },
+            f"{STEM}-peak": [dict.fromkeys(("naive", "flash_triton", "sdpa_cudnn", "flex"), "1.00")],
+            f"{STEM}-speedup": [{"naive": "1.00", "sdpa_cudnn": ""}, {"naive": "1.00 (1)", "sdpa_cudnn": ""}],
+        },
+        {
+            f"tables/synthetic-gpu-{STEM}-time.md": ANOTHER_RUN,
+            f"tables/synthetic-gpu-{STEM}-tflops.md": ANOTHER_RUN,
+            f"tables/synthetic-gpu-{STEM}-speedup.md": "Blank: not sampled together with sdpa_flash.",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("law", SHOWN)
+def test_tables_show_what_became_of_each_case(law: str, tmp_path: Path) -> None:
+    records, tables, texts = SHOWN[law]
+    hold_shown(report(tmp_path, records), tables, texts)
 
 
 def test_the_best_of_each_line_is_marked(tmp_path: Path) -> None:
@@ -161,21 +211,6 @@ def test_a_rate_above_the_measured_ceiling_is_marked(share: float, marked: bool)
     for name in ("flops_per_s", "matmul_ceiling_fraction"):
         assert bool(above_ceiling(name, case)) == marked
     assert above_ceiling("time_s", case) == above_ceiling("bytes_per_s", case) == ""
-
-
-def test_times_of_another_run_are_marked(tmp_path: Path) -> None:
-    records = [record("attention", impl) for impl in ("naive", "sdpa_flash", "flash_triton")]
-    records += [record("attention", impl, comparison="the second run") for impl in ("sdpa_cudnn", "flex")]
-    files = report(tmp_path, records)
-    for metric in ("time", "tflops"):
-        (row,) = cells(files, f"{STEM}-{metric}")
-        assert {head for head, text in row.items() if text.endswith("¹")} == {"sdpa_cudnn", "flex"}
-        note = "¹ measured in another run than sdpa_flash: not comparable within a few per cent"
-        assert note in files[f"tables/synthetic-gpu-{STEM}-{metric}.md"].decode()
-    assert "¹" not in files[f"tables/synthetic-gpu-{STEM}-peak.md"].decode()
-    (row, mean) = cells(files, f"{STEM}-speedup")
-    assert row["sdpa_cudnn"] == "" == mean["sdpa_cudnn"] and mean["naive"] == f"{row['naive']} (1)"
-    assert b"Blank: not sampled together with sdpa_flash." in files[f"tables/synthetic-gpu-{STEM}-speedup.md"]
 
 
 def test_a_baseline_without_a_time_is_named_as_the_reason(tmp_path: Path) -> None:
@@ -245,25 +280,24 @@ def test_csvs_hold_the_numbers_of_the_records(everything: dict[str, bytes]) -> N
     assert checked > 3000  # cells of tables
 
 
+CAPTION = """Median time, ms. Forward, bfloat16, causal; B 2, H 8, S 512 to 65,536, D 64.
+CUDA events, cache cleared before each call, at least 10 rounds, SM clock 1,800 MHz
+Synthetic GPU; 2 CPU cores, driver 000.00, CUDA 0.0, torch 0.0.0
+commit 0123456789, 2000-01-02"""
+OF_STEPS = """In each cell: eager / compiled.
+Whole step;\N{SPACE}
+context 512 to 1,024
+precision bf16
+auto: sdpa_flash"""
+
+
 def test_captions_fix_what_is_constant(everything: dict[str, bytes]) -> None:
-    text = everything[f"tables/synthetic-gpu-{STEM}-time.md"].decode()
-    for fact in (
-        "Median time, ms. Forward, bfloat16, causal; B 2, H 8, S 512 to 65,536, D 64.",
-        "CUDA events, cache cleared before each call, at least 10 rounds, SM clock 1,800 MHz",
-        "Synthetic GPU; 2 CPU cores, driver 000.00, CUDA 0.0, torch 0.0.0",
-        "commit 0123456789, 2000-01-02",
-    ):
-        assert fact in text, fact
-    assert b"Peak memory of forward above" in everything[f"tables/synthetic-gpu-{STEM}-peak.md"]
-    text = everything["tables/synthetic-gpu-model-default-step-time-bf16-auto.md"].decode()
-    for fact in (
-        "In each cell: eager / compiled.",
-        "Whole step; ",
-        "context 512 to 1,024",
-        "precision bf16",
-        "auto: sdpa_flash",
-    ):
-        assert fact in text, fact
+    lines = {
+        f"{STEM}-time": CAPTION,
+        f"{STEM}-peak": "Peak memory of forward above",
+        "model-default-step-time-bf16-auto": OF_STEPS,
+    }
+    hold_shown(everything, {}, {f"tables/synthetic-gpu-{name}.md": facts for name, facts in lines.items()})
 
 
 def test_captions_of_a_group_name_their_cases_once(everything: dict[str, bytes]) -> None:

@@ -6,6 +6,7 @@ something disturbed the machine answers a question only if all times of that que
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from lmsys.bench import verdict
 from lmsys.reports.answers import fastest_of, questions
+from lmsys.reports.items import Table
 from lmsys.reports.load import by_name, machines_of
 from lmsys.reports.terminal import MOST, lines
 from lmsys.reports.words import number
@@ -56,7 +58,7 @@ def test_a_disturbed_row_comes_first_only_if_all_were_disturbed(drawn: Any, most
     with mock.patch("lmsys.reports.terminal.MOST", most):
         (table,) = tables(printed_of(records))
     lines = [line.split("\N{MULTIPLICATION SIGN}")[0].split() for line in table]
-    shown = [by_figure[key] for line in lines for key in by_figure if key[0] in line and key[1] in line]
+    shown = [by_figure[words] for line in lines for words in pairwise(line) if words in by_figure]  # a row and its time
     key_of = "comparison" if len(records) <= most else "direction"
     assert {case[key_of] for case in shown} == {case[key_of] for case in records}
     for question in {case[key_of] for case in shown}:
@@ -95,25 +97,25 @@ def can_answer(cases: list[Record]) -> bool:
     return len(cases) > 1 and any(record["peer"] for record in cases)
 
 
-def answers(records: list[Record]) -> dict[str, Record]:
-    """The answer of the page for each direction."""
+def fastest(records: list[Record]) -> Table | None:
+    """The page's table of the fastest row of each direction."""
     content = by_name(content_of(records))
     cases = [("", ("", "{}"), record) for record in records]
-    for machine in machines_of(cases, content["fields"], content["rows"], content["layouts"]):
-        table = fastest_of(machine, next(questions(machine)))
-        return {str(answer["direction"]): dict(answer) for answer in table.data} if table else {}
-    return {}
+    machines = list(machines_of(cases, content["fields"], content["rows"], content["layouts"]))
+    return fastest_of(machines[0], next(questions(machines[0]))) if machines else None
+
+
+def answers(records: list[Record]) -> dict[str, Record]:
+    """The answer of the page for each direction."""
+    table = fastest(records)
+    return {str(answer["direction"]): dict(answer) for answer in table.data} if table else {}
 
 
 def test_lines_say_that_all_were_disturbed() -> None:
     records = records_of({("fwd", 64, row): (1e-3 * (1 + at), True) for at, row in enumerate(ROWS)})
     (table,) = tables(printed_of(records))
     assert all(line.endswith("disturbed") for line in table) and len(table) == len(ROWS)
-    content = by_name(content_of(records))
-    (machine,) = machines_of(
-        [("", ("", "{}"), record) for record in records], content["fields"], content["rows"], content["layouts"]
-    )
-    page = fastest_of(machine, next(questions(machine)))
+    page = fastest(records)
     assert page and page.rows[0][1] == "flash_triton, all of them disturbed"
 
 

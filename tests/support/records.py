@@ -1,8 +1,8 @@
 """Made-up records of every benchmark, by the fields that it declares, and reports built of them. No result is real.
 
-Tests of reports make records by `record` or `of_everything`, files by `save`, and reports by `built`. `cells` and
-`numbers` read tables of such a report. A row is an implementation; an axis is a parameter of a case, such as "dtype". A
-new benchmark is added to ALL, and the axes of its cases to ASKED.
+Tests of reports make records by `record` or `of_everything`, and reports by `report`, or by `save` and `built`. `cells`
+and `numbers` read tables of such a report. A row is an implementation; an axis is a parameter of a case, such as
+"dtype". A new benchmark is added to ALL, and the axes of its cases to ASKED.
 """
 
 import csv
@@ -235,10 +235,21 @@ def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, byte
     def svg_or_empty(axes: Any, name: str, title: str) -> str:
         return to_svg(axes, name, title) if re.search(drawn, name) else '<svg width="1pt" height="1pt"></svg>'
 
-    with mock.patch.object(plots, "to_svg", svg_or_empty):
+    with (
+        mock.patch.object(plots, "to_svg", svg_or_empty),
+        mock.patch("os.fsync"),
+    ):  # a disk may take longer than all else
         assert main([*map(str, arguments), "-o", str(out)]) == 0
     files = [file for file in sorted(out.rglob("*")) if file.is_file() and file.name != MANIFEST]
     return {file.relative_to(out).as_posix(): file.read_bytes() for file in files}
+
+
+def report(
+    folder: Path, records: list[Record], *arguments: str, drawn: str = NO_PLOT, **machine: Any
+) -> dict[str, bytes]:
+    """The files of a report of these records, built in a folder, which is made if there is none."""
+    folder.mkdir(exist_ok=True)
+    return built(folder / "out", save(folder / "r.json", records, **machine), *arguments, drawn=drawn)
 
 
 def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
@@ -254,3 +265,12 @@ def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
 def numbers(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
     """The CSV file of such a table: for each row, {head of a column: value}."""
     return list(csv.DictReader(io.StringIO(files[f"tables/synthetic-gpu-{name}.csv"].decode())))
+
+
+def hold_shown(files: dict[str, bytes], tables: dict[str, list[dict[str, str]]], texts: dict[str, str]) -> None:
+    """AssertionError unless each table has these rows, of which some cells are given, and each file these lines."""
+    for name, rows in tables.items():
+        for row, expected in zip(cells(files, name), rows, strict=True):
+            assert row.items() >= expected.items(), name
+    for name, lines in texts.items():
+        assert name in files and all(line in files[name].decode() for line in lines.splitlines()), name
