@@ -369,7 +369,10 @@ BAD_DOCUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "edges float": (lambda: Documents.from_cu_seqlens(torch.ones(3)), "must be a torch.Tensor of int32 or int64; got"),
     "edges 2-D": (lambda: Documents.from_cu_seqlens(torch.ones(1, 3).int()), "must have 1 dimensions of tokens; got"),
     "ids list": (lambda: Documents.from_ids([0, 0, 1]), "ids must be a torch.Tensor of int32 or int64; got list"),
-    "ids apart": (lambda: Documents.from_ids(torch.tensor([0, 1, 0])), "ids=[0, 1, 0]: the tokens of a document must"),
+    "ids apart": (
+        lambda: Documents.from_ids(torch.tensor([0, 1, 0])),
+        "ids, in the order [0, 1, 0]: the tokens of a document must",
+    ),
 }
 
 
