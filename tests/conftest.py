@@ -103,32 +103,36 @@ def smoke_result(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return smoke_sweep(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
+Groups = dict[tuple[int, str], WorkerGroup]  # by world size and backend ("gloo", "nccl")
+
+
 @pytest.fixture(scope="session")
-def groups() -> Iterator[dict[str, WorkerGroup]]:
-    """The groups of processes that tests share, by backend ("gloo", "nccl"): `_ready` adds, and this closes them."""
-    by_backend: dict[str, WorkerGroup] = {}
-    yield by_backend
-    for group in by_backend.values():
+def groups() -> Iterator[Groups]:
+    """The groups of processes that tests share: `_ready` adds, and this closes them."""
+    groups: Groups = {}
+    yield groups
+    for group in groups.values():
         group.close()
 
 
-def _ready(groups: dict[str, WorkerGroup], world_size: int, backend: str) -> WorkerGroup:
-    """The group of `backend`, started where there is none yet or where an earlier test has ended it."""
-    if backend not in groups or groups[backend].ended:
-        groups[backend] = WorkerGroup(world_size, backend, timeout_s=60)
-    return groups[backend]
+def _ready(groups: Groups, world_size: int, backend: str) -> WorkerGroup:
+    """The group of this size and backend, started where there is none yet or where an earlier test has ended it."""
+    key = world_size, backend
+    if key not in groups or groups[key].ended:
+        groups[key] = WorkerGroup(world_size, backend, timeout_s=60)
+    return groups[key]
 
 
 @pytest.fixture(scope="module")  # hypothesis refuses fixtures of function scope, which it would not renew per example
-def ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
+def ranks(groups: Groups) -> WorkerGroup:
     """A running group of four processes on the CPU."""
     return _ready(groups, 4, "gloo")
 
 
 @pytest.fixture(scope="module")
-def ready_ranks(groups: dict[str, WorkerGroup]) -> Callable[[], WorkerGroup]:
-    """A function that returns the group of `ranks`, or a new one if a call has ended it meanwhile."""
-    return partial(_ready, groups, 4, "gloo")
+def ready_ranks(groups: Groups) -> Callable[[], WorkerGroup]:
+    """A function that returns a group of two processes on the CPU, a new one if a call has ended it meanwhile."""
+    return partial(_ready, groups, 2, "gloo")
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +144,7 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def ready_gpus(groups: dict[str, WorkerGroup]) -> Callable[[], WorkerGroup]:
+def ready_gpus(groups: Groups) -> Callable[[], WorkerGroup]:
     """A function that returns a running group of two processes with a GPU each, a new one if a call has ended it."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"NCCL needs a GPU for each of two ranks, and here are {torch.cuda.device_count()}")

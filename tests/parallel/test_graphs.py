@@ -10,7 +10,7 @@ LMSYS_DRAWN=100 python -m pytest -m on_request -k "thousands and zero1" tests/pa
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -84,8 +84,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def trains_as_one_process(ranks: WorkerGroup, strategy: str, graph: Graph, ways: Sequence[str]) -> None:
-    """AssertionError unless both ranks see what one process sees, or refuse the case by an error of `may_refuse`."""
+def trains_as_one_process(
+    ranks: WorkerGroup, strategy: str, graph: Graph, ways: Sequence[str], fault: str = ""
+) -> None:
+    """AssertionError unless both ranks see what one process sees, or refuse the case by an error of `may_refuse`.
+
+    fault  one of tests/support/parallel_faults.py, which the strategy has; "": none
+    """
     try:
         exact, plain = (play_alone(graph, ways, dtype) for dtype in (torch.float64, torch.float32))
     except RuntimeError:  # torch itself refuses: the loss depends on no trained parameter, or checkpointing fails
@@ -93,7 +98,7 @@ def trains_as_one_process(ranks: WorkerGroup, strategy: str, graph: Graph, ways:
     if amplifies_rounding(graph, ways, exact):
         assume(False)
     try:
-        answers = ranks.run(play, strategy, graph, ways, timeout_s=RUN_S)[:2]
+        answers = ranks.run(play_with, fault, strategy, graph, ways, timeout_s=RUN_S)[:2]
     except WorkerError as error:
         raised = error.failure[1].partition(f"{RaisedApart.__name__}: ")[2]
         assert raised and may_refuse(strategy, graph, ways, raised), f"{strategy}, {graph}, {ways}: {error}"
@@ -131,18 +136,21 @@ def may_refuse(strategy: str, graph: Graph, ways: Sequence[str], error: str) -> 
         return True
     if strategy == "fsdp" and error.startswith(COUNTS):
         return graph.optimizer == "adamw"
-    if strategy == "fsdp" and ops & {"own", "apart"} and error.startswith(APART):
-        recomputed = any(way.startswith("checkpoint_all") for way in ways)  # each rank recomputes other blocks
-        return recomputed or not _in_order(graph)
+    if error.startswith(APART):
+        return may_be_apart(strategy, graph, ways)
     reentrant = "checkpoint_all_reentrant" in ways or "reentrant" in ops
     return strategy in OVERLAPPED and error.startswith(TWICE) and reentrant
 
 
+def may_be_apart(strategy: str, graph: Graph, ways: Sequence[str]) -> bool:
+    """True if ranks may gather blocks in other orders, each its own."""
+    recomputed = any(way.startswith("checkpoint_all") for way in ways)  # each rank recomputes other blocks
+    return strategy == "fsdp" and bool({"own", "apart"} & ops_of(graph)) and (recomputed or not _in_order(graph))
+
+
 def may_wait(strategy: str, graph: Graph, ways: Sequence[str]) -> bool:
     """True if on GPUs a collective may wait for ever, or a refusal may come only after the last step."""
-    recomputed = any(way.startswith("checkpoint_all") for way in ways)
-    ranks_differ = strategy == "fsdp" and {"own", "apart"} & ops_of(graph)
-    return bool(ranks_differ and (recomputed or not _in_order(graph))) or bool({"freeze", "unfreeze"} & {*ways})
+    return may_be_apart(strategy, graph, ways) or bool({"freeze", "unfreeze"} & {*ways})
 
 
 def _in_order(graph: Graph) -> bool:
@@ -178,7 +186,7 @@ ONE_ORDER = (
     ways=st.lists(st.sampled_from(ONE_ORDER), min_size=1, max_size=4),
 )
 def test_each_parameter_used_once_has_the_bits_of_one_process(
-    ranks: WorkerGroup,
+    ready_ranks: Callable[[], WorkerGroup],
     strategy: str,
     order: list[int],
     ops: list[str],
@@ -191,7 +199,7 @@ def test_each_parameter_used_once_has_the_bits_of_one_process(
     program = tuple(Call(op, number) for op, number in zip(ops, order, strict=True))
     graph = Graph((program,), tuple(blocks), holder, optimizer=optimizer)
     plain = play_alone(graph, ways, torch.float32)
-    for seen in ranks.run(play, strategy, graph, ways)[:2]:
+    for seen in ready_ranks().run(play, strategy, graph, ways):
         assert not isinstance(seen, str), seen
         for values, right in zip(seen, plain, strict=True):
             assert all(torch.equal(x, right[name]) for name, x in values.items())
@@ -237,29 +245,22 @@ def test_what_was_wrong_once_is_right(
     trains_as_one_process(ready_ranks(), strategy, graph, ways)
 
 
-class Faulty:
-    """A group of ranks whose strategies have a fault, one of tests/support/parallel_faults.py."""
-
-    def __init__(self, ranks: WorkerGroup, fault: str):
-        self.ranks, self.fault = ranks, fault
-
-    def run(self, _: object, *args: Any, timeout_s: float) -> list[Any]:
-        return self.ranks.run(play_with, self.fault, *args, timeout_s=timeout_s)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_and_loss_scaling_are_as_on_one_process(ready_ranks: Callable[[], WorkerGroup], strategy: str) -> None:
+    graph = Graph((PLAIN,), optimizer="adamw")
+    trains_as_one_process(ready_ranks(), strategy, graph, ["clip", "scale", "clip"])
 
 
 SEEN = "gradient summed, not averaged", "gradients rounded to bfloat16", "bucket boundary off by one"
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "copy_engine_zero1"])
-@pytest.mark.parametrize("fault", SEEN)
+@pytest.mark.parametrize("fault", ["", *SEEN])
 def test_a_fault_is_wrong_in_a_training_that_is_right_without(
     ready_ranks: Callable[[], WorkerGroup], fault: str, strategy: str
 ) -> None:
-    case = strategy, Graph(((Call("call", 0), Call("call", 1), Call("call", 2)),)), ["step", "accumulate"]
-    trains_as_one_process(ready_ranks(), *case)
-    faulty: Any = Faulty(ready_ranks(), fault)
-    with pytest.raises(AssertionError):
-        trains_as_one_process(faulty, *case)
+    with pytest.raises(AssertionError) if fault else nullcontext():
+        trains_as_one_process(ready_ranks(), strategy, Graph((PLAIN,)), ["step", "accumulate"], fault)
 
 
 GROWS = Graph(  # its weights grow from 0.5 to 6 in three steps, and to 720 in the fourth

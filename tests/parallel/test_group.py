@@ -62,14 +62,14 @@ def _is_stopped(rank: int) -> None:
 
 
 def _is_slow(rank: int) -> int:
-    """Stops for 1 s, then computes for 3.5 s in calls that hold the interpreter lock, so that no thread can answer.
+    """Stops for 1 s, then computes for 2.5 s in calls that hold the interpreter lock, so that no thread can answer.
 
     The test's limit of 2 s is for stopped ranks: the stop is shorter, and a rank that computes is not stopped.
     """
     if dist.get_rank() == rank:
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
-        until = time.monotonic() + 3.5
+        until = time.monotonic() + 2.5
         while time.monotonic() < until:
             sum(range(10**7))
     dist.barrier()
@@ -115,7 +115,7 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
             (_leaves, "died", "rank 1 died with exit code 3, in _leaves"),
             (_fails, "KeyError", "rank 1 failed in _fails:\nTraceback.*KeyError: 'no such layer'"),
             (_sleeps, "timeout", "rank 1 did not answer within 3 s, in _sleeps"),
-            (_is_stopped, "stopped", r"rank 1 was stopped \(SIGSTOP\) for 2 s, in _is_stopped"),
+            (_is_stopped, "stopped", r"rank 1 was stopped \(SIGSTOP\) for 1 s, in _is_stopped"),
         ],
         one_in=4,
     ),
@@ -123,7 +123,7 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
 def test_a_rank_that_fails_ends_the_others_within_seconds(  # type: ignore[no-untyped-def]
     function, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LMSYS_STOPPED_S", "2")
+    monkeypatch.setenv("LMSYS_STOPPED_S", "1")
     _fails_within_seconds("gloo", function, kind, message)
 
 

@@ -114,31 +114,6 @@ def _ratio(state: Tensor, expected: Tensor, before: Tensor) -> float:
     return ratio_of(moved, reference, reference, torch.bfloat16, mean=False)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_replicated_ranks_of_any_number_step_as_one(ranks: WorkerGroup, world_size: int) -> None:
-    """Gradients are given here, and equal on all ranks: on three ranks `TreeSums` could not add them."""
-    results = ranks.run(_given_gradients, world_size)[:world_size]
-    assert all(torch.equal(x, y) for parameters in results for x, y in zip(*parameters, strict=True))
-
-
-@on_some
-def _given_gradients(group: Any) -> Any:
-    """On a rank: [a model's parameters after three steps by owners, those after steps by this rank alone]."""
-    ends = []
-    for owned in (True, False):
-        torch.manual_seed(0)
-        net = Net(Recipe(width=7, layers=5)).to(device())
-        made = grouped(net, matrix_groups(net))
-        make = (lambda params, **options: ShardedOptimizer(params, Muon, group, **options)) if owned else Muon
-        optimizer = make(made, batched=False, **OPTIONS)
-        for _ in range(3):
-            for p in net.parameters():
-                p.grad = torch.randn(p.shape).to(p)
-            optimizer.step()
-        ends.append([p.detach().cpu().clone() for p in net.parameters()])
-    return ends
-
-
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_the_whole_state_has_the_names_and_numbers_of_one_process(ranks: WorkerGroup, strategy: str) -> None:
     """It also loads under another strategy. Before the first step it is zero."""

@@ -60,10 +60,8 @@ class Fetched:
     state: list[Tensor]
 
 
-@on_first(2)
-def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> Fetched | None:
-    """Trains a step that changes all blocks, then runs the blocks in `order`. `recorded`: in recorded forwards."""
-    events = []
+def gathers_in(events: list[tuple[str, int]]) -> Any:
+    """A context in which ("begun", flat buffer) and ("waited", flat buffer) of gathers are appended to `events`."""
 
     def noting(gather: Any) -> Any:
         def gathers(self: Collectives, number: int, buffer: FlatBuffer) -> Pending:
@@ -73,13 +71,20 @@ def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> 
 
         return gathers
 
+    return use((Collectives, "gather", noting))
+
+
+@on_first(2)
+def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> Fetched | None:
+    """Trains a step that changes all blocks, then runs the blocks in `order`. `recorded`: in recorded forwards."""
+    events: list[tuple[str, int]] = []
     torch.manual_seed(0)
     module = SomeBlocks()
     for number, block in enumerate(module.blocks):
         block.register_forward_hook(lambda *_, number=number: events.append(("ran", number)))
     wrapper = Zero1(module, group, bucket_mb)
     optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
-    with use((Collectives, "gather", noting)), recording(recorded):
+    with gathers_in(events), recording(recorded):
         backward(wrapper, torch.ones(2, 4))
         events.clear()
         optimizer.step()
@@ -173,17 +178,14 @@ def _after_a_recording_that_failed(group: Any, order: list[int], bucket_mb: floa
     """The flat buffers that a plain forward gathers after a recorded forward that failed; [] unless it gathers all."""
     module = SomeBlocks()
     wrapper = Zero1(module, group, bucket_mb)
-    begun: list[int] = []
-
-    def noting(gather: Any) -> Any:
-        return lambda self, number, buffer: (begun.append(number), gather(self, number, buffer))[1]
-
+    events: list[tuple[str, int]] = []
     module.order = [*order, NUM_BLOCKS]  # the last index is out of range
     with recording(True), pytest.raises(IndexError):
         wrapper(torch.ones(2, 4))
     module.order = order
-    with use((Collectives, "gather", noting)), recording(False):
+    with gathers_in(events), recording(False):
         wrapper(torch.ones(2, 4))
+    begun = [number for what, number in events if what == "begun"]
     return begun if len(wrapper.flat_buffers) == len(begun) else []
 
 

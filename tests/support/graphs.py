@@ -1,10 +1,12 @@
 """Random modules as graphs of calls, and ways to train them: with a strategy on ranks, and plainly on one process.
 
 `tests/parallel/test_graphs.py` draws a `Graph` and some WAYS, and compares what `play` sees on ranks with what
-`play_alone` sees. Ranks import this file. A new way of training is a method of `Player` between `step` and
-`others_are_odd`; a way that not every strategy supports is a method after it.
+`play_alone` sees; `tests/parallel/test_modules.py` does so with OPERATIONS, by which users treat a module. Ranks import
+this file. A new way of training is a method of `Player` between `step` and `others_are_odd`; a way that not every
+strategy supports is a method between that and `unshard`. A new operation is a method after it.
 """
 
+import io
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -18,9 +20,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from lmsys.parallel import STRATEGIES
+from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import device
+from lmsys.parallel.zero1 import Zero1
 from lmsys.training.optimizer import clip_grad_norm
-from tests.support.ranks import Trained, error_of, on_first, stand_in
+from tests.support.ranks import Trained, answer_of, error_of, on_first, stand_in
 
 WIDTH, EXAMPLES = 4, 3
 BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()  # kinds that every strategy supports
@@ -304,6 +308,7 @@ class Player(Trained):
     ranks  the ranks whose batches it trains on: its own, or for a plain model all
     wrap   wraps another module in the same way
     drawn  how many batches were drawn
+    saved  the state dict that `save` has written
     """
 
     model: nn.Module
@@ -312,16 +317,15 @@ class Player(Trained):
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     seen: list[dict[str, Tensor]] = field(default_factory=list)
     drawn: int = 0
+    saved: bytes = b""
 
     def __post_init__(self) -> None:
-        cls, options = OPTIMIZERS[self.net.graph.optimizer]
-        groups = groups_of if self.net.graph.optimizer == "grouped" else None
-        self.optimizer = self.optimizer_by(cls, groups, **options)
+        self.new_optimizer()
 
     def play(self, ways: Sequence[str]) -> list[dict[str, Tensor]]:
         for way in ways:
             getattr(self, way)()
-        self.see(**self.whole())
+        self.state()
         return self.seen
 
     def batch(self) -> list[Tensor]:
@@ -331,8 +335,10 @@ class Player(Trained):
         self.net.turn = self.drawn
         return [every[rank].to(device(), self.dtype) for rank in self.ranks]
 
-    def outputs(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        return [_taken(self.model(x, rank)) for rank, x in zip(self.ranks, batch, strict=True)]
+    def outputs(self, batch: Sequence[Tensor], model: Any = None) -> list[Tensor]:
+        """The output of each of `ranks`. `model`: it is called in place of the player's."""
+        call = self.model if model is None else model
+        return [_taken(call(x, rank)) for rank, x in zip(self.ranks, batch, strict=True)]
 
     def mean(self, of_each: Sequence[Tensor]) -> Tensor:
         """The loss, from the output of each of `ranks`: how far they are from 1, in mean square."""
@@ -348,6 +354,11 @@ class Player(Trained):
         self.finish()
         self.apply()
 
+    def learn(self, loss: Tensor) -> None:
+        """The backward of a loss, and the end of its step."""
+        loss.backward()
+        self.update()
+
     def gradients(self) -> None:
         """A forward, a backward, and the synchronization of gradients, without a step of the optimizer."""
         self.loss().backward()
@@ -360,13 +371,12 @@ class Player(Trained):
         self.apply()
 
     def accumulate(self) -> None:
-        with nullcontext() if self.is_plain else self.model.no_sync():
+        with self.no_sync():
             self.loss().backward()
         self.step()
 
     def two_forwards(self) -> None:
-        (self.loss() + self.loss()).backward()
-        self.update()
+        self.learn(self.loss() + self.loss())
 
     def two_backwards(self, order: int = 1) -> None:
         losses = [self.loss(), self.loss()]
@@ -380,29 +390,26 @@ class Player(Trained):
     def sync_then_not(self) -> None:
         first, second = self.loss(), self.loss()
         first.backward()
-        with nullcontext() if self.is_plain else self.model.no_sync():
+        with self.no_sync():
             second.backward()
         self.update()
 
     def retain(self) -> None:
         loss = self.loss()
         loss.backward(retain_graph=True)
-        loss.backward()
-        self.update()
+        self.learn(loss)
 
     def chunks(self) -> None:
         outputs = self.outputs(self.batch())
         parts = [self.mean([y.chunk(2)[part] for y in outputs]) for part in range(2)]
         parts[0].backward(retain_graph=True)
-        parts[1].backward()
-        self.update()
+        self.learn(parts[1])
 
     def evaluate_between(self, without_gradients: Any = torch.no_grad) -> None:
         loss = self.loss()
         with without_gradients():
             self._evaluated_for_all()
-        loss.backward()
-        self.update()
+        self.learn(loss)
 
     def infer_between(self) -> None:
         self.evaluate_between(torch.inference_mode)
@@ -448,8 +455,7 @@ class Player(Trained):
         batch = [x.requires_grad_() for x in self.batch()]
         outputs = self.outputs(batch)
         grads = torch.autograd.grad(sum(y.sum() for y in outputs), batch, create_graph=True)
-        (self.mean(outputs) + torch.stack([g.square().mean() for g in grads]).mean()).backward()
-        self.update()
+        self.learn(self.mean(outputs) + torch.stack([g.square().mean() for g in grads]).mean())
 
     def ask_for_inputs_gradients(self) -> None:
         """Computes gradients of inputs alone, between a backward and its step."""
@@ -487,8 +493,7 @@ class Player(Trained):
             _taken(checkpoint(self.model, x, rank, self.net.turn, use_reentrant=reentrant))
             for rank, x in zip(self.ranks, batch, strict=True)
         ]
-        self.mean(outputs).backward()
-        self.update()
+        self.learn(self.mean(outputs))
 
     def checkpoint_all_reentrant(self) -> None:
         self.checkpoint_all(reentrant=True)
@@ -542,22 +547,17 @@ class Player(Trained):
         self.update()
 
     def call_the_module(self) -> None:
-        self.mean([_taken(self.net(x, r)) for r, x in zip(self.ranks, self.batch(), strict=True)]).backward()
-        self.update()
+        self.learn(self.mean(self.outputs(self.batch(), self.net)))
 
     def functional_call(self) -> None:
         copies = {name: 1.0 * p for name, p in self.net.named_parameters()}
-        batch = self.batch()
-        outputs = [torch.func.functional_call(self.net, copies, (x, r)) for r, x in zip(self.ranks, batch, strict=True)]
-        self.mean([_taken(y) for y in outputs]).backward()
-        self.update()
+        outputs = self.outputs(self.batch(), lambda *inputs: torch.func.functional_call(self.net, copies, inputs))
+        self.learn(self.mean(outputs))
 
     def compile_the_wrapper(self) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(self.model, backend="eager")
-        outputs = [_taken(compiled(x, r)) for r, x in zip(self.ranks, self.batch(), strict=True)]
-        self.mean(outputs).backward()
-        self.update()
+        self.learn(self.mean(self.outputs(self.batch(), compiled)))
 
     def compile_blocks(self) -> None:
         torch._dynamo.reset()
@@ -591,12 +591,6 @@ class Player(Trained):
         self.net.last.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=self.dtype, device=device()))
         self.step()
 
-    def autocast(self) -> None:
-        with torch.autocast(device().type, torch.bfloat16, enabled=self.dtype == torch.float32):
-            loss = self.loss()
-        loss.backward()
-        self.update()
-
     def train_all(self) -> None:
         self.model.train()
         self.step()
@@ -615,29 +609,102 @@ class Player(Trained):
         critic = self._other()
         for _ in range(2):
             made = self.outputs(self.batch())
-            critic.mean([_taken(critic.model(y.detach(), r)) for r, y in zip(self.ranks, made, strict=True)]).backward()
-            critic.update()
+            critic.learn(critic.mean(critic.outputs([y.detach() for y in made])))
             made = self.outputs(self.batch())
-            self.mean([-_taken(critic.model(y, r)) for r, y in zip(self.ranks, made, strict=True)]).backward()
+            self.mean([-y for y in critic.outputs(made)]).backward()
             critic.finish()
             critic.optimizer.zero_grad()
             self.update()
-        critic.see(**critic.whole())
+        critic.state()
 
     def teach(self) -> None:
         """A student that learns the outputs of a teacher, which is not trained."""
         teacher = self._other()
         batch = self.batch()
         with torch.no_grad():
-            goals = [_taken(teacher.model(x, r)) for r, x in zip(self.ranks, batch, strict=True)]
-        outputs = [_taken(self.model(x, r)) for r, x in zip(self.ranks, batch, strict=True)]
-        self.mean([y - goal for y, goal in zip(outputs, goals, strict=True)]).backward()
-        self.update()
+            goals = teacher.outputs(batch)
+        self.learn(self.mean([y - goal for y, goal in zip(self.outputs(batch), goals, strict=True)]))
+
+    def unshard(self) -> None:
+        """With fsdp, makes parameters and their gradients whole; otherwise they are. Operations come after it."""
+        if isinstance(self.model, Fsdp):
+            self.model.unshard()
+
+    def new_optimizer(self) -> None:
+        cls, options = OPTIMIZERS[self.net.graph.optimizer]
+        groups = groups_of if self.net.graph.optimizer == "grouped" else None
+        self.optimizer = self.optimizer_by(cls, groups, **options)
+
+    def step_after_unshard(self) -> None:
+        """A step after `unshard`: parameters that were whole before the step are sharded again after it."""
+        self.unshard()
+        self.gradients()
+        self.unshard()
+        self.apply()
+        if isinstance(self.model, Fsdp):
+            assert "was read that fsdp has divided" in error_of(lambda: self.net.first.weight.sum())
+        self.state()
+
+    def see_gradients(self) -> None:
+        """Appends to `seen` the gradients that this rank has at the module's parameters, with fsdp after `unshard`."""
+        self.gradients()
+        if isinstance(self.model, Fsdp):
+            parts = {name: p.grad for name, p in self.net.named_parameters() if p.requires_grad}
+            assert all(x is not None and x.dim() == 1 for x in parts.values())
+        if isinstance(self.model, Zero1):
+            own = [p for p, owner in self.model.owners.items() if owner == self.model.rank]
+            assert {id(p) for p in own} == {id(p) for p in self.net.parameters() if p.grad is not None}
+        self.unshard()
+        self.see(**{f"gradient of {n}": p.grad for n, p in self.net.named_parameters() if p.grad is not None})
+        self.apply()
+
+    def evaluate(self) -> None:
+        """Appends the result of the model in evaluation to `seen`."""
+        self.model.eval()
+        with torch.no_grad():
+            self.see(evaluated=_taken(self.model(torch.ones(EXAMPLES, WIDTH, dtype=self.dtype, device=device()))))
+        self.model.train()
+
+    def read(self) -> None:
+        """Appends to `seen` the module's parameters, by named_parameters() and by state_dict()."""
+        self.unshard()
+        self.read_parameters()
+        self.see(**self.net.state_dict())
+
+    def state(self) -> None:
+        self.see(**self.whole())
+
+    def save(self) -> None:
+        file = io.BytesIO()
+        torch.save(self.whole(), file)
+        self.saved = file.getvalue()
+
+    def load(self) -> None:
+        """Loads the state dict of the last `save`; if there was none, the present one."""
+        if not self.saved:
+            self.save()
+        result = self.model.load_state_dict(torch.load(io.BytesIO(self.saved)))
+        assert not result.missing_keys and not result.unexpected_keys
+
+    def zero(self) -> None:
+        """Computes gradients, and drops them."""
+        self.gradients()
+        self.model.zero_grad()
+
+    def stay(self) -> None:
+        """Calls that must return the model itself, and leave its parameters as they are."""
+        assert self.model.to(self.dtype) is self.model and self.model.train() is self.model
+        assert "Linear" in repr(self.model)
+        assert len(list(self.net.parameters())) == len(list(Net(self.net.graph).parameters()))
 
 
 # The ways that every strategy supports: the methods from `step` to `others_are_odd`.
 WAYS = [name for name in vars(Player) if not name.startswith("_")]
 WAYS = WAYS[WAYS.index("step") : WAYS.index("others_are_odd")]
+OPERATIONS = (
+    "step late_look finish_twice accumulate look zero new_optimizer step_after_unshard see_gradients evaluate read "
+    "state save load stay"
+).split()
 
 
 def prepare(net: Net) -> Net:
@@ -673,9 +740,8 @@ def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[d
     """
     rank = dist.get_rank()
     torch.manual_seed(1 + rank)
-    seen: list[dict[str, Tensor]] = []
 
-    def go() -> None:
+    def go() -> list[dict[str, Tensor]]:
         if rank == 0:
             torch.manual_seed(0)
         with torch.device("meta") if graph.prepared == "meta" else nullcontext():
@@ -686,17 +752,16 @@ def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[d
             return strategy_class(module, group)
 
         net = net if graph.prepared == "meta" else net.to(device())
-        seen.extend(Player(wrap(prepare(net)), [rank], torch.float32, wrap).play(ways))
+        return Player(wrap(prepare(net)), [rank], torch.float32, wrap).play(ways)
 
     # cuDNN's LSTM rounds to TF32, and its backward has no derivative.
     with stand_in(), torch.backends.cudnn.flags(enabled=False):
-        error = error_of(go)
-    if error == "nothing raised":
-        return seen
-    refused = error.startswith(("ValueError: ", "RuntimeError: "))
-    if (error.startswith(TWICE) and {"own", "apart"} & ops_of(graph)) or (device().type == "cuda" and not refused):
-        raise RaisedApart(error)
-    return error
+        answer = answer_of(go)
+    if isinstance(answer, str):
+        refused = answer.startswith(("ValueError: ", "RuntimeError: "))
+        if (answer.startswith(TWICE) and {"own", "apart"} & ops_of(graph)) or (device().type == "cuda" and not refused):
+            raise RaisedApart(answer)
+    return answer
 
 
 def play_alone(

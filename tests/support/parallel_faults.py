@@ -147,15 +147,16 @@ FAULTS: dict[str, Fault] = {
     "optimizer shard updated on the wrong rank": _wrong_owner,
 }
 FAULTS_OF_SHARDS: dict[str, Fault] = {"parameters of one bucket left as they were": _stale}
+NO_FAULT: dict[str, Fault] = {"": lambda _: use()}
 
 
 def train_with(fault: str, recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | None:
-    """Trains on this rank as `train` does, with the fault of this name."""
-    with (FAULTS | FAULTS_OF_SHARDS)[fault](training.strategy.startswith("copy_engine")):
+    """Trains on this rank as `train` does, with the fault of this name; "": without one."""
+    with (FAULTS | FAULTS_OF_SHARDS | NO_FAULT)[fault](training.strategy.startswith("copy_engine")):
         return train(recipe, training, seed)
 
 
 def play_with(fault: str, strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str | None:
-    """Trains on this rank as `play` of tests/support/graphs.py does, with the fault of this name."""
-    with FAULTS[fault](strategy.startswith("copy_engine")):
+    """Trains on this rank as `play` of tests/support/graphs.py does, with the fault of this name; "": without one."""
+    with (FAULTS | NO_FAULT)[fault](strategy.startswith("copy_engine")):
         return play(strategy, graph, ways)

@@ -18,8 +18,20 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.parallel.peers import TorchFSDP2
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.optimizer import AdamW, clip_grad_norm
-from tests.support.ranks import Net, Recipe, Trained, by_hand, error_of, group_of, on_first, stand_in
+from tests.support.ranks import (
+    Net,
+    Recipe,
+    Trained,
+    answer_of,
+    by_hand,
+    error_of,
+    group_of,
+    on_first,
+    on_some,
+    stand_in,
+)
 
 RECIPE, MAX_NORM = Recipe(width=5), 0.05  # the model, and the norm to which gradients are clipped
 State = dict[str, Tensor]  # weights by name
@@ -38,11 +50,11 @@ class Run(Trained):
     optimizer: torch.optim.Optimizer
     ranks: Sequence[int]
 
-    def backward(self, step: int, scale: Callable[[Tensor], Tensor] = lambda loss: loss, factor: float = 1) -> None:
-        """A backward of scale(mean loss of all ranks * factor), and the synchronization of gradients."""
+    def backward(self, step: int, weights: Sequence[float] = (1, 1, 1, 1)) -> None:
+        """A backward of the ranks' mean loss, each times its weight, and the synchronization of gradients."""
         like = next(self.model.parameters())
-        losses = [self.model(batch(step, rank).to(like)) for rank in self.ranks]
-        scale(torch.stack(losses).mean() * factor).backward()
+        losses = [weights[rank] * self.model(batch(step, rank).to(like)) for rank in self.ranks]
+        torch.stack(losses).mean().backward()
         self.finish()
 
     def step(self, step: int) -> None:
@@ -50,51 +62,28 @@ class Run(Trained):
         self.apply()
 
 
-def made(strategy: str, cls: Any = torch.optim.SGD, net: nn.Module | None = None, seed: int = 0, **options: Any) -> Run:
-    """A model and its optimizer `cls`, for a strategy on this rank.
+def made(
+    strategy: str, cls: Any = torch.optim.SGD, net: nn.Module | None = None, seed: int = 0, group: Any = None,
+    **options: Any,
+) -> Run:  # fmt: skip
+    """A model and its optimizer `cls`, for a strategy on this rank of a group, by default of two ranks.
 
-    "alone" is a plain model on one process that trains on the batches of all ranks; "exact" is that in float64.
+    "alone" is a plain model on one process that trains on the batches of two ranks; "exact" is that in float64.
+    "plain" trains on rank 0's.
     """
     torch.manual_seed(seed)
     net = Net(RECIPE) if net is None else net
     options = {"lr": 0.1, **({} if cls in (torch.optim.SGD, Plain) else {"eps": 1e-2}), **options}
-    if strategy in ("alone", "exact"):
+    if strategy in ("alone", "exact", "plain"):
         net = net.double() if strategy == "exact" else net
         groups = options.pop("groups", None)
-        return Run(net, cls(by_hand(net, groups), **options), (0, 1))
+        return Run(net, cls(by_hand(net, groups), **options), (0,) if strategy == "plain" else (0, 1))
     with stand_in():
-        wrapper = STRATEGIES[strategy].load()(net.to(device()), group_of(2))
+        wrapper = STRATEGIES[strategy].load()(net.to(device()), group or group_of(2))
     return Run(wrapper, wrapper.make_optimizer(cls, **options), (dist.get_rank(),))
 
 
 # Trainings, each of which returns what can be compared.
-
-
-def clipped(strategy: str) -> tuple[Tensor, State]:
-    """Three steps with clipped gradients: (the norms before clipping, weights)."""
-    run, norms = made(strategy), []
-    for step in range(3):
-        run.backward(step)
-        of = run.model.parameters() if run.is_plain else run.model
-        norms.append(clip_grad_norm(of, MAX_NORM).cpu())
-        run.apply()
-    return torch.stack(norms), run.whole()
-
-
-def scaled(strategy: str) -> tuple[list[float], State]:
-    """Three steps under GradScaler; in the second one block's gradients are infinite. (scales, weights)."""
-    run, scales = made(strategy, AdamW), []
-    scaler = torch.amp.GradScaler(next(run.model.parameters()).device.type, init_scale=1024.0)
-    for step in range(3):
-        weight = run.net.last.weight
-        hook = weight.register_hook(lambda grad, step=step: grad * (torch.inf if step == 1 else 1))
-        run.backward(step, scaler.scale)
-        hook.remove()
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales, run.whole()
 
 
 def refused_norms(strategy: str) -> list[str]:
@@ -116,9 +105,7 @@ def refused_norms(strategy: str) -> list[str]:
 @on_first(2)
 def on_two(_: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Calls the function on one of two ranks: its result, or its error as a text."""
-    results: list[Any] = []
-    error = error_of(lambda: results.append(function(*args)))
-    return results[0] if results else error
+    return answer_of(function, *args)
 
 
 def decayed(name: str, p: nn.Parameter) -> dict[str, Any]:
@@ -152,35 +139,36 @@ def with_batches_run_out(strategy: str) -> State:
     """Rank 1 has no batch in the last two steps: its loss is multiplied by 0 there."""
     run = made(strategy, AdamW)
     for step in range(4):
-        factors = [0.0 if rank == 1 and step > 1 else 1.0 for rank in run.ranks]
-        like = next(run.model.parameters())
-        losses = [f * run.model(batch(step, rank).to(like)) for f, rank in zip(factors, run.ranks, strict=True)]
-        torch.stack(losses).mean().backward()
-        run.finish()
+        run.backward(step, weights=(1, 0 if step > 1 else 1))
         run.apply()
     return run.whole()
 
 
 def with_a_late_group(strategy: str) -> State:
-    """An optimizer of the last layer, which gets the other parameters as a group after two steps."""
+    """An optimizer of the last layer, which gets the other parameters as a group after two steps.
+
+    With "naive" it is a `ShardedOptimizer`, which shares the new group out to ranks.
+    """
     run = made(strategy)
     last = [run.net.last.weight]
     others = [p for p in run.net.parameters() if p is not last[0]]
-    if run.is_plain or strategy == "naive":
+    if run.is_plain:
         run.optimizer = torch.optim.SGD(last, lr=0.1, momentum=0.9)
+    elif strategy == "naive":
+        run.optimizer = ShardedOptimizer(last, torch.optim.SGD, group_of(2), lr=0.1, momentum=0.9)
     else:
         run.optimizer = run.model.make_optimizer(torch.optim.SGD, params=last, lr=0.1, momentum=0.9)
     for step in range(4):
         if step == 2:
             run.optimizer.add_param_group({"params": others, "lr": 0.05})
         run.backward(step)
-        run.optimizer.step()
+        assert run.optimizer.step(lambda: 2.5) == 2.5  # it calls a closure, and returns its loss
         run.model.zero_grad()
     return run.whole()
 
 
 class Few(nn.Module):
-    """A module with one parameter, so that one of two ranks owns none."""
+    """A module with one parameter, so that one of two ranks owns none of the dtype whose gradient is infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,12 +178,12 @@ class Few(nn.Module):
         return (x.to(self.weight) * self.weight).square().mean()
 
 
-def scaled_with_few_parameters(strategy: str) -> tuple[list[float], State]:
+def scaled(strategy: str) -> tuple[list[float], State]:
     """Three steps of `Few` under GradScaler; rank 1 has an inf in the second. (scales, weights)."""
-    run, scales = made(strategy, net=Few(), momentum=0.9), list[float]()
-    scaler = torch.amp.GradScaler(device().type, init_scale=16.0)
+    run, scales = made(strategy, net=Few(), momentum=0.9), []
+    scaler = torch.amp.GradScaler(run.net.weight.device.type, init_scale=16.0)
     for step in range(3):
-        xs = [torch.full((3,), step + rank + 1.0, device=device()) for rank in run.ranks]
+        xs = [torch.full((3,), step + rank + 1.0) for rank in run.ranks]
         factors = [torch.inf if step == rank == 1 else 1.0 for rank in run.ranks]
         scaler.scale(torch.stack([run.model(x) * f for x, f in zip(xs, factors, strict=True)]).mean()).backward()
         run.finish()
@@ -320,35 +308,36 @@ def refused_modules(strategy: str) -> list[str]:
     return [*errors, error_of(wrap, modules[0], group_of(2))]
 
 
-# Checkpoints of weights and the optimizer's state, between strategies and FSDP2.
+# Checkpoints of weights and the optimizer's state, between strategies, FSDP2 and plain modules, on any number of ranks.
 
 
-def three_steps(strategy: str, groups: Any) -> State:
-    """The weights after three steps: a training that `save` and `load` do in two parts."""
+def three_steps(strategy: str, groups: Any, before: int, after: int) -> State:
+    """The weights after two steps on the batches of `before` ranks, and one on those of `after`: see `save`, `load`."""
     run = made(strategy, torch.optim.AdamW, groups=groups)
     for step in range(3):
+        run.ranks = range(after if step == 2 else before)
         run.step(step)
     return run.whole()
 
 
-def save(strategy: str, folder: str, groups: Any) -> State:
+@on_some
+def save(group: Any, strategy: str, folder: str, groups: Any) -> State:
     """Trains two steps, saves a checkpoint, and returns the weights."""
-    run = made(strategy, torch.optim.AdamW, groups=groups)
+    run = made(strategy, torch.optim.AdamW, group=group, groups=groups)
     for step in range(2):
         run.step(step)
-    dcp.save(_state_of(run), checkpoint_id=folder, process_group=group_of(2))
+    dcp.save(_state_of(run), checkpoint_id=folder, process_group=group)
     return run.whole()
 
 
-def load(strategy: str, folder: str, groups: Any) -> tuple[State, State]:
+@on_some
+def load(group: Any, strategy: str, folder: str, groups: Any) -> tuple[State, State]:
     """Loads that checkpoint into another model: (its weights, its weights after a third step)."""
-    run = made(strategy, torch.optim.AdamW, seed=1, groups=groups, lr=0.7)
+    run = made(strategy, torch.optim.AdamW, seed=1, group=group, groups=groups, lr=0.7)
     state = _state_of(run)
-    dcp.load(state, checkpoint_id=folder, process_group=group_of(2))
-    if strategy == "torch_fsdp2":
-        set_state_dict(
-            run.model.module, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    if run.is_plain or isinstance(run.model, TorchFSDP2):
+        set_state_dict(run.net, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     else:
         run.model.load_state_dict(state["model"])
         run.model.load_optimizer_state_dict(run.optimizer, state["optimizer"])
@@ -358,8 +347,8 @@ def load(strategy: str, folder: str, groups: Any) -> tuple[State, State]:
 
 
 def _state_of(run: Trained) -> dict[str, Any]:
-    if isinstance(run.model, TorchFSDP2):
-        model, optimizer = get_state_dict(run.model.module, run.optimizer)
+    if run.is_plain or isinstance(run.model, TorchFSDP2):
+        model, optimizer = get_state_dict(run.net, run.optimizer)
         return {"model": model, "optimizer": optimizer}
     return {
         "model": run.model.sharded_state_dict(),

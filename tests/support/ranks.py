@@ -160,6 +160,11 @@ def batches(recipe: Recipe, training: Training, seed: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
+def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of these tensors on the CPU."""
+    return {name: x.detach().cpu().clone() for name, x in state.items()}
+
+
 def backward(wrapper: Any, *inputs: Any) -> None:
     """A forward, the backward of its sum, and the synchronization of gradients."""
     wrapper(*inputs).sum().backward()
@@ -198,6 +203,10 @@ class Trained:
             return cls(by_hand(self.model, groups), **options)
         return self.model.make_optimizer(cls, groups=groups, **options)
 
+    def no_sync(self) -> Any:
+        """A context in which backwards send no gradients."""
+        return nullcontext() if self.is_plain else self.model.no_sync()
+
     def finish(self) -> None:
         if not self.is_plain:
             self.model.finish_gradient_synchronization()
@@ -208,14 +217,13 @@ class Trained:
 
     def whole(self) -> dict[str, Tensor]:
         """Copies of the whole state, on the CPU."""
-        state = self.model.state_dict() if self.is_plain else self.model.full_state_dict()
-        return {name: x.detach().cpu().clone() for name, x in state.items()}
+        return on_cpu(self.model.state_dict() if self.is_plain else self.model.full_state_dict())
 
     def see(self, **values: Tensor) -> None:
         """Appends copies of these values to `seen`; complex numbers as pairs, FSDP2's DTensors as whole tensors."""
         whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in values.items()}
         real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in whole.items()}
-        self.seen.append({name: x.detach().cpu().clone() for name, x in real.items()})
+        self.seen.append(on_cpu(real))
 
 
 def build_optimizer(wrapper: Any, training: Training, group: Any) -> torch.optim.Optimizer:
@@ -244,7 +252,7 @@ def train(recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | 
             wrapper.finish_gradient_synchronization()
             optimizer.step()
             optimizer.zero_grad(set_to_none=training.set_to_none)
-        return {name: x.cpu().clone() for name, x in wrapper.full_state_dict().items()}
+        return on_cpu(wrapper.full_state_dict())
 
 
 def train_alone(recipe: Recipe, training: Training, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -260,7 +268,7 @@ def train_alone(recipe: Recipe, training: Training, seed: int, dtype: torch.dtyp
         torch.stack(losses).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: x.clone() for name, x in model.state_dict().items()}
+    return on_cpu(model.state_dict())
 
 
 def worst_ratio(results: list[Any], recipe: Recipe, training: Training, seed: int) -> float:
@@ -304,6 +312,13 @@ def error_of(function: Callable[..., Any], *args: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing raised"
+
+
+def answer_of(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a call, or its exception as a text."""
+    results: list[Any] = []
+    error = error_of(lambda: results.append(function(*args)))
+    return results[0] if results else error
 
 
 def copies(x: Any) -> Any:

@@ -103,20 +103,22 @@ def masked(sees: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     return row
 
 
-WRONG["behind_the_diagonal"] = (
-    "off by one at the diagonal: a query sees the key after its own",
-    masked(lambda i, j: j <= i + 1),
-)
-WRONG["before_the_diagonal"] = (
-    "off by one at the diagonal: a query does not see its own key",
-    masked(lambda i, j: j < i),
-)
-WRONG["no_mask"] = "the causal mask is ignored", masked(lambda i, j: j >= 0 * i)
-WRONG["by_tiles"] = "the mask is by tiles of 32", masked(lambda i, j: j // 32 <= i // 32)
-WRONG["bottom_right"] = (
-    "the causal mask is aligned to the bottom right",
-    masked(lambda i, j: j <= i + j.shape[0] - i.shape[0]),
-)
+WRONG |= {
+    "behind_the_diagonal": (
+        "off by one at the diagonal: a query sees the key after its own",
+        masked(lambda i, j: j <= i + 1),
+    ),
+    "before_the_diagonal": (
+        "off by one at the diagonal: a query does not see its own key",
+        masked(lambda i, j: j < i),
+    ),
+    "no_mask": ("the causal mask is ignored", masked(lambda i, j: j >= 0 * i)),
+    "by_tiles": ("the mask is by tiles of 32", masked(lambda i, j: j // 32 <= i // 32)),
+    "bottom_right": (
+        "the causal mask is aligned to the bottom right",
+        masked(lambda i, j: j <= i + j.shape[0] - i.shape[0]),
+    ),
+}
 
 
 @wrong("query head h reads key head h % kv_heads, not h // group")
@@ -191,10 +193,12 @@ def with_backward(fault: str) -> Callable[..., Tensor]:
     return row
 
 
-WRONG["no_delta"] = "dq: delta = rowsum(do · o) is not subtracted", with_backward("delta")
-WRONG["dk_without_scale"] = "dk: the scale is missing", with_backward("scale")
-WRONG["mean_for_delta"] = "dq: delta is a mean over the head dimension", with_backward("mean")
-WRONG["dk_not_transposed"] = "dk: P and dS are not transposed", with_backward("transposed")
+WRONG |= {
+    "no_delta": ("dq: delta = rowsum(do · o) is not subtracted", with_backward("delta")),
+    "dk_without_scale": ("dk: the scale is missing", with_backward("scale")),
+    "mean_for_delta": ("dq: delta is a mean over the head dimension", with_backward("mean")),
+    "dk_not_transposed": ("dk: P and dS are not transposed", with_backward("transposed")),
+}
 
 
 @wrong("the mask is applied after the softmax")
@@ -219,9 +223,11 @@ def scaled_at(place: Any) -> Callable[..., Tensor]:
     return row
 
 
-WRONG["one_head"] = "only head 1 is wrong", scaled_at((slice(None), slice(1, 2)))
-WRONG["one_entry"] = "only batch entry 2 is wrong", scaled_at((slice(2, 3), slice(None)))
-WRONG["one_tile"] = "only the tile of rows 64 to 127 is wrong", scaled_at((..., slice(64, 128), slice(None)))
+WRONG |= {
+    "one_head": ("only head 1 is wrong", scaled_at((slice(None), slice(1, 2)))),
+    "one_entry": ("only batch entry 2 is wrong", scaled_at((slice(2, 3), slice(None)))),
+    "one_tile": ("only the tile of rows 64 to 127 is wrong", scaled_at((..., slice(64, 128), slice(None)))),
+}
 
 
 @wrong("P = exp(scores - maximum), in the softmax sum too, is rounded to bfloat16")
@@ -273,17 +279,19 @@ for tile in (16, 64):
     WRONG[f"keeps_both_{tile}"] = f"neither o nor the sum is rescaled{tiles}", online("both", tile)
     detached = f"gradients must flow through the maximum everywhere or nowhere (tiles of {tile} keys)"
     WRONG[f"detached_{tile}"] = detached, online("detached", tile)
-WRONG["undivided"] = "o is not divided by the sum of the exponentials", online("undivided")
-WRONG["low_p"] = "P = exp(scores - maximum) is rounded to bfloat16: float32 inputs", online(low=torch.bfloat16)
-WRONG["low_p_by_tiles"] = (
-    "P = exp(scores - maximum) is rounded to TF32 or float16, P in tiles of 16 keys",
-    online(tile=16, low=torch.float16),
-)
-WRONG["low_p_and_v"] = (
-    "P = exp(scores - maximum) and v are rounded to bfloat16, P in tiles of 32 keys",
-    online("low", 32, torch.bfloat16),
-)
-WRONG["bottom_right_by_tiles"] = "the causal mask is aligned to the bottom right", online("bottom right")
+WRONG |= {
+    "undivided": ("o is not divided by the sum of the exponentials", online("undivided")),
+    "low_p": ("P = exp(scores - maximum) is rounded to bfloat16: float32 inputs", online(low=torch.bfloat16)),
+    "low_p_by_tiles": (
+        "P = exp(scores - maximum) is rounded to TF32 or float16, P in tiles of 16 keys",
+        online(tile=16, low=torch.float16),
+    ),
+    "low_p_and_v": (
+        "P = exp(scores - maximum) and v are rounded to bfloat16, P in tiles of 32 keys",
+        online("low", 32, torch.bfloat16),
+    ),
+    "bottom_right_by_tiles": ("the causal mask is aligned to the bottom right", online("bottom right")),
+}
 
 
 @wrong("the causal mask is aligned to the bottom right")
