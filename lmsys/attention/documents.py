@@ -189,8 +189,8 @@ def keep(
     if (made := kept.get(key)) is None:  # read once: another thread may drop it
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return make()
-        if len(kept) >= most:
-            kept.pop(next(iter([*kept])), None)
+        while len(kept) >= most:  # several threads may have added entries since; another one may drop them, too
+            kept.pop(next(iter([*kept]), None), None)
         made = kept[key] = _made_to_last(make, device)
     return made
 

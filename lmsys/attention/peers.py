@@ -31,14 +31,6 @@ from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
 # `sdpa_kernel` sets flags of the process, and puts back those that it found: two threads at once could leave them off.
 _turn = threading.RLock()
-# What `F.scaled_dot_product_attention` calls for a backend on a CPU. So no flag has to be set there, by which calls in
-# other threads, such as the user's own, would get that backend, or be refused. Masks must be of q's dtype.
-_ON_CPU: dict[SDPBackend, Callable[..., Tensor]] = {
-    SDPBackend.FLASH_ATTENTION: lambda *qkv, enable_gqa=False, **options: (
-        torch._scaled_dot_product_flash_attention_for_cpu(*qkv, **options)[0]
-    ),
-    SDPBackend.MATH: lambda *qkv, **options: torch._scaled_dot_product_attention_math(*qkv, **options)[0],
-}
 
 
 def sdpa(
@@ -49,26 +41,21 @@ def sdpa(
     causal: bool = False,
     scale: float | None = None,
     pattern: Pattern | None = None,
-    function: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """torch's scaled_dot_product_attention, with `is_causal`, or for a pattern an `attn_mask`, boolean or a bias.
 
     Inputs that are not 16-byte aligned are copied: on CUDA torch's kernels give wrong results, or end the process.
-    function  torch's, or one of `_ON_CPU`
     """
     q, k, v = contract.aligned(q), contract.aligned(k), contract.aligned(v)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    mask = blind = None  # blind: True for queries that see no key, whose o is 0; None: there are none
-    if pattern is not None:
-        seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)  # seen: True where a query sees a key
-        mask = (
-            seen
-            if pattern.bias is None and function is F.scaled_dot_product_attention
-            else torch.where(seen, 0.0 if pattern.bias is None else pattern.bias, -torch.inf).to(q.dtype)
-        ).expand(*q.shape[:-1], k.shape[2])
-    o = contract.with_aligned_gradient(
-        function(q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, **grouped)
-    )
+    if pattern is None:
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **grouped)
+        return contract.with_aligned_gradient(o)
+    # seen: True where a query sees a key. blind: True for queries that see no key, whose o is 0; None: there are none.
+    seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
+    mask = seen if pattern.bias is None else torch.where(seen, pattern.bias, -torch.inf).to(q.dtype)
+    mask = mask.expand(*q.shape[:-1], k.shape[2])
+    o = contract.with_aligned_gradient(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped))
     return o if blind is None else o.masked_fill(blind, 0)
 
 
@@ -112,9 +99,7 @@ def _sdpa(
     pattern: Pattern | None = None,
     backend: SDPBackend,
 ) -> Tensor:
-    """`sdpa` by one backend of torch. On a GPU threads take turns; compiled code has the backend that tracing chose."""
-    if not torch.compiler.is_compiling() and q.is_cpu and backend in _ON_CPU:
-        return sdpa(q, k, v, causal=causal, scale=scale, pattern=pattern, function=_ON_CPU[backend])
+    """`sdpa` by one backend of torch. Threads take turns, but not in compiled code: tracing has chosen the backend."""
     with nullcontext() if torch.compiler.is_compiling() else _turn, sdpa_kernel(backend):
         return sdpa(q, k, v, causal=causal, scale=scale, pattern=pattern)
 

@@ -42,10 +42,13 @@ def run_selectively(block: Any, level: str, x: torch.Tensor, *mixing: Any) -> to
 
 
 def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """function(*inputs), which keeps its inputs alone and runs again in the backward; it may draw no random numbers."""
+    """function(*inputs), which keeps its inputs alone and runs again in the backward.
+
+    options  of torch's `checkpoint`; where function draws random numbers, `preserve_rng_state=True` must be one
+    """
     if torch.compiler.is_compiling():
         options.setdefault("context_fn", _saved_nothing)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+    return checkpoint(function, *inputs, use_reentrant=False, **{"preserve_rng_state": False} | options)
 
 
 def _up_to_matmuls(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:

@@ -59,11 +59,15 @@ class SideBySide(nn.Module):
 
 
 def plain(*layers: nn.Module) -> bool:
-    """True where a weight is all that layers are: each is a `Linear`, no other module in its place, such as LoRA's, and
-    has no parametrization and no hook, such as pruning has. Others are called, since their calls do more."""
+    """True where calling each layer would only multiply by its weight, so that the weight can be read instead.
+
+    It would do more where another module is in the layer's place, such as LoRA's, and where the layer has a hook, a
+    parametrization, as of pruning, or a forward of its own. Of compiled blocks torch reads hooks once, for all blocks.
+    """
     return all(
         type(x) is Linear
         and not (x._forward_pre_hooks or x._forward_hooks or x._backward_pre_hooks or x._backward_hooks)
+        and "forward" not in vars(x)
         for x in layers
     )
 
@@ -264,16 +268,16 @@ class Block(nn.Module):
                layers that are not `plain` keeps its input alone, as a second run that skips matmuls suits plain ones
         """
         if level != "none":
-            return (
-                selective.run_selectively(self, level, x, attend, rope, positions)
-                if plain(
-                    *(self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
-                    *(self.ffn.w1, self.ffn.w2, self.ffn.w3),
-                )
-                else selective.run_again(self.forward, x, attend, rope, positions)
-            )
+            if not self.is_plain():
+                return selective.run_again(self.forward, x, attend, rope, positions, preserve_rng_state=True)
+            return selective.run_selectively(self, level, x, attend, rope, positions)
         x = x + self.attn(self.ln1(x), attend, rope, positions)
         return x + self.ffn(self.ln2(x))
+
+    def is_plain(self) -> bool:
+        """True where all layers are `plain`. Others may draw random numbers, such as LoRA's dropout."""
+        attn, ffn = self.attn, self.ffn
+        return plain(attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj, ffn.w1, ffn.w2, ffn.w3)
 
 
 def _run(layers: list[Block], x: Tensor, attend: list[Any], *rest: Any) -> Tensor:
@@ -377,7 +381,14 @@ class TransformerLM(nn.Module):
         for group in self.config.groups if torch.is_grad_enabled() else [all_blocks]:
             x = (
                 # While they run again, blocks keep all that the backward, which follows at once, reads.
-                selective.run_again(self._blocks, x, group._replace(level="none"), attend, positions)
+                selective.run_again(
+                    self._blocks,
+                    x,
+                    group._replace(level="none"),
+                    attend,
+                    positions,
+                    preserve_rng_state=not all(block.is_plain() for block in self.layers),
+                )  # fmt: skip
                 if group.level == "whole"
                 else self._blocks(x, group, attend, positions)
             )
@@ -418,9 +429,9 @@ class TransformerLM(nn.Module):
 
         ValueError for a dict that does not fit.
         """
-        plain = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
+        renamed = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
         try:
-            loaded = super().load_state_dict(plain, strict=strict, assign=assign)
+            loaded = super().load_state_dict(renamed, strict=strict, assign=assign)
         except RuntimeError as error:
             raise ValueError(f"the state dict does not fit {self.config}: {error}") from error
         if self.rope.cos.is_meta:  # `assign` brings weights to a device, but not the tables of `rope`

@@ -224,10 +224,10 @@ class Tokenizer:
             places.append(len(flat))
             lengths.append(len(ids))
             flat.extend(ids)
-        of_words = np.asarray(lengths)[numbers]
-        ends = np.cumsum(of_words)
-        # Where each id stands in `flat`.
-        at = np.arange(ends[-1]) + np.repeat(np.asarray(places)[numbers] - ends + of_words, of_words)
+        lengths_here = np.asarray(lengths)[numbers]
+        ends = np.cumsum(lengths_here)
+        # `at` says where each id stands in `flat`.
+        at = np.arange(ends[-1]) + np.repeat(np.asarray(places)[numbers] - ends + lengths_here, lengths_here)
         found = np.asarray(flat)[at].astype(self.dtype)
         if len(words) <= _MOST_WORDS and words.num_bytes <= _MOST_BYTES:
             self._free.append(kept)

@@ -6,7 +6,6 @@ Sources: Holtzman et al. 2020 (top-p, arXiv 1904.09751); Fan et al. 2018 (top-k,
 Legend: B prompts, S sequence length, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,10 +98,6 @@ class Cache:
         return attention(q, keys, values, key_lengths=self._lengths)
 
 
-# torch.compiler.set_stance puts back what it found: of two threads at once, the later to leave left "force_eager" on.
-_turn = threading.RLock()
-
-
 @torch.no_grad()
 def generate(
     model: TransformerLM,
@@ -123,7 +118,7 @@ def generate(
     vocab_size  only ids below it are drawn, as a tokenizer may have fewer than the model; None: all
     The prompts are read with the model's attention row, later tokens with the fastest row that reads caches of
     different lengths. Compiled blocks run uncompiled, and so does all compiled code of other threads meanwhile: torch
-    has one switch for the process. So threads that call this function take turns.
+    has one switch for the process, which two threads that call this function at once may leave off.
     ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
     """
     sampling = Sampling() if sampling is None else values.instance("sampling", sampling, Sampling)
@@ -140,7 +135,7 @@ def generate(
     cache = Cache(len(model.layers), capacity) if values.flag("use_cache", use_cache) else None
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     made: list[list[int]] = [[] for _ in prompts]
-    with _turn, torch.compiler.set_stance("force_eager"):  # inside, compiled blocks run uncompiled
+    with torch.compiler.set_stance("force_eager"):  # inside, compiled blocks run uncompiled
         for new in range(max_new_tokens):
             logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)[:, :vocab_size]
             values.hold((logits.isfinite().all(), f"the model's logits are not finite, of new token {new}"))

@@ -5,7 +5,6 @@ seeds. A new row is tested without a change here.
 """
 
 import importlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -271,30 +270,6 @@ def test_calls_from_two_threads_leave_torchs_choice_of_kernels_as_it_was() -> No
                 done.result()
         flags = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
         assert flags == (True, True)
-
-
-@pytest.mark.parametrize("name", ["auto", "sdpa_math", "sdpa_flash"])
-def test_calls_on_a_cpu_leave_torchs_own_calls_in_other_threads_alone(name: str) -> None:
-    """Most of them were refused ("No available kernel"), or got another backend's bits, while a row had set flags."""
-    x, bias = torch.randn(1, 2, 16, 32), torch.randn(16, 16, requires_grad=True)
-    calls = [
-        partial(torch.nn.functional.scaled_dot_product_attention, x, x, x, attn_mask=bias),
-        partial(attention, x, x, x, causal=True, impl="sdpa"),
-    ]
-    expected, over = [call() for call in calls], threading.Event()
-
-    def go_on() -> None:
-        while not over.is_set():
-            attention(x, x, x, window=(3, 3), impl=name)
-
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(go_on)
-        try:
-            for _ in range(500):
-                assert all(torch.equal(call(), right) for call, right in zip(calls, expected, strict=True))
-        finally:
-            over.set()
-        running.result()
 
 
 @pytest.mark.gpu

@@ -214,6 +214,23 @@ def test_a_module_in_the_place_of_a_layer_is_called(name: str, level: str) -> No
     torch.testing.assert_close(added.down.weight.grad, added.up.weight.mT @ weight.grad)
 
 
+@pytest.mark.parametrize("level", ["matmuls", "attention", "whole", 2])
+def test_what_runs_again_draws_the_same_random_numbers(level: Any) -> None:
+    """With dropout in a layer's place, as in LoRA, gradients were those of other numbers than the loss."""
+    gradients = []
+    for checkpoint_blocks in ("none", level):
+        torch.manual_seed(0)
+        config = model_config(
+            "tiny", vocab_size=40, context_length=16, num_layers=2, checkpoint_blocks=checkpoint_blocks
+        )
+        tested = TransformerLM(config)
+        for layer in tested.layers:
+            layer.attn.v_proj = nn.Sequential(layer.attn.v_proj, nn.Dropout(0.5))
+        tested.loss(*torch.randint(40, (2, 2, 16))).backward()
+        gradients.append([p.grad for p in tested.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 def test_fused_blocks_call_a_module_in_the_place_of_a_layer() -> None:
     tested = model()
     for layer in tested.layers:

@@ -1,7 +1,6 @@
 """`lmsys.training.generation`: the key-value cache changes nothing, and each way of sampling draws as it should."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any
@@ -136,21 +135,6 @@ def test_a_compiled_model_generates_the_same() -> None:
     model = make_model()
     expected = generate(model, [[1, 2]], 5)
     assert generate(model.compile_blocks(backend="aot_eager"), [[1, 2]], 5) == expected
-
-
-def test_threads_that_generate_leave_the_compiler_as_it_was() -> None:
-    """torch's `set_stance` is one for the process: "force_eager" stayed on after two threads, without a word."""
-    model, calls = make_model(), []
-
-    def counted(graph: Any, _: Any) -> Any:
-        calls.append(graph)
-        return graph
-
-    expected = generate(model, [[1, 2]], 5)
-    with ThreadPoolExecutor(4) as threads:
-        assert all(made == expected for made in threads.map(lambda _: generate(model, [[1, 2]], 5), range(40)))
-    torch.compile(lambda x: x + 1, backend=counted)(torch.ones(2))
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
