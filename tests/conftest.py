@@ -35,8 +35,10 @@ torch.set_num_threads(1)  # in this process, in case that torch was imported bef
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # "ci" draws the same few examples every time; --hypothesis-profile explore draws others, and more.
-hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, max_examples=20)
-hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+# Neither has a limit of time: a busy machine would fail a test by it.
+ANY_TIME: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", **ANY_TIME, print_blob=True, derandomize=True, max_examples=20)
+hypothesis.settings.register_profile("explore", **ANY_TIME, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
 
