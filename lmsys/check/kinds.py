@@ -89,8 +89,8 @@ def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
 def kind_of(implementation: Any) -> str:
     """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
     try:
-        own = inspect.signature(implementation).parameters  # for a module's class those of the constructor
-        taken = signature.parameters_of(implementation)
+        # For a module's class `own` are those of the constructor.
+        own, taken = inspect.signature(implementation).parameters, signature.parameters_of(implementation)
         names = signature.names_of(own) | signature.names_of(taken)
     except (TypeError, ValueError):
         raise ValueError(

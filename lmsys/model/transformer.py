@@ -276,8 +276,10 @@ class Block(nn.Module):
 
     def is_plain(self) -> bool:
         """True where all layers are `plain`. Others may draw random numbers, such as LoRA's dropout."""
-        attn, ffn = self.attn, self.ffn
-        return plain(attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj, ffn.w1, ffn.w2, ffn.w3)
+        return plain(
+            *(self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
+            *(self.ffn.w1, self.ffn.w2, self.ffn.w3),
+        )
 
 
 def _run(layers: list[Block], x: Tensor, attend: list[Any], *rest: Any) -> Tensor:
@@ -387,8 +389,10 @@ class TransformerLM(nn.Module):
                     group._replace(level="none"),
                     attend,
                     positions,
-                    preserve_rng_state=not all(block.is_plain() for block in self.layers),
-                )  # fmt: skip
+                    preserve_rng_state=not all(
+                        block.is_plain() for block in list(self.layers)[group.first : group.stop]
+                    ),
+                )
                 if group.level == "whole"
                 else self._blocks(x, group, attend, positions)
             )

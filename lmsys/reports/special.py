@@ -354,7 +354,9 @@ def rivals(
     heads = list(filter(view.of(data).has_any, pairs))  # of the pairs that were timed
     if not heads:
         return None
-    rows = [[line["training"]] + [words.number(line[head]) if line[head] else "" for head in heads] for line in data]
+    rows = []
+    for line in data:
+        rows.append([line["training"]] + [words.number(line[head]) if line[head] else "" for head in heads])
     for end, lines in by_end.items():
         rows.append([f"geometric mean, {end}"] + [cells.mean_text(view.of(lines).column(head)) for head in heads])
     return items.Table(
