@@ -155,7 +155,7 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
     monkeypatch.setattr("lmsys.bench.results.time", SimpleNamespace(monotonic=clock))
 
     def lines(pace: float, took_s: dict[str, float] | None = None) -> list[str]:
-        """What two groups of cases, a and b, say that take `pace` and 100 * `pace` seconds."""
+        """The lines of a run of two groups of cases, a and b, which take `pace` and 100 * `pace` seconds."""
 
         def run(benchmark: object, cases: list[str]) -> Iterator[Result]:
             clock.now_s += pace * {"a": 1.0, "b": 100.0}[cases[0]]

@@ -34,7 +34,7 @@ def answers_to(name: str, *options: str) -> tuple[int, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def products() -> tuple[int, list[dict[str, Any]]]:
-    """What the command says of two kernels, `product` and `described`, of two configurations each on two cards."""
+    """The command's answer on two kernels, `product` and `described`, of two configurations each on two cards."""
     return answers_to(f"{KERNELS}:launch_products", "--card", "sm_86,sm_90")
 
 

@@ -44,7 +44,8 @@ def exhibit(kind: str, reference: str, symptom: str, mistake: str | None = None)
 
     def put(fault: Any) -> Any:
         name = fault.__name__
-        EXHIBITS.append(Exhibit(name, kind, f"{fault.__module__}:{name}", reference, symptom, mistake))
+        if fault.__module__.startswith(f"{__package__}."):  # not a second copy, of a file that is loaded by its path
+            EXHIBITS.append(Exhibit(name, kind, f"{fault.__module__}:{name}", reference, symptom, mistake))
         return fault
 
     return put

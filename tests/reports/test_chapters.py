@@ -177,7 +177,7 @@ def training(attention: str, strategy: str, **values: object) -> dict:
 
 
 def bits(alone: dict[str, float] | None = None, **differ: float) -> dict[str, Any]:
-    """What a record says of its bits: largest differences between calls, and between an element alone and in a batch.
+    """Fields on the bits of a record: largest differences between calls, and between an element alone and in a batch.
 
     alone  None: no element was tried alone
     """

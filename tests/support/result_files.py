@@ -70,7 +70,7 @@ def scaled_alike(factor: float) -> list[Change]:
 
 
 def at(content: Content, place: Place) -> Any:
-    """What stands at a place."""
+    """The value at a place."""
     return reduce(getitem, place, content)  # type: ignore[arg-type]
 
 
