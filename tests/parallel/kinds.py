@@ -5,9 +5,9 @@ python -m tests.parallel.kinds --write    # writes it into docs/strategy.md
 python -m tests.parallel.kinds --write --only AdamW,momentum    # renews only rows with one of these words in the kind
 
 A cell says "right", "refused" or what else happens. A kind is a module and how it is trained. A new one is an entry in
-KINDS: a graph, which says what blocks the module has and how it calls them, and its ways, one name for each training
-step (tests/support/graphs.py). There `Call(op, block, sources)` is a step of a forward: it computes a value by the
-operation `op` from earlier values, of which -1 is the last, and by the block of this number.
+KINDS: a graph, which says what blocks the module has and how it calls them (tests/support/graphs.py), and its ways, one
+name for each training step (players.py there). `Call(op, block, sources)` is a step of a forward: it computes a value
+by the operation `op` from earlier values, of which -1 is the last, and by the block of this number.
 tests/parallel/test_graphs.py trains all kinds, too.
 """
 
@@ -21,7 +21,8 @@ import torch
 
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.testing import error_ratio
-from tests.support.graphs import Call, Graph, play, play_alone
+from tests.support.graphs import Call, Graph
+from tests.support.players import play, play_alone
 
 OURS = ("naive", "flat", "overlapped", "bucketed", "copy_engine", "zero1", "copy_engine_zero1", "fsdp")
 PEERS = ("torch_ddp", "torch_fsdp2")

@@ -1,7 +1,7 @@
 """Random modules, trained in random ways: every strategy trains them as one process does, or refuses them.
 
-A module is a graph of calls of blocks, and a way is a kind of training step (tests/support/graphs.py). A case that was
-wrong once is added to FOUND. Thousands of cases are drawn on request:
+A module is a graph of calls of blocks (tests/support/graphs.py), and a way is a kind of training step (players.py
+there). A case that was wrong once is added to FOUND. Thousands of cases are drawn on request:
 
 python -m pytest -m on_request -k thousands tests/parallel/test_graphs.py     # an hour
 LMSYS_DRAWN=100 python -m pytest -m on_request -k "thousands and zero1" tests/parallel --hypothesis-seed 7
@@ -21,21 +21,9 @@ from torch import Tensor
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.testing import error_ratio
 from tests.parallel.kinds import KINDS, PLAIN, REFUSED, RIGHT, outcome
-from tests.support.graphs import (
-    BLOCKS,
-    HOLDERS,
-    OPS,
-    RETURNS,
-    TWICE,
-    WAYS,
-    Call,
-    Graph,
-    RaisedApart,
-    ops_of,
-    play,
-    play_alone,
-)
+from tests.support.graphs import BLOCKS, HOLDERS, OPS, RETURNS, Call, Graph
 from tests.support.parallel_faults import play_with
+from tests.support.players import TWICE, WAYS, RaisedApart, ops_of, play, play_alone
 
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "copy_engine", "copy_engine_zero1", "fsdp")
 OVERLAPPED = STRATEGIES[2:-1]

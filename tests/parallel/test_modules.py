@@ -2,7 +2,7 @@
 
 A single operation, such as "copy.deepcopy", yields a text or an error (tests/support/modules.py). A new one also has
 its expected text in EXPECTED, and in OTHERWISE if a strategy has another. A program is a list of operations that train
-a module or read it (tests/support/graphs.py).
+a module or read it (tests/support/players.py).
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.part import Absent
 from lmsys.testing import error_ratio
-from tests.support.graphs import OPERATIONS, play_alone
 from tests.support.modules import GRAPH, divided, do, play
+from tests.support.players import OPERATIONS, play_alone
 from tests.support.ranks import Net, Recipe
 from tests.support.variants import by_default_all_but
 

@@ -1,7 +1,7 @@
 """Ways in which users treat a module that a strategy has wrapped, on ranks.
 
-`tests/parallel` runs programs of OPERATIONS (tests/support/graphs.py) by `play`, and single operations of ONE_BY_ONE by
-`do`. Ranks import this file. A new single operation is a function in ONE_BY_ONE.
+`tests/parallel` runs programs of OPERATIONS (tests/support/players.py) by `play`, and single operations of ONE_BY_ONE
+by `do`. Ranks import this file. A new single operation is a function in ONE_BY_ONE.
 """
 
 import copy
@@ -18,7 +18,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.parallel.collectives import Pending
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import FlatBuffer, flat_share, whole_state
-from tests.support import graphs
+from tests.support import players
 from tests.support.graphs import Call, Graph
 from tests.support.ranks import Net, Recipe, answer_of, backward, error_of, on_first, step, use
 
@@ -33,7 +33,7 @@ GRAPH = Graph(((Call("call", 0), Call("call", 1)),), ("half", "mlp"), tied=True,
 def play(_: Any, strategy: str, program: Sequence[str]) -> list[dict[str, Tensor]] | str:
     """Does these OPERATIONS on one of two ranks: what the player has seen, or the error as a text."""
     with deferred():
-        return graphs.play(strategy, GRAPH, program)
+        return players.play(strategy, GRAPH, program)
 
 
 def deferred() -> Any:

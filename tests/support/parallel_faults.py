@@ -23,7 +23,8 @@ from lmsys.parallel.overlapped import Bucket, Collectives
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer
 from tests.support import engines
 from tests.support.engines import ExchangeOverGloo
-from tests.support.graphs import Graph, play
+from tests.support.graphs import Graph
+from tests.support.players import play
 from tests.support.ranks import Recipe, Training, train, use
 
 # A function whose result is a context, in which strategies have the fault. Its argument is True for strategies that
@@ -157,6 +158,6 @@ def train_with(fault: str, recipe: Recipe, training: Training, seed: int) -> dic
 
 
 def play_with(fault: str, strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str | None:
-    """Trains on this rank as `play` of tests/support/graphs.py does, with the fault of this name; "": without one."""
+    """Trains on this rank as `play` of tests/support/players.py does, with the fault of this name; "": without one."""
     with (FAULTS | NO_FAULT)[fault](strategy.startswith("copy_engine")):
         return play(strategy, graph, ways)
