@@ -381,6 +381,7 @@ def test_an_interrupt_leaves_no_answer_to_the_next_question(
         INTERRUPTED[name](*arguments)
         raise KeyboardInterrupt
 
+    asked._say.reset_mock()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(name, interrupted)
         asked.ask("facts")

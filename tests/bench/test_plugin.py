@@ -350,9 +350,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, di
 
 
 def test_a_bad_run_ends_with_one_line(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    needs_no_gpu = ("--memory-limit", "--nvtx")
+    right_on_a_gpu = ("--memory-limit", "--nvtx")
     for words, (message, answer) in answers.items():
-        if "--help" in words or (any(option in words for option in needs_no_gpu) and os.path.exists("/dev/nvidia0")):
+        if "--help" in words or (any(option in words for option in right_on_a_gpu) and os.path.exists("/dev/nvidia0")):
             continue
         assert answer["code"] == pytest.ExitCode.USAGE_ERROR, f"{words}: {answer['said']}"
         assert message in answer["said"] and "Traceback" not in answer["said"], f"{words}: {answer['said']}"

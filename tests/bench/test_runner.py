@@ -299,6 +299,7 @@ def test_a_row_without_energy_says_why_and_has_its_time(
         assert told is None if note is None else note in told
         assert record.get("energy_j") == (3.0 if note is None else None)
         assert note is None or (record.keys() & MEASURED == set() and record["flops_per_j"] is None)
+        assert kind is not Apart or record["sm_clock_mhz"] is None  # conditions of other processes are not known
 
 
 @pytest.mark.gpu

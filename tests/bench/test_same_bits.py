@@ -139,7 +139,7 @@ def test_a_record_names_the_tensors_that_do_not_repeat_or_depend_on_the_batch(
 ) -> None:
     record = by_case[row, direction, batch]
     bits = record["same_bits"]
-    assert record["repeatable"] is not bool(differ) and record["batch_invariant"] is invariant
+    assert record["repeatable"] is (not differ) and record["batch_invariant"] is invariant
     assert bits["differ"].keys() == differ and all(0 < size < 1e-4 for size in bits["differ"].values()), bits
     assert bits["alone"].keys() >= alone and bool(bits["alone"]) == bool(alone), bits
     assert bits["elements"] == ([] if batch == 1 or row == "compiled" else [0, 2]) and bits["failure"] is None

@@ -302,7 +302,9 @@ def test_the_sweep_refuses_and_names_mistakes_that_usual_inputs_do_not_show(
 ) -> None:
     """`oob_zero` is right at this shape, where no key pads the last tile. The check of files finds it, too."""
     rows = [f"{ROOT}/tests/{file}:{name}" for name in named]
-    for (row, *_), record in swept_rows(["naive", *rows], timed=False, **axes).items():
+    swept = swept_rows(["naive", *rows], timed=False, **axes)
+    assert {row for row, *_ in swept} == {"naive", *named}
+    for (row, *_), record in swept.items():
         assert record["outcome"] == ("ok" if row == "naive" else "wrong"), record["reason"]
         assert row == "naive" or named[row] in record["reason"]
 

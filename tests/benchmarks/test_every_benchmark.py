@@ -107,6 +107,8 @@ def test_what_fails_outside_of_rows_is_in_the_record_of_every_case(
         raise MemoryError("no room")
 
     monkeypatch.setattr(f"benchmarks.{what}", fails)
-    for result in results(kind(), cases_of(kind(), **axes), ranks=Ranks()):
+    obtained = results(kind(), cases_of(kind(), **axes), ranks=Ranks())
+    assert obtained
+    for result in obtained:
         record = result.record
         assert (record["outcome"], record["reason"]) == (outcome, reason) and "time_s" not in record
