@@ -173,7 +173,7 @@ ONES = {"batch": 1, "heads": 1, "queries": 1, "keys": 1, "head_dim": 1, "causal"
         (
             LAYER.most_devices,
             {"kind": "expert", "direction": "forward"},
-            "kind='expert' must be one of data, fsdp",
+            "kind='expert' must be one of data, fsdp, tensor",
         ),
         (LAYER.compute_seconds, {"direction": "fwd", "devices": 2}, "direction='fwd'"),
         (

@@ -234,3 +234,27 @@ def _as_rank(groups: list[Any], rank: int, world_size: int) -> ShardedOptimizer:
     """The optimizer that this rank of `world_size` would make."""
     with on_ranks.use((collectives, "size_and_rank", lambda _: lambda group: (world_size, rank))):
         return ShardedOptimizer([dict(group) for group in groups], Muon)
+
+
+def test_three_replicated_ranks_step_as_one(ranks: WorkerGroup) -> None:
+    """Gradients are given here, and equal on all ranks: `TreeSums` could not add them."""
+    results = ranks.run(_given_gradients, 3)[:3]
+    assert all(torch.equal(x, y) for parameters in results for x, y in zip(*parameters, strict=True))
+
+
+@on_some
+def _given_gradients(group: Any) -> Any:
+    """On a rank: [a model's parameters after three steps by owners, those after steps by this rank alone]."""
+    ends = []
+    for owned in (True, False):
+        torch.manual_seed(0)
+        net = Net(Recipe(width=7, layers=5)).to(device())
+        made = grouped(net, matrix_groups(net))
+        make = (lambda params, **options: ShardedOptimizer(params, Muon, group, **options)) if owned else Muon
+        optimizer = make(made, batched=False, **OPTIONS)
+        for _ in range(3):
+            for p in net.parameters():
+                p.grad = torch.randn(p.shape).to(p)
+            optimizer.step()
+        ends.append([p.detach().cpu().clone() for p in net.parameters()])
+    return ends

@@ -57,6 +57,11 @@ def test_rows_stand_side_by_side_by_head_dimension(attention: dict[str, bytes]) 
     assert re.fullmatch(r"OOM¹ / [\d.,]+ / [\d.,]+", rows[0]["S 65,536"])
 
 
+def test_tiers_are_in_order_of_length(attention: dict[str, bytes]) -> None:
+    rows = cells(attention, "tiers-bfloat16-causal-fwd-time")
+    assert [row["Q×K"] for row in rows] == ["128×64", "256×128", "1,024×512"]
+
+
 @pytest.mark.parametrize("lengths", [[512], [512, 1024]])
 def test_the_grid_of_dtypes_has_a_line_for_each_case(lengths: list[int], tmp_path: Path) -> None:
     files = report(
@@ -152,6 +157,8 @@ def test_what_is_kept_and_the_stream_stand_side_by_side_in_several_shapes(tmp_pa
         ("over-wide", "none-narrow", "2.00"),
     ):
         assert cells(files, f"{start.format(f'speedup-{word}')}-{fixed}-naive")[0]["small"] == speedup
+    alone = report(tmp_path / "alone", by_way(128))
+    assert not [name for name in alone if "model-levels-step-time" in name]
 
 
 WAYS = [(kept, stream) for kept in ("none", "attention*12,matmuls*22") for stream in ("wide", "narrow")]
@@ -413,7 +420,7 @@ SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, 
             ]
         },
         {
-            "tables/synthetic-gpu-steps-8b-speed.md": "one after another",
+            "tables/synthetic-gpu-steps-8b-speed.md": "one after another\nOOM¹",
             "tables/synthetic-gpu-steps-8b-kinds.md": "matmuls, ms",
             "plots/synthetic-gpu-steps-8b-8b-S32768-losses.svg": "",
         },
@@ -485,11 +492,7 @@ SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, 
                     for way in WAY_TEXTS
                     for batch in (2, 4)
                 ),
-                *(
-                    {"training": f"geometric mean, 2 ranks{way}"}
-                    | {name: f"{x} (2)" for name, x in OVER_TORCHS.items()}
-                    for way in WAY_TEXTS
-                ),
+                *({"training": f"geometric mean, 2 ranks{way}"} | MEANS_OVER_TORCHS for way in WAY_TEXTS),
             ],
             f"{PARALLEL}-step": [
                 {"strategy": "none", "ranks": "1", "step, mean ± std, ms": "1.02 ± 0.0360"},

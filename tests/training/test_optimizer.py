@@ -528,8 +528,8 @@ def parameters_with_grads(specs: list[tuple[tuple[int, ...], torch.dtype]], seed
     max_norm=st.sampled_from([0.0, 0.5, 1.0, 30.0, math.inf]),
 )
 def test_clipping_is_that_of_torch(specs: list[Any], seed: int, std: float, max_norm: float) -> None:
-    ours, peer = (parameters_with_grads(specs, seed, std) for _ in range(2))
     """Norms and gradients are compared in the coarsest dtype of the parameters."""
+    ours, peer = (parameters_with_grads(specs, seed, std) for _ in range(2))
     whole = torch.cat([torch.zeros(1), *(p.grad.double().flatten() for p in ours[:-1])]).norm()
     norm, expected = clip_grad_norm(iter(ours), max_norm), torch.nn.utils.clip_grad_norm_(peer, max_norm)
     torch.testing.assert_close(norm.float(), whole.float())
