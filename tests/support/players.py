@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -209,10 +210,8 @@ class Player(Trained):
 
     def _backward_that_fails(self, loss: Tensor, armed: bool = True) -> None:
         """A backward. Calls of `Boom` in it raise an exception on ranks where `armed` is true."""
-        Boom.armed = armed
-        with suppress(ArithmeticError):
+        with suppress(ArithmeticError), patch.object(Boom, "armed", armed):
             loss.backward()
-        Boom.armed = False
 
     def fail(self) -> None:
         """An exception in a backward, on all ranks; the gradients are dropped."""
