@@ -137,7 +137,10 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
         _, plain = _plain(case, asked, torch.float32, precision=case.precision, narrow=case.narrow)
     # The dtype that `ratio_of` rounds plain results to, for the budget.
     dtype = ROUNDING[case.precision] if case.narrow is None else case.narrow[1]
-    moved, right, ordinary = (_moved(start, slices) for slices in (end, exact, plain))
+    moved, right, ordinary = (
+        {name: slices[name].double() - first.double() for name, first in start.items()}
+        for slices in (end, exact, plain)
+    )
     # The error of plain steps in all parameters together, as a share of how far exact steps move these.
     share = _norm(ordinary[name] - right[name] for name in right) / _norm(right.values())
     if share > 0.5:  # plain steps end nearer to exact ones unless one of the two is broken
@@ -159,11 +162,6 @@ def _with_usual_error(right: torch.Tensor, ordinary: torch.Tensor, share: float)
     error = ordinary - right
     size = error.norm().item()
     return right + error * max(1.0, share * right.norm().item() / size) if size else right * (1 + share)
-
-
-def _moved(start: Slices, end: Slices) -> Slices:
-    """end - start, in float64."""
-    return {name: end[name].double() - first.double() for name, first in start.items()}
 
 
 def _norm(parts: Iterable[torch.Tensor]) -> float:

@@ -155,15 +155,12 @@ def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
     gradients  by the mistake in words. A mistake that any backward can make, to ignore grad_output, is put before them
     """
     mistaken: dict[str, Gradients] = {
-        "grad_output is ignored: the backward uses ones in its place": partial(_with_ones, formula),
+        "grad_output is ignored: the backward uses ones in its place": lambda exact, _: outputs_of(
+            formula, replace(exact, grad_output=torch.ones_like(exact.grad_output))
+        ),
         **gradients,
     }
     return {text: partial(_backward, formula, gradients_of) for text, gradients_of in mistaken.items()}
-
-
-def _with_ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
-    """The outputs of the formula for a grad_output of ones."""
-    return outputs_of(formula, replace(exact, grad_output=torch.ones_like(exact.grad_output)))
 
 
 def _backward(formula: Formula, gradients_of: Gradients, problem: Problem) -> Outputs:

@@ -115,7 +115,10 @@ class Recorder:
                 """Copies the result into the tensors, or NaN if they were written to before it was delivered."""
                 if self.unwaited.pop(work, None) is None:
                     return
-                changed = not all(map(_same_bits, _tensors(args), _tensors(before)))
+                changed = not all(
+                    torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+                    for x, y in zip(_tensors(args), _tensors(before), strict=True)
+                )
                 self.raced += [what] * changed
                 for x, copy in zip(tensors, _tensors(copies[written or 0]), strict=True):
                     x.data.copy_(copy)
@@ -206,10 +209,6 @@ def _read(keys: list[str], timeout_s: float) -> list[str] | None:
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in nested lists and tuples."""
     return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-
-
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 def _begun_by_strategy() -> bool:

@@ -14,6 +14,7 @@ use it.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class FlatShard:
         self.used = [False] * len(params)  # True: this rank has made a gradient of it since the shard's was None
         # Places in params: of those that no rank has used since, and of those that some step has left as they were.
         self._idle, self._behind = set[int](), set[int]()
+        self._kept = list[Tensor]()  # during a step: copies of what it must leave as it is
         self._reduced: list[tuple[collectives.Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._rounded: list[Tensor] = []
@@ -222,25 +224,39 @@ class FlatShard:
         if len(self._idle) == len(self.params):
             self.shard.grad = None
 
-    def kept(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """Parts that the next step must not change, as no rank has used the parameter: pairs (part, copy of it).
+    def keep(self, state: Mapping[str, Any], dampens: bool) -> None:
+        """Copies what the next step must not change, as no rank has used the parameter; `put_back` puts it back.
 
-        Parts are of the shard and of the optimizer's tensors for it. state: the optimizer's state of the shard.
-        RuntimeError where the optimizer's one count of steps would be wrong for a parameter that is used again.
+        state    the optimizer's state of the shard
+        dampens  the optimizer's momentum takes only a share of a gradient, but the first one whole
+        RuntimeError where a parameter is used again that some step has left out, and the optimizer takes the first
+        steps otherwise than later ones.
         """
-        if self.shard.grad is None or not (self._idle or self._behind):
-            return []
+        if self.shard.grad is None:
+            return
         late = self._behind - self._idle
-        if late and "step" in state:
+        if late and (dampens or "step" in state):
             raise RuntimeError(
                 f"no rank had used a parameter of shape {tuple(self.params[min(late)].shape)} in a step before this"
-                " one, and the optimizer counts the steps of a flat part of fsdp as one: let every forward use all"
-                " parameters of a block or none, or take another strategy, such as zero1"
+                " one, and to the optimizer a flat part of fsdp is one parameter, whose first steps it takes otherwise"
+                " than later ones: let every forward use all parameters of a block or none, or take another strategy,"
+                " such as zero1"
             )
         self._behind |= self._idle
+        self._kept = [x.clone() for x in self._left_out(state)]
+
+    @torch.no_grad()
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Undoes what the step has done to parameters that no rank has used. State that it has begun becomes zero."""
+        if self._kept:
+            for x, before in zip_longest(self._left_out(state), self._kept, fillvalue=self.shard.new_zeros(())):
+                x.copy_(before)
+            self._kept = []
+
+    def _left_out(self, state: Mapping[str, Any]) -> list[Tensor]:
+        """The parts of the shard and of the optimizer's tensors for it whose parameters no rank has used."""
         laid_out = [self.shard.detach(), *(x for x in state.values() if getattr(x, "shape", 0) == self.shard.shape)]
-        parts = [x[self._homes[number][1]] for x in laid_out for number in self._idle]
-        return [(part, part.clone()) for part in parts]
+        return [x[self._homes[number][1]] for x in laid_out for number in self._idle]
 
     @torch.no_grad()
     def gathered(self, x: Tensor) -> list[Tensor]:

@@ -63,7 +63,7 @@ class Fsdp(wrapper.Wrapper):
     reduced in the parameters' precision after every backward: under no_sync() too, as no rank could keep them whole. A
     flat part that no rank has used has no gradient. Where only some of its parameters were used, the others have
     gradients of zeros, and the step leaves them and their state as they were; if they are used later, an optimizer that
-    counts steps is refused.
+    counts steps or dampens its momentum is refused.
 
     A rank may skip blocks that others call. Apart from that ranks must call blocks in the same order. Where they do
     not, RuntimeError on all of them, before a collective that would wait in vain, and again in every later forward;
@@ -104,8 +104,6 @@ class Fsdp(wrapper.Wrapper):
         self._back = flat_shard.Walk((), KEEP)  # the backward's; that of a forward is `_walk`, a field of `Wrapper`
         self._begun = WeakSet[flat_shard.Walk]()  # forwards that this backward has come to
         self._to_reduce, self._reducing = set[flat_shard.Unit](), list[flat_shard.Unit]()
-        # During a step: what it must leave as it is (see `FlatShard.kept`), with copies that `after_step` puts back.
-        self._kept: list[tuple[Tensor, Tensor]] = []
         for block, unit in zip(structure.blocks_of(module), self._order, strict=True):
             structure.surround(
                 block, structure.weakly(self._enter_forward, unit), structure.weakly(self._leave_forward, unit)
@@ -272,13 +270,13 @@ class Fsdp(wrapper.Wrapper):
             sharded_optimizer.check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()
             self._unpin()
-            self._kept = [pair for flat in self._flats() for pair in flat.kept(optimizer.state.get(flat.shard, {}))]
+            dampens = any(options.get("dampening") for options in optimizer.param_groups)
+            for flat in self._flats():
+                flat.keep(optimizer.state.get(flat.shard, {}), dampens)
 
-    @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for kept, before in self._kept:
-            kept.copy_(before)
-        self._kept = []
+        for flat in self._flats():
+            flat.put_back(optimizer.state.get(flat.shard, {}))
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The state dict, with of(whole parameter) for each parameter, one flat shard at a time; buffers are copied."""

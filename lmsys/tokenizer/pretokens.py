@@ -118,16 +118,12 @@ class Pretokenizer:
         """
         for match in self._cut.finditer(data, max(0, after - 1), max(0, len(data) - self.context + 1)):
             place = match.end()
-            if place > after and not self._inside_special(data, place):
+            if place > after and not any(  # if no special token begins before the place and ends after it
+                data.find(special, max(0, place - len(special) + 1), place + len(special) - 1) >= 0
+                for special in self._specials
+            ):
                 return place
         return None
-
-    def _inside_special(self, data: bytes, place: int) -> bool:
-        """True if a special token begins before `place` and ends after it."""
-        return any(
-            data.find(special, max(0, place - len(special) + 1), place + len(special) - 1) >= 0
-            for special in self._specials
-        )
 
 
 def _may_overlap(token: bytes, other: bytes) -> bool:

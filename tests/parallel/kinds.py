@@ -137,6 +137,14 @@ KINDS: dict[str, Kind] = {
         Graph((PLAIN, chain(0, 2)), holder="attributes", optimizer="momentum"),
         ["step"] * 4,
     ),
+    "a weight that not every step uses, momentum and decay": (
+        Graph((PLAIN, chain(0, 2)), holder="attributes", optimizer="grouped"),
+        ["step"] * 4,
+    ),
+    "a weight that not every step uses, dampened momentum": (
+        Graph((PLAIN, chain(0, 2)), holder="attributes", optimizer="dampened"),
+        ["step"] * 4,
+    ),
     "a weight that not every step uses, AdamW": (
         Graph((PLAIN, chain(0, 2)), holder="attributes", optimizer="adamw"),
         ["step"] * 4,

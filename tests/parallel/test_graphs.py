@@ -55,7 +55,7 @@ graphs = st.builds(
     st.sampled_from([True, True, False]),
     st.sampled_from(["tensor"] * 3 + ["pair", "dict", "object"]),
     st.just(""),
-    st.sampled_from(["sgd"] * 3 + ["momentum", "adamw", "grouped"]),
+    st.sampled_from(["sgd"] * 3 + ["momentum", "dampened", "adamw", "grouped"]),
 )
 # Graphs whose programs, one for each rank in turn, may leave out blocks, but call the others in one order.
 uneven = st.builds(Graph, st.lists(in_order, min_size=1, max_size=3).map(tuple), st.just(("mlp",) * 5))
@@ -123,7 +123,7 @@ def may_refuse(strategy: str, graph: Graph, ways: Sequence[str], error: str) -> 
     if {"freeze", "unfreeze"} & {*ways} and error.startswith(FROZEN):
         return True
     if strategy == "fsdp" and error.startswith(COUNTS):
-        return graph.optimizer == "adamw"
+        return graph.optimizer in ("adamw", "dampened")
     if error.startswith(APART):
         return may_be_apart(strategy, graph, ways)
     reentrant = "checkpoint_all_reentrant" in ways or "reentrant" in ops

@@ -29,6 +29,7 @@ from tests.support.ranks import Trained, answer_of, error_of, on_first, stand_in
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "dampened": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2}),
     "grouped": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.3}),
 }
