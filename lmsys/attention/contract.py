@@ -388,8 +388,7 @@ def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         _hold_default(scale, q)
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-        o = only_o(function(*(x.flatten(0, 1) for x in (q, k, v)), causal))
-        return o.view(*q.shape[:-1], v.shape[-1])
+        return only_o(function(*(x.flatten(0, 1) for x in (q, k, v)), causal)).view(*q.shape[:-1], v.shape[-1])
 
     return row
 

@@ -107,8 +107,7 @@ OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in an online softmax, as op
 def right(case: AttentionCase) -> Formula:
     """The formula without a mistake."""
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    visible = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)  # j >= 0: all keys
-    return Formula(scale, visible)
+    return Formula(scale, (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0))  # j >= 0: all keys
 
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:

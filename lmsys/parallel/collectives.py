@@ -179,12 +179,14 @@ class Agreement:
     a collective that does not come next in this order, it first takes part in all collectives that are left in the
     order, by blank(number), since other ranks may still begin them. Then it compares its own number. The other ranks
     compare too, at the step's end at the latest, and all ranks get the error.
+
+    since  the numbers of this step; none after an error
     """
 
     def __init__(self, group: Group, blank: Callable[[int], None]):
         self._group, self._blank, self._are_apart = group, blank, False
-        # Numbers: of the known order, of the last step, of this step.
-        self._order, self._before, self._since = list[int](), list[int](), list[int]()
+        # Numbers: of the known order, and of the last step.
+        self._order, self._before, self.since = list[int](), list[int](), list[int]()
 
     def on(self, number: int) -> None:
         """Called before the collective of this number; a number below 0 stands for no collective.
@@ -194,9 +196,9 @@ class Agreement:
         """
         if self._are_apart:
             raise RuntimeError(APART)
-        rest = self._order[len(self._since) :]
-        if len(self._since) < LONGEST:
-            self._since.append(number)
+        rest = self._order[len(self.since) :]
+        if len(self.since) < LONGEST:
+            self.since.append(number)
         if rest[:1] == [number]:
             return
         for other in (x for x in rest if x >= 0):
@@ -207,11 +209,11 @@ class Agreement:
         extremes = torch.tensor([number, -number, len(rest), -len(rest)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=unwrapped(self._group))
         if extremes.sum():
-            self._are_apart = True
+            self._are_apart, self.since = True, []
             raise RuntimeError(APART)
 
     def end(self) -> None:
         """Called after the last collective of a step, where ranks always compare. RuntimeError as in `on`."""
         self.on(END)
-        self._order = self._since[:-1] if self._since == self._before else []
-        self._before, self._since = self._since, []
+        self._order = self.since[:-1] if self.since == self._before else []
+        self._before, self.since = self.since, []

@@ -343,8 +343,7 @@ class CopyEngines(overlapped.Collectives):
 
 def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
     """The view of `flat` where each parameter's mean will be; None for a parameter that this rank does not own."""
-    views = dict(zip(bucket.owned, bucket.own.views(flat), strict=True))
-    return list(map(views.get, bucket.params))
+    return list(map(dict(zip(bucket.owned, bucket.own.views(flat), strict=True)).get, bucket.params))
 
 
 class ByCopyEngines:

@@ -228,6 +228,7 @@ class Fsdp(wrapper.Wrapper):
             raise RuntimeError(
                 "gradients are still on their way: finish_gradient_synchronization() comes before unshard()"
             )
+        self._agree()
         for flat in self._flats():
             flat.unshard()
 
@@ -280,6 +281,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The state dict, with of(whole parameter) for each parameter, one flat shard at a time; buffers are copied."""
+        self._agree()
         made = dict[int, Tensor]()
         for flat in self._flats():
             made.update(zip(map(id, flat.params), map(of, flat.gathered(flat.shard)), strict=True))
@@ -308,6 +310,11 @@ class Fsdp(wrapper.Wrapper):
         self._note(number)
         if self._agreement is not None:
             self._agreement.on(number)
+
+    def _agree(self) -> None:
+        """Has ranks compare forwards of a step that has begun, before collectives that have no number."""
+        if self._agreement is not None and self._agreement.since:
+            self._before_collective(-3)
 
     def _blank(self, number: int) -> None:
         """Takes part in the collective of this number for the sake of other ranks, and leaves no trace of it."""

@@ -296,8 +296,7 @@ class Batches:
     def batch(self, step: int, micro: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, (B, S) int64, of micro-batch `micro` of a step; both count from 0."""
         first = self._place(step, micro) + step * self.global_batch
-        windows = np.stack(list(map(self.window, range(first, first + self.batch_size))))
-        return _divided(windows, self.end_of_text)
+        return _divided(np.stack(list(map(self.window, range(first, first + self.batch_size)))), self.end_of_text)
 
     def weight(self, step: int, micro: int = 0) -> float:
         """The factor of a micro-batch's mean loss: its targets over the mean of targets per micro-batch of the step.

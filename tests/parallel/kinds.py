@@ -102,6 +102,10 @@ KINDS: dict[str, Kind] = {
         ["step"] * 5,
     ),
     "a block's method other than forward": make_kind((Call("call", 0), Call("method", 1), Call("call", 2))),
+    "a forward that uses a block again on one rank alone": (
+        Graph(((Call("own", 1), Call("call", 2), Call("own", 1)), chain(0, 2)), optimizer="sgd"),
+        ["step", "look"],
+    ),
     "a weight of a block read from outside": make_kind((Call("read", 0), *PLAIN)),
     "a weight of a block read after it": make_kind((*PLAIN, Call("read", 2), Call("read", 0))),
     # They return nothing: the result replaces the input in its list.
