@@ -58,14 +58,17 @@ class SideBySide(nn.Module):
         )
 
 
-def plain(*layers: nn.Module) -> bool:
+def plain(*layers: nn.Module, kinds: tuple[type[nn.Module], ...] = (Linear,)) -> bool:
     """True where calling each layer would only multiply by its weight, so that the weight can be read instead.
 
     It would do more where another module is in the layer's place, such as LoRA's, and where the layer has a hook, a
     parametrization, as of pruning, or a forward of its own. Of compiled blocks torch reads hooks once, for all blocks.
+
+    kinds  the classes of which the modules may be; with others than `Linear`, calling them runs their class's forward
+           and no more
     """
     return all(
-        type(x) is Linear
+        type(x) in kinds
         and not (x._forward_pre_hooks or x._forward_hooks or x._backward_pre_hooks or x._backward_hooks)
         and "forward" not in vars(x)
         for x in layers
@@ -265,7 +268,7 @@ class Block(nn.Module):
         """The block of x (B, S, M); attend, rope and positions as in `Attention`.
 
         level  what is kept for the backward, "none", "matmuls" or "attention": see `lmsys.checkpointing`. A block with
-               layers that are not `plain` keeps its input alone, as a second run that skips matmuls suits plain ones
+               parts that are not `plain` keeps its input alone, as a second run that skips matmuls suits plain ones
         """
         if level != "none":
             if not self.is_plain():
@@ -275,10 +278,14 @@ class Block(nn.Module):
         return x + self.ffn(self.ln2(x))
 
     def is_plain(self) -> bool:
-        """True where all layers are `plain`. Others may draw random numbers, such as LoRA's dropout."""
-        return plain(
-            *(self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
+        """True where all parts are `plain`. Others may draw random numbers, such as LoRA's dropout, and must be called,
+        which `lmsys.model.selective` does not do with attention and feed-forward. A hook of the block itself may be
+        there: it runs outside of what a level runs again, but for "whole", and may not draw random numbers under that.
+        """
+        return plain(*(self.ln1, self.attn, self.ln2, self.ffn), kinds=(RMSNorm, Attention, FeedForward)) and plain(
+            *(self.attn.qkv, self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
             *(self.ffn.w1, self.ffn.w2, self.ffn.w3),
+            kinds=(Linear, SideBySide),
         )
 
 
