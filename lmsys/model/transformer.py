@@ -346,15 +346,28 @@ class TransformerLM(nn.Module):
         Under autocast matmuls read kept copies of their weights, `rounded` (see linear.py). `AdamW` writes them as it
         steps, if its attribute `rounded` is set to that of the model.
 
-        Hooks and wrappers of blocks are not called then, and blocks keep all that their backward reads: ValueError with
-        activation checkpointing.
+        Hooks and wrappers of blocks are not called then, nor hooks of their norms, attention and feed-forward; blocks
+        keep all that their backward reads. ValueError with activation checkpointing, and where one of these parts has
+        another class, whose forward would not be called.
         """
         fused.check_levels(self.config)
-        self._fused = True
         groups = [[self.lm_head]]
         for layer in self.layers:
-            attn, ffn = layer.attn, layer.ffn
-            groups += [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.output_proj], [ffn.w1, ffn.w3], [ffn.w2]]
+            values.hold(
+                *(
+                    (
+                        type(part) in (RMSNorm, Attention, FeedForward),
+                        f"fused blocks do not call a {type(part).__name__}, which a block of this model has: run its"
+                        " blocks as they are, or compiled",
+                    )
+                    for part in (layer.ln1, layer.attn, layer.ln2, layer.ffn, self.ln_final)
+                )
+            )
+            groups += [
+                *([layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj], [layer.attn.output_proj]),
+                *([layer.ffn.w1, layer.ffn.w3], [layer.ffn.w2]),
+            ]
+        self._fused = True
         self.rounded = linear.RoundedWeights(groups)
         return self
 

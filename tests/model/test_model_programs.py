@@ -248,6 +248,16 @@ def test_fused_blocks_call_a_module_in_the_place_of_a_layer() -> None:
     torch.testing.assert_close(outcome(tested.fuse_blocks(), tested.loss(ids(), ids(12, 1))), expected)
 
 
+@pytest.mark.parametrize("name", ["ln1", "attn", "ffn"])
+def test_fused_blocks_refuse_a_part_that_they_would_not_call(name: str) -> None:
+    """A class derived from ours was left out of the loss with its own forward, and on CUDA another norm was, too."""
+    tested = model()
+    part = tested.layers[1].get_submodule(name)
+    part.__class__ = type("Mine", (type(part),), {})
+    with pytest.raises(ValueError, match="fused blocks do not call a Mine"):
+        tested.fuse_blocks()
+
+
 @pytest.mark.parametrize("name", ["layers.0.attn.k_proj", "layers.0.ffn.w1", "lm_head"])
 def test_hooks_of_a_layer_run_once_in_each_call(name: str) -> None:
     """Those of q, k and v never ran: so weights that were pruned stayed as they were when others were loaded."""
