@@ -87,8 +87,8 @@ def run(layers: list[Any], last: Any, x: torch.Tensor, attend: list[Any], rope: 
     last             the `RMSNorm` behind them
     attend           for each block the function of its attention row
     rope, positions  as in `Attention.mix`
-    Blocks are not called as modules, so their hooks do not run; nor do those of their attention and, on CUDA, of their
-    norms.
+    Blocks are not called as modules, so their hooks do not run; nor do those of their attention, their feed-forward
+    and, on CUDA, of their norms.
     """
     branch = None
     for layer, attend_here in zip(layers, attend, strict=True):

@@ -9,8 +9,9 @@ layers of transformer.py, and loss.py, call `linear`.
 `RoundedWeights` keeps such copies, as the weights' attribute `rounded`: then a copy is read, and nothing is cast.
 Copies that lie side by side in memory are read as one tensor. The gradient is that of the weight all the same, in
 float32. `lmsys.training.optimizer.AdamW` writes the copies in the pass that steps the weights. Otherwise a copy is made
-again when its weight has changed, which its version, counted up by every change in place, and its address show. A
-change through `.data` is not counted, and must be followed by `torch.autograd.graph.increment_version`.
+again when its weight has changed, which its version, counted up by every change in place, and its address show. The
+steps of torch's fused optimizers are counted here, as torch does not. A change through `.data` is not counted, and must
+be followed by `torch.autograd.graph.increment_version`.
 
 Legend: T tokens, M input features, O output features.
 """
@@ -23,6 +24,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lmsys.autograd import is_transformed, once_differentiable
 
@@ -113,6 +115,15 @@ def _stamps(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
     return {id(weight): (weight._version, weight.data_ptr()) for weight in weights}
 
 
+def _count_fused_steps(optimizer: Optimizer, *_: Any) -> None:
+    """Counts up the versions of weights that one of torch's fused optimizers has stepped: its kernels do not."""
+    groups = (group["params"] for group in optimizer.param_groups if group.get("fused"))
+    torch.autograd.graph.increment_version(list(chain(*groups)))
+
+
+register_optimizer_step_post_hook(_count_fused_steps)  # of all optimizers of this process
+
+
 # The `RoundedWeights` that forwards have read since it was last cleared. Whoever captures a CUDA graph clears it first:
 # each replay must `refresh` those that the capture has read.
 READ: WeakSet["RoundedWeights"] = WeakSet()
@@ -164,12 +175,11 @@ class RoundedWeights:
         """Copies again the weights that have changed."""
         now = _stamps(self._weights)
         stale = [weight for weight in self._weights if self._made_of.get(id(weight)) != now[id(weight)]]
-        if not stale:
-            return
-        torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
-        if stale[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # while a graph is captured nothing is copied; its replays do that
-        self._made_of = now
+        if stale:
+            torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
+        # While a graph is captured nothing is copied; its replays do that.
+        if not (stale and stale[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._made_of = now
 
     def of(self, weight: Tensor) -> Tensor | None:
         """The copy of a weight, for an optimizer to write; None where there is none."""

@@ -58,14 +58,17 @@ class SideBySide(nn.Module):
         )
 
 
-def plain(*layers: nn.Module) -> bool:
+def plain(*layers: nn.Module, kinds: tuple[type[nn.Module], ...] = (Linear,)) -> bool:
     """True where calling each layer would only multiply by its weight, so that the weight can be read instead.
 
     It would do more where another module is in the layer's place, such as LoRA's, and where the layer has a hook, a
     parametrization, as of pruning, or a forward of its own. Of compiled blocks torch reads hooks once, for all blocks.
+
+    kinds  the classes of which the modules may be; with others than `Linear`, calling them runs their class's forward
+           and no more
     """
     return all(
-        type(x) is Linear
+        type(x) in kinds
         and not (x._forward_pre_hooks or x._forward_hooks or x._backward_pre_hooks or x._backward_hooks)
         and "forward" not in vars(x)
         for x in layers
@@ -265,7 +268,7 @@ class Block(nn.Module):
         """The block of x (B, S, M); attend, rope and positions as in `Attention`.
 
         level  what is kept for the backward, "none", "matmuls" or "attention": see `lmsys.checkpointing`. A block with
-               layers that are not `plain` keeps its input alone, as a second run that skips matmuls suits plain ones
+               parts that are not `plain` keeps its input alone, as a second run that skips matmuls suits plain ones
         """
         if level != "none":
             if not self.is_plain():
@@ -275,10 +278,14 @@ class Block(nn.Module):
         return x + self.ffn(self.ln2(x))
 
     def is_plain(self) -> bool:
-        """True where all layers are `plain`. Others may draw random numbers, such as LoRA's dropout."""
-        return plain(
-            *(self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
+        """True where all parts are `plain`. Others may draw random numbers, such as LoRA's dropout, and must be called,
+        which `lmsys.model.selective` does not do with attention and feed-forward. A hook of the block itself may be
+        there: it runs outside of what a level runs again, but for "whole", and may not draw random numbers under that.
+        """
+        return plain(*(self.ln1, self.attn, self.ln2, self.ffn), kinds=(RMSNorm, Attention, FeedForward)) and plain(
+            *(self.attn.qkv, self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
             *(self.ffn.w1, self.ffn.w2, self.ffn.w3),
+            kinds=(Linear, SideBySide),
         )
 
 
@@ -339,15 +346,28 @@ class TransformerLM(nn.Module):
         Under autocast matmuls read kept copies of their weights, `rounded` (see linear.py). `AdamW` writes them as it
         steps, if its attribute `rounded` is set to that of the model.
 
-        Hooks and wrappers of blocks are not called then, and blocks keep all that their backward reads: ValueError with
-        activation checkpointing.
+        Hooks and wrappers of blocks are not called then, nor hooks of their norms, attention and feed-forward; blocks
+        keep all that their backward reads. ValueError with activation checkpointing, and where one of these parts has
+        another class, whose forward would not be called.
         """
         fused.check_levels(self.config)
-        self._fused = True
         groups = [[self.lm_head]]
         for layer in self.layers:
-            attn, ffn = layer.attn, layer.ffn
-            groups += [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.output_proj], [ffn.w1, ffn.w3], [ffn.w2]]
+            values.hold(
+                *(
+                    (
+                        type(part) in (RMSNorm, Attention, FeedForward),
+                        f"fused blocks do not call a {type(part).__name__}, which a block of this model has: run its"
+                        " blocks as they are, or compiled",
+                    )
+                    for part in (layer.ln1, layer.attn, layer.ln2, layer.ffn, self.ln_final)
+                )
+            )
+            groups += [
+                *([layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj], [layer.attn.output_proj]),
+                *([layer.ffn.w1, layer.ffn.w3], [layer.ffn.w2]),
+            ]
+        self._fused = True
         self.rounded = linear.RoundedWeights(groups)
         return self
 

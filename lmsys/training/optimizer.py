@@ -103,8 +103,11 @@ class AdamW(Optimizer):
         """ValueError for options of a param group that are wrong."""
         for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
             finite(name, value, least=0)
-        is_pair = isinstance(betas, Sequence) and len(betas) == 2
-        are_right = is_pair and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
+        are_right = (
+            isinstance(betas, Sequence)
+            and len(betas) == 2
+            and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
+        )
         hold((are_right, f"{betas=} must be two numbers in [0, 1)"))
 
     @torch._disable_dynamo  # compiled code breaks here: torch.compile cannot trace the call of torch's function
@@ -131,14 +134,16 @@ class AdamW(Optimizer):
         live = [p for p in group["params"] if p.grad is not None]
         (before, bundles), now = self._plans.get(index, ([], [])), self._with_state(live)
         if len(before) != len(now) or not all(map(is_, before, now)):
-            for p in live:
-                hold(
+            hold(
+                *(
                     (
                         p.grad.layout == torch.strided and p.is_floating_point(),
                         f"{type(self).__name__} takes dense floating-point gradients, and one is {p.grad.layout} of"
                         f" {p.dtype}, shape {tuple(p.shape)}",
                     )
+                    for p in live
                 )
+            )
             bundles = self._bundles(live, group)
             self._plans[index] = self._with_state(live), bundles
         return bundles
@@ -228,12 +233,12 @@ def _torch_step(
 
     factor  `grad_factor` of `AdamW`
     """
-    beta1, beta2 = group["betas"]
     adamw(  # the empty list is for amsgrad
         bundle.params, bundle.grads(factor), bundle.exp_avgs, bundle.exp_avg_sqs, [], bundle.steps, foreach=not fused,
-        fused=fused, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
-        lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        fused=fused, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=group["betas"][0],
+        beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
     )  # fmt: skip
+    torch.autograd.graph.increment_version(bundle.params)  # torch's fused kernel does not do it
 
 
 def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
@@ -258,8 +263,12 @@ def undecayed(module: nn.Module, parts: str) -> structure.Groups:
     parts  divided by |, such as "ln|embeddings". ValueError for a part that no name contains.
     """
     names = "\n".join(dict(instance("module", module, nn.Module).named_parameters()))
-    for text in instance("parts", parts, str).split("|"):
-        hold((text in names, f"undecayed={parts!r}: no parameter's name has {text!r} in it"))
+    hold(
+        *(
+            (text in names, f"undecayed={parts!r}: no parameter's name has {text!r} in it")
+            for text in instance("parts", parts, str).split("|")
+        )
+    )
 
     def options(name: str, _: nn.Parameter) -> dict[str, Any]:
         return {"weight_decay": 0.0} if any(text in name for text in parts.split("|")) else {}

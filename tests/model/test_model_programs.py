@@ -214,9 +214,14 @@ def test_a_module_in_the_place_of_a_layer_is_called(name: str, level: str) -> No
     torch.testing.assert_close(added.down.weight.grad, added.up.weight.mT @ weight.grad)
 
 
+@pytest.mark.parametrize("name, hooked", [
+    ("attn.v_proj", False), ("ln1", False), ("ffn", False), ("ln2", True), ("attn", True), ("attn.qkv", True),
+    ("ffn", True),
+])  # fmt: skip
 @pytest.mark.parametrize("level", ["matmuls", "attention", "whole", 2])
-def test_what_runs_again_draws_the_same_random_numbers(level: Any) -> None:
-    """With dropout in a layer's place, as in LoRA, gradients were those of other numbers than the loss."""
+def test_what_runs_again_draws_the_same_random_numbers(level: Any, name: str, hooked: bool) -> None:
+    """With dropout in a layer's place, as in LoRA, or in a norm's, gradients were those of other numbers than the loss.
+    Under "matmuls" and "attention", hooks of attention and feed-forward did not run."""
     gradients = []
     for checkpoint_blocks in ("none", level):
         torch.manual_seed(0)
@@ -225,7 +230,11 @@ def test_what_runs_again_draws_the_same_random_numbers(level: Any) -> None:
         )
         tested = TransformerLM(config)
         for layer in tested.layers:
-            layer.attn.v_proj = nn.Sequential(layer.attn.v_proj, nn.Dropout(0.5))
+            part = layer.get_submodule(name)
+            if hooked:
+                part.register_forward_hook(lambda _, __, output: F.dropout(output))
+            else:
+                layer.set_submodule(name, nn.Sequential(part, nn.Dropout(0.5)))
         tested.loss(*torch.randint(40, (2, 2, 16))).backward()
         gradients.append([p.grad for p in tested.parameters()])
     torch.testing.assert_close(*gradients)
@@ -237,6 +246,16 @@ def test_fused_blocks_call_a_module_in_the_place_of_a_layer() -> None:
         layer.attn.q_proj, layer.ffn.w1 = LowRank(layer.attn.q_proj), LowRank(layer.ffn.w1)
     expected = outcome(tested, tested.loss(ids(), ids(12, 1)))
     torch.testing.assert_close(outcome(tested.fuse_blocks(), tested.loss(ids(), ids(12, 1))), expected)
+
+
+@pytest.mark.parametrize("name", ["ln1", "attn", "ffn"])
+def test_fused_blocks_refuse_a_part_that_they_would_not_call(name: str) -> None:
+    """A class derived from ours was left out of the loss with its own forward, and on CUDA another norm was, too."""
+    tested = model()
+    part = tested.layers[1].get_submodule(name)
+    part.__class__ = type("Mine", (type(part),), {})
+    with pytest.raises(ValueError, match="fused blocks do not call a Mine"):
+        tested.fuse_blocks()
 
 
 @pytest.mark.parametrize("name", ["layers.0.attn.k_proj", "layers.0.ffn.w1", "lm_head"])

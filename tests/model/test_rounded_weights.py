@@ -21,7 +21,7 @@ from lmsys.config import model_config
 from lmsys.model import TransformerLM
 from lmsys.model.linear import READ
 from lmsys.training.gradients import GraphedGradients
-from lmsys.training.optimizer import AdamW
+from lmsys.training.optimizer import AdamW, _torch_step
 
 CONFIG = replace(
     model_config("tiny", context_length=8), vocab_size=96, d_model=32, d_ff=64, attention="naive", num_kv_heads=2
@@ -73,6 +73,24 @@ def step(model: TransformerLM) -> TransformerLM:
     return model
 
 
+def fused_step(model: TransformerLM) -> TransformerLM:
+    """With one of torch's fused optimizers, matmuls went on to read the weights from before its first step."""
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    model.loss(tokens, tokens).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step()
+    return model
+
+
+def step_by_torchs_kernel(model: TransformerLM) -> TransformerLM:
+    """Our AdamW so steps what its own kernel does not take on a GPU."""
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    model.loss(tokens, tokens).backward()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for bundle in optimizer._plan(0):
+        _torch_step(bundle, optimizer.param_groups[0], fused=True, grad_scale=None, found_inf=None)
+    return model
+
+
 def load(model: TransformerLM) -> TransformerLM:
     model.load_state_dict(made(1).state_dict())
     return model
@@ -105,7 +123,8 @@ def pickled(model: TransformerLM) -> TransformerLM:
 
 
 CHANGES: list[Callable[[TransformerLM], TransformerLM]] = [
-    add, step, load, assign, replaced, with_other_data, to_float64_and_back, copy.deepcopy, pickled
+    add, step, fused_step, step_by_torchs_kernel, load, assign, replaced, with_other_data, to_float64_and_back,
+    copy.deepcopy, pickled,
 ]  # fmt: skip
 
 
