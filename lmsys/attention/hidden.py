@@ -131,8 +131,8 @@ class _SpoiltResult(torch.autograd.Function):
 
 def _not_finite(*tensors: Tensor) -> Tensor:
     """(...): True where the vector of one of the tensors (..., D) holds NaN or infinity."""
-    norms = (torch.linalg.vector_norm(x, torch.inf, dim=-1) for x in tensors)
-    return ~(reduce(torch.maximum, norms) < torch.inf)  # isfinite would launch four kernels in place of this comparison
+    # isfinite would launch four kernels in place of this comparison.
+    return ~(reduce(torch.maximum, (torch.linalg.vector_norm(x, torch.inf, dim=-1) for x in tensors)) < torch.inf)
 
 
 def _filled(x: Tensor, bad: Tensor, value: float) -> Tensor:

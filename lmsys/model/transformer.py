@@ -384,10 +384,11 @@ class TransformerLM(nn.Module):
                    each document, unless they are given
         cache      gives each layer the function that it attends with, which may have keys and values of earlier tokens:
                    see `lmsys.training.generation.Cache`
-        ValueError for a sequence longer than the context, documents that do not fill the sequences, and on a CPU for
-        ids outside the vocabulary and positions outside the context; on CUDA such an id stops the process with a
-        device-side assertion.
+        ValueError for a sequence longer than the context, documents that do not fill the sequences or come with a
+        cache, and on a CPU for ids outside the vocabulary and positions outside the context; on CUDA such an id stops
+        the process with a device-side assertion.
         """
+        values.hold((documents is None or cache is None, "a cache knows no documents: give one of the two"))
         self._check(tokens, positions, documents)
         x = self.token_embeddings(tokens)
         if self.config.residual == "narrow":  # blocks then keep this dtype, as they add outputs of matmuls

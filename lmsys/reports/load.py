@@ -47,8 +47,8 @@ class ValuesError(LayoutError):
 
 def no_field(name: str, known: Collection[str]) -> str:
     """A sentence on a name that is no field's: it says which of the known fields are most like it."""
-    near = difflib.get_close_matches(name, known)
-    return f"no field {name!r} is declared; did you mean {' or '.join(near or known)}?"
+    near = " or ".join(difflib.get_close_matches(name, known) or known)
+    return f"no field {name!r} is declared; did you mean {near}?"
 
 
 @contextmanager

@@ -159,8 +159,8 @@ class Gradients:
             synchronizes = self._tree is not None or len(losses) == len(batches) - 1
             with nullcontext() if synchronizes else self._strategy.no_sync():
                 loss = self._loss_of(*inputs)
-                if weight != 1:
-                    loss = loss * weight
+                if weight != 1:  # 0 for a micro-batch without targets, whose mean loss is NaN
+                    loss = loss * weight if weight else loss.nan_to_num()
                 self._scale(loss / self._divisor).backward()
             losses.append(loss.detach())
             if synchronizes:

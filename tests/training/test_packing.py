@@ -26,6 +26,8 @@ from lmsys.tokenizer import train
 from lmsys.training.config import RunConfig
 from lmsys.training.data import Batches, TokenFiles, fixed_windows, tokenize_files
 from lmsys.training.evaluation import Windows, evaluate, model_inputs, unigram
+from lmsys.training.generation import Cache
+from lmsys.training.loop import Trainer
 from lmsys.training.possible import check_attention
 from tests.support.training_runs import END_OF_TEXT, Ids, config, first_losses, trainer
 
@@ -124,6 +126,23 @@ def test_every_target_has_the_same_weight(lengths: list[int], shared: tuple[int,
     assert Batches(source, 5, 4).weight(2) == 1
 
 
+def test_a_micro_batch_without_targets_changes_nothing(tmp_path: Path) -> None:
+    """The first of two windows has ends of text alone."""
+    source = Ids(np.array([END] * 4 + [5, 6, 7, 8, 9]), END)
+    whole, apart_ = (
+        Trainer(
+            config(tmp_path, *PACKED, "train.batch_size=2", f"train.micro_batch_size={size}", "model.context_length=4"),
+            source,
+            fixed_windows(source, 4, 2, END),
+            CPU,
+        ).train_step()[0]
+        for size in (2, 1)
+    )
+    assert whole.taken
+    assert apart_.taken
+    assert np.isclose([apart_.loss, apart_.norm], [whole.loss, whole.norm], rtol=1e-5).all()
+
+
 def test_the_unigram_baseline_counts_the_same_targets() -> None:
     source = documents([4, 5, 6, 7, 8], 0)
     evaluation = unigram(source, fixed_windows(source, 6, 3, END), VOCABULARY)
@@ -169,6 +188,8 @@ def test_documents_that_do_not_fill_the_sequences_are_refused() -> None:
     for lengths in ([3, 4], [[3, 5], [4, 4]]):
         with pytest.raises(ValueError, match=r"documents must fill 3 sequences of 8 tokens on cpu; got Documents"):
             model("naive", 8).loss(tokens, tokens, Documents(lengths))
+    with pytest.raises(ValueError, match="a cache knows no documents"):
+        model("naive", 8).hidden(tokens, documents=Documents([3, 5]), cache=Cache(2, 8))
 
 
 @pytest.mark.parametrize(
