@@ -159,8 +159,7 @@ class Gradients:
             synchronizes = self._tree is not None or len(losses) == len(batches) - 1
             with nullcontext() if synchronizes else self._strategy.no_sync():
                 loss = self._loss_of(*inputs)
-                if weight != 1:
-                    loss = loss * weight
+                loss = loss if weight == 1 else loss * weight
                 self._scale(loss / self._divisor).backward()
             losses.append(loss.detach())
             if synchronizes:
