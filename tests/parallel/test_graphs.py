@@ -252,6 +252,8 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("naive", COMPLEX, ["step"]),
     ("overlapped", COMPLEX, ["step"]),
     ("fsdp", APART_IN_A_FORWARD, ["sync_then_not"]),
+    # A block of which a step that fails leaves out a part, and the next one all.
+    ("fsdp", Graph((chain(0, 2), PLAIN), ("spare",) * 3), ["fail_in_closure", "step"]),
 )
 
 
