@@ -43,11 +43,6 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty_strided(x.shape, (length * heads * head_dim, head_dim, heads * head_dim, 1))
 
 
-def _like_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Empty o and log-sum-exp."""
-    return _like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
 def _laid_out(x: Tensor) -> Tensor:
     """x in the layout of `_like`, which an operator's results must have."""
     return x if x.transpose(1, 2).is_contiguous() else _like(x).copy_(x)
@@ -137,7 +132,11 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         return tuple(map(_laid_out, backward(*args[:8], **_together(causal, *parts))))
 
     forward_op = define(
-        name, f"(Tensor q, Tensor k, Tensor v, {ASKED}) -> (Tensor, Tensor)", run, _like_forward, batched=True
+        name,
+        f"(Tensor q, Tensor k, Tensor v, {ASKED}) -> (Tensor, Tensor)",
+        run,
+        lambda q, *_: (_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))),
+        batched=True,
     )
     backward_op = define(
         f"{name}_backward",

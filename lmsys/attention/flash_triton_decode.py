@@ -260,10 +260,8 @@ def forward_tensors(
 
     o is contiguous if `contiguous`, else it has q's layout.
     """
-    if contiguous:
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    else:
-        o = describable(torch.empty_like(q))  # q's layout, (B, Q, H, D) in memory if a projection wrote it
+    # q's layout is (B, Q, H, D) in memory if a projection wrote it.
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if contiguous else describable(torch.empty_like(q))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     return describable(q), describable(k), describable(v), o, lse
 

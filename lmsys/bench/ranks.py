@@ -135,9 +135,7 @@ class Ranks:
 @cache
 def subgroup(world_size: int) -> Any:
     """On a rank: the process group of the first `world_size` ranks. All ranks must call it."""
-    if world_size == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(range(world_size))
+    return dist.group.WORLD if world_size == dist.get_world_size() else dist.new_group(range(world_size))
 
 
 def takes_part(world_size: int) -> bool:

@@ -48,13 +48,13 @@ class Laptop(TorchFunctionMode, ContextDecorator):
             return args[0]
         if kwargs and isinstance(kwargs.get("device"), int):  # as torch.cuda.current_device() names it
             kwargs = kwargs | {"device": GPU}
-        args, kwargs = torch.utils._pytree.tree_map(_on_host, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map(
+            lambda x: (
+                torch.device("cpu") if isinstance(x, str | torch.device) and str(x).partition(":")[0] == "cuda" else x
+            ),
+            (args, kwargs or {}),
+        )
         return function(*args, **kwargs)
-
-
-def _on_host(x: Any) -> Any:
-    """The CPU if x names a GPU; else x itself."""
-    return torch.device("cpu") if isinstance(x, str | torch.device) and str(x).partition(":")[0] == "cuda" else x
 
 
 class Done:

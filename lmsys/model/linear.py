@@ -96,18 +96,14 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.cat([w.to(dtype) for w in weights])
     rows, width = sum(map(len, weights)), weights[0].shape[-1]
-    if _follow_each_other(weights, dtype):
-        return weights[0].as_strided((rows, width), (width, 1))
-    return torch.cat(weights, out=weights[0].new_empty(rows, width, dtype=dtype))
-
-
-def _follow_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """True where contiguous tensors of that dtype lie in one storage, each from the end of the one before."""
-    return all(w.dtype == dtype and w.is_contiguous() for w in weights) and all(
+    # Contiguous tensors of that dtype may lie in one storage, each from the end of the one before.
+    if all(w.dtype == dtype and w.is_contiguous() for w in weights) and all(
         before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
         and after.data_ptr() - before.data_ptr() == before.nbytes
         for before, after in pairwise(weights)
-    )
+    ):
+        return weights[0].as_strided((rows, width), (width, 1))
+    return torch.cat(weights, out=weights[0].new_empty(rows, width, dtype=dtype))
 
 
 def _stamps(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
@@ -154,7 +150,11 @@ class RoundedWeights:
         if dtype is None or not have_versions:
             yield  # weights have their copies already, nothing is cast, or changes of a weight are not counted
             return
-        if not self._are_of(weights, dtype):
+        if len(weights) != len(self._weights) or any(
+            weight is not other
+            or (self._copies[id(weight)].dtype, self._copies[id(weight)].device) != (dtype, weight.device)
+            for weight, other in zip(weights, self._weights, strict=True)
+        ):
             self._weights, self._copies, self._made_of = weights, {}, {}
             for group in groups:
                 rows, device = list(map(len, group)), group[0].device
@@ -188,11 +188,3 @@ class RoundedWeights:
     def follow(self, weights: Iterable[Tensor]) -> None:
         """Called by an optimizer that has stepped these weights and written their copies: notes that they are equal."""
         self._made_of |= _stamps(weight for weight in weights if id(weight) in self._copies)
-
-    def _are_of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        """True where the copies are of these weights, in that dtype and on their devices."""
-        return len(weights) == len(self._weights) and all(
-            weight is other
-            and (self._copies[id(weight)].dtype, self._copies[id(weight)].device) == (dtype, weight.device)
-            for weight, other in zip(weights, self._weights, strict=True)
-        )

@@ -14,7 +14,6 @@ use it.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ from lmsys.values import hold
 class Freed(Absent):
     """A parameter that is gathered for its block's forward and backward. Its gradient is this rank's part, flat."""
 
-    home: "tuple[weakref.ref[FlatShard], slice]"  # its flat shard, and the slice of `shard` that is this rank's part
+    # Its flat shard, the slice of `shard` that is this rank's part, and its place among the flat shard's parameters.
+    home: "tuple[weakref.ref[FlatShard], slice, int]"
 
     @property
     def grad(self) -> Tensor | None:
@@ -39,9 +39,11 @@ class Freed(Absent):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         hold((value is None, "fsdp holds the gradients: set those of the wrapper's own parameters()"))
-        grad = self.grad
-        if grad is not None:
+        grad, flat = self.grad, self.home[0]()
+        if grad is not None and flat is not None:
             grad.zero_()
+            flat.used[self.home[2]] = False
+            flat.idle.add(self.home[2])  # so that the next step leaves it out, as if no rank had used it
 
     @property
     def rounded(self) -> Tensor | None:
@@ -94,9 +96,8 @@ class FlatShard:
         self._is_whole, self._is_hidden, self._is_shown = False, False, False
         self._version = 0  # of the shard, when it was gathered
         self.used = [False] * len(params)  # True: this rank has made a gradient of it since the shard's was None
-        # Places in params: of those that no rank has used since, and of those that some step has left as they were.
-        self._idle, self._behind = set[int](), set[int]()
-        self._kept = list[Tensor]()  # during a step: copies of what it must leave as it is
+        self.idle = set[int]()  # places in params of those that no rank has used since
+        self._kept = dict[tuple[str, int], Tensor]()  # during a step: copies of what it must leave as it is
         self._reduced: list[tuple[collectives.Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._rounded: list[Tensor] = []
@@ -104,7 +105,7 @@ class FlatShard:
             self._rounded = [view.data for view in self._views]
             self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # of one element each
         self._stamped = self._rounded or self.params  # the tensors that autograd saves
-        self._homes = [(weakref.ref(self), place) for place in self.places(self.rank)]
+        self._homes = [(weakref.ref(self), place, at) for at, place in enumerate(self.places(self.rank))]
         self._point_to(self._views)
         self._release()
 
@@ -121,14 +122,10 @@ class FlatShard:
         for p, view in zip(self.params, views, strict=True):
             p.data = view
 
-    def _leave(self) -> None:
-        """Makes the parameters `Freed`."""
-        leave(self.params, _read, Freed, self._homes)
-
     def hide(self) -> None:
         """From now on a read of a parameter calls `on_read`, though its values are still here."""
         if self._is_whole and not self._is_hidden:
-            self._leave()
+            leave(self.params, _read, Freed, self._homes)
             self._is_hidden = True
 
     def _release(self) -> None:
@@ -137,7 +134,7 @@ class FlatShard:
             for p in self.params:
                 del vars(p)["rounded"]
         if not self._is_hidden:
-            self._leave()
+            leave(self.params, _read, Freed, self._homes)
         self.whole.untyped_storage().resize_(0)
         self._is_whole, self._is_hidden = False, False
         self._stamp(freed=1)
@@ -200,7 +197,7 @@ class FlatShard:
         buckets.copy_gradients(self.params, self.layout.views(grads))
         buckets.clear_gradients(self.params)
         if not self._is_whole:
-            self._leave()
+            leave(self.params, _read, Freed, self._homes)
         part = torch.empty_like(self.shard)
         self._reduced.append((collectives.reduce_scatter_mean(part, grads, self.group), part))
 
@@ -220,8 +217,8 @@ class FlatShard:
 
         shares  for each parameter the share of ranks that have made its gradient
         """
-        self._idle = {number for number, share in enumerate(shares) if not share}
-        if len(self._idle) == len(self.params):
+        self.idle = {number for number, share in enumerate(shares) if not share}
+        if len(self.idle) == len(self.params):
             self.shard.grad = None
 
     def keep(self, state: Mapping[str, Any], dampens: bool) -> None:
@@ -232,9 +229,10 @@ class FlatShard:
         RuntimeError where a parameter is used again that some step has left out, and the optimizer takes the first
         steps otherwise than later ones.
         """
-        if self.shard.grad is None:
+        self._kept = {}
+        if self.shard.grad is None or not (self.idle or "left_out" in state):
             return
-        late = self._behind - self._idle
+        late = {at for at, steps in enumerate(state.get("left_out", ())) if steps} - self.idle
         if late and (dampens or "step" in state):
             raise RuntimeError(
                 f"no rank had used a parameter of shape {tuple(self.params[min(late)].shape)} in a step before this"
@@ -242,21 +240,32 @@ class FlatShard:
                 " than later ones: let every forward use all parameters of a block or none, or take another strategy,"
                 " such as zero1"
             )
-        self._behind |= self._idle
-        self._kept = [x.clone() for x in self._left_out(state)]
+        self._kept = {  # with zeros for a momentum, which SGD would begin with its decay
+            key: x.clone()
+            for key, x in self._left_out({"momentum_buffer": torch.zeros_like(self.shard), **state}).items()
+        }
 
     @torch.no_grad()
-    def put_back(self, state: Mapping[str, Any]) -> None:
-        """Undoes what the step has done to parameters that no rank has used. State that it has begun becomes zero."""
-        if self._kept:
-            for x, before in zip_longest(self._left_out(state), self._kept, fillvalue=self.shard.new_zeros(())):
-                x.copy_(before)
-            self._kept = []
+    def put_back(self, state: dict[str, Any]) -> None:
+        """Undoes what the step has done to parameters that no rank has used. Other state that the step has begun stays.
 
-    def _left_out(self, state: Mapping[str, Any]) -> list[Tensor]:
-        """The parts of the shard and of the optimizer's tensors for it whose parameters no rank has used."""
-        laid_out = [self.shard.detach(), *(x for x in state.values() if getattr(x, "shape", 0) == self.shard.shape)]
-        return [x[self._homes[number][1]] for x in laid_out for number in self._idle]
+        The entry "left_out" of the state, a list, counts for each parameter the steps that have left it out.
+        """
+        if self._kept:
+            for key, x in self._left_out(state).items():
+                x.copy_(self._kept.get(key, x))
+            before = state.get("left_out", [0] * len(self.params))
+            state["left_out"] = [steps + (at in self.idle) for at, steps in enumerate(before)]
+
+    def _left_out(self, state: Mapping[str, Any]) -> dict[tuple[str, int], Tensor]:
+        """The parts whose parameters no rank has used, by (name in the state, or "" for the shard's own; place)."""
+        laid_out = {"": self.shard.detach(), **state}
+        return {
+            (name, at): x[self._homes[at][1]]
+            for name, x in laid_out.items()
+            if getattr(x, "shape", 0) == self.shard.shape
+            for at in self.idle
+        }
 
     @torch.no_grad()
     def gathered(self, x: Tensor) -> list[Tensor]:
@@ -284,7 +293,7 @@ class FlatShard:
                 self._write({id(p): p for p in self.params})
             buckets.clear_gradients(self.params)
             self._point_to(self._views)
-            self._leave()
+            leave(self.params, _read, Freed, self._homes)
             self._is_shown = False
 
     @torch.no_grad()
@@ -298,7 +307,7 @@ class FlatShard:
     def _write(self, values: Mapping[int, Tensor]) -> None:
         """Copies this rank's parts of values, by id of the parameter, into the shard, if any of them differs."""
         part = self.shard.detach().clone()
-        for p, (_, place), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
+        for p, (_, place, _), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
             if id(p) in values:
                 first = self._own.start + place.start - start  # in the parameter
                 part[place].copy_(values[id(p)].reshape(-1)[first : first + place.stop - place.start])

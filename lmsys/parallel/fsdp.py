@@ -79,6 +79,7 @@ class Fsdp(wrapper.Wrapper):
     why_not_graphed = traits.RESIZES_PARAMETERS
     why_not_fused = traits.SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2",)
+    _stepping: Any = None  # the optimizer that is in its step
 
     def __init__(
         self, module: nn.Module, process_group: collectives.Group = None, compute_dtype: torch.dtype | None = None
@@ -218,6 +219,8 @@ class Fsdp(wrapper.Wrapper):
         # is not known yet, on a GPU.
         if (heeded := self._heed(means[len(use) :])) is not None and heeded[-1] > 0:
             self._learn()
+        if self._stepping is not None:  # a closure has called this, and made the gradients that the step takes
+            self.before_step(self._stepping)
 
     def unshard(self) -> None:
         """Shows the module's parameters and their gradients whole, in their own dtype. All ranks call it.
@@ -261,6 +264,7 @@ class Fsdp(wrapper.Wrapper):
         )
         if structure.holds_any(optimizer, self._parts):
             self._refuse_unfinished()
+            self._stepping = optimizer
             hold(
                 (
                     optimizer in self._optimizers or len(optimizer.param_groups) == 1,
@@ -276,8 +280,10 @@ class Fsdp(wrapper.Wrapper):
                 flat.keep(optimizer.state.get(flat.shard, {}), dampens)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for flat in self._flats():
-            flat.put_back(optimizer.state.get(flat.shard, {}))
+        if optimizer is self._stepping:
+            self._stepping = None
+            for flat in self._flats():
+                flat.put_back(optimizer.state.get(flat.shard, {}))
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The state dict, with of(whole parameter) for each parameter, one flat shard at a time; buffers are copied."""

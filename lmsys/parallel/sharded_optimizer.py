@@ -242,29 +242,36 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
     )
     state: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
-        held_parts = [share["state"][flat] for share in shares if flat in share["state"]]
+        held_parts = [dict(share["state"][flat]) for share in shares if flat in share["state"]]
+        left_out = held_parts[0].pop("left_out", [0] * len(params)) if held_parts else []
         for name, value in held_parts[0].items() if held_parts else ():
             parts = [copy.deepcopy(value) for _ in params]  # optimizers add to a counter in place
             if _has_elements(name, value):
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
-            for p, part in zip(params, parts, strict=True):
-                state.setdefault(numbers[p], {})[name] = part
+            for p, part, steps in zip(params, parts, left_out, strict=True):
+                state.setdefault(numbers[p], {})[name] = part - steps if name == "step" else part
+        for p, steps in zip(params, left_out, strict=False):
+            if steps and not any(isinstance(x, Tensor) and x.any() for x in state[numbers[p]].values()):
+                del state[numbers[p]]  # no step has used it
     return {"state": dict(sorted(state.items())), "param_groups": _groups(shares[0], groups)}
 
 
 def flat_share(state: State, module: nn.Module, rank: int, world_size: int, groups: Sequence[Any]) -> State:
     """The state dict of an optimizer over this rank's flat parts, from `state`, the one over whole parameters.
 
-    A parameter that has no state, as it never had a gradient, gets zeros.
+    A parameter that has no state, as it never had a gradient, gets zeros. `FlatShard.put_back` explains
+    "left_out".
     """
     flats, numbers = _laid_out(module, groups)
     share: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
         held = [state["state"].get(numbers[p]) for p in params]
-        some: State = next((state_of_p for state_of_p in held if state_of_p), {})
+        steps = [int(some.get("step", 1)) if some else 0 for some in held]
+        some = held[steps.index(max(steps))] or {}
+        behind = {"left_out": [max(steps) - taken for taken in steps]} if min(steps) < max(steps) else {}
         if some:
-            share[flat] = dict(some)
+            share[flat] = some | behind
         for name, value in some.items():
             if _has_elements(name, value):
                 layout = buckets.Layout.of(params)

@@ -164,12 +164,20 @@ class Wrapper(nn.Module):
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state dict, whole, with parameters' names in place of numbers. All ranks call it.
 
-        The form is that of torch's `get_optimizer_state_dict`. As there, an optimizer without state gets one of zeros.
+        The form is that of torch's `get_optimizer_state_dict`. As there, where no rank's optimizer has state the result
+        has one of zeros; the optimizer itself stays as it is.
         """
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-        _init_optim_state(optimizer)
+        has_gradients = (p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        begun = any(collectives.gather_objects(bool(optimizer.state) or any(has_gradients), self.group))
+        if not begun:
+            _init_optim_state(optimizer)
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
+        if not begun:  # torch's function has made a step, which counts, and begins the momentum of SGD with its decay
+            optimizer.state.clear()
+            for x in state["state"].values():
+                x.update({name: 0 * x[name] for name in ("step", "momentum_buffer") if name in x})
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
         return {"state": {names[number]: x for number, x in state["state"].items()}, "param_groups": groups}
 

@@ -23,20 +23,20 @@ MATRIX_SCALES = ("original", "match_rms_adamw")  # of `lmsys.training.muon.Muon`
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
 
 
-def _may_be_path(name: str, text: str) -> None:
-    """The rule of `PathText`. ValueError for text that cannot be a path."""
-    values.hold(("\0" not in text, f"{name}={values.shortly(text)} must be a path, which has no null byte"))
-
-
-def _is_sha256(name: str, text: str) -> None:
-    """The rule of `Sha256`. ValueError for other text."""
-    values.hold((re.fullmatch("[0-9a-fA-F]{64}", text), f"{name}={text!r} must be 64 hexadecimal digits, or null"))
-
-
 # A rate above 1e9 is a mistake: divided by AdamW's 1 - β1, a much larger one would be beyond float32.
 Rate = Annotated[float, partial(values.finite, least=0, most=10**9)]
-PathText = Annotated[str, _may_be_path]
-Sha256 = Annotated[str, _is_sha256]
+PathText = Annotated[
+    str,
+    lambda name, text: values.hold(
+        ("\0" not in text, f"{name}={values.shortly(text)} must be a path, which has no null byte")
+    ),
+]
+Sha256 = Annotated[
+    str,
+    lambda name, text: values.hold(
+        (re.fullmatch("[0-9a-fA-F]{64}", text), f"{name}={text!r} must be 64 hexadecimal digits, or null")
+    ),
+]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.testing import error_ratio
-from tests.parallel.kinds import KINDS, PLAIN, REFUSED, RIGHT, outcome
+from tests.parallel.kinds import KINDS, PLAIN, REFUSED, RIGHT, chain, outcome
 from tests.support.graphs import BLOCKS, HOLDERS, OPS, RETURNS, Call, Graph
 from tests.support.parallel_faults import play_with
 from tests.support.players import TWICE, WAYS, RaisedApart, ops_of, play, play_alone
@@ -100,6 +100,35 @@ def trains_as_one_process(
             for name, x in values.items():
                 assert error_ratio(x, right[name].double(), rounded[name].float()) <= 1, name
     assert isinstance(answers[0], str) == isinstance(answers[1], str), answers
+
+
+@pytest.mark.parametrize("optimizer", ["grouped", "dampened", "adamw"])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["closure"] * 4,
+        ["step", "fail_in_closure", "step", "step"],
+        ["ask_for_optimizer_state", "step", "step", "step"],
+        ["step", "resume", "step", "step"],
+        ["step", "step", "resume", "step", "step"],
+        ["step", "zero_the_module", "step", "step"],
+        ["step", "leave_out_a_gradient", "step"],
+    ],
+    ids="-".join,
+)
+# In some steps no rank uses block 1, which lies beside others in a flat part of fsdp.
+@pytest.mark.parametrize("holder", ["attributes", "list"])
+@pytest.mark.parametrize("programs", [(chain(0, 2), PLAIN), (PLAIN, chain(0, 2))], ids=["late", "early"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_weight_that_some_steps_use_is_left_out_by_the_others(
+    ranks: WorkerGroup,
+    strategy: str,
+    programs: tuple[tuple[Call, ...], ...],
+    holder: str,
+    ways: list[str],
+    optimizer: str,
+) -> None:
+    trains_as_one_process(ranks, strategy, Graph(programs, holder=holder, optimizer=optimizer), ways)
 
 
 def amplifies_rounding(graph: Graph, ways: Sequence[str], exact: Sequence[dict[str, Tensor]]) -> bool:
@@ -223,6 +252,8 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("naive", COMPLEX, ["step"]),
     ("overlapped", COMPLEX, ["step"]),
     ("fsdp", APART_IN_A_FORWARD, ["sync_then_not"]),
+    # A block of which a step that fails leaves out a part, and the next one all.
+    ("fsdp", Graph((chain(0, 2), PLAIN), ("spare",) * 3), ["fail_in_closure", "step"]),
 )
 
 

@@ -265,6 +265,58 @@ class Player(Trained):
     def others_are_odd(self) -> None:
         """Marks a place in this class, and is never called: the ways below are those that some strategies refuse."""
 
+    def closure(self) -> None:
+        """A step whose closure makes the gradients."""
+
+        def gradients() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            self.finish()
+            return loss.detach()
+
+        self.optimizer.step(gradients)
+        self.optimizer.zero_grad()
+
+    def fail_in_closure(self) -> None:
+        """An exception in a closure of a step, for which gradients have been made; they are dropped."""
+
+        def gradients() -> float:
+            raise ArithmeticError
+
+        self.gradients()
+        with suppress(ArithmeticError):
+            self.optimizer.step(gradients)
+        self.optimizer.zero_grad()
+
+    def zero_the_module(self) -> None:
+        """A step after which the module's own zero_grad() drops the gradients."""
+        self.gradients()
+        self.optimizer.step()
+        self.net.zero_grad()
+
+    def leave_out_a_gradient(self) -> None:
+        """A step in which one parameter's gradient, which is dropped, has no part."""
+        self.gradients()
+        next(self.net.block(0).parameters()).grad = None
+        self.apply()
+
+    def ask_for_optimizer_state(self) -> None:
+        """Asks for the optimizer's whole state, which must leave the optimizer as it is."""
+        if not self.is_plain:
+            self.model.full_optimizer_state_dict(self.optimizer)
+
+    def resume(self) -> None:
+        """Goes on with another model and optimizer, which load the whole state of these."""
+        other = self._other()
+        other.model.load_state_dict(self.whole())
+        if self.is_plain:
+            other.optimizer.load_state_dict(self.optimizer.state_dict())
+        else:
+            state = self.model.full_optimizer_state_dict(self.optimizer)
+            other.model.load_optimizer_state_dict(other.optimizer, state)
+        self.model, self.optimizer = other.model, other.optimizer
+
     def forget_finish(self) -> None:
         self.loss().backward()
         self.apply()
