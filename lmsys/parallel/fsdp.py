@@ -275,9 +275,11 @@ class Fsdp(wrapper.Wrapper):
             sharded_optimizer.check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()
             self._unpin()
-            dampens = any(options.get("dampening") for options in optimizer.param_groups)
             for flat in self._flats():
-                flat.keep(optimizer.state.get(flat.shard, {}), dampens)
+                flat.keep(
+                    optimizer.state.get(flat.shard, {}),
+                    dampens=any(options.get("dampening") for options in optimizer.param_groups),
+                )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is self._stepping:

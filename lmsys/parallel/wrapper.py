@@ -169,8 +169,13 @@ class Wrapper(nn.Module):
         """
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-        has_gradients = (p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        begun = any(collectives.gather_objects(bool(optimizer.state) or any(has_gradients), self.group))
+        begun = any(
+            collectives.gather_objects(
+                bool(optimizer.state)
+                or any(p.grad is not None for group in optimizer.param_groups for p in group["params"]),
+                self.group,
+            )
+        )
         if not begun:
             _init_optim_state(optimizer)
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
