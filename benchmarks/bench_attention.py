@@ -329,7 +329,7 @@ class Attention(Benchmark):
         """Work, ideal traffic, and with a time the rates and their share of what this machine reaches."""
         pairs, keys_seen = case.visible
         # A forward reads only keys that a query sees. A backward also writes the gradients of the others, which are 0.
-        read = case.shape | ({"keys": keys_seen} if case.options and case.direction == "fwd" else {})
+        read = case.shape | ({"keys": keys_seen} if case.direction == "fwd" else {})
         moved = operations.attention_bytes(**read, dtype=case.dtype, direction=case.direction)
         flops = case.flops(case.direction)
         work: Record = {"flops": flops, "bytes": round(moved)}

@@ -6,9 +6,9 @@ fastest own row, one that is not among the tables of lmsys; a file without own r
 the anchor. The page is ordered by speed; a second column ranks files of the same machine by time.
 
 A file is refused, with the reason, where `lmsys verify` finds something wrong or not proved, where it has no seal,
-where no timed call of it could be judged again, and where it lacks the anchor or another row in the workload. Exit
-codes: 0 a file is ranked, 1 none is, 2 bad usage. Change what is refused in `_verified` and `_place`, the columns in
-HEADS and `_standings`, the page in reports/templates/leaderboard.html.
+where no timed call of it could be judged again, and where it lacks the anchor in the workload, or another row that was
+timed beside it. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage. Change what is refused in `_verified` and
+`_place`, the columns in HEADS and `_standings`, the page in reports/templates/leaderboard.html.
 """
 
 import sys
@@ -68,7 +68,7 @@ def ranked(
     times, machines, refused = dict[str, Times](), dict[str, fields.Record](), dict[str, str]()
     for path in paths:
         try:
-            times[path.name], machines[path.name] = _verified(path, benchmarks)
+            times[path.name], machines[path.name] = _verified(path, benchmarks, anchor)
         except ValueError as error:
             refused[path.name] = str(error)
     counts = Counter(frozenset(rows[anchor]) for rows in times.values() if anchor in rows)
@@ -84,18 +84,28 @@ def ranked(
     return list(_standings(sorted(places, reverse=True), machines)), refused, workload
 
 
-def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[Times, fields.Record]:
-    """(the times of a file, its machine). ValueError with the first thing that is wrong with it."""
+def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> tuple[Times, fields.Record]:
+    """(the times of a file, its machine). ValueError with the first thing that is wrong with it.
+
+    Only times that were taken beside the anchor's count: a file of --resume may have others. Rows of an earlier state
+    of the code (--against) are left out.
+    """
     recomputed, faults = verify(path, benchmarks)
     # `verify` only says that a file has no seal; here such a file is refused.
     wrong = faults or [sentence for sentence in recomputed.left_out if sentence == NO_SEAL]
-    if wrong:
-        raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
-    values.hold((recomputed.calls, "no timed call could be judged again"))
+    values.hold(
+        (not wrong, "".join(wrong[:1]) + f", and {len(wrong) - 1} more" * (len(wrong) > 1)),
+        (recomputed.calls, "no timed call could be judged again"),
+    )
     content = record.load(path)
-    timed = (x for x in content["records"] if x["outcome"] == "ok" and x.get("time_s"))
+    timed = [x for x in content["records"] if x["outcome"] == "ok" and x.get("time_s") and not x.get("against")]
+    beside = {x.get("comparison") for x in timed if x["impl"] == anchor}
     # The id of a record is the name of its case, "-", and the name of its row.
-    rows = fields.grouped((x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), x["time_s"])) for x in timed)
+    rows = fields.grouped(
+        (x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), x["time_s"]))
+        for x in timed
+        if x.get("comparison") in beside
+    )
     return {row: dict(cases) for row, cases in rows.items()}, content["machine"]
 
 

@@ -97,6 +97,20 @@ def test_a_file_without_the_anchor_or_without_another_row_says_which(content: Co
     assert f"unanchored.json: it lacks the anchor '{anchor}' in " in refused[1]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        ((*RECORD, "comparison"), lambda old: f"{old.split()[0]} 2026-11-27T00:00:00+00:00"),
+        ((*RECORD, "against"), {"name": "main", "commit": "1" * 40, "margin": 0.02}),
+    ],
+)
+def test_a_row_counts_only_beside_the_anchor_and_as_it_is_today(content: Content, board: Any, change: Change) -> None:
+    """A resumed file may have the anchor of an earlier run, and a file of --against has rows as they were."""
+    code, lines, _ = board(whole=content, other=seal_again(changed(content, change)))
+    assert code == 0 and len(lines) == 2 and lines[0].endswith("whole.json")
+    assert lines[1].startswith("refused: other.json: ")
+
+
 def test_a_bad_folder_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "site").write_text("a file of somebody else")
     assert leaderboard.main([str(tmp_path), "-o", str(tmp_path / "site")]) == 2

@@ -24,7 +24,7 @@ from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Entry, Grid, Record, Settings, fields
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
-from lmsys.cost.operations import block_matrices, model_flops, model_parameters
+from lmsys.cost.operations import ELEMENT_BYTES, block_matrices, model_flops, model_parameters
 from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
 from lmsys.training.prepare import AUTOCAST
@@ -329,7 +329,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         record |= {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth}
         if seen.num_buckets and case.traits.all_reduce_model:
             record["predicted_exposed_s"] = ddp_overhead(
-                4 * model_parameters(case.config), seen.num_buckets, latency, bandwidth
+                ELEMENT_BYTES[case.comm_dtype] * model_parameters(case.config), seen.num_buckets, latency, bandwidth
             )
     return record
 

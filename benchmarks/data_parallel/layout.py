@@ -38,8 +38,8 @@ DATA_PARALLEL: Layout = {
             "compile": 'compile or "eager"',
         },
         "bases": ["torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_fsdp2_zero2", "torch_zero1", "naive"],
-        "contends": 'strategy != "none" and world_size not in (None, 1) and comm_dtype != "bfloat16" and optimizer !='
-        ' "muon"',
+        "contends": 'strategy != "none" and world_size not in (None, 1) and comm_dtype in (None, "float32") and'
+        ' optimizer != "muon"',
         "kind": "strategy",
     },
     "prepare": [
@@ -86,8 +86,8 @@ DATA_PARALLEL: Layout = {
                         [
                             [
                                 "only",
-                                'not sharded_optimizer and comm_dtype != "bfloat16" and world_size > 1 and optimizer !='
-                                ' "muon"',
+                                'not sharded_optimizer and comm_dtype in (None, "float32") and world_size > 1 and'
+                                ' optimizer != "muon"',
                             ],
                             # A table of each of our strategies over torch's that its trait `rivals` names: a line for
                             # each combination of values of the first list. The second list has the beginning and the

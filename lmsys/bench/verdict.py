@@ -52,9 +52,9 @@ def deciding(
 def ratio_of(ours: fields.Record, theirs: fields.Record) -> float | None:
     """Their time over ours: the median over rounds, None where the two were not sampled together.
 
-    Cases measured at different times, under different clocks, have no ratio.
+    Cases measured at different times, under different clocks, have no ratio; nor have those that were timed alone.
     """
-    if not ours.get("comparison") or ours["comparison"] != theirs.get("comparison"):
+    if not ours.get("comparison") or ours["comparison"] != theirs.get("comparison") or ours.get("alone"):
         return None
     rounds = zip(ours.get("samples_s") or (), theirs.get("samples_s") or (), strict=False)
     ratios = [b / a for a, b in rounds if a > 0]

@@ -30,8 +30,19 @@ from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 CEILING_S, LEAST_RUNS = 0.2, 5  # seconds and runs of each ceiling: on a busy machine three runs may all be slow
 LONG_S = 1.0  # if runs take this long together, two suffice: bfloat16 on a CPU without instructions for it is slow
 SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # by device: the sides of the square matmuls that are tried
-# Dense bfloat16 and float16, from data sheets.
-PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+# Dense bfloat16 and float16, from data sheets, by words of a GPU's name. The first that fits counts: an H100 or H200 on
+# a PCIe card has less power than one on a board, and a lower peak.
+PEAK_FLOPS_PER_S = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+}
 
 
 def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, Any]:
@@ -131,10 +142,10 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> float | None:
     """The data sheet's peak of all ranks together. gpu: its name; precision: of a training, such as "bf16".
 
-    None for an unknown GPU, and for other precisions than "bf16" and "fp16".
+    None for an unknown GPU, for a part of a GPU (MIG), and for other precisions than "bf16" and "fp16".
     """
-    known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if gpu and name in gpu]
-    return known[0] * world_size if known and precision in ("bf16", "fp16") else None
+    known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if f" {name} " in f" {gpu} ".replace("-", " ")]
+    return known[0] * world_size if known and "MIG" not in str(gpu) and precision in ("bf16", "fp16") else None
 
 
 def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEAST_RUNS) -> tuple[float, float]:

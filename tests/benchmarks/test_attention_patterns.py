@@ -84,6 +84,8 @@ def test_work_is_that_of_visible_pairs() -> None:
     assert lengths is not None and Attention().metrics(decode, {}, {})["bytes"] == (
         2 * 2 * 4 * 1 * 32 * 4 + 2 * 2 * lengths.sum().item() * 32 * 4
     )
+    unseen = case(queries=16)  # a causal forward of 16 queries reads the first 16 of 64 keys
+    assert Attention().metrics(unseen, {}, {})["bytes"] == 2 * (2 * 4 * 16 * 32 + 2 * 2 * 16 * 32) * 4
 
 
 def test_what_hides_nothing_is_asked_as_nothing() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from benchmarks.bench_data_parallel import PASSES, DataParallel
-from benchmarks.data_parallel.cases import Inspection, ParallelCase, Row, Steps, memory, pairs
+from benchmarks.data_parallel.cases import Inspection, ParallelCase, Row, Steps, communication, memory, pairs
 from benchmarks.data_parallel.check import gate, small_training
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import Taken, inspect, take_pass
@@ -150,6 +150,16 @@ def test_muon_keeps_one_moment_less_of_each_matrix() -> None:
     record = memory(Row(muon, [seen]))
     assert record["optimizer_fraction"] == 1 and record["predicted_optimizer_bytes"] == pytest.approx(held)
     assert memory(Row(adamw, [seen]))["predicted_optimizer_bytes"] == 8 * model_parameters(adamw.config)
+
+
+@pytest.mark.parametrize(("comm_dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_exposed_communication_is_predicted_of_the_bytes_that_are_sent(comm_dtype: str, size: int) -> None:
+    """Of 10 buckets, where an all-reduce has a latency of 0.1 ms and a bandwidth of 1 GB/s."""
+    case = replace(cases_of(strategy=("bucketed",))[0], comm_dtype=comm_dtype)
+    seen = Inspection({}, Communication(1.0, 0.5, []), 1.0, 25.0, 10, True, network=(1e-4, 1e9))
+    row = Row(case, [seen], passes=[[1.0]])
+    expected_s = 10 * 1e-4 + size * model_parameters(case.config) / (10 * 1e9)
+    assert communication(row, [row])["predicted_exposed_s"] == pytest.approx(expected_s)
 
 
 def test_all_is_the_size_of_a_single_bucket() -> None:

@@ -44,6 +44,27 @@ def test_an_h200_is_what_its_data_sheet_says(h200: None) -> None:
     assert limits.bytes_per_s == pytest.approx(4.8e12, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        (None, None),
+    ],
+)
+def test_the_peak_is_that_of_the_cards_own_data_sheet(gpu: str | None, peak: float | None) -> None:
+    assert machine.peak_flops_per_s(gpu, "bf16") == peak
+
+
 def test_there_are_none_where_they_are_not_known(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits_of("cpu", 1830.0) is None and limits_of("cuda", None) is None
     monkeypatch.setattr(machine, "FLOP_PER_CYCLE", {})

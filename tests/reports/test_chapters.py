@@ -660,10 +660,16 @@ def test_the_line_of_a_chapter_says_its_answer(tmp_path: Path) -> None:
 
 
 def test_the_best_strategy_is_one_that_does_what_is_asked(tmp_path: Path) -> None:
-    """The row "none" does not synchronize: its step is the fastest, but it trains nothing."""
+    """The row "none" does not synchronize: it trains nothing. A row that sends less is no rival."""
     times = {"none": 1e-3, "flat": 2e-3, "torch_ddp": 3e-3}
     records = [record("data_parallel", name, time, time_s=time, mfu=5e-4 / time) for name, time in times.items()]
-    page = report(tmp_path, records)["index.html"].decode()
+    less = {"strategy": "bucketed", "comm_dtype": "float16", "mfu": 0.2, "time_s": 1.5e-3}
+    records.append(record("data_parallel", "bucketed-25MiB-float16", 1.5e-3, **less))
+    files = report(tmp_path, records)
+    page = files["index.html"].decode()
+    assert not [
+        name for name in files if name.endswith("data-parallel-default-peers.md") and b"bucketed" in files[name]
+    ]
     assert "best step: flat, 2.05 ms" in page and re.search('<td class="best"[^>]*>2.05 ±', page)
     assert ">highest: 25.0 %, flat, small<" in page
     assert not re.search('<td class="best"[^>]*>1.02 ±', page)

@@ -51,6 +51,8 @@ def test_a_speedup_is_the_median_of_per_round_ratios(rounds: list[tuple[float, .
     assert ratio_of(beside, base) == pytest.approx(statistics.median(b / a for b, a, _ in rounds))
     for other in (later, base | {"comparison": None}, base | {"samples_s": None}):
         assert ratio_of(other, base) is None
+    one_by_one = beside | {"alone": True}, base | {"alone": True}  # as of training, whose rows run one after another
+    assert ratio_of(*one_by_one) is None
 
 
 @given(st.lists(st.floats(1e-3, 1e3)))
