@@ -68,8 +68,14 @@ class Wrapper(nn.Module):
         _agree(module, process_group, divides=self.zero_stage > 0)
         for x in chain(module.parameters(), module.buffers()):
             collectives.broadcast_(x, process_group)
-        for index, p in enumerate(self.trainable):
+        handles = [
             p.register_post_accumulate_grad_hook(structure.weakly(self._on_grad, index))
+            for index, p in enumerate(self.trainable)
+        ]
+        # For each trained parameter all of its hooks for gradients, a dict, and the key of ours.
+        self._hooks: list[tuple[Any, int]] = [
+            (p._post_accumulate_grad_hooks, handle.id) for p, handle in zip(self.trainable, handles, strict=True)
+        ]
         self._whole = frozenset(map(id, module.parameters()))
         structure.watch(self)
 

@@ -64,7 +64,7 @@ class Zero1(overlapped.Overlapped):
         values.hold((buckets.is_size(bucket_mb), f'{bucket_mb=} must be a positive number of MiB, or "auto"'))
         self.bucket_mb: Any = bucket_mb
         super().__init__(module, process_group)
-        self._seen = None  # buckets are not planned again: the division among ranks stays as it is
+        self._is_final = True  # buckets are not planned again: the division among ranks stays as it is
         self.flat_buffers = [
             sharded_optimizer.flatten(self.trainable, segmented, self.transport.zeros) for segmented in self._segments
         ]

@@ -58,6 +58,7 @@ TRAININGS = (
     parts.by_a_plain_optimizer,
     parts.with_state_replaced,
     parts.with_averages,
+    parts.with_hooks_that_change_gradients,
 )
 
 

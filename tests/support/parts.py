@@ -168,6 +168,20 @@ def with_a_late_group(strategy: str) -> State:
     return run.whole()
 
 
+def with_hooks_that_change_gradients(strategy: str) -> State:
+    """Three steps with hooks, added after the module was wrapped, that double each gradient before it is sent."""
+
+    def double(p: Tensor) -> None:
+        p.grad.mul_(2)
+
+    run = made(strategy)
+    for p in run.net.parameters():
+        p.register_post_accumulate_grad_hook(double)
+    for step in range(3):
+        run.step(step)
+    return run.whole()
+
+
 def with_weights_decayed_by_hand(strategy: str) -> State:
     """Three steps, after each of which all weights are multiplied in place; under ZeRO-1 they are just being sent."""
     run = made(strategy)
