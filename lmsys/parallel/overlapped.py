@@ -172,22 +172,25 @@ class Overlapped(wrapper.Wrapper):
         """First synchronizes the gradients of an earlier backward: adding to what is being sent would corrupt it.
 
         Then has hooks of the user, which may change gradients, called before those that send them.
-        RuntimeError where another strategy sends gradients of the same parameters in this backward.
         """
-        if self._synchronizing and self.world_size > 1 and structure.shares_a_backward(self):
-            raise RuntimeError(
-                "this backward comes from two wrappers that train one parameter, and both would send its gradient: hold"
-                " their modules in one module, and wrap that"
-            )
         if self._unfinished and self.world_size > 1:
             self._synchronize()
         for hooks, key in (pair for pair in self._hooks if len(pair[0]) > 1):
             hooks[key] = hooks.pop(key)  # now the last one: hooks run in the order of the dict
 
     def _gradient_is_ready(self, index: int) -> None:
-        """Sends the buckets that are complete with this gradient and next in the order of sending."""
+        """Sends the buckets that are complete with this gradient and next in the order of sending.
+
+        RuntimeError where another strategy sends gradients of the same parameters in this backward, which need not come
+        from a forward of this one.
+        """
         if self.world_size == 1:
             return
+        if not self._ready and structure.shares_a_backward(self):
+            raise RuntimeError(
+                "this backward comes from two wrappers that train one parameter, and both would send its gradient: hold"
+                " their modules in one module, and wrap that, or run a backward of one under no_sync() of the other"
+            )
         if index in self._ready:
             raise RuntimeError(
                 "a second gradient of one parameter in a backward, whose first is on its way: checkpoint what is called"
