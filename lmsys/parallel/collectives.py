@@ -50,17 +50,12 @@ def unwrapped(group: Group) -> Any:
 class Pending:
     """A collective under way: call `wait` before its result is read; later calls do nothing.
 
-    work  what torch.distributed returned; None: there is nothing to wait for
+    work  what torch.distributed returned, or another `Pending`; None: there is nothing to wait for
     then  called after that wait
     """
 
     work: Any = None
     then: Callable[[], Any] | None = None
-
-    @property
-    def done(self) -> bool:
-        """True once `wait` has been called, or where there was nothing to wait for."""
-        return self.work is None and self.then is None
 
     def wait(self) -> None:
         if self.work is not None:

@@ -270,7 +270,11 @@ class Fsdp(wrapper.Wrapper):
                     optimizer in self._optimizers or len(optimizer.param_groups) == 1,
                     "this optimizer has several param groups, and the flat parts of fsdp are neither of one name nor of"
                     " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)",
-                )
+                ),
+                (
+                    self.world_size == 1 or not isinstance(optimizer, torch.optim.LBFGS),
+                    "LBFGS looks at all gradients at once, and here each rank steps its own parts",
+                ),
             )
             sharded_optimizer.check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()

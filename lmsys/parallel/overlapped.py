@@ -124,7 +124,7 @@ class Overlapped(wrapper.Wrapper):
         )
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
-        self._seen: list[int] | None = []  # the order in which gradients came; None once buckets are planned by it
+        self._is_final = False  # True once buckets are planned by the order in which gradients came
         self._plan(list(reversed(range(len(self.trainable)))))
 
     @property
@@ -152,7 +152,7 @@ class Overlapped(wrapper.Wrapper):
 
     def _begin(self) -> None:
         """Prepares for the next backward, of which nothing has been sent."""
-        self._ready: set[int] = set()  # gradients that this backward has made
+        self._ready: dict[int, None] = {}  # the gradients that this backward has made, in order
         self._waiting = [len(bucket.indices) for bucket in self.buckets]  # gradients to come, by bucket
         self._sent: list[collectives.Pending] = []  # by bucket, in order
         self._absent: list[int] = []  # gradients that were missing when their bucket was sent
@@ -171,28 +171,32 @@ class Overlapped(wrapper.Wrapper):
     def _begin_backward(self) -> None:
         """First synchronizes the gradients of an earlier backward: adding to what is being sent would corrupt it.
 
-        RuntimeError where another strategy sends gradients of the same parameters in this backward.
+        Then has hooks of the user, which may change gradients, called before those that send them.
         """
-        if self._synchronizing and self.world_size > 1 and structure.shares_a_backward(self):
-            raise RuntimeError(
-                "this backward comes from two wrappers that train one parameter, and both would send its gradient: hold"
-                " their modules in one module, and wrap that"
-            )
         if self._unfinished and self.world_size > 1:
             self._synchronize()
+        for hooks, key in (pair for pair in self._hooks if len(pair[0]) > 1):
+            hooks[key] = hooks.pop(key)  # now the last one: hooks run in the order of the dict
 
     def _gradient_is_ready(self, index: int) -> None:
-        """Sends the buckets that are complete with this gradient and next in the order of sending."""
+        """Sends the buckets that are complete with this gradient and next in the order of sending.
+
+        RuntimeError where another strategy sends gradients of the same parameters in this backward, which need not come
+        from a forward of this one.
+        """
         if self.world_size == 1:
             return
+        if not self._ready and structure.shares_a_backward(self):
+            raise RuntimeError(
+                "this backward comes from two wrappers that train one parameter, and both would send its gradient: hold"
+                " their modules in one module, and wrap that, or run a backward of one under no_sync() of the other"
+            )
         if index in self._ready:
             raise RuntimeError(
                 "a second gradient of one parameter in a backward, whose first is on its way: checkpoint what is called"
                 " more than once by use_reentrant=False, or run the backward under no_sync()"
             )
-        self._ready.add(index)
-        if self._seen is not None:
-            self._seen.append(index)
+        self._ready[index] = None
         self._waiting[self._bucket_of[index]] -= 1
         while (
             not self._waiting[self._bucket_of[index]]
@@ -208,10 +212,10 @@ class Overlapped(wrapper.Wrapper):
         for pending in self._sent:
             pending.wait()
         self._use_pending.wait()
-        use, absent = self._used, self._absent  # `_begin` replaces them
+        use, absent, seen = self._used, self._absent, list(self._ready)  # `_begin` replaces them
         self._begin()
-        if self._seen is not None:
-            self._plan_again(self._seen)
+        if not self._is_final:
+            self._plan_again(seen)
         self._conclude(use, absent)  # drops gradients that no rank had, and raises errors that ranks compare
 
     def _send_next(self) -> None:
@@ -229,7 +233,7 @@ class Overlapped(wrapper.Wrapper):
         unseen = sorted(set(range(len(self.trainable))) - set(seen), reverse=True)
         order = torch.tensor(seen + unseen, device=self.trainable[0].device)
         collectives.broadcast_(order, self.group)
-        self._seen = None
+        self._is_final = True
         self._plan(order.tolist())
         self.transport.settle(self.buckets)
 

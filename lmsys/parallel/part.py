@@ -65,10 +65,10 @@ class Absent(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def address(p: nn.Parameter) -> int:
-    """The address of p's memory, whether its values are there or not."""
+def addresses(params: Iterable[Tensor]) -> list[int]:
+    """The address of each parameter's memory, whether its values are there or not."""
     with torch._C.DisableTorchFunctionSubclass():
-        return p.data_ptr()
+        return [p.data_ptr() for p in params]
 
 
 def leave(

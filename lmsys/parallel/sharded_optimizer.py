@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lmsys import values
-from lmsys.parallel import buckets, collectives, structure
+from lmsys.parallel import buckets, collectives, part, structure
 
 CHUNK = 2**26  # elements of a rank's segment that one all-gather sends, about
 
@@ -35,6 +35,7 @@ class FlatBuffer:
     flat: Tensor
     bucket: buckets.Segmented
     owners: dict[Any, int]  # by parameter the rank that steps it
+    addresses: list[int]  # of the parameters' memory, in the order of `owners`
 
     def gather(self, rank: int, group: collectives.Group) -> collectives.Pending:
         """Begins an all-gather of this rank's segment, after whose `wait` the flat tensor has those of all ranks."""
@@ -56,7 +57,7 @@ def flatten(
     for p, view in zip(owners, layout.views(flat), strict=True):
         view.copy_(p)
         p.data = view
-    return FlatBuffer(flat, bucket, owners)
+    return FlatBuffer(flat, bucket, owners, part.addresses(owners))
 
 
 def owners_in(buffers: Sequence[FlatBuffer]) -> dict[Tensor, int]:
@@ -142,7 +143,21 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def step_own(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps this rank's parameters without gathering the others, which keep their old values here."""
+        """Steps this rank's parameters without gathering the others, which keep their old values here.
+
+        ValueError where a parameter has left its flat buffer: what is gathered would not reach it.
+        """
+        values.hold(
+            (
+                all(part.addresses(buffer.owners) == buffer.addresses for buffer in self.flat_buffers),
+                "a parameter was moved, cast or given another .data after its optimizer or strategy was made: do that"
+                " first, or write into the parameter by copy_()",
+            ),
+            (
+                self.world_size == 1 or not isinstance(self._local, torch.optim.LBFGS),
+                "LBFGS looks at all gradients at once, and here each rank steps its own parameters",
+            ),
+        )
         both = list(zip(self.param_groups, self._local.param_groups, strict=True))
         for group, local in both:
             local.update(without(group, "params"))  # a schedule sets the rate in self.param_groups
@@ -249,8 +264,8 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
             if _has_elements(name, value):
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
-            for p, part, steps in zip(params, parts, left_out, strict=True):
-                state.setdefault(numbers[p], {})[name] = part - steps if name == "step" else part
+            for p, piece, steps in zip(params, parts, left_out, strict=True):
+                state.setdefault(numbers[p], {})[name] = piece - steps if name == "step" else piece
         for p, steps in zip(params, left_out, strict=False):
             if steps and not any(isinstance(x, Tensor) and x.any() for x in state[numbers[p]].values()):
                 del state[numbers[p]]  # no step has used it

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel import StrategyTraits, collectives, structure
+from lmsys.parallel import StrategyTraits, collectives, part, structure
 from lmsys.values import hold, instance, sentences_of
 
 
@@ -65,11 +65,17 @@ class Wrapper(nn.Module):
         self._exponents = torch.tensor([0.0] * (len(self.trainable) + 1) + [1.0, 2.0], dtype=torch.float64)
         self._flags_before: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
-        _agree(module, process_group)
+        _agree(module, process_group, divides=self.zero_stage > 0)
         for x in chain(module.parameters(), module.buffers()):
             collectives.broadcast_(x, process_group)
-        for index, p in enumerate(self.trainable):
+        handles = [
             p.register_post_accumulate_grad_hook(structure.weakly(self._on_grad, index))
+            for index, p in enumerate(self.trainable)
+        ]
+        # For each trained parameter all of its hooks for gradients, a dict, and the key of ours.
+        self._hooks: list[tuple[Any, int]] = [
+            (p._post_accumulate_grad_hooks, handle.id) for p, handle in zip(self.trainable, handles, strict=True)
+        ]
         self._whole = frozenset(map(id, module.parameters()))
         structure.watch(self)
 
@@ -409,11 +415,13 @@ def dense(p: Tensor) -> Tensor:
     return grad
 
 
-def _agree(module: nn.Module, group: collectives.Group) -> None:
+def _agree(module: nn.Module, group: collectives.Group, divides: bool) -> None:
     """ValueError on all ranks for a module that no strategy takes, and for the first difference between ranks' modules.
 
     Ranks must hold parameters and buffers of equal names, shapes and dtypes, and train the same ones.
+    divides  the strategy gives parameters other memory, so that no two may lie in the same
     """
+    memory = part.addresses(p for p in module.parameters() if p.numel())
     on_meta = [name for name, x in chain(module.named_parameters(), module.named_buffers()) if x.is_meta]
     sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
     ignores = hasattr(module, "_ddp_params_and_buffers_to_ignore")
@@ -424,6 +432,11 @@ def _agree(module: nn.Module, group: collectives.Group) -> None:
         ),
         (not sparse, f"{', '.join(sparse[:1])} makes sparse gradients: strategies add dense ones; set sparse=False"),
         (not ignores, "the module names parameters that DDP is to ignore: hold them in another module"),
+        (
+            not divides or len(set(memory)) == len(memory),
+            "two parameters share their memory, as by a.data = b.data, which this strategy would end: tie them as one"
+            " parameter, a = b",
+        ),
     )
     mine = [
         (name, tuple(x.shape), str(x.dtype), x.requires_grad if isinstance(x, nn.Parameter) else None)

@@ -64,7 +64,7 @@ class Zero1(overlapped.Overlapped):
         values.hold((buckets.is_size(bucket_mb), f'{bucket_mb=} must be a positive number of MiB, or "auto"'))
         self.bucket_mb: Any = bucket_mb
         super().__init__(module, process_group)
-        self._seen = None  # buckets are not planned again: the division among ranks stays as it is
+        self._is_final = True  # buckets are not planned again: the division among ranks stays as it is
         self.flat_buffers = [
             sharded_optimizer.flatten(self.trainable, segmented, self.transport.zeros) for segmented in self._segments
         ]
@@ -81,7 +81,6 @@ class Zero1(overlapped.Overlapped):
         self._owns_each_kind = len(structure.by_kind(self._own)) == len(structure.by_kind(self.trainable))
         self._scaled: list[Tensor] = []  # gradients that were means, times the number of ranks while a backward adds
         self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
-        self._address = part.address(self.trainable[0]) if self.trainable else 0
 
     @_disable_dynamo  # a compiler would trace parameters whose class changes when they arrive; blocks may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +115,7 @@ class Zero1(overlapped.Overlapped):
         self._wait_for(range(len(self.flat_buffers)))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """ValueError for an optimizer not of `make_optimizer`, and for parameters that have left their buffers."""
+        """ValueError for an optimizer not of `make_optimizer`; else waits for gathers of what the step changes."""
         super().before_step(optimizer)
         if not structure.holds_any(optimizer, self._trained):
             return
@@ -126,20 +125,21 @@ class Zero1(overlapped.Overlapped):
                 f"this {type(optimizer).__name__} holds parameters whose gradients ZeRO-1 has divided among ranks: make"
                 " it by make_optimizer(), which gathers what each rank has stepped",
             ),
-            (
-                part.address(self.trainable[0]) == self._address,
-                "the module was moved or cast after it was wrapped: do that first, and wrap it then",
-            ),
         )
+        # Some are for blocks that no forward has run, or were begun by another optimizer of this strategy.
+        _arrive(self._gathering)
 
     def stepped(self) -> None:
-        """Called by `Zero1Optimizer`, which has stepped this rank's parameters: those of others are to be gathered."""
+        """Called by `Zero1Optimizer`, which has stepped this rank's parameters: those of others are to be gathered.
+
+        This rank's own are marked as well: they must not be written while they are being sent.
+        """
         self._stale = True
         if not self._recorded:
             self._fetch()
-        arrive = _refuse_stale if self._recorded else partial(_arrive, self._gathering, self._others)
-        for others in self._others:
-            part.leave(others, arrive)
+        arrive = _refuse_stale if self._recorded else partial(_arrive, self._gathering)
+        for params in self._others if self._recorded else self._held:
+            part.leave(params, arrive)
 
     def _is_being_recorded(self) -> bool:
         """True while a CUDA graph is captured."""
@@ -154,7 +154,8 @@ class Zero1(overlapped.Overlapped):
     def _begin_gathering(self, count: int) -> None:
         """Begins to gather flat buffers, in order, until `count` of them, or all, have been begun."""
         for number in range(len(self._gathering), min(count, len(self.flat_buffers))):
-            self._gathering.append(self.transport.gather(number, self.flat_buffers[number]))
+            gathered = self.transport.gather(number, self.flat_buffers[number])
+            self._gathering.append(collectives.Pending(gathered, partial(part.appear, self._held[number])))
 
     def _wait_for(self, numbers: Sequence[int], *_: Any) -> None:
         """Waits until the flat buffers of these numbers are whole, and begins to gather those that come next.
@@ -163,9 +164,8 @@ class Zero1(overlapped.Overlapped):
         """
         count = max(numbers, default=-1) + 1
         self._begin_gathering(count)
-        for number in (number for number in numbers if not self._gathering[number].done):
+        for number in numbers:
             self._gathering[number].wait()
-            part.appear(self._others[number])
         self._begin_gathering(count + AHEAD)
 
     def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
@@ -199,7 +199,8 @@ class Zero1(overlapped.Overlapped):
     @torch.no_grad()
     def _scale(self) -> None:
         """Multiplies gradients that are means by the number of ranks, so that the sum with new ones can be divided."""
-        means = [p.grad for p in self._own if self._are_means and p.grad is not None]
+        # A gradient that is no `Part` was set since then, and is this rank's own, as one of a backward is.
+        means = [p.grad for p in self._own if self._are_means and isinstance(p.grad, part.Part)]
         self._are_means = False
         if means:
             torch._foreach_mul_(means, self.world_size)
@@ -227,8 +228,6 @@ class Zero1(overlapped.Overlapped):
         """As `Overlapped._synchronize`. Then this rank's gradients are means, and marked as parts of the whole."""
         self._scale()  # has an effect only if no backward has run since they became means
         self._scaled = []
-        # A gather for a block that was not run may still be under way: what it sends must not change in the next step.
-        self._wait_for([number for number, pending in enumerate(self._gathering) if not pending.done])
         super()._synchronize()
         self._are_means = True
         for p in self._own:
@@ -245,22 +244,20 @@ class Zero1(overlapped.Overlapped):
             [number for number, buffer in enumerate(self.flat_buffers) if not buffer.owners.keys().isdisjoint(params)]
             for params in units
         )
-        # By flat buffer the parameters that other ranks own.
-        self._others = [
-            [p for p, rank in flat_buffer.owners.items() if rank != self.rank] for flat_buffer in self.flat_buffers
-        ]
+        # By flat buffer its parameters, and those that other ranks own; none on a single rank, which gathers nothing.
+        self._held = [list(flat_buffer.owners) for flat_buffer in self.flat_buffers if self.world_size > 1]
+        self._others = [[p for p in held if self.owners[p] != self.rank] for held in self._held]
         for block, numbers in zip(structure.blocks_of(self.module), needed, strict=True):
             structure.surround(block, structure.weakly(self._wait_for, numbers))
 
 
-def _arrive(gathering: Sequence[collectives.Pending], others: Sequence[Sequence[nn.Parameter]], _: Any) -> None:
-    """Called with a parameter that is read while its new values are on their way: waits for those of all parameters.
+def _arrive(gathering: Sequence[collectives.Pending], _: Any = None) -> None:
+    """Called with a parameter that is read while new values are on their way: waits for those of all parameters.
 
     It is no method, since the wrapper may be gone by then.
     """
-    for pending, params in zip(gathering, others, strict=True):
+    for pending in gathering:
         pending.wait()
-        part.appear(params)
 
 
 def _refuse_stale(_: Any) -> None:

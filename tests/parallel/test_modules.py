@@ -52,13 +52,17 @@ EXPECTED = {  # {operation: how its text begins on all strategies that OTHERWISE
     "a parameter added on all ranks": f"ValueError: on rank 0 {ADDED}; on rank 1 {ADDED}, {CHANGED}",
     "a parameter removed on one rank": f"ValueError: on rank 0 the parameter layers.1.down.bias was removed, {CHANGED}",
     "module.to() of another dtype": WHOLE,
+    "another .data of one parameter": WHOLE,
+    "LBFGS": WHOLE,
     "a forward without finish": "RuntimeError: a backward was not followed by finish_gradient_synchronization()",
     "a forward after finish": "its gradients were synchronized: True",
 }
 OTHERWISE = {  # {(strategy, operation): how its text begins there}
     ("zero1", "an optimizer over parameters()"): "ValueError: this SGD holds parameters whose gradients ZeRO-1 has",
     ("zero1", "an optimizer over module.parameters()"): "ValueError: this SGD holds parameters whose gradients ZeRO-1",
-    ("zero1", "module.to() of another dtype"): "ValueError: the module was moved or cast after it was wrapped",
+    ("zero1", "module.to() of another dtype"): "ValueError: a parameter was moved, cast or given another .data after",
+    ("zero1", "another .data of one parameter"): "ValueError: a parameter was moved, cast or given another .data after",
+    ("zero1", "LBFGS"): "ValueError: LBFGS looks at all gradients at once",
     ("fsdp", "read the module's parameters"): READ,
     ("fsdp", "state_dict()"): "RuntimeError: fsdp has no state dict of one rank alone: on all ranks, full_state_dict()",
     ("fsdp", "module.state_dict()"): READ,
@@ -68,6 +72,8 @@ OTHERWISE = {  # {(strategy, operation): how its text begins there}
         "an optimizer over module.parameters()",
     ): "ValueError: this optimizer holds the module's parameters, which",
     ("fsdp", "module.to() of another dtype"): READ,
+    ("fsdp", "another .data of one parameter"): READ,
+    ("fsdp", "LBFGS"): "ValueError: LBFGS looks at all gradients at once",
 }
 
 

@@ -384,13 +384,13 @@ def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> 
 
 
 @on_first(2)
-def _two_wrappers(group: Any, strategy: str, shared: bool, frozen: bool = False) -> str:
-    """The error of a backward that comes from two wrappers, whose modules hold one layer or are apart."""
+def _two_wrappers(group: Any, strategy: str, shared: bool, frozen: bool = False, count: int = 2) -> str:
+    """The error of a backward that comes from `count` of two wrappers, whose modules hold one layer or are apart."""
     first = nn.Linear(2, 2).requires_grad_(not frozen)
     other = first if shared else nn.Linear(2, 2)
     modules = nn.Sequential(first, nn.Linear(2, 1)), nn.Sequential(other, nn.Linear(2, 1))
     wrappers = [STRATEGIES[strategy].load()(module, group) for module in modules]
-    error = on_ranks.error_of(lambda: sum(wrapper(torch.ones(1, 2)).sum() for wrapper in wrappers).backward())
+    error = on_ranks.error_of(lambda: sum(wrapper(torch.ones(1, 2)).sum() for wrapper in wrappers[:count]).backward())
     for wrapper in wrappers if error == "nothing raised" else ():
         wrapper.finish_gradient_synchronization()
     return error
@@ -402,7 +402,8 @@ def test_a_backward_of_two_wrappers_that_send_one_gradient_is_refused(ranks: Wor
     assert ranks.run(_two_wrappers, strategy, True, True)[0] == "nothing raised"  # the layer that both hold is frozen
     refused = "RuntimeError: this backward comes from two wrappers that train one parameter"
     expected = "nothing raised" if strategy == "naive" else refused  # naive sends none before the backward has ended
-    assert ranks.run(_two_wrappers, strategy, True)[0].startswith(expected)
+    for count in (1, 2):
+        assert ranks.run(_two_wrappers, strategy, True, False, count)[0].startswith(expected)
 
 
 def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGroup) -> None:

@@ -58,6 +58,7 @@ TRAININGS = (
     parts.by_a_plain_optimizer,
     parts.with_state_replaced,
     parts.with_averages,
+    parts.with_hooks_that_change_gradients,
 )
 
 
@@ -75,8 +76,14 @@ def test_two_gpus_train_as_one_process(gpu_ranks: WorkerGroup, training: Callabl
 
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "copy_engine_zero1"])
-def test_a_param_group_may_be_added_after_some_steps(ranks: WorkerGroup, strategy: str) -> None:
-    assert_as_on_one_process(ranks, parts.with_a_late_group, strategy)
+@pytest.mark.parametrize(
+    "training", [parts.with_a_late_group, parts.with_weights_decayed_by_hand, parts.with_gradients_begun_by_hand]
+)
+def test_two_ranks_train_the_modules_own_parameters(
+    ranks: WorkerGroup, training: Callable[[str], Any], strategy: str
+) -> None:
+    """These trainings take the module's own parameters, which fsdp refuses."""
+    assert_as_on_one_process(ranks, training, strategy)
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -102,6 +109,7 @@ def test_modules_that_are_not_supported_are_refused_at_construction(ranks: Worke
         "sparse=False",
         "meta device",
         "names parameters that DDP is to ignore",
+        "nothing raised" if strategy == "naive" else "two parameters share their memory",
         "nothing raised",
     ]
     for errors in on_two_ranks(ranks, parts.refused_modules, strategy):

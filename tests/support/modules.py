@@ -182,6 +182,20 @@ def _moved_module(wrapper: nn.Module, _: Any) -> str:
     return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
 
 
+def _other_data(wrapper: nn.Module, _: Any) -> str:
+    wrapper.module.last.weight.data = torch.ones(WIDTH, WIDTH, device=device())
+    return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
+
+
+def _lbfgs(wrapper: nn.Module, _: Any) -> str:
+    def loss() -> Tensor:
+        backward(wrapper, _ones())
+        return torch.ones(())
+
+    wrapper.make_optimizer(torch.optim.LBFGS, max_iter=2).step(loss)
+    return _sum_of_parameters(wrapper, _)
+
+
 def _forward_without_finish(wrapper: nn.Module, _: Any) -> str:
     with wrapper.no_sync():
         wrapper(_ones()).backward()
@@ -216,6 +230,8 @@ ONE_BY_ONE: dict[str, Operation] = {
     "a parameter added on all ranks": _added_on_all_ranks,
     "a parameter removed on one rank": _removed_on_one_rank,
     "module.to() of another dtype": _moved_module,
+    "another .data of one parameter": _other_data,
+    "LBFGS": _lbfgs,
     "a forward without finish": _forward_without_finish,
     "a forward after finish": _forward_after_finish,
 }

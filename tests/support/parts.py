@@ -20,6 +20,7 @@ from lmsys.parallel.group import device
 from lmsys.parallel.peers import TorchFSDP2
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.optimizer import AdamW, clip_grad_norm
+from tests.support.modules import deferred
 from tests.support.ranks import (
     Net,
     Recipe,
@@ -167,6 +168,44 @@ def with_a_late_group(strategy: str) -> State:
     return run.whole()
 
 
+def with_hooks_that_change_gradients(strategy: str) -> State:
+    """Three steps with hooks, added after the module was wrapped, that double each gradient before it is sent."""
+
+    def double(p: Tensor) -> None:
+        p.grad.mul_(2)
+
+    run = made(strategy)
+    for p in run.net.parameters():
+        p.register_post_accumulate_grad_hook(double)
+    for step in range(3):
+        run.step(step)
+    return run.whole()
+
+
+def with_weights_decayed_by_hand(strategy: str) -> State:
+    """Three steps, after each of which all weights are multiplied in place; under ZeRO-1 they are just being sent."""
+    run = made(strategy)
+    with deferred():
+        for step in range(3):
+            run.step(step)
+            for p in run.net.parameters():
+                p.detach().mul_(0.9)
+    return run.whole()
+
+
+def with_gradients_begun_by_hand(strategy: str) -> State:
+    """Three steps, before whose backwards each gradient is a tenth of the weight; then one without a backward."""
+    run = made(strategy)
+    for step in range(4):
+        for p in run.net.parameters():
+            p.grad = 0.1 * p.detach()
+        if step < 3:
+            run.backward(step)
+        run.finish()
+        run.apply()
+    return run.whole()
+
+
 class Few(nn.Module):
     """A module with one parameter, so that one of two ranks owns none of the dtype whose gradient is infinite."""
 
@@ -301,7 +340,9 @@ def refused_modules(strategy: str) -> list[str]:
     meta = nn.Linear(2, 2, device="meta")
     ignoring = nn.Linear(2, 2)
     ignoring._ddp_params_and_buffers_to_ignore = ["bias"]
-    modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring]
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight.data = tied[0].weight.data
+    modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring, tied]
     wrap = STRATEGIES[strategy].load()
     errors = [error_of(wrap, module.to(device()) if module is not meta else meta, group_of(2)) for module in modules]
     modules[0].eval()  # a batch norm in evaluation is supported
