@@ -106,8 +106,9 @@ def tasks(
         *[
             Task("more queries than keys, causal", replace(long, keys=shorter, causal=True), aspect=differ),
             Task("more keys than queries, causal", replace(long, queries=shorter, causal=True), aspect=differ),
+            Task("one query, causal", replace(long, queries=1, causal=True), aspect=differ),
         ]
-        * masked,  # neither if the row fails the causal mask
+        * masked,  # none if the row fails the causal mask
         Task("one query", replace(long, queries=1), aspect=differ),
         Task("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
         Task("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
@@ -138,9 +139,22 @@ def larger(case: AttentionCase) -> list[Task]:
     ]
     wide = [
         Task(f"head dimension {width}", replace(case, head_dim=width), aspect="head dimensions")
-        for width in (40, 80, 96)
+        for width in (40, 80, 96, 128)
     ]
-    return usual + wide + [Task(about, case, aspect="calls of models", use=use) for about, use in USES.items()]
+    return [
+        *usual,
+        *wide,
+        *[Task(about, case, aspect="calls of models", use=use) for about, use in USES.items()],
+        *[  # a row may take another way where no gradients are needed: o is that of such a call
+            Task(
+                f"{aspect}, without gradients",
+                changed,
+                aspect=aspect,
+                use=lambda call, inputs, grad: _once(call, inputs, grad) | {"o": _forward(call, inputs, False)},
+            )
+            for aspect, changed in (("causal mask", replace(case, causal=True)), ("scale", replace(case, scale=0.3)))
+        ],
+    ]
 
 
 def tasks_of_options(case: AttentionCase) -> Iterator[Task]:

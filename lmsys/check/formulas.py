@@ -35,7 +35,8 @@ class Case:
 
     about    the case in words; with `extreme` the kind of extreme inputs, a key of a table in `lmsys.extremes`
     shape    the sizes of the case; the docstring of each kind's module says of which tensor
-    more     other settings of the case, by name, which the kind reads
+    more     other settings of the case, by name, which the kind reads; "spare columns": inputs are parts of rows that
+             have so many columns more
     """
 
     about: str
@@ -107,9 +108,12 @@ class Problem:
         cls, case: Case, options: question.Options, inputs: Inputs, settings: Settings, grad_output: torch.Tensor
     ) -> "Problem":
         """The problem of a case: all tensors on the device, and all but the settings in the dtype of the case."""
-        device = question.device()
+        device, spare = question.device(), case.more.get("spare columns", 0)
         return cls(
-            {name: x.to(device, case.dtype) for name, x in inputs.items()},
+            {
+                name: torch.nn.functional.pad(x.to(device, case.dtype), (0, spare))[..., : x.shape[-1]]
+                for name, x in inputs.items()
+            },
             {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()},
             grad_output.to(device, case.dtype),
             grad=options.grad,
@@ -181,8 +185,11 @@ def padding(width: int) -> list[int]:
 
 
 def cut(width: int) -> list[int]:
-    """The columns left of `width` if a kernel drops a last block that is not full, or the last column; increasing."""
-    return sorted({*(width // block * block for block in BLOCKS), width - 1} - {0, width})
+    """The columns left of `width`, increasing, if a kernel drops the last column, a last block that is not full, or all
+    blocks but the first.
+    """
+    left = {*(width // block * block for block in BLOCKS), *BLOCKS, width - 1}
+    return sorted(x for x in left if 0 < x < width)
 
 
 def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice]:
@@ -217,12 +224,14 @@ def judge(
     widened        the result may be float32 although the inputs are narrower
     plain_formula  another usual way to write the formula: the larger error of both is allowed
     """
-    before = {name: x.clone() for name, x in problem.inputs.items()}
+    given = {**problem.inputs, **problem.settings}
+    before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
     try:
         outputs = run(call, problem)
     except Exception as error:
-        return question.Fault.raised(error)
-    if changed := [name for name, x in problem.inputs.items() if not torch.equal(x, before[name])]:
+        # An implementation may refuse inputs that are not contiguous.
+        return question.Fault.raised(error) if all(x.is_contiguous() for x in problem.inputs.values()) else None
+    if changed := [name for name, x in before.items() if not torch.equal(x, given[name])]:
         return question.Fault.explained(
             f"  {changed[0]} differs after the call", f"the function changes its input {changed[0]}", error_ratio=None
         )
@@ -237,8 +246,10 @@ def judge(
                 "the result is detached, or the backward returns no gradient",
                 error_ratio=None,
             )
-        dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
-        if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
+        if outputs[name].shape != right.shape or outputs[name].dtype not in {
+            problem.dtype,
+            torch.float32 if widened and name == RESULT else problem.dtype,
+        }:
             return question.Fault(
                 f"  {_name_of(name)} is {outputs[name].dtype} of shape {tuple(outputs[name].shape)};"
                 f" expected {problem.dtype} of shape {tuple(right.shape)}"
@@ -251,16 +262,40 @@ def judge(
                 outputs[name],
                 right,
                 ratio,
-                explain(outputs, name, reference, plain, problem, mistakes(problem)),
+                explain(
+                    outputs,
+                    name,
+                    reference,
+                    plain,
+                    problem,
+                    {
+                        "a later call changes what this call returned, or what it saved for its backward": (
+                            lambda p: (
+                                outputs
+                                if _ratio(run(call, p, alone=True)[name], right, plain[name], not p.extreme) <= 1  # noqa: B023 - called at once
+                                else {}
+                            )
+                        )
+                    }
+                    | mistakes(problem),
+                ),
             )
-    return None
+    # Once more without gradients, since an implementation may then take another way.
+    return (
+        judge(call, formula, mistakes, replace(problem, grad=False), widened, plain_formula) if problem.grad else None
+    )
 
 
-def run(call: signature.Called, problem: Problem) -> Outputs:
-    """The result of a function (of a tuple its first item), and the gradients of those inputs that have one."""
+def run(call: signature.Called, problem: Problem, alone: bool = False) -> Outputs:
+    """The result of a function (of a tuple its first item), and the gradients of those inputs that have one.
+
+    alone  False: the function is called a second time, on other inputs, before the first result is read
+    """
     leaves = {name: x.detach().requires_grad_(problem.grad) for name, x in problem.inputs.items()}
     with torch.set_grad_enabled(problem.grad):
         result = call({**leaves, **problem.settings})
+        if not alone:
+            call({**{name: x.flip(-1) / 2 for name, x in leaves.items()}, **problem.settings})
     result = result[0] if isinstance(result, tuple) else result
     outputs = {RESULT: result.detach()}
     if problem.grad and result.requires_grad:
@@ -321,8 +356,9 @@ def _alike(
         return False
     mistaken, output = mistaken.where(finite, 0), output.double().where(finite, 0)
     # Here `mistaken` takes the place of the reference. Plain PyTorch's error is added to it, so the budget stays.
-    error = (plain.double() - right).where(finite, 0)
-    plain = (mistaken + error).to(plain.dtype)  # infinite where the dtype cannot hold the mistake's values
+    plain = (mistaken + (plain.double() - right).where(finite, 0)).to(
+        plain.dtype
+    )  # infinite where the dtype cannot hold the mistake's values
     return not bool(finite.any()) or (bool(plain.isfinite().all()) and _ratio(output, mistaken, plain, mean) <= 1)
 
 
@@ -336,15 +372,17 @@ def _fault(
 ) -> question.Fault:
     """The fault of the output `name`. The outputs before it in `names` are right. ratio: its error over the budget."""
     at = question.worst(output, right)
-    place = f"[{', '.join(map(str, at))}]" * bool(at)
     lines = [
-        f"  {_name_of(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
-        f" {question.times_allowed(ratio)}"
+        f"  {_name_of(name)}{str(list(at)) * bool(at)}{' without gradients' * (names == [RESULT])}: expected"
+        f" {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is {question.times_allowed(ratio)}"
     ]
     if at:
-        axes = ("batch", "row", "column")[-right.dim() :] if right.dim() <= 3 else ("batch", "head", "row", "column")
         error = (output.double() - right).abs()
         # The largest error over `ratio` is what an element may have.
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
-        lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} in {question.where(wrong, axes)}")
+        where = question.where(
+            wrong,
+            ("batch", "row", "column")[-right.dim() :] if right.dim() <= 3 else ("batch", "head", "row", "column"),
+        )
+        lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} in {where}")
     return question.Fault.explained("\n".join(lines), mistake, ratio, list(map(_name_of, names[: names.index(name)])))

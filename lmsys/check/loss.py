@@ -39,19 +39,25 @@ OF_LOGITS = {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
 UPSTREAM = 0.625  # grad_output of a loss that is one number: exact, and not 1, so that ignoring it shows
 TOKENS, ODD = 24, (101, 517)  # a few tokens; tokens and vocabulary, neither of them a multiple of a tile
 LONG = 330, 517  # more tokens than a chunk of most kernels
-OPTION_CASES = (  # a case for each option, whose value is in `more`
-    formulas.Case("the sum of losses", LONG, more={"reduction": "sum"}),
-    formulas.Case("the losses of tokens", LONG, more={"reduction": "none"}),
-    formulas.Case("weights of tokens", ODD, more={"token_weights": "drawn"}),
-    formulas.Case("smoothed labels", ODD, more={"label_smoothing": 0.1}),
-    formulas.Case("a z-loss", ODD, more={"z_loss": 0.01}),
-    formulas.Case("a soft cap", ODD, more={"softcap": 1.5}),
+OPTION_CASES = tuple(  # two cases for each option, the second with ignored tokens; the option's value is in `more`
+    formulas.Case(about + words, shape, more={**option, **ignored})
+    for words, ignored in (("", {}), (", and ignored tokens", {"ignored": 33, "ignore_index": config.IGNORED}))
+    for about, shape, option in (
+        ("the sum of losses", LONG, {"reduction": "sum"}),
+        ("the losses of tokens", LONG, {"reduction": "none"}),
+        ("weights of tokens", ODD, {"token_weights": "drawn"}),
+        ("smoothed labels", ODD, {"label_smoothing": 0.1}),
+        ("a z-loss", ODD, {"z_loss": 0.01}),
+        ("a soft cap", ODD, {"softcap": 1.5}),
+    )
 )
 CASES = (
     (
         formulas.Case("a few tokens", (TOKENS, 96)),
         formulas.Case("an odd vocabulary size", ODD),
         formulas.Case("more tokens than a chunk", LONG),
+        formulas.Case("a large vocabulary", (TOKENS, 5003)),
+        formulas.Case("parts of wider rows", ODD, more={"spare columns": 3}),
         formulas.Case("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
         formulas.Case("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
     )
@@ -71,8 +77,12 @@ def questions(
         signature.built(implementation, {}, {}) if signature.is_module(implementation) else implementation,
         roles_of(implementation),
     )
-    lacking = [name for name in ("ignore_index", *loss_mistakes.OPTIONS) if not call.has(name)]
-    return formulas.questions_of(cases, partial(_fault_of, call, options), options, lacking)
+    return formulas.questions_of(
+        cases,
+        partial(_fault_of, call, options),
+        options,
+        lacking=[name for name in ("ignore_index", *loss_mistakes.OPTIONS) if not call.has(name)],
+    )
 
 
 def faults_of_options(entry: registry.Entry) -> dict[str, float]:

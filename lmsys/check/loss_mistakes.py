@@ -171,12 +171,31 @@ OF_OPTIONS: dict[str, dict[str, Formula]] = {  # mistakes in an option, by its n
     "token_weights": {
         "the weighted sum is divided by the number of tokens, not by the sum of weights": (
             lambda x, s: right(x, {**s, "reduction": "sum"}) / counted_tokens(s).sum()
-        )
+        ),
+        "the weights of ignored tokens count in the mean: the sum is divided by all weights": (
+            lambda x, s: right(x, {**s, "reduction": "sum"}) / s["token_weights"].sum()
+        ),
     },
     "label_smoothing": {
         "the smoothing is divided among the V - 1 other classes, not among all V as torch divides it": (
             lambda x, s: right(x, {**s, "label_smoothing": s["label_smoothing"] / (1 - 1 / logits_of(x).shape[1])})
-        )
+        ),
+        "ignored tokens count in the smoothing: it is the mean over all tokens": (
+            lambda x, s: (
+                mean(losses(x, s), s) * (1 - s["label_smoothing"])
+                - logits_of(x).log_softmax(dim=-1).mean() * s["label_smoothing"]
+            )
+        ),
+    },
+    "z_loss": {
+        "ignored tokens count in the z-loss: it is the mean over all tokens": (
+            lambda x, s: mean(losses(x, s), s) + s["z_loss"] * logits_of(x).logsumexp(dim=-1).square().mean()
+        ),
+    },
+    "reduction": {
+        "the losses of ignored tokens are not 0": (
+            lambda x, s: F.cross_entropy(logits_of(x), s["targets"].clamp(min=0), reduction=s["reduction"])
+        ),
     },
 }
 FIRST_FOR_ALL: dict[str, Gradients] = {  # mistakes in the backward of a loss with options

@@ -38,6 +38,8 @@ CASES: tuple[formulas.Case, ...] = (
         formulas.Case("many rows", (331, 96)),
         formulas.Case("small rows, to which eps counts", (33, 96), more={"size": 2.0**-6}),
         formulas.Case("three dimensions", (5, 7, 64)),
+        formulas.Case("wide rows", (5, 4101)),
+        formulas.Case("parts of wider rows", ODD, more={"spare columns": 3}),
     )
     + formulas.cases_in(formulas.NARROW, ["an odd width"], ODD)
     + formulas.cases_in(formulas.DTYPES, ROWS, ODD, extreme=True)

@@ -137,8 +137,11 @@ def _plain(
     """
     dtype = run.parameters[0].dtype
     if begins is None:
-        gradients = [[None if g is None else g.float() for g in of_step] for of_step in run.gradients]
-        run = replace(run, parameters=[p.float() for p in run.parameters], gradients=gradients)
+        run = replace(
+            run,
+            parameters=[p.float() for p in run.parameters],
+            gradients=[[None if g is None else g.float() for g in of_step] for of_step in run.gradients],
+        )
     made = (
         optimizer_formula.Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
         if form and form.differs  # torch has no optimizer of this form
@@ -345,6 +348,9 @@ KEEPING: Changes = {  # mistakes in keeping settings and state, of every algorit
     "load_state_dict leaves settings as the constructor set them": {"restores": lambda loaded, made: made},
 }
 KEEPING_OF_ADAM: Changes = {  # more of them, of AdamW and Adam
+    "eps of the first param group is used for all": {
+        "setting": lambda schedule, step, group: schedule[step][group] | {"eps": schedule[step][0]["eps"]},
+    },
     "the count of steps is lost by load_state_dict": {"loads": lambda state: state | {"t": 0}},
     "moments are lost by load_state_dict": {"loads": lambda state: {"t": state["t"]}},
     "the second moment is lost by load_state_dict": {"loads": lambda state: {"t": state["t"], "m": state["m"]}},

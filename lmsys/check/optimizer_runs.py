@@ -116,17 +116,18 @@ MASTER_STEPS, MASTER_LR = 96, 0.75 * 2.0**-8
 class Case:
     """A case: what an optimizer is asked to do. `run_of` draws its inputs. Steps and parameters are numbered from 0.
 
-    about     the case in words
-    steps     how many
-    given     for each param group: settings that replace DEFAULTS
-    groups    for each param group: its parameters
-    changes   by step: settings that all groups have from then on
-    missing   by step: the parameters without a gradient
-    reloads   the steps before which the state is saved and loaded
-    sizes     by step: the size of its gradients, a name in `lmsys.extremes.model.SIZES`; others are near-normal
-    dtype     of parameters and gradients
-    masters   the optimizer must keep float32 master weights
-    in_place  a step may change gradients
+    about       the case in words
+    steps       how many
+    given       for each param group: settings that replace DEFAULTS
+    groups      for each param group: its parameters
+    changes     by step: settings that all groups have from then on
+    missing     by step: the parameters without a gradient
+    reloads     the steps before which the state is saved and loaded
+    sizes       by step: the size of its gradients, a name in `lmsys.extremes.model.SIZES`; others are near-normal
+    dtype       of parameters and gradients
+    masters     the optimizer must keep float32 master weights
+    in_place    a step may change gradients
+    transposed  parameters and gradients are transposed in memory
     """
 
     about: str
@@ -140,6 +141,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     masters: bool = False
     in_place: bool = False
+    transposed: bool = False
 
     def why_not(self, claim: Claim) -> str | None:
         """None, or why an optimizer with this claim is not asked this case."""
@@ -180,9 +182,14 @@ def cases_of(claim: Claim) -> list[Case]:
         Case(
             "two param groups, of different settings",
             4,
-            (stateful | {"lr": 0.1}, claim.taken({"lr": 0.025, "weight_decay": 0.0})),
+            (
+                stateful | claim.taken({"lr": 0.1, "eps": 0.5}),
+                claim.taken({"lr": 0.025, "weight_decay": 0.0, "momentum": 0.5, "nesterov": True}),
+            ),
             ((0,), (1, 2)),
+            in_place=sgd,  # as for nesterov
         ),
+        Case("weights transposed in memory", 4, (decay,), transposed=True),
         Case(
             "parameters without a gradient in some steps",
             6,
@@ -200,10 +207,18 @@ def cases_of(claim: Claim) -> list[Case]:
         Case("several steps", 6, (stateful,), dtype=torch.bfloat16),
         Case("saved and loaded between steps", 6, (stateful,), reloads=frozenset({3}), dtype=torch.bfloat16),
     ]
-    words = "gradients of zero", "tiny gradients", "huge gradients", "rows of zero, tiny, huge and ordinary gradients"
     of_extremes = [
         case
-        for size, about in zip(SIZES, words, strict=True)
+        for size, about in zip(
+            SIZES,
+            (
+                "gradients of zero",
+                "tiny gradients",
+                "huge gradients",
+                "rows of zero, tiny, huge and ordinary gradients",
+            ),
+            strict=True,
+        )
         for case in (
             Case(f"{about}, the first step", 1, sizes={0: size}),
             Case(f"{about}, after others", 6, (decay,), sizes={2: size, 3: size}),
@@ -226,10 +241,11 @@ def run_of(case: Case, seed: int) -> Run:
 
     def drawn(name: str) -> list[torch.Tensor]:
         """A tensor of each of SHAPES, drawn by this name."""
-        return [
+        made = [
             draws.values(draws.key(seed, f"{name} {i}"), 0, shape.numel()).view(shape).to(device)
             for i, shape in enumerate(map(torch.Size, SHAPES))
         ]
+        return [x.t().contiguous().t() for x in made] if case.transposed else made
 
     parameters = drawn("parameter")
     if case.masters:  # 1.4 to 1.6 at first, and within 1 to 2 in all steps: bfloat16 rounds each step away

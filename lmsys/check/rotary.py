@@ -43,6 +43,7 @@ CASES = (
         formulas.Case("the same length at other positions", SMALL, more={"first position": 7, "step": 3}),
         formulas.Case("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
         formulas.Case("late positions", ODD, more=LATE),
+        formulas.Case("parts of wider rows", ODD, more={"spare columns": 3}),
     )
     + formulas.cases_in(formulas.NARROW, ["a few tokens"], SMALL)
     + formulas.cases_in(formulas.NARROW, ["late positions"], ODD, more=LATE)

@@ -33,6 +33,8 @@ CASES: tuple[formulas.Case, ...] = (
     (
         formulas.Case("a few rows", (8, 64)),
         formulas.Case("an odd width", ODD),
+        formulas.Case("wide rows", (5, 4101)),
+        formulas.Case("parts of wider rows", ODD, more={"spare columns": 3}),
     )
     + formulas.cases_in(formulas.NARROW, ["an odd width"], ODD)
     + formulas.cases_in(formulas.DTYPES, GATES, ODD, extreme=True)

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from lmsys.check import norm, rotary
 from lmsys.check.formulas import RESULT, Problem, explain, outputs_of
-from lmsys.check.kinds import RIGHT, WRONG, check, find, kind_of
+from lmsys.check.kinds import KINDS, RIGHT, WRONG, check, find, kind_of
 from lmsys.check.loss import CASES, ROLES, faults_of_options, questions, roles_of
 from lmsys.check.question import Options
 from lmsys.check.swiglu import mistakes, right
+from lmsys.config import IGNORED
 from lmsys.registry import Entry
 from lmsys.signature import called
 
@@ -80,6 +81,37 @@ def by_count(logits: Tensor, targets: Tensor, token_weights: Tensor | None = Non
     return (losses if token_weights is None else losses * token_weights).mean()
 
 
+def ignored_weights(
+    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, token_weights: Tensor | None = None
+) -> Tensor:
+    losses = F.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
+    weights = (targets != ignore_index).float() if token_weights is None else token_weights
+    return (losses * weights).sum() / weights.sum()
+
+
+def ignored_smoothing(
+    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, label_smoothing: float = 0.0
+) -> Tensor:
+    of_labels = F.cross_entropy(logits.float(), targets, ignore_index=ignore_index)
+    of_all = -logits.float().log_softmax(dim=-1).mean() if label_smoothing else 0.0
+    return (1 - label_smoothing) * of_labels + label_smoothing * of_all
+
+
+def ignored_z_loss(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, z_loss: float = 0.0) -> Tensor:
+    loss = F.cross_entropy(logits.float(), targets, ignore_index=ignore_index)
+    return loss + z_loss * logits.float().logsumexp(dim=-1).square().mean() if z_loss else loss
+
+
+def ignored_losses(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, reduction: str = "mean") -> Tensor:
+    counted = targets.clamp(min=0) if reduction == "sum" else targets
+    return F.cross_entropy(logits.float(), counted, ignore_index=ignore_index, reduction=reduction)
+
+
+def first_1024_classes(logits: Tensor, targets: Tensor) -> Tensor:
+    wide = logits.float()
+    return (wide[:, :1024].logsumexp(dim=-1) - wide.gather(1, targets[:, None])[:, 0]).mean()
+
+
 def narrow_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Its squares overflow in float16."""
     x = x - x.mean(dim=-1, keepdim=True)
@@ -113,6 +145,10 @@ OPTION_FAULTS = {
     "smoothing_forgotten": ("smoothed labels", "label_smoothing is ignored"),
     "to_other_classes": ("smoothed labels", "divided among the V - 1 other classes"),
     "by_count": ("weights of tokens", "divided by the number of tokens, not by the sum of weights"),
+    "ignored_weights": ("weights of tokens, and ignored tokens", "divided by all weights"),
+    "ignored_smoothing": ("smoothed labels, and ignored tokens", "ignored tokens count in the smoothing"),
+    "ignored_z_loss": ("a z-loss, and ignored tokens", "ignored tokens count in the z-loss"),
+    "ignored_losses": ("the sum of losses, and ignored tokens", "the losses of ignored tokens are not 0"),
     "first_for_all": ("the losses of tokens", "multiplied by the first token's grad_output"),
 }
 
@@ -137,6 +173,80 @@ def test_an_option_is_checked_if_there_is_a_parameter_and_its_mistake_named(func
     assert list(faults_of_options(entry)) == [f"{about}, float32"]
     (fault,) = (text for text in faults(function) if "known mistake" in text or "likely mistake" in text)
     assert mistake in fault
+
+
+class KeepsItsRoot(torch.autograd.Function):
+    """RMSNorm whose backward reads the root of the last forward, whichever forward it belongs to."""
+
+    root: Tensor
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        KeepsItsRoot.root = (x.float().square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight)
+        return (x.float() * KeepsItsRoot.root * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, dy = (tensor.float() for tensor in (*ctx.saved_tensors, *grads))
+        y = x * KeepsItsRoot.root
+        dx = KeepsItsRoot.root * (dy * weight - y * (dy * weight * y).mean(dim=-1, keepdim=True))
+        d_weight = (dy * y).flatten(0, -2).sum(dim=0)
+        return dx.to(grads[0].dtype), d_weight.to(grads[0].dtype), None
+
+
+def contiguous_memory(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """It reads x as if its rows lay one behind the other, as a kernel does that takes no strides."""
+    rows = torch.as_strided(x, x.shape, torch.empty(x.shape).stride())
+    return F.rms_norm(rows.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+
+
+def unweighted_without_gradients(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    used = weight.float() if torch.is_grad_enabled() else None
+    return F.rms_norm(x.float(), x.shape[-1:], used, eps).to(x.dtype)
+
+
+def root_of_1024_columns(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    root = (x.float()[..., :1024].square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    return (x.float() * root * weight.float()).to(x.dtype)
+
+
+def first_1024_columns(gate: Tensor, up: Tensor) -> Tensor:
+    product = F.silu(gate.float()) * up.float()
+    return F.pad(product[:, :1024], (0, max(0, gate.shape[1] - 1024))).to(gate.dtype)
+
+
+def changed_targets(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
+    return F.cross_entropy(logits.float(), targets.clamp_(min=0))
+
+
+ONE_CALL_TOO_FEW = [  # right in a single call with gradients on small contiguous tensors: (row, question, words)
+    (first_1024_classes, "a large vocabulary", "classes from 1024 on do not count"),
+    (changed_targets, "a few tokens", "inplace operation"),
+    (KeepsItsRoot, "a few rows", "a later call changes what this call returned, or what it saved for its backward"),
+    (contiguous_memory, "parts of wider rows", "wrong in rows 1 to 32"),
+    (unweighted_without_gradients, "a few rows", "without gradients: expected"),
+    (root_of_1024_columns, "wide rows", "columns from 1024 on do not count"),
+    (first_1024_columns, "wide rows", "wrong in columns 1024 to 4100"),
+]
+
+
+@pytest.mark.parametrize(("row", "about", "words"), ONE_CALL_TOO_FEW)
+def test_what_a_single_call_on_small_contiguous_tensors_does_not_show(row: Any, about: str, words: str) -> None:
+    entry = Entry(row.__name__, f"{__name__}:{row.__name__}")
+    asked = KINDS[kind_of(row)].questions(entry, Options(dtypes=("float32",)))
+    wrong, fault = next((x.about, fault) for x in asked if x.reason is None and (fault := x.judge()))
+    assert wrong == f"{about}, float32" and words in fault.text
+
+
+def only_contiguous(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    assert x.is_contiguous()
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+
+
+def test_a_norm_may_refuse_what_is_not_contiguous() -> None:
+    asked = norm.questions(Entry("only_contiguous", f"{__name__}:only_contiguous"), Options())
+    assert [x.about for x in asked if x.judge()] == []
 
 
 TOO_NEAR = 1e-3, "bfloat16"  # in bfloat16, this eps gives the same results as the one that the check passes, 2 ** -10

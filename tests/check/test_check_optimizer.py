@@ -81,7 +81,7 @@ def test_the_remark_has_the_form(name: str, form: str) -> None:
     assert remark(Entry(name, f"tests.museum.optimizer:{name}"), Options()).startswith(form)
 
 
-# Each of these five makes one mistake; test_a_mistake_in_another_form_is_named says which.
+# Each of these six makes one mistake; test_a_mistake_in_another_form_is_named says which.
 class InRootAdamW(museum.EfficientAdamW):
     def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
         return (m / c1) / ((v + eps) / c2).sqrt()
@@ -103,6 +103,11 @@ class CountsTogetherAdamW(museum.CountsTogetherAdam, museum.EfficientAdamW):
     coupled = False
 
 
+class FirstEpsAdamW(museum.PlainAdamW):
+    def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
+        return super().update(m, v, c1, c2, self.param_groups[0]["eps"])
+
+
 class TwoFormsAdamW(museum.PlainAdamW):
     def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
         if eps > 0.1:
@@ -117,12 +122,30 @@ class TwoFormsAdamW(museum.PlainAdamW):
         (ForgetsLateAdamW, "state is lost by load_state_dict"),
         (NeverCountsAdamW, "steps are not counted"),
         (CountsTogetherAdamW, "one step counter serves all"),
+        (FirstEpsAdamW, "eps of the first param group is used for all"),
         (TwoFormsAdamW, "form of torch.optim.AdamW, these are those of AdamW with eps before bias correction"),
     ],
 )
 def test_a_mistake_in_another_form_is_named(faulty: type, mistake: str) -> None:
     wrong = next(answer for _, answer in answers(Entry("it", f"{__name__}:{faulty.__name__}")) if answer is not None)
     assert wrong.mistake is not None and mistake in wrong.mistake, wrong.text
+
+
+class FlattensSgd(museum.Sgd):
+    """It steps a flat view of each parameter; of one that is transposed in memory, `reshape` makes a copy."""
+
+    def step(self, closure: Any = None) -> None:
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        super().step(closure)
+        for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+            new = p.detach().clone()
+            p.data.copy_(old)
+            p.data.reshape(-1).copy_(new.reshape(-1))
+
+
+def test_an_optimizer_that_loses_the_steps_of_transposed_weights() -> None:
+    wrong = [question.about for question, fault in answers(Entry("it", f"{__name__}:FlattensSgd")) if fault]
+    assert wrong[0] == "weights transposed in memory, float32"
 
 
 def test_the_algorithm_is_told_by_base_class_and_name() -> None:

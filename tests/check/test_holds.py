@@ -64,9 +64,9 @@ def check_to_table(
 
 def test_a_wrong_or_refused_case_does_not_end_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     code, holds, mistakes = check_to_table("full_of_16", OPTIONS, capsys)
-    # Two cases are wrong. A check searches for the mistake behind the first alone.
-    assert code == WRONG and mistakes == ["the causal mask is ignored", None]
-    assert holds.pop("causal mask") == {"forward": {"wrong": 2}, "backward": {}}
+    # Three cases are wrong. A check searches for the mistake behind the first alone.
+    assert code == WRONG and mistakes == ["the causal mask is ignored", None, None]
+    assert holds.pop("causal mask") == {"forward": {"wrong": 3}, "backward": {}}
     assert holds.pop("odd lengths") == {"forward": {"refused": 2}, "backward": {}}
     refusing = {aspect for aspect, directions in holds.items() if "refused" in directions["forward"]}
     assert refusing == {"queries and keys of different number", "lengths of models", "extreme scores"}
@@ -168,13 +168,33 @@ SIMPLE = next(task.case for task in tasks("cpu", capability=None, head_dim=32)) 
 def test_mistakes_that_a_single_call_does_not_show(row: Callable[..., Tensor], tensor: str, about: str) -> None:
     KEPT.clear()
     by_use = {task.about: task for task in larger(SIMPLE) if task.use}
-    assert by_use.keys() == USES.keys()
+    assert by_use.keys() > USES.keys()
     fault = attention.failure(row, by_use[about], grad=True, seed=0)
     mistake = f"{tensor} is right in a single call on contiguous inputs, and wrong for {about}"
     assert fault is not None and fault.mistake == mistake
     # In a single call, on inputs of another seed: what the row has kept must not be right by chance.
     assert attention.failure(row, replace(by_use[about], use=None), grad=True, seed=7) is None
     assert attention.failure(attend, by_use[about], grad=True, seed=0) is None
+
+
+@pytest.mark.parametrize("option", ["causal mask", "scale"])
+def test_a_way_of_its_own_without_gradients(option: str) -> None:
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        return attend(q, k, v, causal=causal, scale=scale) if torch.is_grad_enabled() else attend(q, k, v)
+
+    task = next(task for task in larger(SIMPLE) if task.about == f"{option}, without gradients")
+    assert attention.failure(row, task, grad=True, seed=0) is not None
+    assert attention.failure(row, replace(task, use=None), grad=True, seed=0) is None
+    assert attention.failure(attend, task, grad=True, seed=0) is None
+
+
+def test_one_query_under_a_causal_mask_sees_the_first_key_alone() -> None:
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        return attend(q, k, v, causal=causal and q.shape[2] > 1, scale=scale)
+
+    asked = [task for task in tasks("cpu", capability=None, head_dim=32) if task.case.dtype == "float32"]
+    wrong = [task.about for task in asked if attention.failure(row, task, grad=True, seed=0)]
+    assert wrong == ["one query, causal"]
 
 
 def test_results_that_share_a_buffer() -> None:
