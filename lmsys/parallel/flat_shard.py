@@ -44,6 +44,7 @@ class Freed(Absent):
             grad.zero_()
             flat.used[self.home[2]] = False
             flat.idle.add(self.home[2])  # so that the next step leaves it out, as if no rank had used it
+            flat.settle(at not in flat.idle for at in range(len(flat.params)))
 
     @property
     def rounded(self) -> Tensor | None:

@@ -264,7 +264,6 @@ class Fsdp(wrapper.Wrapper):
         )
         if structure.holds_any(optimizer, self._parts):
             self._refuse_unfinished()
-            self._stepping = optimizer
             hold(
                 (
                     optimizer in self._optimizers or len(optimizer.param_groups) == 1,
@@ -284,6 +283,7 @@ class Fsdp(wrapper.Wrapper):
                     optimizer.state.get(flat.shard, {}),
                     dampens=any(options.get("dampening") for options in optimizer.param_groups),
                 )
+            self._stepping = optimizer  # not before: a step that is refused does not begin
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is self._stepping:

@@ -101,7 +101,7 @@ def appear(params: Iterable[nn.Parameter]) -> None:
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # GradScaler's function, which notes where it finds an inf
 STILL_PARTS = {  # functions whose result of a part is a part, too
     Tensor.data.__get__,
-    *(getattr(Tensor, name) for name in "detach flatten reshape view ravel float double __getitem__".split()),
+    *(getattr(Tensor, name) for name in "detach flatten reshape view ravel float double mul div __getitem__".split()),
     *(torch.cat, torch.concat, torch.flatten, torch.ravel, torch.reshape),
 }
 
@@ -129,7 +129,7 @@ class Part(Tensor):
         if name == UNSCALE:  # its arguments: gradients, found_inf (1,), scale. An inf on one rank counts on all
             dist.all_reduce(args[1], dist.ReduceOp.MAX, group=unwrapped(args[0][0].group))
         if func in STILL_PARTS:
-            as_part(result, next(x.group for x in tree_leaves(args) if isinstance(x, Part)))
+            as_part(result, next(x.group for x in tree_leaves((args, kwargs)) if isinstance(x, Part)))
         return result
 
 

@@ -267,8 +267,8 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
             for p, piece, steps in zip(params, parts, left_out, strict=True):
                 state.setdefault(numbers[p], {})[name] = piece - steps if name == "step" else piece
         for p, steps in zip(params, left_out, strict=False):
-            if steps and not any(isinstance(x, Tensor) and x.any() for x in state[numbers[p]].values()):
-                del state[numbers[p]]  # no step has used it
+            if steps and not any(isinstance(x, Tensor) and x.any() for x in state.get(numbers[p], {}).values()):
+                state.pop(numbers[p], None)  # no step has used it
     return {"state": dict(sorted(state.items())), "param_groups": _groups(shares[0], groups)}
 
 

@@ -185,10 +185,16 @@ class Wrapper(nn.Module):
         if not begun:
             _init_optim_state(optimizer)
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
-        if not begun:  # torch's function has made a step, which counts, and begins the momentum of SGD with its decay
+        if not begun:  # torch's function has made a step, which counts, and takes the weights' decay for a gradient
             optimizer.state.clear()
             for x in state["state"].values():
-                x.update({name: 0 * x[name] for name in ("step", "momentum_buffer") if name in x})
+                x.update(
+                    {
+                        key: 0 * x[key]
+                        for key in "step momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq square_avg acc_delta".split()
+                        if key in x
+                    }
+                )
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
         return {"state": {names[number]: x for number, x in state["state"].items()}, "param_groups": groups}
 
@@ -421,17 +427,20 @@ def _agree(module: nn.Module, group: collectives.Group, divides: bool) -> None:
     Ranks must hold parameters and buffers of equal names, shapes and dtypes, and train the same ones.
     divides  the strategy gives parameters other memory, so that no two may lie in the same
     """
-    memory = part.addresses(p for p in module.parameters() if p.numel())
+    # A parameter without values, which `broadcast_` refuses by a message of its own, has no address.
+    memory = part.addresses(p for p in module.parameters() if p.numel() and not isinstance(p, part.Absent))
     on_meta = [name for name, x in chain(module.named_parameters(), module.named_buffers()) if x.is_meta]
     sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
-    ignores = hasattr(module, "_ddp_params_and_buffers_to_ignore")
     hold(
         (
             not on_meta,
             f"{', '.join(on_meta[:1])} is on the meta device, without values: module.to_empty(device=...) comes first",
         ),
         (not sparse, f"{', '.join(sparse[:1])} makes sparse gradients: strategies add dense ones; set sparse=False"),
-        (not ignores, "the module names parameters that DDP is to ignore: hold them in another module"),
+        (
+            not hasattr(module, "_ddp_params_and_buffers_to_ignore"),
+            "the module names parameters that DDP is to ignore: hold them in another module",
+        ),
         (
             not divides or len(set(memory)) == len(memory),
             "two parameters share their memory, as by a.data = b.data, which this strategy would end: tie them as one"

@@ -59,6 +59,9 @@ TRAININGS = (
     parts.with_state_replaced,
     parts.with_averages,
     parts.with_hooks_that_change_gradients,
+    parts.with_a_step_that_has_no_gradients,
+    parts.with_state_kept_before_the_first_step,
+    parts.with_states_of_nothing,
 )
 
 
@@ -77,7 +80,13 @@ def test_two_gpus_train_as_one_process(gpu_ranks: WorkerGroup, training: Callabl
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "copy_engine_zero1"])
 @pytest.mark.parametrize(
-    "training", [parts.with_a_late_group, parts.with_weights_decayed_by_hand, parts.with_gradients_begun_by_hand]
+    "training",
+    [
+        parts.with_a_late_group,
+        parts.with_weights_decayed_by_hand,
+        parts.with_gradients_begun_by_hand,
+        parts.with_gradients_that_decay,
+    ],
 )
 def test_two_ranks_train_the_modules_own_parameters(
     ranks: WorkerGroup, training: Callable[[str], Any], strategy: str
@@ -100,6 +109,7 @@ def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str)
     assert "is the share of rank 0 of 2, this is rank 1 of 2" in share
     if strategy == "fsdp":
         assert "unit" in more[0] and "several param groups" in more[1] and "before any other" in more[2]
+        assert more[3] == "nothing raised"  # a step that was refused leaves nothing behind
 
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
@@ -110,6 +120,7 @@ def test_modules_that_are_not_supported_are_refused_at_construction(ranks: Worke
         "meta device",
         "names parameters that DDP is to ignore",
         "nothing raised" if strategy == "naive" else "two parameters share their memory",
+        "was read that fsdp has divided among ranks",
         "nothing raised",
     ]
     for errors in on_two_ranks(ranks, parts.refused_modules, strategy):

@@ -6,7 +6,7 @@ the results. Ranks import this file. A new training is a function from the name 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def made(
     """
     torch.manual_seed(seed)
     net = Net(RECIPE) if net is None else net
-    options = {"lr": 0.1, **({} if cls in (torch.optim.SGD, Plain) else {"eps": 1e-2}), **options}
+    options = {"lr": 0.1, **({} if cls in (torch.optim.SGD, Plain, Empty) else {"eps": 1e-2}), **options}
     if strategy in ("alone", "exact", "plain"):
         net = net.double() if strategy == "exact" else net
         groups = options.pop("groups", None)
@@ -206,6 +206,48 @@ def with_gradients_begun_by_hand(strategy: str) -> State:
     return run.whole()
 
 
+def with_gradients_that_decay(strategy: str) -> State:
+    """Three steps, after each of which gradients are made a half of what they were, in place of zeros."""
+    run = made(strategy)
+    for step in range(3):
+        run.backward(step)
+        run.optimizer.step()
+        for p in run.net.parameters():
+            p.grad = None if p.grad is None else 0.5 * p.grad
+    return run.whole()
+
+
+def with_a_step_that_has_no_gradients(strategy: str) -> State:
+    """Three steps; before the second one all gradients are dropped, by the module itself."""
+    run = made(strategy, torch.optim.AdamW)
+    for step in range(3):
+        run.backward(step)
+        if step == 1:
+            run.net.zero_grad()
+        run.apply()
+    return run.whole()
+
+
+def with_state_kept_before_the_first_step(strategy: str) -> State:
+    """Two steps by an optimizer that has loaded its own state of before the first one; decay adds to gradients."""
+    run = made(strategy, torch.optim.Adam, weight_decay=0.5)
+    if not run.is_plain:
+        run.model.load_optimizer_state_dict(run.optimizer, run.model.full_optimizer_state_dict(run.optimizer))
+    for step in range(2):
+        run.step(step)
+    return run.whole()
+
+
+def with_states_of_nothing(strategy: str) -> State:
+    """Two steps by an optimizer whose states are empty, of a model that has a weight without use, and its state."""
+    run = made(strategy, Empty, Net(replace(RECIPE, unused=True)))
+    for step in range(2):
+        run.step(step)
+    if not run.is_plain:
+        run.model.full_optimizer_state_dict(run.optimizer)
+    return run.whole()
+
+
 class Few(nn.Module):
     """A module with one parameter, so that one of two ranks owns none of the dtype whose gradient is infinite."""
 
@@ -246,6 +288,15 @@ class Plain(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 p -= factor * group["lr"] / group["count"] * p.grad
         self.state["steps"] = {"seen": self.state["steps"].get("seen", 0) + 1}
+
+
+class Empty(torch.optim.SGD):
+    """An optimizer that asks for the state of each parameter that it steps, and writes nothing into it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            assert not self.state[p].get("momentum_buffer")
+        return super().step(closure)
 
 
 def by_a_plain_optimizer(strategy: str) -> tuple[State, int, int]:
@@ -332,6 +383,8 @@ def refused_states(strategy: str) -> list[str]:
         parts = [{"params": [p for p in params if p.dim() > 1]}, {"params": params, "weight_decay": 0.0}]
         run.optimizer = torch.optim.AdamW(parts)
         errors += [error_of(run.step, 1), error_of(lambda: run.model.make_optimizer(AdamW, groups=decayed))]
+        run.optimizer = run.model.make_optimizer(AdamW)
+        errors.append(error_of(run.step, 2))
     return errors
 
 
@@ -345,6 +398,9 @@ def refused_modules(strategy: str) -> list[str]:
     modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring, tied]
     wrap = STRATEGIES[strategy].load()
     errors = [error_of(wrap, module.to(device()) if module is not meta else meta, group_of(2)) for module in modules]
+    divided = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to(device())
+    STRATEGIES["fsdp"].load()(divided, group_of(2))
+    errors.append(error_of(wrap, divided, group_of(2)))
     modules[0].eval()  # a batch norm in evaluation is supported
     return [*errors, error_of(wrap, modules[0], group_of(2))]
 
