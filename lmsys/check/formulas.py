@@ -9,6 +9,7 @@ in it. Most mistakes are computed in float64; those that only a narrow dtype sho
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -188,8 +189,7 @@ def cut(width: int) -> list[int]:
     """The columns left of `width`, increasing, if a kernel drops the last column, a last block that is not full, or all
     blocks but the first.
     """
-    left = {*(width // block * block for block in BLOCKS), *BLOCKS, width - 1}
-    return sorted(x for x in left if 0 < x < width)
+    return sorted(x for x in {*(width // block * block for block in BLOCKS), *BLOCKS, width - 1} if 0 < x < width)
 
 
 def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice]:
@@ -224,6 +224,9 @@ def judge(
     widened        the result may be float32 although the inputs are narrower
     plain_formula  another usual way to write the formula: the larger error of both is allowed
     """
+    if "torch._dynamo" in sys.modules:
+        # Compiled functions are compiled again for most cases, and torch stops that at 8 by default.
+        torch._dynamo.config.recompile_limit = 256
     given = {**problem.inputs, **problem.settings}
     before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
     try:
@@ -327,10 +330,12 @@ def explain(
     for text, outputs_with in mistakes.items():
         mistaken = outputs_with(problem)
         alike = (_alike(outputs[x], mistaken[x], reference[x], plain[x], mean) for x in names if x in mistaken)
-        if name not in mistaken or not all(alike):
-            continue
         # A mistake that gives the right result, as it may for some inputs, explains nothing.
-        if not (mistaken[name].isfinite().all() and _ratio(mistaken[name], right, plain_output, mean) <= 1):
+        if (
+            name in mistaken
+            and all(alike)
+            and not (mistaken[name].isfinite().all() and _ratio(mistaken[name], right, plain_output, mean) <= 1)
+        ):
             return text
     # A scalar is a multiple of any other, which would say nothing.
     has_factor = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())

@@ -347,8 +347,8 @@ class TransformerLM(nn.Module):
         steps, if its attribute `rounded` is set to that of the model.
 
         Hooks and wrappers of blocks are not called then, nor hooks of their norms, attention and feed-forward; blocks
-        keep all that their backward reads. ValueError with activation checkpointing, and where one of these parts has
-        another class, whose forward would not be called.
+        keep all that their backward reads. ValueError with activation checkpointing, and where one of these parts has a
+        forward of its own, which would not be called.
         """
         fused.check_levels(self.config)
         groups = [[self.lm_head]]
@@ -356,9 +356,10 @@ class TransformerLM(nn.Module):
             values.hold(
                 *(
                     (
-                        type(part) in (RMSNorm, Attention, FeedForward),
-                        f"fused blocks do not call a {type(part).__name__}, which a block of this model has: run its"
-                        " blocks as they are, or compiled",
+                        getattr(part.forward, "__func__", None)
+                        in (RMSNorm.forward, Attention.forward, FeedForward.forward),
+                        f"fused blocks do not call the forward of its own that a {type(part).__name__} of this model"
+                        " has: run its blocks as they are, or compiled",
                     )
                     for part in (layer.ln1, layer.attn, layer.ln2, layer.ffn, self.ln_final)
                 )

@@ -244,8 +244,15 @@ def only_contiguous(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 
-def test_a_norm_may_refuse_what_is_not_contiguous() -> None:
-    asked = norm.questions(Entry("only_contiguous", f"{__name__}:only_contiguous"), Options())
+@torch.compile(backend="eager", fullgraph=True, dynamic=False)
+def compiled_for_each_case(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """It raises an exception once torch refuses to compile it again."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+
+
+@pytest.mark.parametrize("row", ["only_contiguous", "compiled_for_each_case"])
+def test_a_norm_may_refuse_what_is_not_contiguous_and_be_compiled_for_each_case(row: str) -> None:
+    asked = norm.questions(Entry(row, f"{__name__}:{row}"), Options())
     assert [x.about for x in asked if x.judge()] == []
 
 

@@ -143,9 +143,18 @@ class FlattensSgd(museum.Sgd):
             p.data.reshape(-1).copy_(new.reshape(-1))
 
 
-def test_an_optimizer_that_loses_the_steps_of_transposed_weights() -> None:
-    wrong = [question.about for question, fault in answers(Entry("it", f"{__name__}:FlattensSgd")) if fault]
-    assert wrong[0] == "weights transposed in memory, float32"
+class RefusesTransposedSgd(museum.Sgd):
+    def step(self, closure: Any = None) -> None:
+        assert all(p.is_contiguous() for group in self.param_groups for p in group["params"])
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("row", "first"), [(FlattensSgd, ["weights transposed in memory, float32"]), (RefusesTransposedSgd, [])]
+)
+def test_transposed_weights_may_be_refused_but_their_steps_not_lost(row: type, first: list[str]) -> None:
+    wrong = [question.about for question, fault in answers(Entry("it", f"{__name__}:{row.__name__}")) if fault]
+    assert wrong[:1] == first
 
 
 def test_the_algorithm_is_told_by_base_class_and_name() -> None:

@@ -248,14 +248,27 @@ def test_fused_blocks_call_a_module_in_the_place_of_a_layer() -> None:
     torch.testing.assert_close(outcome(tested.fuse_blocks(), tested.loss(ids(), ids(12, 1))), expected)
 
 
+@pytest.mark.parametrize("of_class", [True, False])
 @pytest.mark.parametrize("name", ["ln1", "attn", "ffn"])
-def test_fused_blocks_refuse_a_part_that_they_would_not_call(name: str) -> None:
-    """A class derived from ours was left out of the loss with its own forward, and on CUDA another norm was, too."""
+def test_fused_blocks_refuse_a_part_that_they_would_not_call(name: str, of_class: bool) -> None:
+    """A forward of its own, of a class derived from ours or of the part alone, was left out of the loss."""
     tested = model()
     part = tested.layers[1].get_submodule(name)
-    part.__class__ = type("Mine", (type(part),), {})
-    with pytest.raises(ValueError, match="fused blocks do not call a Mine"):
+    forward = type(part).forward
+    if of_class:
+        part.__class__ = type("Mine", (type(part),), {"forward": lambda self, *args: forward(self, *args)})
+    else:
+        part.forward = lambda *args: forward(part, *args)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=f"its own that a {type(part).__name__} of this model has"):
         tested.fuse_blocks()
+
+
+def test_fused_blocks_read_the_weight_of_a_parametrized_norm() -> None:
+    """A parametrization gives the norm another class, but no other forward."""
+    tested = model()
+    nn.utils.parametrize.register_parametrization(tested.layers[1].ln1, "weight", nn.Tanh())
+    expected = outcome(tested, tested.loss(ids(), ids(12, 1)))
+    torch.testing.assert_close(outcome(tested.fuse_blocks(), tested.loss(ids(), ids(12, 1))), expected)
 
 
 @pytest.mark.parametrize("name", ["layers.0.attn.k_proj", "layers.0.ffn.w1", "lm_head"])
