@@ -11,6 +11,7 @@ in it. Most mistakes are computed in float64; those that only a narrow dtype sho
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -224,9 +225,6 @@ def judge(
     widened        the result may be float32 although the inputs are narrower
     plain_formula  another usual way to write the formula: the larger error of both is allowed
     """
-    if "torch._dynamo" in sys.modules:
-        # Compiled functions are compiled again for most cases, and torch stops that at 8 by default.
-        torch._dynamo.config.recompile_limit = 256
     given = {**problem.inputs, **problem.settings}
     before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
     try:
@@ -295,7 +293,12 @@ def run(call: signature.Called, problem: Problem, alone: bool = False) -> Output
     alone  False: the function is called a second time, on other inputs, before the first result is read
     """
     leaves = {name: x.detach().requires_grad_(problem.grad) for name, x in problem.inputs.items()}
-    with torch.set_grad_enabled(problem.grad):
+    # Compiled functions are compiled again for most cases, and torch stops that at 8 by default.
+    compiles = "torch._dynamo" in sys.modules
+    with (
+        torch.set_grad_enabled(problem.grad),
+        torch._dynamo.config.patch(recompile_limit=256) if compiles else nullcontext(),
+    ):
         result = call({**leaves, **problem.settings})
         if not alone:
             call({**{name: x.flip(-1) / 2 for name, x in leaves.items()}, **problem.settings})

@@ -175,11 +175,12 @@ class RoundedWeights:
         """Copies again the weights that have changed."""
         now = _stamps(self._weights)
         stale = [weight for weight in self._weights if self._made_of.get(id(weight)) != now[id(weight)]]
-        if stale:
-            torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
-        # While a graph is captured nothing is copied; its replays do that.
-        if not (stale and stale[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._made_of = now
+        if not stale:
+            return
+        torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
+        if stale[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # while a graph is captured nothing is copied; its replays do that
+        self._made_of = now
 
     def of(self, weight: Tensor) -> Tensor | None:
         """The copy of a weight, for an optimizer to write; None where there is none."""

@@ -282,7 +282,7 @@ class Block(nn.Module):
         which `lmsys.model.selective` does not do with attention and feed-forward. A hook of the block itself may be
         there: it runs outside of what a level runs again, but for "whole", and may not draw random numbers under that.
         """
-        return plain(*(self.ln1, self.attn, self.ln2, self.ffn), kinds=(RMSNorm, Attention, FeedForward)) and plain(
+        return plain(self.ln1, self.attn, self.ln2, self.ffn, kinds=(RMSNorm, Attention, FeedForward)) and plain(
             *(self.attn.qkv, self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
             *(self.ffn.w1, self.ffn.w2, self.ffn.w3),
             kinds=(Linear, SideBySide),
@@ -365,8 +365,10 @@ class TransformerLM(nn.Module):
                 )
             )
             groups += [
-                *([layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj], [layer.attn.output_proj]),
-                *([layer.ffn.w1, layer.ffn.w3], [layer.ffn.w2]),
+                [layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj],
+                [layer.attn.output_proj],
+                [layer.ffn.w1, layer.ffn.w3],
+                [layer.ffn.w2],
             ]
         self._fused = True
         self.rounded = linear.RoundedWeights(groups)

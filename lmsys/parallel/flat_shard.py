@@ -43,8 +43,8 @@ class Freed(Absent):
         if grad is not None and flat is not None:
             grad.zero_()
             flat.used[self.home[2]] = False
-            flat.idle.add(self.home[2])  # so that the next step leaves it out, as if no rank had used it
-            flat.settle(at not in flat.idle for at in range(len(flat.params)))
+            # So that the next step leaves it out, as if no rank had used it.
+            flat.settle(at != self.home[2] and at not in flat.idle for at in range(len(flat.params)))
 
     @property
     def rounded(self) -> Tensor | None:

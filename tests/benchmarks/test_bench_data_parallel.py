@@ -154,7 +154,7 @@ def test_muon_keeps_one_moment_less_of_each_matrix() -> None:
 
 @pytest.mark.parametrize(("comm_dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_exposed_communication_is_predicted_of_the_bytes_that_are_sent(comm_dtype: str, size: int) -> None:
-    """Of 10 buckets, where an all-reduce has a latency of 0.1 ms and a bandwidth of 1 GB/s."""
+    """There are 10 buckets, and an all-reduce has a latency of 0.1 ms and a bandwidth of 1 GB/s."""
     case = replace(cases_of(strategy=("bucketed",))[0], comm_dtype=comm_dtype)
     seen = Inspection({}, Communication(1.0, 0.5, []), 1.0, 25.0, 10, True, network=(1e-4, 1e9))
     row = Row(case, [seen], passes=[[1.0]])
