@@ -140,6 +140,17 @@ SMALL: dict[str, Any] = {
     "small": True,
     "options": {"reduction": "sum", "ignore_index": IGNORED},
 }
+# Most capped logits are near -softcap, where 1 - (logit / softcap)² keeps no more digits than the tanh.
+SATURATED = SMALL | {
+    "tokens": 5,
+    "dtype": torch.float32,
+    "weights": None,
+    "chunk": None,
+    "seed": 105,
+    "std": 4.0,
+    "small": False,
+    "options": {"reduction": "sum", "softcap": 2.0, "ignore_index": IGNORED},
+}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -147,6 +158,7 @@ SMALL: dict[str, Any] = {
 @example(case=SMALL)
 @example(case=SMALL | {"options": {"reduction": "mean", "ignore_index": IGNORED}})
 @example(case=SMALL | {"options": {"reduction": "none", "ignore_index": IGNORED}})
+@example(case=SATURATED)
 @given(case=cases(torch.float32, torch.float16, torch.bfloat16, torch.float64))
 def test_all_options_together_equal_the_formula(path: str, case: dict[str, Any]) -> None:
     if path.startswith("kernel"):  # the kernel takes no float64, and the interpreter computes bfloat16 wrongly

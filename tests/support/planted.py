@@ -5,6 +5,7 @@ a known share longer than the row that it calls, by an idle loop: on a GPU in a 
 earlier folder has the same rows without the loop. Tests write both folders by `plant`, and get verdicts by `changes`.
 """
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,19 +102,19 @@ def session(
     against  a folder of earlier rows, as in --against
     axes     values of the benchmark's axes, as texts
     """
-    checkout = Checkout(against) if against else None
+    temporary = tempfile.TemporaryDirectory()
+    checkout = Checkout(against, Path(temporary.name)) if against else None
     texts = {f"--{name.replace('_', '-')}": text for name, text in axes.items()}
     settings = Settings(device=device, seconds_per_row=seconds)
     made = Session(settings, texts=texts, isolated=True, checkout=checkout, margin=margin)
-    runner = made.runner
-    getattr(runner, "today", runner)._machine = MACHINE
+    for runner in (made.runner, getattr(made.runner, "earlier", made.runner)):
+        runner._machine = MACHINE
     try:
         made.select([("attention", name) for name in made.add(Attention)])
         yield made
     finally:
         made.close()
-        if checkout:
-            checkout.close()
+        temporary.cleanup()
 
 
 def records(device: str, seconds: float, **axes: str) -> list[Record]:

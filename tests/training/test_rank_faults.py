@@ -146,11 +146,17 @@ def wait_for_end(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str
 
 
 def left_behind(run: Run) -> list[str]:
-    """Temporary files and shared memory that the run has left.
+    """Temporary files and shared memory that the run, whose processes have ended, has left.
 
-    Names that begin with "torch" do not count: a cache of torch's, and logs of a torchrun that was killed itself.
+    Files that begin with "torch" do not count: a cache of torch's, and logs of a torchrun that was killed itself.
+    Shared memory that torch made for a process that lives belongs to another program: its name is torch_PID_...
     """
-    shared = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(("nccl", "torch"))]
+    shared = [
+        path
+        for path in Path("/dev/shm").iterdir()
+        if path.name.startswith("nccl")
+        or (path.name.startswith("torch_") and not Path("/proc", path.name.split("_")[1]).exists())
+    ]
     files = [path for path in (run.folder.parent / "tmp").iterdir() if not path.name.startswith("torch")]
     return [str(path) for path in files] + [str(path) for path in shared if path.stat().st_ctime > run.began_s]
 
