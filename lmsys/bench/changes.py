@@ -118,8 +118,12 @@ def paired(differences: Sequence[float]) -> Shift:
     """
     x = np.asarray(differences[:MOST_ROUNDS], dtype=float)
     means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2
-    variance = len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24
-    return _shift(means, variance, rounds=len(x), correlation=_correlation(x))
+    return _shift(
+        means,
+        variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24,
+        rounds=len(x),
+        correlation=_correlation(x),
+    )
 
 
 def _shift(candidates: np.ndarray, variance: float, rounds: int, correlation: float) -> Shift:

@@ -357,7 +357,10 @@ def first_nonfinite(model: torch.nn.Module, forward: Callable[[], Any]) -> str |
         if module in names and floating and not output.isfinite().all():
             broken.append(f"{names[module]} ({type(module).__name__})")
 
-    eager = torch.compiler.set_stance("force_eager")  # a compiled graph holds no hooks
-    with torch.nn.modules.module.register_module_forward_hook(hook), torch.no_grad(), eager:
+    with (
+        torch.nn.modules.module.register_module_forward_hook(hook),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),  # a compiled graph holds no hooks
+    ):
         forward()
     return broken[0] if broken else None
