@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import axes, models
 from benchmarks.attention import check, patterns
@@ -259,10 +258,10 @@ class Attention(Benchmark):
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
         options = contract.keywords_of(call, setup.pattern)
 
-        def forward(_: Any = None) -> Tensor:
+        def forward(_: Any = None) -> torch.Tensor:
             return call(q, k, v, scale=None, **options)
 
-        def backward(o: Tensor) -> tuple[Tensor, ...]:
+        def backward(o: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return torch.autograd.grad(o, (q, k, v), do)
 
         inference = torch.no_grad()(forward)
@@ -285,7 +284,9 @@ class Attention(Benchmark):
             else step
         )
 
-    def outputs(self, candidate: Candidate, setup: check.Spots, element: int | None = None) -> Mapping[str, Tensor]:
+    def outputs(
+        self, candidate: Candidate, setup: check.Spots, element: int | None = None
+    ) -> Mapping[str, torch.Tensor]:
         inputs, pattern = setup.inputs, setup.pattern
         if element is not None:  # this element of the batch alone
             inputs, pattern = inputs.alone(element), pattern.of_entries([element])

@@ -3,7 +3,9 @@
 The anchor is a row that every file has measured too. The workload is the exact set of the anchor's cases that occurs in
 most files; a row's time is the sum over these cases, and its speed is the anchor's time over that. A file counts as its
 fastest own row, one that is not among the tables of lmsys; a file without own rows counts as its fastest row besides
-the anchor. The page is ordered by speed; a second column ranks files of the same machine by time.
+the anchor. The page is ordered by speed; a second column ranks files of the same machine by time. A row that was
+disturbed in a case counts only where a file has no others. A file whose row or anchor was disturbed, since the machine
+was busy or slowed, says so and comes behind those that were not.
 
 A file is refused, with the reason, where `lmsys verify` finds something wrong or not proved, where it has no seal,
 where no timed call of it could be judged again, and where it lacks the anchor in the workload, or another row that was
@@ -17,14 +19,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lmsys import commands, values
-from lmsys.bench import fields, record
-from lmsys.bench.benchmark import Benchmark
+from lmsys.bench import Benchmark, fields, record
 from lmsys.reports import load, page, words
 from lmsys.verify import FOLDERS, NO_SEAL, benchmarks_in, verify
 
 HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")  # of the page's columns
-Times = dict[str, dict[str, float]]  # the seconds of a file's rows: by row, then by case
-Place = tuple[float, float, str, str]  # speed, seconds, row, file
+# Of a file's rows, by row, then by case: True if the machine was disturbed meanwhile, and the seconds.
+Times = dict[str, dict[str, tuple[bool, float]]]
+Place = tuple[bool, float, float, str, str]  # False if the row or the anchor was disturbed; speed, seconds, row, file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +104,7 @@ def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> t
     beside = {x.get("comparison") for x in timed if x["impl"] == anchor}
     # The id of a record is the name of its case, "-", and the name of its row.
     rows = fields.grouped(
-        (x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), x["time_s"]))
+        (x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), (bool(x.get("disturbed")), x["time_s"])))
         for x in timed
         if x.get("comparison") in beside
     )
@@ -114,7 +116,11 @@ def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: 
 
     ours  rows of the tables of lmsys
     """
-    totals = {row: sum(map(cases.__getitem__, workload)) for row, cases in rows.items() if workload <= cases.keys()}
+    totals = {
+        row: (any(cases[name][0] for name in workload), sum(cases[name][1] for name in workload))
+        for row, cases in rows.items()
+        if workload <= cases.keys()
+    }
     values.hold(
         (
             workload and anchor in totals,
@@ -124,19 +130,23 @@ def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: 
     )
     others = [row for row in totals if row != anchor]
     row = min([row for row in others if row not in ours] or others, key=lambda name: totals[name])
-    return totals[anchor] / totals[row], totals[row], row, file
+    (anchor_disturbed, anchor_s), (disturbed, row_s) = totals[anchor], totals[row]
+    return not (anchor_disturbed or disturbed), anchor_s / row_s, row_s, row, file
 
 
 def _standings(places: Sequence[Place], machines: Mapping[str, fields.Record]) -> Iterator[tuple[str, ...]]:
-    """Yields the lines of the table, with a text for each of HEADS. `places` have the largest speed first."""
-    for rank, (speed, time_s, row, file) in enumerate(places, start=1):
+    """Yields the lines of the table, with a text for each of HEADS. `places` are the undisturbed
+    ones, then the others, each with the largest speed first."""
+    for rank, (calm, speed, time_s, row, file) in enumerate(places, start=1):
         here = sorted(
-            s for _, s, _, other in places if load.hardware_of(machines[other]) == load.hardware_of(machines[file])
+            (not is_calm, s)
+            for is_calm, _, s, _, other in places
+            if load.hardware_of(machines[other]) == load.hardware_of(machines[file])
         )
         yield (
             str(rank),
-            str(here.index(time_s) + 1),
-            row,
+            str(here.index((not calm, time_s)) + 1),
+            row + ", disturbed" * (not calm),
             f"{speed:.2f}",
             words.number(1e3 * time_s),
             load.title_of(machines[file]),

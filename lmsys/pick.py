@@ -2,9 +2,9 @@
 
 For each shape, dtype and mask of the result the module names the row of the least median time, for inference (the
 forward) and for training (the forward and the backward). It leaves out rows that were not right or not timed, rows of
-an earlier commit (ROW@COMMIT), and cases under a window, documents or another option. Rows that `attention` does not
-know here, such as those of a user's file, are left out as well, and named. Exit codes: 0 the module is written, 2 the
-file has no such case, or bad usage.
+an earlier commit (ROW@COMMIT), and cases under a window, documents or another option. A row during which the machine
+was disturbed counts only in a case without others. Rows that `attention` does not know here, such as those of a user's
+file, are left out as well, and named. Exit codes: 0 the module is written, 2 the file has no such case, or bad usage.
 """
 
 import sys
@@ -16,6 +16,7 @@ from lmsys import commands, files, values
 from lmsys.attention import ATTENTION
 from lmsys.bench import fields, record
 
+Timed = tuple[bool, float, str]  # of a row: True if the machine was disturbed, seconds, name; the least is the fastest
 # The fields of a record that say which case it is, in the order in which `row_for` of MODULE has them.
 CASE = "dtype", "causal", "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
@@ -57,24 +58,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fastest = fastest_rows(x for x in content["records"] if x["impl"] not in strangers)
         values.hold((fastest, f"{given.result}: no row of attention was right there in a case without options"))
         measured = {name: content["machine"].get(name) for name in MEASURED}
-        lines = "\n".join(f"    {case!r}: {row!r}," for case, row in fastest.items())
+        lines = "\n".join(f"    {case!r}: {row!r}," for case, (_, _, row) in fastest.items())
         with files.replacing(given.output) as file:
             file.write(MODULE.format(measured=measured, lines=lines).encode())
     except (OSError, ValueError) as error:
         print(f"lmsys pick: error: {error}", file=sys.stderr)
         return commands.USAGE
     left_out = f"; left out, as impl= knows no such row here: {values.shortly(sorted(strangers))}" if strangers else ""
-    print(f"{given.output}: {len(fastest)} cases, {len(set(fastest.values()))} rows{left_out}")
+    only_disturbed = sum(disturbed for disturbed, _, _ in fastest.values())
+    if any(x.get("disturbed") for x in content["records"]):
+        left_out += f"; disturbed rows count only in cases without others, here {only_disturbed}"
+    print(f"{given.output}: {len(fastest)} cases, {len({row for _, _, row in fastest.values()})} rows{left_out}")
     return 0
 
 
-def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], str]:
+def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Timed]:
     """The fastest row by training, dtype, causal and shape; a case measured twice counts where it was last."""
     fastest, plain = {}, filter(_is_plain, records)
     for case, measured in fields.grouped((tuple(map(x.__getitem__, CASE)), x) for x in plain).items():
         for training, directions in USES:
             if times := _times(measured, directions):
-                fastest[training, *case] = min(times, key=times.__getitem__)
+                fastest[training, *case] = min(times)
     return fastest
 
 
@@ -83,16 +87,19 @@ def _is_plain(x: fields.Record) -> bool:
     return x["benchmark"] == "attention" and "@" not in x["impl"] and not any(map(x.get, OPTIONS))
 
 
-def _times(records: list[fields.Record], directions: tuple[str, ...]) -> dict[str, float]:
-    """Seconds by row, over these directions, of rows that were right in all of them. The last comparison counts."""
-    times: dict[str, float] = {}
-    for number, direction in enumerate(directions):
+def _times(records: list[fields.Record], directions: tuple[str, ...]) -> list[Timed]:
+    """The rows that were right in all of these directions, over which times are added. The last comparison counts."""
+    rows: dict[str, dict[str, fields.Record]] = {}  # by row, then by direction
+    for direction in directions:
         measured = [x for x in records if x["direction"] == direction]
-        last = [x for x in measured if x.get("comparison") == measured[-1].get("comparison")]
-        right = {x["impl"]: x["time_s"] for x in last if x["outcome"] == "ok" and x.get("time_s")}
-        # The first direction takes every row, each later one the rows that have a time so far.
-        times = {row: s + times.get(row, 0.0) for row, s in right.items() if row in times or not number}
-    return times
+        for x in measured:
+            if x.get("comparison") == measured[-1].get("comparison") and x["outcome"] == "ok" and x.get("time_s"):
+                rows.setdefault(x["impl"], {})[direction] = x
+    return [
+        (any(x.get("disturbed") for x in right.values()), sum(x["time_s"] for x in right.values()), row)
+        for row, right in rows.items()
+        if len(right) == len(directions)
+    ]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from lmsys.values import hold
 
@@ -25,7 +24,7 @@ def is_function(implementation: Any) -> bool:
 
 def is_module(implementation: Any) -> bool:
     """True for a class derived from nn.Module."""
-    return inspect.isclass(implementation) and issubclass(implementation, nn.Module)
+    return inspect.isclass(implementation) and issubclass(implementation, torch.nn.Module)
 
 
 def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
@@ -39,7 +38,7 @@ def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
     )
     if (is_module(implementation) or is_function(implementation)) and not is_set_up:
         return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
-    call = implementation.forward if isinstance(implementation, nn.Module) or is_set_up else implementation
+    call = implementation.forward if isinstance(implementation, torch.nn.Module) or is_set_up else implementation
     return dict(inspect.signature(call).parameters)
 
 
@@ -88,7 +87,7 @@ def called(implementation: Any, roles: Roles, parameters: Mapping[str, inspect.P
     return Called(implementation.apply if all_placed else implementation, roles_of(parameters, roles), placed)
 
 
-def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:
+def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> torch.nn.Module:
     """A module of the class `implementation`, constructed with `values`, which has one for each role of `roles`.
 
     ValueError as in `called`.

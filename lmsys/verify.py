@@ -27,8 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from lmsys import commands
-from lmsys.bench import fields, results
-from lmsys.bench.benchmark import Benchmark
+from lmsys.bench import Benchmark, fields, results
 from lmsys.bench.record import load_file, older_file_seal, others_seal, seal, summarize, today
 from lmsys.measure.machine import Limits
 from lmsys.values import sentences_of, shortly

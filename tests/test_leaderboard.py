@@ -18,11 +18,13 @@ from tests.support.result_files import (
     FLASH,
     FORWARD,
     OTHER_FORWARD,
+    OTHER_RECORD,
     OURS,
     RECORD,
     REMOVED,
     Change,
     Content,
+    Place,
     changed,
     h200,
     scaled_alike,
@@ -76,6 +78,16 @@ def test_four_of_seven_files_are_ranked(content: Content, board: Any) -> None:
     assert "not proved" in refused["unproved.json"]
     assert "time_s is" in refused["forged.json"] and "anchor 'sdpa_flash'" in refused["other.json"]
     assert page.count("<tr>") - page.count("<thead><tr>") == 4 + 3 and "Not ranked" in page
+
+
+@pytest.mark.parametrize("disturbed", [RECORD, OTHER_RECORD])
+def test_a_file_of_a_disturbed_row_or_anchor_comes_last_and_says_so(
+    content: Content, board: Any, disturbed: Place
+) -> None:
+    change: Change = ((*disturbed, "disturbed"), "the GPU was too hot")
+    code, lines, page = board(calm=content, hot=seal_again(changed(faster(content, 0.5, "one"), change)))
+    assert code == 0 and [line.rpartition("  ")[2] for line in lines] == ["calm.json", "hot.json"]
+    assert [", disturbed" in line for line in lines] == [False, True] and page.count(", disturbed") == 1
 
 
 def test_without_a_ranked_file_the_command_fails(content: Content, board: Any) -> None:

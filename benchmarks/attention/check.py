@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.models import BUDGET_RTOL, ERROR_RTOL
 from lmsys.attention import AttentionCase, Pattern, contract
@@ -135,7 +134,7 @@ class Gate:
         for x, saved in zip(self._tensors, self._saved, strict=True):
             x.data.copy_(saved)
 
-    def _outputs(self, candidate: Candidate) -> dict[str, Tensor]:
+    def _outputs(self, candidate: Candidate) -> dict[str, torch.Tensor]:
         """The row's answer to inputs that arrive at the last moment on the current stream.
 
         Until then the inputs hold other values, and no version counter tells that they change. On CUDA they arrive
@@ -159,7 +158,7 @@ class Gate:
             plain.check_plain(name, x, self.inputs.tensors[LIKE[name]], self._tensors)
         return {name: x.clone() for name, x in outputs.items() if name != "lse"}
 
-    def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
+    def _judge(self, outputs: dict[str, torch.Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
         """({tensor: its error over its budget}, None), or (None, how the comparison failed).
 
         The oracle is made at the first call. With `rms` the root-mean-square rule counts, too.
@@ -248,7 +247,7 @@ def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None
     return [Spot(units=(unit,), rows=part, extreme=unit == extreme) for unit, part in zip(chosen, rows, strict=True)]
 
 
-def _evidence(name: str, part: Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
+def _evidence(name: str, part: torch.Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
     """A record's evidence: one row of a spot's tensor, its largest error, and the tensor's budget.
 
     "at" says which row: the number of the head within the unit, and that of the row within the spot. "values" are the

@@ -22,7 +22,6 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
 from benchmarks.data_parallel.rank import blocks_of, compiler_of, execution, model_of
@@ -40,7 +39,7 @@ from lmsys.training.prepare import prepare
 STEPS = 3  # of the gate's training
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 BATCH, CONTEXT, VOCABULARY = 2, 64, 10_000  # sequences of a rank; their length and vocabulary, at most
-State = dict[str, Tensor]  # {name of a parameter: its value}
+State = dict[str, torch.Tensor]  # {name of a parameter: its value}
 
 
 @ranks.on_part
@@ -86,7 +85,7 @@ def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]
     return (Batch.draw(config, BATCH * world_size, str(device()), seed + step) for step in range(STEPS))
 
 
-def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
+def _of_rank(data: Batch, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, targets) of a rank in a global batch."""
     return data.tokens.split(BATCH)[rank], data.targets.split(BATCH)[rank]
 
@@ -126,13 +125,13 @@ def _alone(
     return {name: x.detach().clone() for name, x in module.named_parameters()}
 
 
-def _rounded_backward(module: nn.Module, data: Batch, world_size: int, kind: str, dtype: torch.dtype) -> None:
+def _rounded_backward(module: torch.nn.Module, data: Batch, world_size: int, kind: str, dtype: torch.dtype) -> None:
     """Sets gradients to the mean over ranks, computed rank by rank.
 
     kind  "compute_dtype": parameters are rounded to `dtype`; "comm_dtype": each rank's gradients are
     """
     named = dict(module.named_parameters())
-    total: list[Tensor] = []
+    total: list[torch.Tensor] = []
     for rank in range(world_size):
         used = {name: p.to(dtype) if kind == "compute_dtype" else p for name, p in named.items()}
         loss = torch.func.functional_call(module, used, _of_rank(data, rank))

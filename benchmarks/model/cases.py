@@ -28,7 +28,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks import axes, models
 from lmsys import checkpointing, config, testing
@@ -149,7 +148,7 @@ class ModelTest(models.ModelCase):
         return models.attention_row(self.entry, self.asked)
 
 
-def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
+def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> torch.nn.Module:
     """The row's model with the weights of `base`.
 
     shared  a peer's model has the very parameters of `base`, whose rows may not be in its order: it may then be another
@@ -223,7 +222,7 @@ class Gate:
                     )
                     candidate.notes["gradient_error"] = self.gradient_error(results, reference) if grad else None
 
-    def ratio(self, name: str, result: Tensor, reference: Tensor, plain: Tensor) -> float:
+    def ratio(self, name: str, result: torch.Tensor, reference: torch.Tensor, plain: torch.Tensor) -> float:
         """The error of an output over its budget: rows of a gradient, and logits of tokens, are judged by groups."""
         dtype = models.ROUNDING[self.precision]
         if not reference.dim():
@@ -231,13 +230,13 @@ class Gate:
         result, reference, plain = (x.reshape(-1, x.shape[-1]) for x in (result, reference, plain))
         return models.ratio_by_group(result, reference, plain, dtype, self.group(name, reference))
 
-    def group(self, name: str, x: Tensor) -> Tensor:
+    def group(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """A number for each row of an output: 0 where it is ordinary."""
         if name == LOGITS:
             return group_of(EMBEDDINGS, self.base.config.vocab_size)[self.data.tokens.flatten().cpu()]
         return group_of(name.removeprefix(f"{GRADIENT} "), x.numel() // x.shape[-1])
 
-    def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:
+    def outputs(self, model: torch.nn.Module, grad: bool, precision: str = "") -> dict[str, torch.Tensor]:
         """By name the logits; with `grad` the loss, and the gradient of every parameter, by its name in our model.
 
         precision  of the computation; "": that of the cases
@@ -254,7 +253,9 @@ class Gate:
             gradients = model.as_ours(gradients)
         return {"loss": loss.detach()} | {f"{GRADIENT} {name}": x / scale for name, x in gradients.items()}
 
-    def gradient_error(self, results: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
+    def gradient_error(
+        self, results: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+    ) -> float | None:
         """The error of the ordinary rows of all gradients as one vector, as a share of its length; None where it is no
         number."""
         off = size = 0.0

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.model import cases, spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
@@ -48,7 +47,7 @@ class Update:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: torch.optim.Optimizer | None
+        self, parameters: Mapping[str, torch.Tensor], num_rows: int, draw: int, optimizer: torch.optim.Optimizer | None
     ):
         chance = random.Random(draw)
         self.name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
@@ -90,7 +89,7 @@ class Update:
                 ratios[name] = max(ratios.get(name, 0.0), _ratio_of_row(x[i], exact[what][i], plain[what][i]))
         return ratios
 
-    def _by_formula(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _by_formula(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Weights and moments after the update, by AdamW's formula (`lmsys.training.optimizer`) in this dtype."""
         p, m, v, g = (x.to(dtype) for x in (*self.old.values(), self.gradient))
         beta1, beta2, lr = torch.tensor([*self.group["betas"], self.group["lr"]], dtype=dtype, device=p.device)
@@ -100,7 +99,7 @@ class Update:
         return dict(zip(self.old, (p, m, v), strict=True))
 
 
-def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
+def _ratio_of_row(new: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> float:
     """The error ratio of one row, without elements that overflow float32 by the formula itself."""
     finite = plain.isfinite()
     if not finite.any():
@@ -112,7 +111,9 @@ def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
     return testing.error_ratio(new, exact, plain.float())
 
 
-def _state(parameter: Tensor, rows: list[int], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def _state(
+    parameter: torch.Tensor, rows: list[int], optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
     """Weights and moments of these rows; moments are zeros if the optimizer has made no step."""
     weights, state = parameter.detach()[rows], optimizer.state.get(parameter, {}) if optimizer else {}
     return {"weights": weights} | {m: state[m][rows] if m in state else torch.zeros_like(weights) for m in MOMENTS}
@@ -145,7 +146,7 @@ class Rig:
         self.device, self.precision = case.device, case.precision
         self.base = build(case.config, case.device, seed)
         write_model(dict(self.base.named_parameters()))
-        self.models: dict[cases.Row, nn.Module] = {}  # by ModelTest.row
+        self.models: dict[cases.Row, torch.nn.Module] = {}  # by ModelTest.row
         shape, below = (2, case.batch, case.context), case.config.vocab_size
         self.data = Batch(*torch.empty(shape, dtype=torch.int64, device=case.device))
         self.draws = BatchDraws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))
@@ -162,7 +163,7 @@ class Rig:
             self.device, LOSS_SCALE, growth_interval=2**31 - 1, enabled=self.precision == "fp16"
         )
 
-    def model(self, case: cases.ModelTest) -> nn.Module:
+    def model(self, case: cases.ModelTest) -> torch.nn.Module:
         """The model of the case's row, which has the parameters of `base`."""
         if case.row not in self.models:
             self.models[case.row] = cases.model_of(case, self.base, shared=True)

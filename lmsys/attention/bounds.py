@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +25,8 @@ class Bounds:
     num_keys    K
     """
 
-    first: Tensor
-    end: Tensor
+    first: torch.Tensor
+    end: torch.Tensor
     num_keys: int
 
     @cached_property
@@ -45,7 +44,7 @@ class Bounds:
             self.first.shape[1],  # `num_keys` of the result: what a key is seen by are the queries
         )
 
-    def until(self, key_lengths: Tensor) -> "Bounds":
+    def until(self, key_lengths: torch.Tensor) -> "Bounds":
         """These intervals, without the keys j >= key_lengths[b] of batch entry b."""
         end = torch.minimum(self.end, key_lengths.clamp(0, self.num_keys).to(torch.int32).unsqueeze(1))
         return Bounds(self.first.expand(end.shape).contiguous(), end, self.num_keys)
@@ -60,7 +59,7 @@ class Bounds:
         columns = range(low // tile * tile, high, tile) if low < high else ()
         return [(col, col < full_from or min(col + tile, self.num_keys) > full_to) for col in columns]
 
-    def visible(self, rows: slice, columns: slice) -> Tensor:
+    def visible(self, rows: slice, columns: slice) -> torch.Tensor:
         """(B or 1, rows, columns), boolean: True where one of these queries sees one of these keys."""
         keys = torch.arange(columns.start, columns.stop, device=self.first.device)
         return (keys >= self.first[:, rows, None]) & (keys < self.end[:, rows, None])
@@ -78,8 +77,8 @@ class Bounds:
 
 
 def intervals_of(
-    position: Tensor,
-    edges: tuple[Tensor, Tensor] | None,
+    position: torch.Tensor,
+    edges: tuple[torch.Tensor, torch.Tensor] | None,
     left: int | None,
     right: int | None,
     prefix: int | None,

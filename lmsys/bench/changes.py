@@ -13,7 +13,9 @@ the change.
 
 A change is an estimate with an error. Both come from ranks, so that a few slow rounds do not move them. Source: Hodges
 and Lehmann 1963, "Estimates of Location Based on Rank Tests". Intervals invert the rank test of Mann and Whitney or,
-for rows that took turns, that of Wilcoxon. Neighbouring rounds resemble one another, which widens the error.
+for rows that took turns, that of Wilcoxon. Neighbouring rounds resemble one another, so that they count as fewer: that
+widens the error, and Student's t distribution takes the place of the normal one. Where noise changes so slowly that all
+rounds resemble one another, a case that has not changed may still be called so more often than FALSE_DISCOVERIES says.
 
 To change a threshold, edit the constants below. A new verdict is a constant, a place in VERDICTS (and in BAD, if it is
 to fail a comparison), a case in `_verdict` or `_change`, and a sentence in MEANINGS of `lmsys.reports.against`.
@@ -49,22 +51,39 @@ LARGEST_LOGARITHM = 700.0  # math.exp of a larger logarithm overflows
 Z = NormalDist().inv_cdf(0.975)  # half a two-sided interval of 95 %, in standard errors
 FEWEST_ROUNDS = 5  # with fewer rounds there is no estimate
 MOST_ROUNDS = 1000  # only the first MOST_ROUNDS rounds count, since every pair of rounds is compared
-MOST_CORRELATION = 0.9  # a correlation of neighbouring rounds above this counts as this
+MOST_CORRELATION = 0.98  # a correlation of neighbouring rounds above this counts as this
 Key = tuple[Any, ...]  # values of fields by which a case is found again
 Pair = tuple[fields.Record, fields.Record]  # the records of one case: of the earlier run, of the later run
 
 
 @dataclass(frozen=True)
 class Shift:
-    """An estimate of the natural logarithm of new time over old, and its standard error."""
+    """An estimate of the natural logarithm of new time over old, and its standard error.
+
+    freedom  the degrees of freedom of the error: how many independent rounds it comes from, less one
+
+    Student's t distribution is taken by Wallace's approximation ("Bounds on Normal Approximations to Student's and the
+    Chi-Square Distributions", 1959), for intervals and p-values alike. With few degrees it is a little too wide.
+    """
 
     estimate: float
     error: float
+    freedom: float = 1e6
 
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of 95 %."""
-        return self.estimate - Z * self.error, self.estimate + Z * self.error
+        half = self.error * math.sqrt(self.freedom * math.expm1((Z * self._narrowing) ** 2 / self.freedom))
+        return self.estimate - half, self.estimate + half
+
+    @property
+    def _narrowing(self) -> float:
+        return (8 * self.freedom + 3) / (8 * self.freedom + 1)
+
+    def _chance_beyond(self, distance: float) -> float:
+        """The chance that an estimate lies this far, or farther, on one side of the true shift."""
+        z = math.sqrt(self.freedom * math.log1p((distance / self.error) ** 2 / self.freedom)) / self._narrowing
+        return NormalDist().cdf(-math.copysign(z, distance))
 
     def p_beyond(self, margin: float) -> float:
         """The p-value of this estimate if the true shift is no larger than the margin.
@@ -73,8 +92,7 @@ class Shift:
         """
         if self.error == 0:
             return 0.0 if abs(self.estimate) > margin else 1.0
-        near, far = ((sign * margin - abs(self.estimate)) / self.error for sign in (1, -1))
-        return NormalDist().cdf(near) + NormalDist().cdf(far)
+        return sum(self._chance_beyond(abs(self.estimate) - side) for side in (margin, -margin))
 
 
 def between(old: Sequence[float], new: Sequence[float]) -> Shift:
@@ -86,6 +104,7 @@ def between(old: Sequence[float], new: Sequence[float]) -> Shift:
     return _shift(
         np.subtract.outer(y, x).ravel(),
         variance=len(x) * len(y) * (len(x) + len(y) + 1) / 12,
+        rounds=min(len(x), len(y)),
         correlation=max(_correlation(x), _correlation(y)),
     )
 
@@ -99,29 +118,41 @@ def paired(differences: Sequence[float]) -> Shift:
     """
     x = np.asarray(differences[:MOST_ROUNDS], dtype=float)
     means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2
-    return _shift(means, variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24, correlation=_correlation(x))
+    return _shift(
+        means,
+        variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24,
+        rounds=len(x),
+        correlation=_correlation(x),
+    )
 
 
-def _shift(candidates: np.ndarray, variance: float, correlation: float) -> Shift:
+def _shift(candidates: np.ndarray, variance: float, rounds: int, correlation: float) -> Shift:
     """The median of all candidates for the shift, with an error from the interval that the rank test leaves around it.
 
     variance     that of the rank test's statistic
+    rounds       of the sample, or of the shorter one
     correlation  that of neighbouring rounds
     """
     ordered = np.sort(candidates)
     # The test's 95 % interval runs from the candidate at `place` to the one as far from the other end. It is 2 Z errors
-    # wide. Rounds that follow one another as an autoregressive process of order 1 widen it by the last factor.
+    # wide. Rounds that follow one another as an autoregressive process of order 1 count as fewer independent ones.
     place = max(0, math.floor(len(ordered) / 2 - Z * math.sqrt(variance)))
     error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
-    return Shift(float(np.median(ordered)), error * math.sqrt((1 + correlation) / (1 - correlation)))
+    independent = rounds * (1 - correlation) / (1 + correlation)
+    return Shift(float(np.median(ordered)), error * math.sqrt(rounds / independent), max(1.0, independent - 1))
 
 
 def _correlation(values: np.ndarray) -> float:
-    """The correlation of ranks with those of the round before, from 0 to `MOST_CORRELATION`."""
+    """The correlation of ranks with those of the round before, from 0 to `MOST_CORRELATION`.
+
+    In a sample of n rounds it comes out too low, by about (1 + 4 r) / n, which is added (Kendall, "Note on Bias in the
+    Estimation of Autocorrelation", 1954).
+    """
     ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float)
     if len(ranks) < FEWEST_ROUNDS or not np.ptp(values):
         return 0.0
-    return min(MOST_CORRELATION, max(0.0, float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])))
+    found = float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])
+    return min(MOST_CORRELATION, max(0.0, found + (1 + 4 * found) / len(ranks)))
 
 
 def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:

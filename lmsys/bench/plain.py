@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class NotAsPromised(ValueError):
@@ -19,7 +18,7 @@ class NotAsPromised(ValueError):
     failure = property(lambda self: ("wrong", str(self)))
 
 
-def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> None:
+def check_plain(name: str, x: Any, like: torch.Tensor, inputs: Iterable[torch.Tensor]) -> None:
     """Raises NotAsPromised unless `x` is a plain tensor with memory of its own, of `like`'s shape, dtype and device.
 
     A subclass could compute when it is read; a tensor whose elements share memory is smaller than it says; one that
@@ -29,7 +28,7 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
     name    what messages call `x`
     inputs  tensors whose memory `x` may not overlap
     """
-    if type(x) is not Tensor:
+    if type(x) is not torch.Tensor:
         raise NotAsPromised(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
     for fact in ("shape", "dtype", "device", "layout"):
         if (value := getattr(x, fact)) != (right := getattr(like, fact)):
@@ -49,7 +48,7 @@ def _told(fact: Any) -> Any:
     return tuple(fact) if isinstance(fact, torch.Size) else fact
 
 
-def _is_dense(x: Tensor) -> bool:
+def _is_dense(x: torch.Tensor) -> bool:
     """True if the tensor is contiguous in some order of its dimensions."""
     extent = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
@@ -59,7 +58,7 @@ def _is_dense(x: Tensor) -> bool:
     return True
 
 
-def _memory(x: Tensor) -> tuple[int, int]:
+def _memory(x: torch.Tensor) -> tuple[int, int]:
     """(first address, address after the last) of the memory that x's elements span."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + span * x.element_size()

@@ -16,7 +16,6 @@ import random
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
 
 from lmsys import draws
 from lmsys.attention.contract import DTYPES, AttentionCase
@@ -45,7 +44,7 @@ KEY_OUTLIER, VALUE_OUTLIER = 2.0**4, 2.0**5  # factors of the outlier channels
 Unit = tuple[int, int]  # (batch entry, key head)
 
 
-def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+def plant(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
     """Writes `kind`, a key of KINDS, into a unit that was drawn normal, in place: q (G, Q, D), k and v (K, D)."""
     queries, keys = q.shape[-2], len(k)
     if kind in ("low", "lowest", "high"):
@@ -84,7 +83,7 @@ def planted(case_units: int, kv_heads: int, seed: int, draw: int) -> tuple[Unit,
     return (divmod(chance.randrange(case_units), kv_heads), chance.choice(list(KINDS))) if is_extreme else None
 
 
-def unit_tensors(tensors: Mapping[str, Tensor], unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
+def unit_tensors(tensors: Mapping[str, torch.Tensor], unit: Unit) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a unit's q (G, Q, D), k and v (K, D)."""
     batch, head = unit
     q, k, v = (tensors[name].data[batch] for name in ("q", "k", "v"))
@@ -97,7 +96,7 @@ class AttentionDraws(draws.Draws):
     extreme  (unit, kind) of the draw that the tensors hold, or None
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], seed: int, causal: bool):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], seed: int, causal: bool):
         super().__init__(tensors, seed)
         self.causal = causal
         self.extreme: tuple[Unit, str] | None = None
@@ -115,7 +114,7 @@ class AttentionDraws(draws.Draws):
 
 def drawn_unit(
     case: AttentionCase, seed: int, draw: int, unit: Unit, causal: bool, generator: str = draws.VERSION
-) -> dict[str, Tensor]:
+) -> dict[str, torch.Tensor]:
     """The tensors of one unit of a draw, made on a CPU: q and do (1, G, Q, D), k and v (1, 1, K, D), by name.
 
     unit       (batch entry, key head)

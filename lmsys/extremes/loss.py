@@ -16,7 +16,6 @@ import random
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 EVERY = 127  # every 127th token is extreme: a prime, so that they fall anywhere in tiles and chunks
 SCALE = 2.0**8  # the size of an extreme logit, up to a factor of 2: M ** -0.5 is rounded to a power of two
@@ -44,13 +43,13 @@ class ExtremeTokens:
         first = chance.randrange(vocab_size - len(tokens))
         return cls(tokens, range(first, first + len(tokens) + 1))
 
-    def write_weight(self, weight: Tensor) -> None:
+    def write_weight(self, weight: torch.Tensor) -> None:
         """Writes the rows of `classes` into weight (V, M), in place. The row of top keeps the signs of its draw."""
         top = weight.data[self.classes[-1]]
         top.copy_(torch.copysign(torch.full_like(top, 2.0 ** round(-math.log2(weight.shape[1]) / 2)), top))
         weight.data[self.classes.start : self.classes[-1]] = -top
 
-    def write_tokens(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    def write_tokens(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
         """Writes the extreme tokens into hidden (N, M) and targets (N), in place.
 
         weight (V, M) is as `write_weight` leaves it.
@@ -60,7 +59,7 @@ class ExtremeTokens:
         targets.data[here] = torch.arange(self.classes.start, self.classes[-1], device=targets.device)
 
 
-def is_extreme(places: range, length: int) -> Tensor:
+def is_extreme(places: range, length: int) -> torch.Tensor:
     """(length,) int64: 1 at these places, else 0. These are the groups of tokens and classes that are judged apart."""
     marks = torch.zeros(length, dtype=torch.int64)
     marks[places.start : places.stop : places.step] = 1
@@ -79,7 +78,7 @@ KINDS = {
 WIDTH = 64  # features of the hidden states that `write_head` and `write_kind` write
 
 
-def write_head(weight: Tensor, lowest: Tensor) -> None:
+def write_head(weight: torch.Tensor, lowest: torch.Tensor) -> None:
     """Writes features of weight (V, WIDTH) in place, by which `write_kind` makes logits extreme.
 
     Features 0 to 15 raise all logits equally. Feature 16 gives the classes one of eight logits in turn. Features 32 to
@@ -91,7 +90,7 @@ def write_head(weight: Tensor, lowest: Tensor) -> None:
     weight[-1, 32:] = 0.25
 
 
-def write_kind(kind: int, hidden: Tensor) -> None:
+def write_kind(kind: int, hidden: torch.Tensor) -> None:
     """Writes a kind, a value of KINDS, into hidden (n, WIDTH), drawn as standard normal, in place; 0 is ordinary.
 
     The logits are those of a head that `write_head` has written.

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler import profile, record_function
 
 from lmsys.measure import clock, host
@@ -89,9 +88,9 @@ def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int
 
 def saved_bytes(forward: Callable[[], Any]) -> int:
     """Bytes of the storages that `forward` saves for its backward, inputs included, each storage counted once."""
-    kept: list[Tensor] = []
+    kept: list[torch.Tensor] = []
 
-    def pack(x: Tensor) -> Tensor:
+    def pack(x: torch.Tensor) -> torch.Tensor:
         """Notes a tensor that is saved for the backward."""
         kept.append(x.detach())
         return kept[-1]
@@ -164,7 +163,7 @@ def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     return {name: sum(_new_storages(tensors, seen)) for name, tensors in groups.items()}
 
 
-def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[int]:
+def _new_storages(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[int]:
     """Yields the bytes of each storage that is not in `seen`, and adds it there."""
     for x in tensors:
         storage = (x.to_local() if hasattr(x, "to_local") else x).untyped_storage()

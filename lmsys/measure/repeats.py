@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 LEAST, MOST = 3, 10  # numbers of calls: two may agree by chance
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element, integers of its size
-Outputs = Mapping[str, Tensor]
+Outputs = Mapping[str, torch.Tensor]
 
 
-def repeated(call: Callable[[], Outputs], seconds: float = 0.0) -> tuple[dict[str, Tensor], int, dict[str, float]]:
+def repeated(
+    call: Callable[[], Outputs], seconds: float = 0.0
+) -> tuple[dict[str, torch.Tensor], int, dict[str, float]]:
     """(copies of the first call's tensors, the number of calls, the largest differences from these copies).
 
     The differences are by name, of those tensors alone whose bits differed in any call. Calls follow one another: LEAST
@@ -34,12 +35,12 @@ def apart(outputs: Outputs, expected: Outputs) -> dict[str, float]:
     return {name: _distance(outputs[name], x) for name, x in expected.items() if not _same(outputs[name], x)}
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
     bits = BITS[x.element_size()]
     return torch.equal(x.detach().view(bits), y.view(bits))  # as bits NaN equals itself, and -0.0 differs from 0.0
 
 
-def _distance(first: Tensor, second: Tensor) -> float:
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """The largest difference between finite elements of two tensors."""
     # In parts, whose copies in float64 need little memory.
     parts = zip(*(x.detach().reshape(-1).split(2**24) for x in (first, second)), strict=True)

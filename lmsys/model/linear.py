@@ -43,9 +43,10 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that autocast gives x for a matmul."""
+    """The dtype that autocast gives x for a matmul: it leaves float64 alone."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:

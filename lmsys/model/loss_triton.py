@@ -13,7 +13,6 @@ Legend: C rows, V vocabulary.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lmsys.attention.flash_triton_kernels import _tanh
 from lmsys.measure.profile import register_kernels
@@ -159,8 +158,8 @@ def _tiles(vocabulary: int) -> tuple[int, int]:
 
 
 def replace_by_gradient(
-    logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, gradient: bool = True
-) -> tuple[Tensor, Tensor]:
+    logits: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor, options: LossOptions, gradient: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(the cross-entropy of each row (C,); for a z-loss its log-sum-exp (C,), else zeros), in float32; 0 where ignored.
 
     logits    (C, V) float32, float16 or bfloat16, of unit stride within a row; what lies between rows is overwritten

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from lmsys.parallel import collectives, structure
 from lmsys.values import hold, instance
@@ -31,8 +30,8 @@ class Adapter:
     ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
     """
 
-    def __init__(self, strategy: Any, module: nn.Module, group: collectives.Group, **options: Any):
-        self.module = instance("module", module, nn.Module)
+    def __init__(self, strategy: Any, module: torch.nn.Module, group: collectives.Group, **options: Any):
+        self.module = instance("module", module, torch.nn.Module)
         self.wrapper = strategy(module, **_arguments(strategy, group, options))
         hold(
             (

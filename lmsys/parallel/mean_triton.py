@@ -7,7 +7,6 @@ float32 or wider, so every rank gets the same bits.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 BLOCK = 4096  # elements of a program: 32 for each of 128 threads
 
@@ -35,7 +34,7 @@ def _mean_kernel(
     tl.store(OUT + place, (total / WORLD_SIZE).to(OUT.dtype.element_ty), mask=mask)
 
 
-def mean_(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+def mean_(own: torch.Tensor, others: torch.Tensor, out: torch.Tensor, rank: int) -> None:
     """out (n,) becomes the mean of own (n,), the tensor of `rank`, and of others (world_size - 1, n), by rank.
 
     out may be own. Complex numbers are added as pairs, since Triton does not know them.

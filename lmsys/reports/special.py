@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench import fields, verdict
 from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import cells, contest, items, load, plots, steps, tables, views, words
 
@@ -47,7 +47,7 @@ def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
     They replace the case that has the mapping, and have the row in the field `other` and the word in the field `how`.
     """
 
-    def entries(case: Record) -> list[Record]:
+    def entries(case: fields.Record) -> list[fields.Record]:
         return [{other: row, how: word} for row, word in ({case["impl"]: "itself"} | case[name]).items()]
 
     return view.only(name).expanded(entries)
@@ -138,7 +138,7 @@ def by_size(
 def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
     """Adds the field `name`: the words for several fields' values, joined by commas."""
     names = view.chosen(names)
-    return view.with_fields([Field(name, role="detail", of=lambda case: ", ".join(view.texts(names, case)))])
+    return view.with_fields([fields.Field(name, role="detail", of=lambda case: ", ".join(view.texts(names, case)))])
 
 
 @steps.step
@@ -218,9 +218,9 @@ def predicted(
     part = view.only(expected).ordered("size", "batch").labelled(**{metric: "measured", expected: "predicted"})
     part = part.with_fields(
         [  # a Field begins with its name, unit and label
-            Field("share", "", "measured / predicted", shown="%", of=lambda case: case[metric] / case[expected]),
-            Field("on_paper", label="on paper", of=lambda case: VERDICTS[case[expected] <= room]),
-            Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case[metric] > 0]),
+            fields.Field("share", "", "measured / predicted", shown="%", of=lambda case: case[metric] / case[expected]),
+            fields.Field("on_paper", label="on paper", of=lambda case: VERDICTS[case[expected] <= room]),
+            fields.Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case[metric] > 0]),
         ]
     )
     columns = [metric, expected, "share"]
@@ -289,7 +289,7 @@ def overlap(view: views.View, about: str) -> list[items.Plot]:
 def with_held(view: views.View) -> views.View:
     """Adds the memory held before a call as its first phase; gives cases without a profile phases without peaks."""
 
-    def held_and_phases(case: Record) -> Record:
+    def held_and_phases(case: fields.Record) -> fields.Record:
         expected = PHASES if case["mode"] == "step" else ("forward",)
         phases = case["phases"] or [{"name": name, "peak_bytes": None} for name in expected]
         return {"phases": [{"name": "held", "peak_bytes": 0 if case["phases"] else None}] + phases}
@@ -301,16 +301,17 @@ def with_held(view: views.View) -> views.View:
 def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
     """One case for each combination of values of these fields, with `latency_s` and `bytes_per_s` fitted to its times.
 
-    No case where fewer than two sizes were timed, or the larger takes no longer.
+    Sizes that were disturbed count only where all were. No case where fewer than two sizes count, or the larger takes
+    no longer.
     """
     cases = []
     for part in view.groups(names).values():
-        timed = part.only("time_s")
+        timed = part.of(verdict.undisturbed(part.only("time_s").cases))
         try:
             latency_s, bytes_per_s = fit_latency_bandwidth(timed.column("bytes"), timed.column("time_s"))
         except ValueError:
             continue
-        cases.append(part.first | {"latency_s": latency_s, "bytes_per_s": bytes_per_s})
+        cases.append(timed.first | {"latency_s": latency_s, "bytes_per_s": bytes_per_s})
     return view.of(cases)
 
 
@@ -318,7 +319,7 @@ def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
 def row_labels(view: views.View, plain: str) -> views.View:
     """Adds the field `called`: a strategy, the size of its buckets, and its checkpointing where that is not `plain`."""
 
-    def called(case: Record) -> Record:
+    def called(case: fields.Record) -> fields.Record:
         extra = case["impl"].removeprefix(case["strategy"])
         if case["checkpoint"] != plain:
             extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)  # "-C" and levels: how rows are named for it
@@ -341,7 +342,7 @@ def rivals(
     names        templates of the beginning and of the end of a line's name, with names of fields in braces
     word, title  the end of the file's name, and the title, with names of fields in braces
     """
-    data, by_end = list[Record](), dict[str, list[Record]]()
+    data, by_end = list[fields.Record](), dict[str, list[fields.Record]]()
     pairs: dict[str, tuple[str, str]] = {}
     for ours, row in view.table("strategy").items():
         pairs |= {f"{ours} / {theirs}": (ours, theirs) for theirs in row.get("rivals") or ()}

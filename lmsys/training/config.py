@@ -23,20 +23,24 @@ MATRIX_SCALES = ("original", "match_rms_adamw")  # of `lmsys.training.muon.Muon`
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
 
 
+def _path(name: str, text: str) -> None:
+    values.hold(("\0" not in text, f"{name}={values.shortly(text)} must be a path, which has no null byte"))
+
+
+def _sha256(name: str, text: str) -> None:
+    values.hold((re.fullmatch("[0-9a-fA-F]{64}", text), f"{name}={text!r} must be 64 hexadecimal digits, or null"))
+
+
+def _url_of_a_file(name: str, url: str) -> None:
+    parts = urlsplit(url)
+    is_file = parts.scheme in ("http", "https") and parts.netloc and file_of(url) not in ("", ".", "..")
+    values.hold((is_file, f"{name}={url!r} must begin with http:// or https:// and end in a file's name"))
+
+
 # A rate above 1e9 is a mistake: divided by AdamW's 1 - β1, a much larger one would be beyond float32.
 Rate = Annotated[float, partial(values.finite, least=0, most=10**9)]
-PathText = Annotated[
-    str,
-    lambda name, text: values.hold(
-        ("\0" not in text, f"{name}={values.shortly(text)} must be a path, which has no null byte")
-    ),
-]
-Sha256 = Annotated[
-    str,
-    lambda name, text: values.hold(
-        (re.fullmatch("[0-9a-fA-F]{64}", text), f"{name}={text!r} must be 64 hexadecimal digits, or null")
-    ),
-]
+PathText = Annotated[str, _path]
+Sha256 = Annotated[str, _sha256]
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,9 @@ class DataConfig(strict_json.Checked):
     corpus: PathText = "stdlib"
     valid: PathText | None = None
     folder: PathText | None = None
-    url: str = TINYSTORIES + "train.txt"
+    url: Annotated[str, _url_of_a_file] = TINYSTORIES + "train.txt"
     sha256: Sha256 | None = None
-    valid_url: str = TINYSTORIES + "valid.txt"
+    valid_url: Annotated[str, _url_of_a_file] = TINYSTORIES + "valid.txt"
     valid_sha256: Sha256 | None = None
     tokenizer: PathText | None = None
     processes: values.Count | None = None
@@ -71,10 +75,6 @@ class DataConfig(strict_json.Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("url", "valid_url"):
-            parts = urlsplit(value := getattr(self, name))
-            is_file = parts.scheme in ("http", "https") and parts.netloc and file_of(value) not in ("", ".", "..")
-            values.hold((is_file, f"{name}={value!r} must begin with http:// or https:// and end in a file's name"))
         values.hold(
             (
                 file_of(self.url) != file_of(self.valid_url),

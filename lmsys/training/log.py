@@ -61,25 +61,34 @@ def _facts_until(step: int, line: str) -> dict[str, Any] | None:
 
 
 class Progress:
-    """Makes lines for the reader: loss, tokens/s and MFU since the line before, and the time left. MFU, model FLOPs
-    utilization, is the share of the peak that the model's operations reach.
+    """Makes lines for the reader: loss, tokens/s and MFU of the steps since the line before, and the time left. MFU,
+    model FLOPs utilization, is the share of the peak that the model's operations reach. The time left includes
+    evaluations and checkpoints: as much per step as they have taken so far.
 
     step, steps       the step that is done, and the last one
+    seconds           that all steps have taken so far, without evaluations and checkpoints
     peak_flops_per_s  of all ranks together; None: not known, and lines have no MFU
     """
 
     def __init__(
-        self, step: int, steps: int, tokens_per_step: int, flops_per_step: float, peak_flops_per_s: float | None
+        self,
+        step: int,
+        seconds: float,
+        steps: int,
+        tokens_per_step: int,
+        flops_per_step: float,
+        peak_flops_per_s: float | None,
     ):
         self._steps, self._tokens, self._flops, self._peak = steps, tokens_per_step, flops_per_step, peak_flops_per_s
-        self._last, self._since = step, time.perf_counter()
+        self._first, self._began = step, time.perf_counter() - seconds
+        self._last = step, seconds
 
-    def line(self, step: int, loss: float, lr: float) -> str:
-        """The line after a step; `lr` is its learning rate."""
-        now = time.perf_counter()
-        step_s = (now - self._since) / max(1, step - self._last)
-        self._last, self._since = step, now
-        left = round(step_s * (self._steps - step))
+    def line(self, step: int, seconds: float, loss: float, lr: float) -> str:
+        """The line after a step; `lr` is its learning rate, `seconds` is as in the constructor."""
+        step_s = (seconds - self._last[1]) / (step - self._last[0])
+        self._last = step, seconds
+        aside_s = (time.perf_counter() - self._began - seconds) / (step - self._first)
+        left = round((step_s + aside_s) * (self._steps - step))
         rate = f"{self._tokens / step_s:,.0f} tokens/s{self.mfu('  ', step_s)}"
         return f"step {step:,}/{self._steps:,}  loss {loss:.4f}  lr {lr:.2e}  {rate}  ETA {left // 60}:{left % 60:02}"
 

@@ -19,7 +19,7 @@ import torch
 
 from lmsys import doing, values
 from lmsys.cost.operations import model_flops
-from lmsys.measure.machine import peak_flops_per_s
+from lmsys.measure import clock, machine
 from lmsys.model import TransformerLM
 from lmsys.parallel import StrategyTraits, collectives
 from lmsys.training import (
@@ -104,7 +104,8 @@ class Trainer:
         )  # fmt: skip
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
-        # Steps done; those not taken; such steps in a row, which train.max_nonfinite limits; wall time of all steps.
+        # Steps done; those not taken; such steps in a row, which train.max_nonfinite limits; the seconds of all steps,
+        # without evaluations and checkpoints.
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | values.instance("facts", {} if facts is None else facts, dict)
         shared = None
@@ -256,21 +257,29 @@ class Trainer:
         say     called with each line for the reader
         NonFiniteError when more steps in a row than allowed were not finite: the last good checkpoint stays.
         """
-        train, began, before = self.config.train, time.perf_counter(), self.seconds
+        train, began = self.config.train, time.perf_counter()
         write: Callable[..., None] = log.write if log is not None else lambda **_: None
         valid, why, progress = None, "done", self.progress()
         with stopping.StopSignals() as signals:
             while self.step < train.steps:
-                late = train.max_seconds is not None and time.perf_counter() - began >= train.max_seconds
+                start = time.perf_counter()
+                late = train.max_seconds is not None and start - began >= train.max_seconds
                 doing.now(f"in step {self.step + 1:,}")  # for the errors of a rank that dies
                 taken, stop = self.train_step(signals.seen or (_TIME if late else 0))
-                self.seconds = before + time.perf_counter() - began
-                self._tell(taken, write, say, progress)
                 last = self.step == train.steps or stop > 0
-                if last or _due(self.step, self.config.evaluate.interval):
-                    valid = self._validate(write, say)
+                evaluates = last or _due(self.step, self.config.evaluate.interval)
                 # While steps are left out, weights may be NaN already: such saves would replace the good ones.
-                if last or (taken.taken and _due(self.step, self.config.checkpoint.interval)):
+                saves = last or (taken.taken and _due(self.step, self.config.checkpoint.interval))
+                if evaluates or saves:  # these would wait for the rest of the step, whose time is the step's
+                    clock.synchronize(self.device.type)
+                self.seconds += time.perf_counter() - start
+                self._tell(taken, write, say, progress)
+                if evaluates:
+                    doing.now(f"in the evaluation after step {self.step:,}")
+                    valid = self.evaluate()
+                    write(step=self.step, valid_loss=valid.loss, valid_perplexity=valid.perplexity)
+                    say(f"step {self.step:,}: validation loss {valid.loss:.4f}, perplexity {valid.perplexity:,.1f}")
+                if saves:
                     doing.now(f"in the save after step {self.step:,}")
                     self.save(folder)
                 if stop and self.step < train.steps:
@@ -288,9 +297,9 @@ class Trainer:
         tokens = config.train.batch_size * config.model.context_length
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         return log.Progress(
-            self.step, config.train.steps, tokens,
+            self.step, self.seconds, config.train.steps, tokens,
             model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step"),
-            peak_flops_per_s(gpu, config.train.precision, self.world_size),
+            machine.peak_flops_per_s(gpu, config.train.precision, self.world_size),
         )  # fmt: skip
 
     def _tell(self, step: Step, write: Callable[..., None], say: Say, progress: log.Progress) -> None:
@@ -315,7 +324,7 @@ class Trainer:
                 " checkpoint stands; lower train.lr, or raise train.max_nonfinite"
             )
         if _due(self.step, self.config.train.log_interval) or self.step == self.config.train.steps:
-            say(progress.line(self.step, step.loss, step.lr))
+            say(progress.line(self.step, self.seconds, step.loss, step.lr))
 
     def _where(self) -> str:
         """Names, for an error, the first module whose output is not finite on the last batch; "" on several ranks."""
@@ -324,14 +333,6 @@ class Trainer:
         batch = self._batch(self.step - 1, self.batches.accumulation - 1)
         name = first_nonfinite(self.model, lambda: self.model.loss(*batch))
         return f"first not finite: {name}; " if name else ""
-
-    def _validate(self, write: Callable[..., None], say: Say) -> evaluation.Evaluation:
-        """Evaluates, and logs the result. All ranks call it."""
-        doing.now(f"in the evaluation after step {self.step:,}")
-        valid = self.evaluate()
-        write(step=self.step, valid_loss=valid.loss, valid_perplexity=valid.perplexity)
-        say(f"step {self.step:,}: validation loss {valid.loss:.4f}, perplexity {valid.perplexity:,.1f}")
-        return valid
 
 
 _TIME = 64  # the `stop` of a speedrun whose time is over: larger than the number of any signal
@@ -356,7 +357,10 @@ def first_nonfinite(model: torch.nn.Module, forward: Callable[[], Any]) -> str |
         if module in names and floating and not output.isfinite().all():
             broken.append(f"{names[module]} ({type(module).__name__})")
 
-    eager = torch.compiler.set_stance("force_eager")  # a compiled graph holds no hooks
-    with torch.nn.modules.module.register_module_forward_hook(hook), torch.no_grad(), eager:
+    with (
+        torch.nn.modules.module.register_module_forward_hook(hook),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),  # a compiled graph holds no hooks
+    ):
         forward()
     return broken[0] if broken else None

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lmsys.attention.flash_triton_kernels import _load, _store
 from lmsys.kernels.launch import arch_of, by_tma, describable, launch
@@ -91,14 +90,14 @@ def num_programs(count: int, rows: int, side: int = 128) -> int:
     return count * num_tiles * (num_tiles + 1) // 2
 
 
-def takes(x: Tensor) -> bool:
+def takes(x: torch.Tensor) -> bool:
     """True where the kernel computes products of x (N, R, C) about as fast as torch, or faster: for large matrices in
     float16 or bfloat16."""
     is_large = x.shape[1] >= SMALLEST and num_programs(*x.shape[:2]) >= FEWEST
     return x.itemsize == 2 and is_large and arch_of(x.device) >= 80
 
 
-def polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
+def polynomial(x: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
     """a I + b x xᵀ + c (x xᵀ)², which is exactly symmetric: x (N, R, C) -> (N, R, R), in x's dtype.
 
     x xᵀ is rounded to that dtype, as is the result; sums are made in float32.
@@ -108,8 +107,8 @@ def polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
 
 
 def symmetric(
-    x: Tensor, alpha: float = 1.0, addend: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
-) -> Tensor:
+    x: torch.Tensor, alpha: float = 1.0, addend: torch.Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
+) -> torch.Tensor:
     """alpha x xᵀ + beta addend + diagonal I: x (N, R, C) -> (N, R, R'), with zeros from column R on.
 
     addend  symmetric, and as such a result (N, R, R'); None: the product alone, and no diagonal
@@ -138,7 +137,7 @@ def symmetric(
     return out
 
 
-def _in_chunks(x: Tensor, width: int) -> Tensor:
+def _in_chunks(x: torch.Tensor, width: int) -> torch.Tensor:
     """x (N, R, C) as (N, chunks, R, width), with zeros from column C on; a view where nothing is to be added."""
     x = F.pad(x, (0, -x.shape[2] % width)) if x.shape[2] % width else x
     return describable(x.view(*x.shape[:2], -1, width).transpose(1, 2))

@@ -233,8 +233,13 @@ def _torch_step(
 
     factor  `grad_factor` of `AdamW`
     """
+    # The fused kernel takes gradients alone that lie in memory as their parameters do.
+    grads = [
+        x if not fused or x.stride() == p.stride() else torch.empty_like(p).copy_(x)
+        for p, x in zip(bundle.params, bundle.grads(factor), strict=True)
+    ]
     adamw(  # the empty list is for amsgrad
-        bundle.params, bundle.grads(factor), bundle.exp_avgs, bundle.exp_avg_sqs, [], bundle.steps, foreach=not fused,
+        bundle.params, grads, bundle.exp_avgs, bundle.exp_avg_sqs, [], bundle.steps, foreach=not fused,
         fused=fused, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=group["betas"][0],
         beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
     )  # fmt: skip

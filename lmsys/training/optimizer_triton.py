@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lmsys.measure.profile import register_kernels
 
@@ -136,7 +135,7 @@ class FusedAdamW:
     It holds the tables that the kernels read: the size of each tensor, its blocks, and addresses.
     """
 
-    def __init__(self, params: list[Tensor]) -> None:
+    def __init__(self, params: list[torch.Tensor]) -> None:
         device = params[0].device
         self.sizes, self.owners, self.chunks = chunks_of(tuple(p.numel() for p in params), BLOCK, device)
         self.rates = torch.empty(2, len(params), device=device)
@@ -144,8 +143,8 @@ class FusedAdamW:
 
     def step(
         self,
-        lists: tuple[list[Tensor], ...],
-        copies: Sequence[Tensor | None],
+        lists: tuple[list[torch.Tensor], ...],
+        copies: Sequence[torch.Tensor | None],
         group: dict[str, Any],
         scale: Any,
         found_inf: Any,
@@ -162,7 +161,7 @@ class FusedAdamW:
         *updated, counters = lists
         written = [copy for copy in copies if copy is not None]
         places = [0 if copy is None else copy.data_ptr() for copy in copies]
-        self._locate([*map(Tensor.data_ptr, chain(*updated)), *places, *map(Tensor.data_ptr, counters)])
+        self._locate([*map(torch.Tensor.data_ptr, chain(*updated)), *places, *map(torch.Tensor.data_ptr, counters)])
         num_tensors, (beta1, beta2), lr = len(self.sizes), group["betas"], float(group["lr"])
         logs = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
         with torch.cuda.device_of(self.rates):
@@ -210,7 +209,7 @@ def _whole_squares_kernel(ADDRESSES, SIZES, OWNERS, CHUNKS, SCALES, SUMS, BLOCK:
     tl.atomic_add(SUMS + 1, tl.sum(rest.to(tl.int64)))
 
 
-def whole_squares(tensors: Sequence[Tensor], scales: Tensor) -> Tensor:
+def whole_squares(tensors: Sequence[torch.Tensor], scales: torch.Tensor) -> torch.Tensor:
     """The sums (2,) int64 of `lmsys.training.reproducible._whole_squares`, which says what they are.
 
     tensors  float32 and contiguous
@@ -229,7 +228,9 @@ def whole_squares(tensors: Sequence[Tensor], scales: Tensor) -> Tensor:
 
 
 @lru_cache(16)
-def chunks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def chunks_of(
+    sizes: tuple[int, ...], block: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tables of the chunks of `block` elements that tensors of these `sizes` have, on the device.
 
     They are (elements of each tensor, each chunk's tensor, each chunk's number within its tensor).

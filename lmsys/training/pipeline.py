@@ -213,7 +213,9 @@ def train_model(context: RunContext) -> int:
     if why == "time" and valid is not None:
         tokens = trainer.step * config.train.batch_size * config.model.context_length
         mfu = trainer.progress().mfu(", ", trainer.seconds / trainer.step)
-        context.say(f"speedrun: {tokens:,} tokens in {trainer.seconds:.1f} s{mfu}, validation loss {valid.loss:.4f}")
+        context.say(
+            f"speedrun: {tokens:,} tokens in {trainer.seconds:.1f} s of steps{mfu}, validation loss {valid.loss:.4f}"
+        )
     return 0
 
 

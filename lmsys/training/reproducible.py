@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from lmsys.deterministic import deterministic_mode
 from lmsys.kernels import HAS_TRITON
@@ -51,9 +50,9 @@ class Tree:
     """
 
     def __init__(self) -> None:
-        self._sums: list[tuple[int, list[Tensor | None]]] = []  # (how many leaves, their sum)
+        self._sums: list[tuple[int, list[torch.Tensor | None]]] = []  # (how many leaves, their sum)
 
-    def add(self, gradients: list[Tensor | None]) -> None:
+    def add(self, gradients: list[torch.Tensor | None]) -> None:
         """Adds the gradients of a leaf, by parameter; None: the leaf did not use the parameter."""
         count = 1
         while self._sums and self._sums[-1][0] == count:
@@ -63,13 +62,13 @@ class Tree:
         self._sums.append((count, gradients))
 
     @property
-    def total(self) -> list[Tensor | None]:
+    def total(self) -> list[torch.Tensor | None]:
         """The sum of all lists, None for a parameter that no leaf used. The number of lists must be a power of two."""
         ((_, gradients),) = self._sums
         return gradients
 
 
-def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, divided: bool = False) -> float:
+def exact_norm(gradients: Sequence[torch.Tensor], count: int, group: Group = None, divided: bool = False) -> float:
     """The L2 norm of all gradients as one vector, bitwise equal for any order and any division among ranks.
 
     count    elements of the whole gradient on all ranks, or more
@@ -101,7 +100,7 @@ def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, div
     return math.sqrt((high * int(second) + low) / int(second) / first)
 
 
-def _whole_squares(gradients: Sequence[Tensor], scales: Tensor) -> Tensor:
+def _whole_squares(gradients: Sequence[torch.Tensor], scales: torch.Tensor) -> torch.Tensor:
     """(2,) int64: two sums over all elements.
 
     A square is multiplied by scales[0]. The first sum is that of the whole parts of these products. The rest of each,
@@ -120,7 +119,7 @@ def _whole_squares(gradients: Sequence[Tensor], scales: Tensor) -> Tensor:
     return sums
 
 
-def weights_sha256(state: Mapping[str, Tensor]) -> str:
+def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
     """The SHA-256 of the names and values of a state dict, in hexadecimal digits."""
     digest = hashlib.sha256()
     for name in sorted(state):

@@ -6,18 +6,17 @@ Legend: B sequences, S context length.
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lmsys import values
 
 
 def get_batch(
-    ids: np.ndarray | Tensor,
+    ids: np.ndarray | torch.Tensor,
     batch_size: int,
     context_length: int,
     device: torch.device | str | int | None = "cpu",
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, (B, S) int64 on `device`: the targets are the inputs' next tokens.
 
     ids        a row of token ids in memory, or a memory map, in any integer dtype
@@ -26,7 +25,7 @@ def get_batch(
     """
     values.counts(batch_size=batch_size, context_length=context_length)
     values.instance("generator", generator, torch.Generator | None)
-    kind = str(values.instance("ids", ids, np.ndarray | Tensor).dtype).removeprefix("torch.")
+    kind = str(values.instance("ids", ids, np.ndarray | torch.Tensor).dtype).removeprefix("torch.")
     values.hold(
         (
             ids.ndim == 1 and kind.startswith(("int", "uint")),
@@ -40,7 +39,7 @@ def get_batch(
     places = starts + torch.arange(context_length + 1)  # (B, S + 1)
     windows = (
         ids[places.to(ids.device)].long()
-        if isinstance(ids, Tensor)
+        if isinstance(ids, torch.Tensor)
         else torch.from_numpy(ids[places.numpy()].astype(np.int64))
     ).to(values.instance("device", device, torch.device | str | int | None))
     return windows[:, :-1], windows[:, 1:]

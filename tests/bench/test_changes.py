@@ -344,6 +344,34 @@ def test_the_interval_holds_the_true_shift_about_as_often_as_it_says(alike: floa
     assert all(count / trials > 0.92 for count in hits.values())
 
 
+@pytest.mark.parametrize(
+    ("alike", "rounds", "most"),
+    [(0.0, 10, 0.05), (0.5, 10, 0.07), (0.8, 10, 0.12), (0.8, 20, 0.09), (0.8, 40, 0.09), (0.95, 40, 0.1)],
+)
+def test_few_rounds_that_resemble_one_another_rarely_look_changed(alike: float, rounds: int, most: float) -> None:
+    """The true shift is the margin, so that 5 % of the trials may look changed. Bounds are
+    larger where so few rounds cannot show how alike they are."""
+    rng, margin = random.Random(3), 0.02
+    trials = [[3 * value for value in noise(rng, rounds, alike)] for _ in range(400)]
+    shifts = [paired([value + margin for value in differences]) for differences in trials]
+    assert sum(shift.p_beyond(margin) <= 0.05 for shift in shifts) / len(shifts) <= most
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5, 0.8])
+def test_a_change_is_found_where_rounds_are_many(alike: float) -> None:
+    rng = random.Random(4)
+    shifts = [paired([0.05 + 3 * value for value in noise(rng, 200, alike)]) for _ in range(60)]
+    assert sum(shift.p_beyond(0.02) <= 0.05 for shift in shifts) >= 58
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042), (1e6, 1.960)])
+def test_intervals_and_p_values_are_those_of_student(freedom: float, t: float) -> None:
+    shift = Shift(0.0, 1.0, freedom)
+    assert t <= shift.interval[1] + 0.0005 and shift.interval[1] == pytest.approx(t, rel=0.06 / freedom**0.5)
+    assert Shift(shift.interval[1], 1.0, freedom).p_beyond(0.0) == pytest.approx(0.05, abs=1e-9)
+    assert Shift(0.0, 1.0, freedom).p_beyond(0.5) == pytest.approx(1.0)
+
+
 def test_few_of_the_reported_changes_are_false() -> None:
     """In each of 40 trials 20 cases change by three times the margin, 80 by the margin, so that they must not count."""
     rng, called, false = random.Random(2), 0, 0
@@ -359,4 +387,4 @@ def test_few_of_the_reported_changes_are_false() -> None:
 def test_timings_without_noise_leave_no_doubt() -> None:
     assert Shift(0.1, 0.0).p_beyond(0.05) == 0 and Shift(0.01, 0.0).p_beyond(0.05) == 1
     assert discoveries([], 0.05) == [] and discoveries([0.0, 1.0], 0.05) == [True, False]
-    assert between([0.5] * 10, [0.5] * 10) == Shift(0.0, 0.0)
+    assert between([0.5] * 10, [0.5] * 10) == Shift(0.0, 0.0, freedom=9.0)

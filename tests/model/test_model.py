@@ -178,6 +178,17 @@ def test_a_loss_scale_saves_small_gradients_from_float16() -> None:
         assert torch.count_nonzero(x) > 0.95 * x.numel() and error_ratio(x, ref, ref.half()) <= 1
 
 
+@pytest.mark.parametrize("residual", ["wide", "narrow"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_a_model_in_float64_alone(dtype: torch.dtype, residual: str) -> None:
+    """As torch's layers do: autocast casts no float64."""
+    model = tiny(1, torch.float64, residual=residual)
+    plain = outcome(model, ids(1), ids(2))
+    with torch.autocast("cpu", dtype):
+        cast = outcome(model, ids(1), ids(2))
+    assert all(x.dtype == torch.float64 and torch.equal(x, cast[name]) for name, x in plain.items())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_in_chunks_under_autocast(dtype: torch.dtype) -> None:

@@ -605,18 +605,36 @@ def test_adamw_on_a_gpu_is_torchs_fused(case: Case) -> None:
     assert_identical(case.run(case.build(AdamW)), case.run(case.build(torch_fused)))
 
 
+def test_torchs_fused_kernel_gets_gradients_that_lie_in_memory_as_parameters_do() -> None:
+    """On CUDA it refuses others; on a CPU it mixes up their elements."""
+    case = Case([[((5, 3), torch.float32)]], [{"lr": 0.1}], 1, missing=0, seed=0)
+    results = []
+    for fused in (True, False):
+        optimizer = case.build(AdamW)
+        case.set_grads(optimizer, 0)
+        (p,) = parameters_of(optimizer)
+        p.grad = p.grad.mT.contiguous().mT
+        (bundle,) = optimizer._bundles([p], optimizer.param_groups[0])
+        with torch.no_grad():
+            _torch_step(bundle, optimizer.param_groups[0], fused, None, None)
+        results.append(p.detach())
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("transposed", [False, True])
-def test_adamw_on_a_gpu_takes_any_layout(transposed: bool) -> None:
-    """Parameters that are not contiguous go to torch's kernel."""
+@pytest.mark.parametrize("transposed", ["neither", "both", "gradient"])
+def test_adamw_on_a_gpu_takes_any_layout(transposed: str) -> None:
+    """Parameters and gradients that are not contiguous go to torch's kernel."""
     case = Case([[((5, 3), torch.float32), ((7,), torch.float32)]], [{"lr": 0.1}], 3, missing=0, seed=0, device="cuda")
     ours, plain, wide = case.build(AdamW), case.build(torch_fused), replace(case, wide=True).build(torch_adamw)
     for step in range(3):
         for drawn, optimizer in ((case, ours), (case, plain), (replace(case, wide=True), wide)):
             drawn.set_grads(optimizer, step)
-            if transposed:
-                p = parameters_of(optimizer)[0]
+            p = parameters_of(optimizer)[0]
+            if transposed == "both":
                 p.data, p.grad = (x.mT.contiguous().mT for x in (p.data, p.grad))
+            if transposed == "gradient" and optimizer is not plain:  # torch's fused kernel refuses it
+                p.grad = p.grad.mT.contiguous().mT
             optimizer.step()
     assert_right(ours, plain, wide)
 

@@ -625,7 +625,42 @@ def test_another_schedule_is_told_where_a_run_goes_on(
 
 
 def test_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100.0, 110.0])
+    clock = iter([100.0, 110.0, 145.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    line = Progress(0, 30, 1000, 5e11, 1e12).line(10, 2.5, 1e-3)
+    progress = Progress(0, 0.0, 30, 1000, 5e11, 1e12)
+    line = progress.line(10, 10.0, 2.5, 1e-3)
     assert line == "step 10/30  loss 2.5000  lr 1.00e-03  1,000 tokens/s  MFU 50.0 %  ETA 0:20"
+    # Of 35 seconds 20 were of ten steps; the other 15 are 0.75 s for each of 20 steps.
+    line = progress.line(20, 30.0, 2.5, 1e-3)
+    assert line == "step 20/30  loss 2.5000  lr 1.00e-03  500 tokens/s  MFU 25.0 %  ETA 0:28"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_time_of_steps_is_without_evaluations_and_checkpoints(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 1 s here, an evaluation 100 s and a checkpoint 1,000 s; a run that goes on counts from there."""
+    if resume:
+        trainer(config(tmp_path, "train.steps=3")).fit(tmp_path / "checkpoints")
+    one = trainer(config(tmp_path, "train.log_interval=1", "evaluate.interval=3", "checkpoint.interval=5"), resume)
+    now, first, said = [0.0], one.step, list[str]()
+    one.seconds = float(first)
+
+    def taking(seconds: float, name: str) -> None:
+        call = getattr(one, name)
+
+        def timed(*args: Any) -> Any:
+            now[0] += seconds
+            return call(*args)
+
+        monkeypatch.setattr(one, name, timed)
+
+    for name, seconds in {"train_step": 1.0, "evaluate": 100.0, "save": 1000.0}.items():
+        taking(seconds, name)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with closing(JsonLines(tmp_path / "log.jsonl", 0)) as lines:
+        one.fit(tmp_path / "checkpoints", lines, said.append)
+    times = [line["time_s"] for line in read_lines(tmp_path / "log.jsonl") if "time_s" in line]
+    assert times == list(range(first + 1, 9)) and one.seconds == 8
+    rates = [line.split("  ")[3] for line in said if "tokens/s" in line]
+    assert rates == ["128 tokens/s"] * len(times)
