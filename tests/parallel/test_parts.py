@@ -112,6 +112,22 @@ def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str)
         assert more[3] == "nothing raised"  # a step that was refused leaves nothing behind
 
 
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("naive", [""] * 3),
+        ("zero1", ["", "", "Normed steps some parameters otherwise"]),
+        ("fsdp", [f"{name} steps flat parts of" for name in ("Adafactor", "Normed", "Normed", "Adafactor")]),
+    ],
+)
+def test_an_optimizer_that_would_train_otherwise_on_parts_is_refused(
+    ranks: WorkerGroup, strategy: str, expected: list[str]
+) -> None:
+    for errors in on_two_ranks(ranks, parts.refused_optimizers, strategy):
+        for error, words in zip(errors, [*expected, ""], strict=True):
+            assert error.startswith(f"ValueError: {words}" if words else "nothing raised"), errors
+
+
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
 def test_modules_that_are_not_supported_are_refused_at_construction(ranks: WorkerGroup, strategy: str) -> None:
     expected = [
