@@ -308,14 +308,14 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
         left_out = held_parts[0].pop("left_out", [0] * len(params)) if held_parts else []
         for name, value in held_parts[0].items() if held_parts else ():
             parts = [copy.deepcopy(value) for _ in params]  # optimizers add to a counter in place
-            if _has_elements(name, value):
+            if isinstance(value, Tensor) and value.dim():  # flat, as the parts are; a counter has no dimension
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
             for p, piece, steps in zip(params, parts, left_out, strict=True):
                 state.setdefault(numbers[p], {})[name] = piece - steps if name == "step" else piece
         for p, steps in zip(params, left_out, strict=False):
-            if steps and not any(isinstance(x, Tensor) and x.any() for x in state.get(numbers[p], {}).values()):
-                state.pop(numbers[p], None)  # no step has used it
+            if steps and is_unused(state.get(numbers[p], {})):
+                state.pop(numbers[p], None)
     return {"state": dict(sorted(state.items())), "param_groups": _groups(shares[0], groups)}
 
 
@@ -326,6 +326,12 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
     "left_out".
     """
     flats, numbers = _laid_out(module, groups)
+    scalars = {"step"} | {  # names of what is not of each element, such as NAdam's mu_product
+        name
+        for p, number in numbers.items()
+        for name, value in state["state"].get(number, {}).items()
+        if p.dim() and not getattr(value, "shape", ())
+    }
     share: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
         held = [state["state"].get(numbers[p]) for p in params]
@@ -335,7 +341,7 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
         if some:
             share[flat] = some | behind
         for name, value in some.items():
-            if _has_elements(name, value):
+            if name not in scalars:
                 layout = buckets.Layout.of(params)
                 joined = value.new_zeros(world_size * layout.part(world_size))
                 for state_of_p, view in zip(held, layout.views(joined), strict=True):
@@ -348,9 +354,9 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
     }
 
 
-def _has_elements(name: str, value: Any) -> bool:
-    """True for state that each element has, such as moments; False for "step", as torch's optimizers call a counter."""
-    return isinstance(value, Tensor) and name != "step"
+def is_unused(state: State) -> bool:
+    """True for the state of a parameter that no step has used: its counter is 0, or all tensors where there is none."""
+    return not (state["step"] if "step" in state else any(isinstance(x, Tensor) and x.any() for x in state.values()))
 
 
 def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]], dict[Any, int]]:
