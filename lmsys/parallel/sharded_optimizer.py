@@ -239,11 +239,9 @@ def check_divisible(
 def _tried(optimizer_cls: Any, options: dict[str, Any], kwargs: dict[str, Any], starts: Sequence[Tensor]) -> Tensor:
     """What three steps make of parameters with these values, whose gradients are powers of them, side by side."""
     params = [nn.Parameter(x.clone()) for x in starts]
-    optimizer = optimizer_cls([{**options, "params": params}], **kwargs)
-    optimizer.param_groups[0]["lr"] = 0.1  # a schedule may begin at 0
+    optimizer = optimizer_cls([{**options, "params": params, "lr": 0.1}], **kwargs)  # a schedule may begin at 0
     for power in range(1, 4):
-        for p, x in zip(params, starts, strict=True):
-            p.grad = x**power
+        buckets.set_gradients(params, [x**power for x in starts])
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in params])
 
@@ -306,16 +304,19 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
     for flat, params in enumerate(chain(*flats)):
         held_parts = [dict(share["state"][flat]) for share in shares if flat in share["state"]]
         left_out = held_parts[0].pop("left_out", [0] * len(params)) if held_parts else []
+        states = [State() for _ in left_out]
         for name, value in held_parts[0].items() if held_parts else ():
             parts = [copy.deepcopy(value) for _ in params]  # optimizers add to a counter in place
             if isinstance(value, Tensor) and value.dim():  # flat, as the parts are; a counter has no dimension
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
-            for p, piece, steps in zip(params, parts, left_out, strict=True):
-                state.setdefault(numbers[p], {})[name] = piece - steps if name == "step" else piece
-        for p, steps in zip(params, left_out, strict=False):
-            if steps and is_unused(state.get(numbers[p], {})):
-                state.pop(numbers[p], None)
+            for state_of_p, piece, steps in zip(states, parts, left_out, strict=True):
+                state_of_p[name] = piece - steps if name == "step" else piece
+        state |= {
+            numbers[p]: some
+            for p, some, steps in zip(params, states, left_out, strict=False)
+            if some and not (steps and is_unused(some))
+        }
     return {"state": dict(sorted(state.items())), "param_groups": _groups(shares[0], groups)}
 
 

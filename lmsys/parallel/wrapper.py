@@ -189,8 +189,12 @@ class Wrapper(nn.Module):
         if not begun:  # torch's function has made a step, after which the values are not those of before it
             optimizer.state.clear()
             state["state"] = tree_map(lambda x: 0 * x if isinstance(x, Tensor | int | float) else x, state["state"])
-        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-        return {"state": {names[number]: x for number, x in state["state"].items()}, "param_groups": groups}
+        return {
+            "state": {names[number]: x for number, x in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+            ],
+        }
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads what `full_optimizer_state_dict` gives, also of another strategy or FSDP2.
@@ -215,9 +219,8 @@ class Wrapper(nn.Module):
             ],
         }
         # Adagrad alone, which this option tells, begins with a state of its own, and not with none.
-        if "initial_accumulator_value" not in optimizer.defaults and all(map(is_unused, state["state"].values())):
-            state["state"] = {}
-        optimizer.load_state_dict(self._own_state(optimizer, state))
+        begun = "initial_accumulator_value" in optimizer.defaults or not all(map(is_unused, state["state"].values()))
+        optimizer.load_state_dict(self._own_state(optimizer, state if begun else {**state, "state": {}}))
 
     def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of `parameters_in`."""
