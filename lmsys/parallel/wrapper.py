@@ -211,7 +211,7 @@ class Wrapper(nn.Module):
                 f"the state has other parameters, or other groups of them, than this optimizer: {mine}",
             )
         )
-        state = {
+        state: dict[str, Any] = {
             "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
             "param_groups": [
                 {**(group or {}), "params": [numbers[name] for name in names]}
