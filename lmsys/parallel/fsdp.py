@@ -274,6 +274,11 @@ class Fsdp(wrapper.Wrapper):
                     self.world_size == 1 or not isinstance(optimizer, torch.optim.LBFGS),
                     "LBFGS looks at all gradients at once, and here each rank steps its own parts",
                 ),
+                (
+                    not isinstance(optimizer, torch.optim.Adafactor),
+                    "Adafactor looks at whole parameters, of which fsdp has flat parts: take ShardedOptimizer with"
+                    " another strategy, such as bucketed",
+                ),
             )
             sharded_optimizer.check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()

@@ -259,16 +259,19 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
     for flat, params in enumerate(chain(*flats)):
         held_parts = [dict(share["state"][flat]) for share in shares if flat in share["state"]]
         left_out = held_parts[0].pop("left_out", [0] * len(params)) if held_parts else []
+        states = [State() for _ in left_out]
         for name, value in held_parts[0].items() if held_parts else ():
             parts = [copy.deepcopy(value) for _ in params]  # optimizers add to a counter in place
-            if _has_elements(name, value):
+            if isinstance(value, Tensor) and value.dim():  # flat, as the parts are; a counter has no dimension
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
-            for p, piece, steps in zip(params, parts, left_out, strict=True):
-                state.setdefault(numbers[p], {})[name] = piece - steps if name == "step" else piece
-        for p, steps in zip(params, left_out, strict=False):
-            if steps and not any(isinstance(x, Tensor) and x.any() for x in state.get(numbers[p], {}).values()):
-                state.pop(numbers[p], None)  # no step has used it
+            for state_of_p, piece, steps in zip(states, parts, left_out, strict=True):
+                state_of_p[name] = piece - steps if name == "step" else piece
+        state |= {
+            numbers[p]: some
+            for p, some, steps in zip(params, states, left_out, strict=False)
+            if some and not (steps and is_unused(some))
+        }
     return {"state": dict(sorted(state.items())), "param_groups": _groups(shares[0], groups)}
 
 
@@ -279,6 +282,12 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
     "left_out".
     """
     flats, numbers = _laid_out(module, groups)
+    scalars = {"step"} | {  # names of what is not of each element, such as NAdam's mu_product
+        name
+        for p, number in numbers.items()
+        for name, value in state["state"].get(number, {}).items()
+        if p.dim() and not getattr(value, "shape", ())
+    }
     share: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
         held = [state["state"].get(numbers[p]) for p in params]
@@ -288,7 +297,7 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
         if some:
             share[flat] = some | behind
         for name, value in some.items():
-            if _has_elements(name, value):
+            if isinstance(value, Tensor) and name not in scalars:
                 layout = buckets.Layout.of(params)
                 joined = value.new_zeros(world_size * layout.part(world_size))
                 for state_of_p, view in zip(held, layout.views(joined), strict=True):
@@ -301,9 +310,9 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
     }
 
 
-def _has_elements(name: str, value: Any) -> bool:
-    """True for state that each element has, such as moments; False for "step", as torch's optimizers call a counter."""
-    return isinstance(value, Tensor) and name != "step"
+def is_unused(state: State) -> bool:
+    """True for the state of a parameter that no step has used: its counter is 0, or all tensors where there is none."""
+    return not (state["step"] if "step" in state else any(isinstance(x, Tensor) and x.any() for x in state.values()))
 
 
 def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]], dict[Any, int]]:

@@ -27,6 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
 from lmsys.parallel import StrategyTraits, collectives, part, structure
+from lmsys.parallel.sharded_optimizer import is_unused
 from lmsys.values import hold, instance, sentences_of
 
 
@@ -171,7 +172,7 @@ class Wrapper(nn.Module):
         """The optimizer's state dict, whole, with parameters' names in place of numbers. All ranks call it.
 
         The form is that of torch's `get_optimizer_state_dict`. As there, where no rank's optimizer has state the result
-        has one of zeros; the optimizer itself stays as it is.
+        has one, here of zeros, which torch.distributed.checkpoint can load into; the optimizer itself stays as it is.
         """
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
@@ -185,23 +186,21 @@ class Wrapper(nn.Module):
         if not begun:
             _init_optim_state(optimizer)
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
-        if not begun:  # torch's function has made a step, which counts, and takes the weights' decay for a gradient
+        if not begun:  # torch's function has made a step, after which the values are not those of before it
             optimizer.state.clear()
-            for x in state["state"].values():
-                x.update(
-                    {
-                        key: 0 * x[key]
-                        for key in "step momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq square_avg acc_delta".split()
-                        if key in x
-                    }
-                )
-        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-        return {"state": {names[number]: x for number, x in state["state"].items()}, "param_groups": groups}
+            state["state"] = tree_map(lambda x: 0 * x if isinstance(x, Tensor | int | float) else x, state["state"])
+        return {
+            "state": {names[number]: x for number, x in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+            ],
+        }
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads what `full_optimizer_state_dict` gives, also of another strategy or FSDP2.
 
-        All ranks call it, with the same state. ValueError for a state of other parameters, or of other groups of them.
+        All ranks call it, with the same state. One that no step has used leaves the optimizer as before its first step.
+        ValueError for a state of other parameters, or of other groups of them.
         """
         mine, given = self._names_in(optimizer), state_dict["param_groups"]
         fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in mine]
@@ -212,14 +211,16 @@ class Wrapper(nn.Module):
                 f"the state has other parameters, or other groups of them, than this optimizer: {mine}",
             )
         )
-        state = {
+        state: dict[str, Any] = {
             "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
             "param_groups": [
                 {**(group or {}), "params": [numbers[name] for name in names]}
                 for group, names in zip(fitting, mine, strict=True)
             ],
         }
-        optimizer.load_state_dict(self._own_state(optimizer, state))
+        # Adagrad alone, which this option tells, begins with a state of its own, and not with none.
+        begun = "initial_accumulator_value" in optimizer.defaults or not all(map(is_unused, state["state"].values()))
+        optimizer.load_state_dict(self._own_state(optimizer, state if begun else {**state, "state": {}}))
 
     def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of `parameters_in`."""

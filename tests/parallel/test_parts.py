@@ -60,7 +60,6 @@ TRAININGS = (
     parts.with_averages,
     parts.with_hooks_that_change_gradients,
     parts.with_a_step_that_has_no_gradients,
-    parts.with_state_kept_before_the_first_step,
     parts.with_states_of_nothing,
 )
 
@@ -69,6 +68,28 @@ TRAININGS = (
 @pytest.mark.parametrize("training", TRAININGS)
 def test_two_ranks_train_as_one_process(ranks: WorkerGroup, training: Callable[[str], Any], strategy: str) -> None:
     assert_as_on_one_process(ranks, training, strategy)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.Adam, {"eps": 1e-2, "weight_decay": 0.5}),
+        (torch.optim.Adamax, {"eps": 1e-2, "weight_decay": 0.5}),
+        (torch.optim.NAdam, {"eps": 1e-2, "weight_decay": 0.5}),
+        (torch.optim.RMSprop, {"eps": 1e-2, "weight_decay": 0.5, "centered": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (torch.optim.ASGD, {"weight_decay": 0.5}),
+        (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+        (torch.optim.Rprop, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_goes_on_from_a_state_that_was_kept(
+    ranks: WorkerGroup, strategy: str, cls: Any, options: dict[str, Any], before: int
+) -> None:
+    assert_as_on_one_process(ranks, parts.with_state_kept, strategy, cls, options, before)
 
 
 @pytest.mark.gpu
@@ -110,6 +131,7 @@ def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str)
     if strategy == "fsdp":
         assert "unit" in more[0] and "several param groups" in more[1] and "before any other" in more[2]
         assert more[3] == "nothing raised"  # a step that was refused leaves nothing behind
+        assert "Adafactor looks at whole parameters" in more[4]
 
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])

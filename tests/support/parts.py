@@ -228,12 +228,15 @@ def with_a_step_that_has_no_gradients(strategy: str) -> State:
     return run.whole()
 
 
-def with_state_kept_before_the_first_step(strategy: str) -> State:
-    """Two steps by an optimizer that has loaded its own state of before the first one; decay adds to gradients."""
-    run = made(strategy, torch.optim.Adam, weight_decay=0.5)
-    if not run.is_plain:
-        run.model.load_optimizer_state_dict(run.optimizer, run.model.full_optimizer_state_dict(run.optimizer))
-    for step in range(2):
+def with_state_kept(strategy: str, cls: Any, options: dict[str, Any], before: int) -> State:
+    """Three steps, before one of which another optimizer loads the state of the first and goes on in its place."""
+    run = made(strategy, Plain)
+    run.optimizer = run.optimizer_by(cls, lr=0.1, **options)
+    for step in range(3):
+        if step == before and not run.is_plain:
+            state = run.model.full_optimizer_state_dict(run.optimizer)
+            run.optimizer = run.optimizer_by(cls, lr=0.1, **options)
+            run.model.load_optimizer_state_dict(run.optimizer, state)
         run.step(step)
     return run.whole()
 
@@ -385,6 +388,8 @@ def refused_states(strategy: str) -> list[str]:
         errors += [error_of(run.step, 1), error_of(lambda: run.model.make_optimizer(AdamW, groups=decayed))]
         run.optimizer = run.model.make_optimizer(AdamW)
         errors.append(error_of(run.step, 2))
+        run.optimizer = torch.optim.Adafactor(run.model.parameters())
+        errors.append(error_of(run.step, 3))
     return errors
 
 
