@@ -58,11 +58,13 @@ CASES = (
         formulas.Case("more tokens than a chunk", LONG),
         formulas.Case("a large vocabulary", (TOKENS, 5003)),
         formulas.Case("parts of wider rows", ODD, more={"spare columns": 3}),
+        formulas.Case("a second backward of a retained graph", ODD, more={"retained": True}),
         formulas.Case("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
         formulas.Case("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
     )
     + OPTION_CASES
     + formulas.cases_in(formulas.NARROW, ["an odd vocabulary size"], ODD)
+    + formulas.cases_in(formulas.NARROW[:1], ["a second backward of a retained graph"], ODD, more={"retained": True})
     + formulas.cases_in(formulas.DTYPES[:2], KINDS, ODD, extreme=True)  # float32 and bfloat16
     + (formulas.Case("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),)
 )
