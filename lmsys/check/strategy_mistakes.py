@@ -124,6 +124,7 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] =
         lambda s: torch.zeros_like(s.mean),
     ),
     ("", "are counted twice", lambda s: 2 * s.mean),
+    ("", "are divided by 2, not by the number of ranks", lambda s: s.local.sum(dim=0, keepdim=True) / 2),
     ("", "are multiplied by the number of ranks twice", lambda s: len(s.used) ** 2 * s.mean),
     ("", "have the wrong sign: weights move along the gradient, not against it", lambda s: -s.mean),
 )

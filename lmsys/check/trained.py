@@ -26,7 +26,7 @@ from lmsys.parallel.group import STOPPED, device, is_lost_peer
 OTHERS_S = 2.0  # how long a rank that raised waits for the other ranks to end
 SMALL_MB = 2.0**-13  # the size of small buckets, 32 float32: each layer has more, so that a module fills several
 # Exceptions by which a strategy refuses what it is given.
-REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError")
+REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError", "AssertionError")
 State = dict[str, torch.Tensor]
 
 
