@@ -312,10 +312,13 @@ def run(call: signature.Called, problem: Problem, alone: bool = False) -> Output
     result = result[0] if isinstance(result, tuple) else result
     outputs = {RESULT: result.detach()}
     if problem.grad and result.requires_grad:
-        grad_output = problem.grad_output.to(result.dtype).expand(result.shape)
         for _ in range(1 + problem.retained):
             gradients = torch.autograd.grad(
-                result, list(leaves.values()), grad_output, retain_graph=problem.retained, allow_unused=True
+                result,
+                list(leaves.values()),
+                problem.grad_output.to(result.dtype).expand(result.shape),
+                retain_graph=problem.retained,
+                allow_unused=True,
             )
         outputs |= {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
     torch.cuda.synchronize() if result.is_cuda else None  # errors of its kernels are raised here

@@ -110,8 +110,9 @@ def _problem(case: formulas.Case, options: question.Options, pairs: str) -> form
     x = formulas.drawn(options, "x", *case.shape)
     if case.extreme:
         ROWS[case.about](x.view(-1, head_dim))
-    of_documents = torch.arange(case.shape[2]) % case.more.get("document", LONGEST)
-    positions = of_documents * case.more.get("step", 1) + case.more.get("first position", 0)
+    positions = torch.arange(case.shape[2]) % case.more.get("document", LONGEST) * case.more.get(
+        "step", 1
+    ) + case.more.get("first position", 0)
     angles = angles_of(x.double(), {"positions": positions, "theta": theta})
     return formulas.Problem.of(
         case,

@@ -75,8 +75,9 @@ class Ranks(AbstractContextManager["Ranks"]):
         try:
             group = self._groups.get(trial.world_size)
             if group is None or group.ended:
-                group = WorkerGroup(trial.world_size, timeout_s=START_S, environment=QUIET)
-                self._groups[trial.world_size] = group
+                group = self._groups[trial.world_size] = WorkerGroup(
+                    trial.world_size, timeout_s=START_S, environment=QUIET
+                )
                 group.run(trained.prepare, entry)
             # The arguments of `train`: entry, trial, number of the training, options of the strategy (none).
             return group.run(trained.train, entry, trial, next(self._numbers), {}, timeout_s=TRIAL_S)
@@ -141,11 +142,13 @@ def fault(ask: strategy_mistakes.Ask, trial: Trial, results: Sequence[trained.Re
         (last.grads, "trained parameters") if wrong.keys() & last.grads.keys() else (last.weights, "tensors")
     )
     count = len(wrong.keys() & tensors.keys())
-    text = (
+    return question.Fault.explained(
         f"  after {trial.steps} step{'s' * (trial.steps > 1)} {count} of {len(tensors)} {kind}"
-        f" {'are' if count > 1 else 'is'} wrong; the largest error, in {name}, is {question.times_allowed(wrong[name])}"
+        f" {'are' if count > 1 else 'is'} wrong; the largest error, in {name}, is"
+        f" {question.times_allowed(wrong[name])}",
+        mistake,
+        wrong[name],
     )
-    return question.Fault.explained(text, mistake, wrong[name])
 
 
 # As `questions`, for a sharded optimizer.

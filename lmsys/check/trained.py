@@ -157,11 +157,14 @@ def _trained(
 def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
     """None, or why the row cannot run the trial. `loaded` is what the row's entry loads."""
     strategy, accumulates = traits.StrategyTraits.of(entry), trial.micro_batches > 1
-    takes_sizes = not {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters)
     return next(
         values.sentences_of(
             (not strategy.synchronizes, "it synchronizes nothing"),
-            (trial.small_buckets and not takes_sizes, "it takes no size of buckets"),
+            (
+                trial.small_buckets
+                and {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters),
+                "it takes no size of buckets",
+            ),
             (accumulates and not hasattr(loaded, "no_sync"), "it has no no_sync()"),
             (accumulates and not strategy.accumulates, "it does not accumulate"),
             (not {"once", "idle", "rare"}.isdisjoint(trial.parts), strategy.why_not_unused or ""),
