@@ -44,9 +44,12 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         values.hold((given.all == (given.target is None), "name one TARGET, or --all of them"))
-        dtypes = tuple(values.choice(name, cases.DTYPES) for name in given.dtype.split(","))
         options = question.Options(
-            head_dim=given.head_dim, grad=not given.forward, dtypes=dtypes, seed=given.seed, layout=given.layout
+            head_dim=given.head_dim,
+            grad=not given.forward,
+            dtypes=tuple(values.choice(name, cases.DTYPES) for name in given.dtype.split(",")),
+            seed=given.seed,
+            layout=given.layout,
         )
         rows = [
             (kind, entry)

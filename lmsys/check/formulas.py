@@ -38,7 +38,7 @@ class Case:
     about    the case in words; with `extreme` the kind of extreme inputs, a key of a table in `lmsys.extremes`
     shape    the sizes of the case; the docstring of each kind's module says of which tensor
     more     other settings of the case, by name, which the kind reads; "spare columns": inputs are parts of rows that
-             have so many columns more
+             have so many columns more; "retained": as in `Problem`
     """
 
     about: str
@@ -74,7 +74,7 @@ def questions_of(
     judged   the fault of the implementation in a case, or None
     lacking  settings that the implementation has no parameter for: it is not asked about cases that have them
     """
-    for case in (x for x in cases if str(x.dtype)[6:] in options.dtypes):
+    for case in (x for x in cases if str(x.dtype)[6:] in options.dtypes and (options.grad or "retained" not in x.more)):
         yield question.Question(
             about=f"{case.about}, {str(case.dtype)[6:]}",
             judge=partial(judged, case),
@@ -93,6 +93,8 @@ class Problem:
     grad_output  the gradient of the result
     grad         False: gradients are not checked
     extreme      plain PyTorch may be exact on these inputs, so the mean error is not judged
+    retained     the gradients are those of a second backward of a retained graph; their kind has asked for those of the
+                 first on equal inputs before
     """
 
     inputs: Inputs
@@ -100,6 +102,7 @@ class Problem:
     grad_output: torch.Tensor
     grad: bool = True
     extreme: bool = False
+    retained: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,6 +123,7 @@ class Problem:
             grad_output.to(device, case.dtype),
             grad=options.grad,
             extreme=case.extreme,
+            retained=case.more.get("retained", False),
         )
 
 
@@ -230,8 +234,9 @@ def judge(
     try:
         outputs = run(call, problem)
     except Exception as error:
-        # An implementation may refuse inputs that are not contiguous.
-        return question.Fault.raised(error) if all(x.is_contiguous() for x in problem.inputs.values()) else None
+        # An implementation may refuse inputs that are not contiguous, and a second backward.
+        may_refuse = problem.retained or not all(x.is_contiguous() for x in problem.inputs.values())
+        return None if may_refuse else question.Fault.raised(error)
     if changed := [name for name, x in before.items() if not torch.equal(x, given[name])]:
         return question.Fault.explained(
             f"  {changed[0]} differs after the call", f"the function changes its input {changed[0]}", error_ratio=None
@@ -270,13 +275,16 @@ def judge(
                     plain,
                     problem,
                     {
+                        "the first backward changes what a second one of the same graph needs": (
+                            lambda p: outputs if p.retained else {}
+                        ),
                         "a later call changes what this call returned, or what it saved for its backward": (
                             lambda p: (
                                 outputs
                                 if _ratio(run(call, p, alone=True)[name], right, plain[name], not p.extreme) <= 1  # noqa: B023 - called at once
                                 else {}
                             )
-                        )
+                        ),
                     }
                     | mistakes(problem),
                 ),
@@ -293,11 +301,10 @@ def run(call: signature.Called, problem: Problem, alone: bool = False) -> Output
     alone  False: the function is called a second time, on other inputs, before the first result is read
     """
     leaves = {name: x.detach().requires_grad_(problem.grad) for name, x in problem.inputs.items()}
-    # Compiled functions are compiled again for most cases, and torch stops that at 8 by default.
-    compiles = "torch._dynamo" in sys.modules
     with (
         torch.set_grad_enabled(problem.grad),
-        torch._dynamo.config.patch(recompile_limit=256) if compiles else nullcontext(),
+        # Compiled functions are compiled again for most cases, and torch stops that at 8 by default.
+        torch._dynamo.config.patch(recompile_limit=256) if "torch._dynamo" in sys.modules else nullcontext(),
     ):
         result = call({**leaves, **problem.settings})
         if not alone:
@@ -305,9 +312,14 @@ def run(call: signature.Called, problem: Problem, alone: bool = False) -> Output
     result = result[0] if isinstance(result, tuple) else result
     outputs = {RESULT: result.detach()}
     if problem.grad and result.requires_grad:
-        gradients = torch.autograd.grad(
-            result, list(leaves.values()), problem.grad_output.to(result.dtype).expand(result.shape), allow_unused=True
-        )
+        for _ in range(1 + problem.retained):
+            gradients = torch.autograd.grad(
+                result,
+                list(leaves.values()),
+                problem.grad_output.to(result.dtype).expand(result.shape),
+                retain_graph=problem.retained,
+                allow_unused=True,
+            )
         outputs |= {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
     torch.cuda.synchronize() if result.is_cuda else None  # errors of its kernels are raised here
     return outputs

@@ -58,11 +58,13 @@ CASES = (
         formulas.Case("more tokens than a chunk", LONG),
         formulas.Case("a large vocabulary", (TOKENS, 5003)),
         formulas.Case("parts of wider rows", ODD, more={"spare columns": 3}),
+        formulas.Case("a second backward of a retained graph", ODD, more={"retained": True}),
         formulas.Case("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
         formulas.Case("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
     )
     + OPTION_CASES
     + formulas.cases_in(formulas.NARROW, ["an odd vocabulary size"], ODD)
+    + formulas.cases_in(formulas.NARROW[:1], ["a second backward of a retained graph"], ODD, more={"retained": True})
     + formulas.cases_in(formulas.DTYPES[:2], KINDS, ODD, extreme=True)  # float32 and bfloat16
     + (formulas.Case("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),)
 )
@@ -90,8 +92,7 @@ def faults_of_options(entry: registry.Entry) -> dict[str, float]:
 
     A function from a file is asked all cases in float32, a row of a table only the cases of options that it has.
     """
-    cases = CASES if ".py:" in entry.target else OPTION_CASES
-    chosen = questions(entry, question.Options(dtypes=("float32",)), cases)
+    chosen = questions(entry, question.Options(dtypes=("float32",)), CASES if ".py:" in entry.target else OPTION_CASES)
     return {x.about: fault.error_ratio or math.inf for x in chosen if x.reason is None and (fault := x.judge())}
 
 
@@ -131,10 +132,15 @@ def _problem(call: signature.Called, case: formulas.Case, options: question.Opti
     }
     if "token_weights" in settings:
         settings["token_weights"] = formulas.drawn(options, "token_weights", tokens).abs()
-    grad_output = (
-        formulas.drawn(options, "upstream", tokens) if settings.get("reduction") == "none" else torch.tensor(UPSTREAM)
+    return formulas.Problem.of(
+        case,
+        options,
+        inputs,
+        settings,
+        grad_output=formulas.drawn(options, "upstream", tokens)
+        if settings.get("reduction") == "none"
+        else torch.tensor(UPSTREAM),
     )
-    return formulas.Problem.of(case, options, inputs, settings, grad_output)
 
 
 def _fault_of(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
@@ -157,8 +163,9 @@ def _no_token_counts(call: signature.Called, problem: formulas.Problem) -> quest
     try:
         outputs = formulas.run(call, problem)
     except Exception as error:
-        line = registry.message_of(error).splitlines()[0]
-        return question.Fault(f"  it raises {type(error).__name__} where no token counts: {line}")
+        return question.Fault(
+            f"  it raises {type(error).__name__} where no token counts: {registry.message_of(error).splitlines()[0]}"
+        )
     loss = outputs.pop(formulas.RESULT).item()
     if loss != 0 and not math.isnan(loss):
         return question.Fault(f"  the loss is {loss:.6g} where no token counts; expected NaN, as torch has it, or 0")

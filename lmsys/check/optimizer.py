@@ -326,6 +326,9 @@ KEEPING: Changes = {  # mistakes in keeping settings and state, of every algorit
     "the sign is wrong: weights move along the gradient, not against it": {
         "setting": lambda schedule, step, group: schedule[step][group] | {"lr": -schedule[step][group]["lr"]}
     },
+    "maximize is ignored: weights move against the gradient": {
+        "setting": lambda schedule, step, group: schedule[step][group] | {"maximize": False}
+    },
     "settings of the first param group are used for all": {"setting": lambda schedule, step, group: schedule[step][0]},
     "lr of the first param group is used for all": {
         "setting": lambda schedule, step, group: schedule[step][group] | {"lr": schedule[step][0]["lr"]},

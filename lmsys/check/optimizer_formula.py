@@ -39,6 +39,7 @@ DEFAULTS: Settings = {  # the settings of an optimizer, unless a case has others
     "momentum": 0.0,
     "dampening": 0.0,
     "nesterov": False,
+    "maximize": False,
 }
 
 
@@ -169,18 +170,17 @@ class Formula:
         begins  by step, by parameter: the values that the step starts from; None: those that the formula itself made
                 in the step before
         """
-        loaded, of_all, values = False, 0, [p.to(dtype) for p in run.parameters]
+        of_all, values = 0, [p.to(dtype) for p in run.parameters]
         states: dict[Any, State] = defaultdict(dict)
         trace: Trace = []
         for step, gradients in enumerate(run.gradients):
             if step in run.reloads:
                 states.update({key: self.loads(state) for key, state in states.items()})
-                loaded = True
             values = list(values) if begins is None else [p.to(dtype) for p in begins[step]]
             for group, i in [(group, i) for group, members in enumerate(run.groups) for i in members]:
                 settings, g = self.setting(run.settings, step, group), gradients[i]
                 # After loading, the optimizer is one that was constructed with DEFAULTS: see `optimizer_runs.trace_of`.
-                settings = self.restores(settings, DEFAULTS) if loaded else settings
+                settings = self.restores(settings, DEFAULTS) if step >= min(run.reloads, default=step + 1) else settings
                 if g is None and self.without_gradient == "decay" and isinstance(self.rule, Adam):
                     values[i] = self.rule.decay(values[i], settings)
                 if g is None and self.without_gradient != "step":
@@ -188,9 +188,11 @@ class Formula:
                 of_all += 1
                 state = states[run.parameters[i].shape if self.shared else i]
                 state["t"] = state.get("t", 0) + 1
-                t = self.count(state["t"], step + 1, of_all)
                 g = torch.zeros_like(values[i]) if g is None else g.to(dtype)
-                values[i] = self.rule.step(values[i], g, {} if self.forgets else state, settings, t)
+                g = -g if settings["maximize"] else g
+                values[i] = self.rule.step(
+                    values[i], g, {} if self.forgets else state, settings, self.count(state["t"], step + 1, of_all)
+                )
             if self.weights is not None:
                 values = [p.to(self.weights).to(dtype) for p in values]
             trace.append(values)

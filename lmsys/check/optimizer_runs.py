@@ -16,10 +16,11 @@ from lmsys import draws, values
 from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
 
-# Algorithms that also take betas or momentum, by their names in class names. They cannot be checked.
+# Algorithms without a formula here, by their names in class names that may also have Adam or SGD in them.
 OTHERS = (
-    *("AdaBelief", "Adafactor", "Adamax", "Adan", "Lamb", "LAMB", "Lion", "NAdam", "RAdam", "SparseAdam"),
-    *("LARS", "Muon", "RMSprop", "Shampoo", "SOAP", "Sophia"),
+    *("AdaBelief", "Adafactor", "AdaMax", "Adamax", "AdaMod", "Adan", "DAdapt", "Lamb", "LAMB", "Lion"),
+    *("NAdam", "QHAdam", "RAdam", "SparseAdam", "ScheduleFree", "SignSGD", "Signum", "LARS", "Muon", "Prodigy"),
+    *("RMSprop", "Shampoo", "SOAP", "Sophia"),
 )
 
 
@@ -54,23 +55,25 @@ class Claim:
 def claim_of(optimizer: Any) -> Claim:
     """The claim of an optimizer's class, by its constructor and its name.
 
-    AdamW takes betas, and has "AdamW" in its name. Adam takes betas. SGD takes momentum, or has "SGD" in its name.
-    ValueError for any other, with the settings that it takes.
+    AdamW takes betas, and has "AdamW" in its name. Adam takes betas, and has "Adam" in its name or in that of a class
+    that it derives from. SGD has "SGD" there. ValueError for any other, since there is no formula for it.
     """
     parameters, name = _parameters(optimizer), optimizer.__name__
-    other = next((algorithm for algorithm in OTHERS if algorithm in name), None)
+    names = " ".join(cls.__name__ for cls in optimizer.__mro__)  # this class's name, and those of its bases
+    other = next((algorithm for algorithm in OTHERS if algorithm in names), None)
     claims = [
         ("betas" in parameters and "adamw" in name.lower(), "AdamW", "it takes betas and AdamW is in its name"),
-        ("betas" in parameters, "Adam", "it takes betas and AdamW is not in its name"),
-        ("momentum" in parameters, "SGD", "it takes momentum"),
-        ("sgd" in name.lower(), "SGD", "it takes no betas"),
+        ("betas" in parameters and "adam" in names.lower(), "Adam", "it takes betas and AdamW is not in its name"),
+        ("sgd" in names.lower(), "SGD", "SGD is in its name, or in that of its base class"),
     ]
     fitting = [(algorithm, why) for fits, algorithm, why in claims if fits]
     values.hold(
         (not other, f"{name} looks like {other}: AdamW, Adam and SGD can be checked"),
         (
             fitting,
-            f"{name} takes {', '.join(parameters) or 'no settings'}: neither betas (AdamW, Adam) nor momentum (SGD)",
+            f"no formula is known for {name}, which takes {', '.join(parameters) or 'no settings'}: an AdamW or Adam"
+            " takes betas and has Adam in its class's name, an SGD has SGD there. If it is one of these, put its"
+            " algorithm into its name (docs/check.md, Optimizers); if not, it cannot be checked",
         ),
     )
     return Claim(
@@ -189,6 +192,7 @@ def cases_of(claim: Claim) -> list[Case]:
             ((0,), (1, 2)),
             in_place=sgd,  # as for nesterov
         ),
+        Case("maximize", 4, (decay | {"maximize": True}, decay | {"maximize": False}), ((0,), (1, 2))),
         Case("weights transposed in memory", 4, (decay,), transposed=True),
         Case(
             "parameters without a gradient in some steps",
@@ -227,12 +231,18 @@ def cases_of(claim: Claim) -> list[Case]:
     tiny = Case(
         "float32 masters, many tiny steps", MASTER_STEPS, ({"lr": MASTER_LR},), dtype=torch.bfloat16, masters=True
     )
-    reloaded = replace(
+    return [
+        Case("several steps", 6),
+        *(of_sgd if sgd else of_adam),
+        *of_all,
+        *of_extremes,
         tiny,
-        about="float32 masters, saved and loaded before each of many tiny steps",
-        reloads=frozenset(range(1, MASTER_STEPS)),
-    )
-    return [Case("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, tiny, reloaded]
+        replace(
+            tiny,
+            about="float32 masters, saved and loaded before each of many tiny steps",
+            reloads=frozenset(range(1, MASTER_STEPS)),
+        ),
+    ]
 
 
 def run_of(case: Case, seed: int) -> Run:

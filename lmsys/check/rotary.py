@@ -41,9 +41,12 @@ CASES = (
         formulas.Case("several batches, an odd length", (2, 3, 37, 32)),
         formulas.Case("positions that begin later", SMALL, more={"first position": 100}),
         formulas.Case("the same length at other positions", SMALL, more={"first position": 7, "step": 3}),
+        formulas.Case("packed documents, whose positions restart", SMALL, more={"document": 5}),
+        formulas.Case("one token at a late position", (2, 2, 1, 64), more={"first position": 200}),
         formulas.Case("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
         formulas.Case("late positions", ODD, more=LATE),
         formulas.Case("parts of wider rows", ODD, more={"spare columns": 3}),
+        formulas.Case("a second backward of a retained graph", ODD, more=LATE | {"retained": True}),
     )
     + formulas.cases_in(formulas.NARROW, ["a few tokens"], SMALL)
     + formulas.cases_in(formulas.NARROW, ["late positions"], ODD, more=LATE)
@@ -107,7 +110,9 @@ def _problem(case: formulas.Case, options: question.Options, pairs: str) -> form
     x = formulas.drawn(options, "x", *case.shape)
     if case.extreme:
         ROWS[case.about](x.view(-1, head_dim))
-    positions = torch.arange(case.shape[2]) * case.more.get("step", 1) + case.more.get("first position", 0)
+    positions = torch.arange(case.shape[2]) % case.more.get("document", LONGEST) * case.more.get(
+        "step", 1
+    ) + case.more.get("first position", 0)
     angles = angles_of(x.double(), {"positions": positions, "theta": theta})
     return formulas.Problem.of(
         case,

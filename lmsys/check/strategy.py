@@ -1,4 +1,4 @@
-"""Strategies and sharded optimizers: small trainings on two ranks, each compared with one process in float64.
+"""Strategies and sharded optimizers: small trainings on two ranks, and on one, compared with one process in float64.
 
 `kinds.py` calls `questions` for a strategy, and `optimizer_questions` for a sharded optimizer. The trainings are the
 trials of `lmsys.extremes.strategy`. The ranks are processes with gloo on a CPU, or GPUs with NCCL if there are two.
@@ -16,6 +16,7 @@ then end with all of the weights that `optimizer_cls` alone leads to in float64.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from lmsys.extremes.strategy import Trial, trials
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
-WORLD_SIZE = 2  # ranks of a trial
+WORLD_SIZE = 2  # ranks of all trials but one
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # environment of ranks: otherwise a wait that times out prints four lines
 START_S, TRIAL_S = 120.0, 12.0  # timeouts: for ranks to start and import; for a trial, which takes milliseconds
 
@@ -44,7 +45,9 @@ def questions(
     """
     row, device = entry.load(), "cuda" if torch.cuda.device_count() >= WORLD_SIZE else "cpu"
     with nullcontext(ranks) if ranks else Ranks() as running:
-        for trial in trials(WORLD_SIZE, options.seed):
+        # On a rank alone a strategy is wrong that divides by 2 rather than by the number of ranks.
+        alone = replace(trials(1, options.seed)[0], about="a single rank", extreme=True)
+        for trial in (*trials(WORLD_SIZE, options.seed), alone):
             reason = entry.why_not(SimpleNamespace(device=device)) or trained.why_not(entry, trial, row)
             results = running.ask(entry, trial) if reason is None else []
             failure = blamed(results)
@@ -54,27 +57,30 @@ def questions(
             yield question.Question(
                 about=trial.about,
                 judge=partial(fault, partial(running.ask, entry), trial, results),
-                shape=f"{trial.about}, {WORLD_SIZE} ranks",
+                shape=trial.about if trial is alone else f"{trial.about}, {WORLD_SIZE} ranks",
                 reason=reason,
                 extreme=trial.extreme,
             )
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """Two ranks that run trials. They start when first asked, and again after a trial has ended them."""
+    """Ranks that run trials, two or one alone. They start when first asked, and again after a trial has ended them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._group: WorkerGroup | None = None
+        self._groups: dict[int, WorkerGroup] = {}  # by world size
 
     def ask(self, entry: Entry, trial: Trial) -> Sequence[trained.Result]:
         """The results of the trial by rank. If a rank dies or hangs, the only result is its failure."""
         try:
-            if self._group is None or self._group.ended:
-                self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S, environment=QUIET)
-                self._group.run(trained.prepare, entry)
+            group = self._groups.get(trial.world_size)
+            if group is None or group.ended:
+                group = self._groups[trial.world_size] = WorkerGroup(
+                    trial.world_size, timeout_s=START_S, environment=QUIET
+                )
+                group.run(trained.prepare, entry)
             # The arguments of `train`: entry, trial, number of the training, options of the strategy (none).
-            return self._group.run(trained.train, entry, trial, next(self._numbers), {}, timeout_s=TRIAL_S)
+            return group.run(trained.train, entry, trial, next(self._numbers), {}, timeout_s=TRIAL_S)
         except WorkerError as error:
             first, *trace = str(error).strip().splitlines()
             # The last text is the exception's own message if the trace has it, else the first line.
@@ -99,8 +105,8 @@ class Ranks(AbstractContextManager["Ranks"]):
             ]
 
     def __exit__(self, *_: object) -> None:
-        if self._group is not None:
-            self._group.close()
+        for group in self._groups.values():
+            group.close()
 
 
 def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
@@ -136,11 +142,13 @@ def fault(ask: strategy_mistakes.Ask, trial: Trial, results: Sequence[trained.Re
         (last.grads, "trained parameters") if wrong.keys() & last.grads.keys() else (last.weights, "tensors")
     )
     count = len(wrong.keys() & tensors.keys())
-    text = (
+    return question.Fault.explained(
         f"  after {trial.steps} step{'s' * (trial.steps > 1)} {count} of {len(tensors)} {kind}"
-        f" {'are' if count > 1 else 'is'} wrong; the largest error, in {name}, is {question.times_allowed(wrong[name])}"
+        f" {'are' if count > 1 else 'is'} wrong; the largest error, in {name}, is"
+        f" {question.times_allowed(wrong[name])}",
+        mistake,
+        wrong[name],
     )
-    return question.Fault.explained(text, mistake, wrong[name])
 
 
 # As `questions`, for a sharded optimizer.

@@ -124,6 +124,7 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] =
         lambda s: torch.zeros_like(s.mean),
     ),
     ("", "are counted twice", lambda s: 2 * s.mean),
+    ("", "are divided by 2, not by the number of ranks", lambda s: s.local.sum(dim=0, keepdim=True) / 2),
     ("", "are multiplied by the number of ranks twice", lambda s: len(s.used) ** 2 * s.mean),
     ("", "have the wrong sign: weights move along the gradient, not against it", lambda s: -s.mean),
 )
@@ -135,11 +136,15 @@ def rules(steps: Sequence[Before]) -> Iterable[Rule]:
     for condition, words, gradient in MISTAKES:
         grads = {name: gradient(s) for name, s in before.grads.items() if s.holds(condition)}
         yield "{gradients} " + words, _stepped(before, grads)
-    words = "{gradients} contain gradient + weight: the flat buffer held weights and was not zeroed first"
-    yield words, _stepped(before, {name: s.mean + before.weights[name] for name, s in before.grads.items()})
+    yield (
+        "{gradients} contain gradient + weight: the flat buffer held weights and was not zeroed first",
+        _stepped(before, {name: s.mean + before.weights[name] for name, s in before.grads.items()}),
+    )
     for rank in range(before.trial.world_size):
-        words = f"{{gradients}} come from rank {rank} alone on every rank: they are not averaged"
-        yield words, _stepped(before, {name: s.local[rank : rank + 1] for name, s in before.grads.items()})
+        yield (
+            f"{{gradients}} come from rank {rank} alone on every rank: they are not averaged",
+            _stepped(before, {name: s.local[rank : rank + 1] for name, s in before.grads.items()}),
+        )
     for dtype in (torch.bfloat16, torch.float16):  # sums may be in this dtype, or what is sent, or the result
         words = f"{{gradients}} are communicated in {str(dtype).removeprefix('torch.')}"
         sent = {name: s.local.to(dtype) for name, s in before.grads.items()}

@@ -35,6 +35,7 @@ CASES: tuple[formulas.Case, ...] = (
         formulas.Case("an odd width", ODD),
         formulas.Case("wide rows", (5, 4101)),
         formulas.Case("parts of wider rows", ODD, more={"spare columns": 3}),
+        formulas.Case("a second backward of a retained graph", ODD, more={"retained": True}),
     )
     + formulas.cases_in(formulas.NARROW, ["an odd width"], ODD)
     + formulas.cases_in(formulas.DTYPES, GATES, ODD, extreme=True)

@@ -26,7 +26,7 @@ from lmsys.parallel.group import STOPPED, device, is_lost_peer
 OTHERS_S = 2.0  # how long a rank that raised waits for the other ranks to end
 SMALL_MB = 2.0**-13  # the size of small buckets, 32 float32: each layer has more, so that a module fills several
 # Exceptions by which a strategy refuses what it is given.
-REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError")
+REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError", "AssertionError")
 State = dict[str, torch.Tensor]
 
 
@@ -157,11 +157,14 @@ def _trained(
 def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
     """None, or why the row cannot run the trial. `loaded` is what the row's entry loads."""
     strategy, accumulates = traits.StrategyTraits.of(entry), trial.micro_batches > 1
-    takes_sizes = not {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters)
     return next(
         values.sentences_of(
             (not strategy.synchronizes, "it synchronizes nothing"),
-            (trial.small_buckets and not takes_sizes, "it takes no size of buckets"),
+            (
+                trial.small_buckets
+                and {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters),
+                "it takes no size of buckets",
+            ),
             (accumulates and not hasattr(loaded, "no_sync"), "it has no no_sync()"),
             (accumulates and not strategy.accumulates, "it does not accumulate"),
             (not {"once", "idle", "rare"}.isdisjoint(trial.parts), strategy.why_not_unused or ""),

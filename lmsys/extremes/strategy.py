@@ -36,7 +36,7 @@ class Trial:
     parts          what the module has: `buffers` that differ between ranks at first; `tied` weights;
                    a layer used `twice`; a `frozen` layer; a layer whose weight lies `transposed` in memory; a layer
                    that only the first micro-batch uses (`once`), only rank 0 (`rare`: of two ranks, one does not use
-                   it), or no rank (`idle`); gradients of many `sizes`
+                   it), or no rank (`idle`); gradients of many `sizes`; a first parameter in bfloat16 (`narrow`)
     micro_batches  backwards for each step, all but the last under no_sync()
     uneven         the last rank has FEW examples in a batch, the others EXAMPLES
     small_buckets  the strategy is built with buckets that hold less than the module
@@ -92,6 +92,7 @@ TRIALS = (  # of strategies
     Trial("a smaller batch on one rank", uneven=True, extreme=True),
     Trial("gradients from 1e-20 to 1e+10 in one bucket", ("sizes",), extreme=True),
     Trial("accumulated micro-batches of tied weights", ("tied", "twice"), micro_batches=2, extreme=True),
+    Trial("parameters of two dtypes, the first in bfloat16", ("narrow",), extreme=True),
     Trial("a weight transposed in memory", ("transposed",), extreme=True),
     Trial("parameters that only the first micro-batch uses", ("once",), micro_batches=2, extreme=True),
     Trial("parameters that no rank uses", ("idle",), extreme=True),
@@ -118,6 +119,8 @@ class Probe(nn.Module):
     def __init__(self, trial: Trial, apart: bool = False):
         super().__init__()
         self.parts = trial.parts
+        if "narrow" in trial.parts:
+            self.narrow = nn.Parameter(torch.empty(WIDTH, dtype=torch.bfloat16))
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         more = {LAYERS[part]: nn.Linear(WIDTH, WIDTH) for part in trial.parts if part in LAYERS}
@@ -147,6 +150,8 @@ class Probe(nn.Module):
             if asked and name in self.parts:
                 x = x + getattr(self, name)(x)
         loss = (self.head(x) - tokens.unsqueeze(-1) / VOCABULARY).square().mean()
+        if "narrow" in self.parts:
+            loss = loss + self.narrow.sum()  # a gradient of ones, so that bfloat16 holds it and the weights exactly
         if "sizes" in self.parts:
             by_sequence = tokens.to(x.dtype).mean(dim=1, keepdim=True) - VOCABULARY // 2  # (B, 1)
             for exponent, p in zip(EXPONENTS, self.sizes, strict=True):
@@ -165,7 +170,9 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), first=0, count=sum(sizes.values()))
     values = dict(zip(sizes, drawn.split(list(sizes.values())), strict=True))
     # By name the factor of the drawn values, whose standard deviation is 1; it is 0.5 for all other tensors.
-    units = {"scale": 1.0} | {f"sizes.{number}": 2.0**exponent for number, exponent in enumerate(EXPONENTS)}
+    units = {"scale": 1.0, "narrow": 0.0} | {
+        f"sizes.{number}": 2.0**exponent for number, exponent in enumerate(EXPONENTS)
+    }
     with torch.no_grad():
         for name, x in state.items():
             x.copy_(values[trial.twins.get(name, name)].view(x.shape) * units.get(name, 0.5))

@@ -220,12 +220,43 @@ def changed_targets(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED
     return F.cross_entropy(logits.float(), targets.clamp_(min=0))
 
 
+class OverwritesWhatIsSaved(torch.autograd.Function):
+    """A loss whose backward multiplies the saved gradient in place, so that a second one multiplies it again."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            loss = F.cross_entropy(leaf.float(), targets)
+            (ctx.gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.gradient.mul_(grads[0]), None
+
+
+def never_restarts(x: Tensor, positions: Tensor) -> Tensor:
+    """It takes positions for evenly spaced ones, from the first to the largest."""
+    first, largest = positions[0].float(), positions.max().float()
+    spaced = torch.linspace(0, 1, len(positions), device=x.device) * (largest - first) + first
+    return rotary.turned(x, rotary.angles_of(x, {"positions": spaced.round(), "theta": 1e4}), rotary.HALVES)
+
+
+def one_token_at_zero(x: Tensor, positions: Tensor) -> Tensor:
+    used = positions if len(positions) > 1 else 0 * positions
+    return rotary.turned(x, rotary.angles_of(x, {"positions": used, "theta": 1e4}), rotary.HALVES)
+
+
 ONE_CALL_TOO_FEW = [  # right in a single call with gradients on small contiguous tensors: (row, question, words)
     (first_1024_classes, "a large vocabulary", "classes from 1024 on do not count"),
     (changed_targets, "a few tokens", "inplace operation"),
     (KeepsItsRoot, "a few rows", "a later call changes what this call returned, or what it saved for its backward"),
     (contiguous_memory, "parts of wider rows", "wrong in rows 1 to 32"),
     (unweighted_without_gradients, "a few rows", "without gradients: expected"),
+    (OverwritesWhatIsSaved, "a second backward of a retained graph", "the first backward changes what a second one"),
+    (never_restarts, "packed documents, whose positions restart", "the largest error"),
+    (one_token_at_zero, "one token at a late position", "x is returned unchanged"),
     (root_of_1024_columns, "wide rows", "columns from 1024 on do not count"),
     (first_1024_columns, "wide rows", "wrong in columns 1024 to 4100"),
 ]

@@ -95,6 +95,26 @@ class EndsApart(Container):
         grad *= 1 + dist.get_rank() / 8
 
 
+class DividesByTwo(Container):
+    """Divides sums by 2, which is right on two ranks alone."""
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        dist.all_reduce(grad)
+        grad /= 2
+
+
+class BufferOfTheFirstDtype(Container):
+    """Packs all gradients in one flat buffer of the first parameter's dtype."""
+
+    def finish_gradient_synchronization(self) -> None:
+        named = list(self.named.values())
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in named]
+        flat = torch.cat([grad.reshape(-1).to(named[0].dtype) for grad in grads])
+        mean_(flat)
+        for p, part in zip(named, flat.split([p.numel() for p in named]), strict=True):
+            p.grad = part.view(p.shape).to(p.dtype)
+
+
 class RaisesInItsSecondStep(Container):
     """Raises on rank 1 in its second step. It is not in WRONG, since an exception is no mistake that has a name."""
 
@@ -138,6 +158,8 @@ WRONG = {
     "SumsInFloat16": "communicated in float16",
     "LeftWhereUnused": "divided by the number of ranks that use the parameter",
     "MovesWhatIsFrozen": "frozen parameters or buffers are changed by training: frozen.weight, frozen.bias",
+    "DividesByTwo": "are divided by 2, not by the number of ranks",
+    "BufferOfTheFirstDtype": "are communicated in bfloat16",
     "EndsApart": "ranks end with different weights: embed.weight",
 }
 WRONG_OPTIMIZERS = {
