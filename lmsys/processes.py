@@ -34,8 +34,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from lmsys.outputs import Outputs
-
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's message, where the CPU's memory is exhausted
@@ -43,6 +41,7 @@ GRACE_S = 5.0  # how long a process may take to end by itself
 # A shell command that waits until its input is closed, then kills its process group. The braces stand for `last_words`
 # of `Worker`.
 WATCH = "read _; {} kill -9 0"
+OUTPUTS = {1: "stdout", 2: "stderr"}  # {file number: name in sys}
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
 _lines: list[Connection] = []  # in a worker: the one connection to its caller
 
@@ -334,6 +333,56 @@ def read(line: Connection) -> bytes:
         return line.recv_bytes()
     except (EOFError, OSError):
         return b""
+
+
+class Outputs:
+    """stdout and stderr as they are when this is made, by file number and in `sys`.
+
+    Workers, the bench and `lmsys check` run code of users, which may close or replace them, and what is printed
+    afterwards must be seen.
+
+    The owner calls `close`, which closes the copies of the files.
+    """
+
+    def __init__(self) -> None:
+        self._streams = {number: stream for number, name in OUTPUTS.items() if (stream := getattr(sys, name))}
+        self._files = {number: (os.dup(number), file) for number in OUTPUTS if (file := _file(number))}
+
+    def mend(self) -> list[str]:
+        """Puts back what has been closed or replaced, and returns the names of these files and streams, for messages.
+
+        A closed stream is opened anew.
+        """
+        changed = []
+        for number, (copy, file) in self._files.items():
+            if _file(number) != file:
+                os.dup2(copy, number)
+                changed.append(f"file {number}, which is {OUTPUTS[number]}")
+        for number, stream in self._streams.items():
+            try:
+                stream.writable()
+            except ValueError:  # it is closed, or detached from its buffer
+                self._streams[number] = open(  # noqa: SIM115
+                    number, "w", encoding=getattr(stream, "encoding", None), closefd=False
+                )
+            if getattr(sys, OUTPUTS[number]) is not self._streams[number]:
+                setattr(sys, OUTPUTS[number], self._streams[number])
+                changed.append(f"sys.{OUTPUTS[number]}")
+        return changed
+
+    def close(self) -> None:
+        """Closes the copies of the files; after that nothing can be put back."""
+        for copy, _ in self._files.values():
+            os.close(copy)
+
+
+def _file(number: int) -> tuple[int, int] | None:
+    """(device, inode) of the file that is open under this number; None if none is."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _serve(number: int, callers_main: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from lmsys.attention import ATTENTION
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for room in ("lmsys", "benchmarks", "dev", "reports") for file in (ROOT / room).rglob("*.py"))
 PLAIN = (  # modules of lmsys that can be imported without torch
-    *"__init__ checkpointing commands config doing files outputs processes registry strict_json traits values".split(),
+    *"__init__ checkpointing commands config doing files processes registry strict_json traits values".split(),
     "watchdog",
     *"cost/__init__ cost/communication cost/memory cost/operations".split(),
     *"measure/__init__ measure/host measure/step training/config".split(),
@@ -41,7 +41,7 @@ END_IN_A_PAGE = ("lmsys/course/__main__.py", "lmsys/leaderboard.py")  # commands
 OF_THE_PLUGIN = "lmsys.reports.layout", "lmsys.reports.terminal"
 # What the modules may import that the tokenizer's worker processes load.
 OF_WORKERS = (
-    *(f"lmsys.{name}" for name in "commands config files outputs processes strict_json tokenizer values".split()),
+    *(f"lmsys.{name}" for name in "commands config files processes strict_json tokenizer values".split()),
     *(f"lmsys.training.{name}" for name in "config corpora data".split()),
 )
 # What reports may import of lmsys.

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from lmsys import processes
-from lmsys.outputs import Outputs
-from lmsys.processes import ProcessError, Worker, answered, futures, in_own_process
+from lmsys.processes import Outputs, ProcessError, Worker, answered, futures, in_own_process
 from tests.support.processes import PATIENCE_S, Stopwatch
 
 KEPT: list[int] = []  # a worker has a KEPT of its own

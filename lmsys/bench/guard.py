@@ -32,7 +32,7 @@ from torch.backends import cuda
 
 from lmsys import deterministic
 from lmsys.measure.compare import Lost
-from lmsys.outputs import Outputs
+from lmsys.processes import Outputs
 
 PACKAGES = "lmsys", "benchmarks", "dev"  # all of their functions and classes are remembered
 # Modules and classes of other packages: only the functions and classes that these themselves hold are remembered.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lmsys import attention, outputs, parallel, registry, signature, values
+from lmsys import attention, parallel, processes, registry, signature, values
 from lmsys.check import laptop, question
 
 LIMIT_S = 600.0  # the most seconds of the check of one implementation, which check/__main__.py enforces
@@ -130,7 +130,7 @@ def check_target(target: str, kind: str | None, options: question.Options, as_js
     It changes torch and Triton in this process (`laptop.install`), so the process should serve this check alone.
     """
     laptop.install()
-    with closing(outputs.Outputs()) as mended:
+    with closing(processes.Outputs()) as mended:
         # A file may ask for a GPU, or allocate on one, as it loads.
         with laptop.Laptop() if ".py:" in target else nullcontext():
             kind, entry = find(target, kind)

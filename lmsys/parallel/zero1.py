@@ -293,6 +293,11 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
             " what is unfrozen or added after wrapping no rank reduces gradients; wrap the module again"
         )
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, without what an `Absent` parameter costs the host each time its gradient is read or set."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         wrapper = self._wrapper()
         assert wrapper is not None, "the strategy that this optimizer belongs to is gone"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.attention.flash_torch import FlashTorch
+from lmsys.check import optimizer_runs
 from lmsys.course import parts, systems
 from lmsys.course.parts import PARTS, judged
 from tests.course.test_course import MODEL
@@ -51,6 +52,15 @@ def test_an_optimizer_that_keeps_all_state_shards_nothing(kind: Any, monkeypatch
     with pytest.raises(RuntimeError, match="nothing is sharded"):
         systems.sharded_optimizer(params, torch.optim.AdamW, whole=True).step()
     systems.sharded_optimizer(params[:1], torch.optim.AdamW).step()  # with a single parameter, a rank may own all
+
+
+class Mine(torch.optim.AdamW):
+    """An optimizer whose name does not say that it is AdamW."""
+
+
+def test_a_students_optimizer_is_asked_as_adamw_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tests.adapters", SimpleNamespace(get_adamw_cls=lambda: Mine))
+    assert optimizer_runs.claim_of(systems.adamw).algorithm == "AdamW"
 
 
 class WithoutLse(torch.autograd.Function):
