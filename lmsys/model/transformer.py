@@ -347,8 +347,8 @@ class TransformerLM(nn.Module):
         steps, if its attribute `rounded` is set to that of the model.
 
         Hooks and wrappers of blocks are not called then, nor hooks of their norms, attention and feed-forward; blocks
-        keep all that their backward reads. ValueError with activation checkpointing, and where one of these parts has a
-        forward of its own, which would not be called.
+        keep all that their backward reads. ValueError with activation checkpointing, where one of these parts has a
+        forward of its own, which would not be called, and where a module in the place of a linear layer has no weight.
         """
         fused.check_levels(self.config)
         groups = [[self.lm_head]]
@@ -370,6 +370,17 @@ class TransformerLM(nn.Module):
                 [layer.ffn.w1, layer.ffn.w3],
                 [layer.ffn.w2],
             ]
+        values.hold(
+            *(
+                (
+                    isinstance(getattr(layer, "weight", None), Tensor),
+                    f"fused blocks read the weight of each layer, and a {type(layer).__name__} of this model has none:"
+                    " run its blocks as they are, or compiled",
+                )
+                for group in groups
+                for layer in group
+            )
+        )
         self._fused = True
         self.rounded = linear.RoundedWeights(groups)
         return self

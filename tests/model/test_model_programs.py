@@ -263,6 +263,15 @@ def test_fused_blocks_refuse_a_part_that_they_would_not_call(name: str, of_class
         tested.fuse_blocks()
 
 
+@pytest.mark.parametrize("name", ["attn.q_proj", "ffn.w2"])
+def test_fused_blocks_refuse_a_module_without_a_weight(name: str) -> None:
+    """It ended in an AttributeError of the first call."""
+    tested = model()
+    tested.layers[1].set_submodule(name, nn.Sequential(tested.layers[1].get_submodule(name)))
+    with pytest.raises(ValueError, match="read the weight of each layer, and a Sequential of this model has none"):
+        tested.fuse_blocks()
+
+
 def test_fused_blocks_read_the_weight_of_a_parametrized_norm() -> None:
     """A parametrization gives the norm another class, but no other forward."""
     tested = model()
