@@ -30,6 +30,7 @@ from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 # that a caller may change, so a mask of these options alone is made once and kept between calls.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
 # `sdpa_kernel` sets flags of the process, and puts back those that it found: two threads at once could leave them off.
+# A call of torch's attention by another thread, which takes no turn, sees these flags meanwhile; none are of a thread.
 _turn = threading.RLock()
 
 
