@@ -60,7 +60,7 @@ Pair = tuple[fields.Record, fields.Record]  # the records of one case: of the ea
 class Shift:
     """An estimate of the natural logarithm of new time over old, and its standard error.
 
-    freedom  the degrees of freedom of the error: how many independent rounds it comes from, less one
+    freedom  the degrees of freedom of the error: how many independent rounds it comes from, less one of each sample
 
     Student's t distribution is taken by Wallace's approximation ("Bounds on Normal Approximations to Student's and the
     Chi-Square Distributions", 1959), for intervals and p-values alike. With few degrees
@@ -107,6 +107,7 @@ def between(old: Sequence[float], new: Sequence[float]) -> Shift:
         np.subtract.outer(y, x).ravel(),
         variance=len(x) * len(y) * (len(x) + len(y) + 1) / 12,
         rounds=min(len(x), len(y)),
+        samples=1 + min(len(x), len(y)) / max(len(x), len(y)),
         correlation=max(_correlation(x), _correlation(y)),
     )
 
@@ -128,12 +129,14 @@ def paired(differences: Sequence[float]) -> Shift:
     )
 
 
-def _shift(candidates: np.ndarray, variance: float, rounds: int, correlation: float) -> Shift:
+def _shift(candidates: np.ndarray, variance: float, rounds: int, correlation: float, samples: float = 1.0) -> Shift:
     """The median of all candidates for the shift, with an error from the interval that the rank test leaves around it.
 
     variance     that of the rank test's statistic
     rounds       of the sample, or of the shorter one
     correlation  that of neighbouring rounds
+    samples      that give degrees of freedom, each as many as `rounds` gives: 2 of one length, fewer if one is longer,
+                 since the shorter one then makes most of the error (Welch 1947)
     """
     ordered = np.sort(candidates)
     # The test's 95 % interval runs from the candidate at `place` to the one as far from the other end. It is 2 Z errors
@@ -141,7 +144,9 @@ def _shift(candidates: np.ndarray, variance: float, rounds: int, correlation: fl
     place = max(0, math.floor(len(ordered) / 2 - Z * math.sqrt(variance)))
     error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
     independent = rounds * (1 - correlation) / (1 + correlation)
-    return Shift(float(np.median(ordered)), error * math.sqrt(rounds / independent), max(1.0, independent - 1))
+    return Shift(
+        float(np.median(ordered)), error * math.sqrt(rounds / independent), max(1.0, samples * (independent - 1))
+    )
 
 
 def _correlation(values: np.ndarray) -> float:

@@ -384,6 +384,14 @@ def test_a_change_is_found_where_rounds_are_many(alike: float) -> None:
     assert sum(shift.p_beyond(0.02) <= 0.05 for shift in shifts) >= 58
 
 
+@pytest.mark.parametrize(("by", "least", "most"), [(0.02, 0.0, 0.05), (0.04, 0.74, 1.0)])
+def test_ten_rounds_of_two_runs_show_twice_the_margin(by: float, least: float, most: float) -> None:
+    """Both samples give degrees of freedom. The margin itself, 2 %, is called a change in 5 % of the trials at most."""
+    rng, trials = random.Random(6), 200
+    shifts = [between(noise(rng, 10, 0), [by + value for value in noise(rng, 10, 0)]) for _ in range(trials)]
+    assert least <= sum(shift.p_beyond(0.02) <= 0.05 for shift in shifts) / trials <= most
+
+
 @pytest.mark.parametrize(("freedom", "t"), [(2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042), (1e6, 1.960)])
 def test_intervals_and_p_values_are_those_of_student(freedom: float, t: float) -> None:
     shift = Shift(0.0, 1.0, freedom)
@@ -408,4 +416,5 @@ def test_timings_without_noise_leave_no_doubt() -> None:
     assert Shift(0.1, 0.0).p_beyond(0.05) == 0 and Shift(0.01, 0.0).p_beyond(0.05) == 1
     assert Shift(0.1, 1e-200, 2.0).p_beyond(0.05) == 0 and Shift(0.01, 1e-200, 2.0).p_beyond(0.05) == 1
     assert discoveries([], 0.05) == [] and discoveries([0.0, 1.0], 0.05) == [True, False]
-    assert between([0.5] * 10, [0.5] * 10) == Shift(0.0, 0.0, freedom=9.0)
+    assert between([0.5] * 10, [0.5] * 10) == Shift(0.0, 0.0, freedom=18.0)
+    assert between([0.5] * 10, [0.5] * 1000).freedom == pytest.approx(9.09)
