@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Timed]:
     """The fastest row by training, dtype, causal and shape; a case measured twice counts where it was last."""
-    fastest, plain = {}, filter(_is_plain, records)
+    fastest, plain = dict[tuple[Any, ...], Timed](), filter(_is_plain, records)
     for case, measured in fields.grouped((tuple(map(x.__getitem__, CASE)), x) for x in plain).items():
         for training, directions in USES:
             times = _times(measured, directions)

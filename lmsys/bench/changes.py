@@ -63,8 +63,8 @@ class Shift:
     freedom  the degrees of freedom of the error: how many independent rounds it comes from, less one of each sample
 
     Student's t distribution is taken by Wallace's approximation ("Bounds on Normal Approximations to Student's and the
-    Chi-Square Distributions", 1959), for intervals and p-values alike. With few degrees
-    it is too wide: an interval by 4 % with two, and by 38 % with one.
+    Chi-Square Distributions", 1959), for intervals and p-values alike. With few degrees it is too wide: an interval by
+    4 % with two, and by 38 % with one.
     """
 
     estimate: float
