@@ -4,8 +4,8 @@ The anchor is a row that every file has measured too. The workload is the exact 
 most files; a row's time is the sum over these cases, and its speed is the anchor's time over that. A file counts as its
 fastest own row, one that is not among the tables of lmsys; a file without own rows counts as its fastest row besides
 the anchor. The page is ordered by speed; a second column ranks files of the same machine by time. A row that was
-disturbed in a case counts only where a file has no others. A file whose row or anchor was disturbed, since the machine
-was busy or slowed, says so and comes behind those that were not.
+disturbed in a case counts only where a file has no others of its kind. A file whose row or anchor was disturbed, since
+the machine was busy or slowed, says so and comes behind those that were not.
 
 A file is refused, with the reason, where `lmsys verify` finds something wrong or not proved, where it has no seal,
 where no timed call of it could be judged again, and where it lacks the anchor in the workload, or another row that was

@@ -21,7 +21,8 @@ Timed = tuple[bool, float, str]  # of a row: True if the machine was disturbed, 
 CASE = "dtype", "causal", "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
 MEASURED = "gpu", "name", "torch", "triton", "commit", "date"  # the facts of the machine that MODULE names
-# (training, the directions whose times are added up): of two for training the last that was measured counts.
+# (training, the directions whose times are added up): of two for training the last that was measured counts,
+# but not if all of its rows were disturbed and one of the other was not.
 USES = (False, ("fwd",)), (True, ("fwdbwd",)), (True, ("fwd", "bwd"))
 # The module that is written, a template of str.format: a brace of the module itself is doubled.
 MODULE = '''"""The attention rows that were fastest in a run of lmsys bench; `lmsys pick` has written this file.
@@ -65,19 +66,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lmsys pick: error: {error}", file=sys.stderr)
         return commands.USAGE
     left_out = f"; left out, as impl= knows no such row here: {values.shortly(sorted(strangers))}" if strangers else ""
-    only_disturbed = sum(disturbed for disturbed, _, _ in fastest.values())
     if any(x.get("disturbed") for x in content["records"]):
-        left_out += f"; disturbed rows count only in cases without others, here {only_disturbed}"
+        left_out += (
+            "; disturbed rows count only in cases without others, here"
+            f" {sum(disturbed for disturbed, _, _ in fastest.values())}"
+        )
     print(f"{given.output}: {len(fastest)} cases, {len({row for _, _, row in fastest.values()})} rows{left_out}")
     return 0
 
 
 def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Timed]:
     """The fastest row by training, dtype, causal and shape; a case measured twice counts where it was last."""
-    fastest, plain = {}, filter(_is_plain, records)
+    fastest, plain = dict[tuple[Any, ...], Timed](), filter(_is_plain, records)
     for case, measured in fields.grouped((tuple(map(x.__getitem__, CASE)), x) for x in plain).items():
         for training, directions in USES:
-            if times := _times(measured, directions):
+            times = _times(measured, directions)
+            # Times that were all disturbed do not replace others: True is more than False.
+            if times and min(times)[0] <= fastest.get((training, *case), min(times))[0]:
                 fastest[training, *case] = min(times)
     return fastest
 

@@ -233,7 +233,7 @@ def _torch_step(
 
     factor  `grad_factor` of `AdamW`
     """
-    # The fused kernel takes gradients alone that lie in memory as their parameters do.
+    # The fused kernel takes only gradients that lie in memory as their parameters do.
     grads = [
         x if not fused or x.stride() == p.stride() else torch.empty_like(p).copy_(x)
         for p, x in zip(bundle.params, bundle.grads(factor), strict=True)

@@ -92,6 +92,17 @@ def test_a_planted_change_is_found_whatever_the_clock_does(factor: float, verdic
     assert changes[0].ratio == pytest.approx(factor, rel=0.01) or verdict == SAME
 
 
+def test_rounds_that_drift_by_little_do_not_widen_what_runs_differ_by() -> None:
+    """Rounds that drift count as few, which makes their own part of the error larger, and no other."""
+    old, new = run(1, groups=1), run(2, groups=1, mine=1.15)
+    for number, record in enumerate(old + new):
+        drift = [1 + 1e-4 * math.sin(number + place / 9) for place in range(len(record["samples_s"]))]
+        record |= {"samples_s": [record["time_s"] * step for step in drift], "between_runs": 0.01}
+    (change,) = (change for change in compare(old, new) if change.new["impl"] == "mine")
+    assert change.verdict == SLOWER and change.shift and change.shift.error == pytest.approx(0.01, rel=0.01)
+    assert change.shift.interval[1] - change.shift.estimate == pytest.approx(0.0196, rel=0.02)
+
+
 def test_runs_of_one_commit_have_no_changes() -> None:
     for seed in range(10):
         verdicts_of_seed = [change.verdict for change in compare(run(seed), run(seed + 100, clock=1 + seed / 20))]
@@ -315,6 +326,15 @@ def test_the_paired_estimate_is_what_is_added_to_each_round(differences: list[fl
     assert shift and moved and back
     assert moved.estimate == pytest.approx(shift.estimate + by, abs=1e-9)
     assert back.estimate == pytest.approx(-shift.estimate, abs=1e-9)
+    assert back.error == pytest.approx(shift.error, abs=1e-9) and back.freedom == pytest.approx(shift.freedom)
+
+
+def test_a_coarse_clock_is_no_drift() -> None:
+    """Equal timings in a row do not show that rounds resemble one another."""
+    assert paired([0.1] * 9 + [0.2]).freedom == paired([0.2] + [0.1] * 9).freedom == 9
+    rng = random.Random(5)
+    degrees = [paired([rng.choice([0.1, 0.2]) for _ in range(40)]).freedom for _ in range(100)]
+    assert sum(degrees) / 100 > 30
 
 
 def test_a_few_slow_rounds_do_not_move_the_estimate() -> None:
@@ -364,6 +384,14 @@ def test_a_change_is_found_where_rounds_are_many(alike: float) -> None:
     assert sum(shift.p_beyond(0.02) <= 0.05 for shift in shifts) >= 58
 
 
+@pytest.mark.parametrize(("by", "least", "most"), [(0.02, 0.0, 0.05), (0.04, 0.74, 1.0)])
+def test_ten_rounds_of_two_runs_show_twice_the_margin(by: float, least: float, most: float) -> None:
+    """Both samples give degrees of freedom. The margin itself, 2 %, is called a change in 5 % of the trials at most."""
+    rng, trials = random.Random(6), 200
+    shifts = [between(noise(rng, 10, 0), [by + value for value in noise(rng, 10, 0)]) for _ in range(trials)]
+    assert least <= sum(shift.p_beyond(0.02) <= 0.05 for shift in shifts) / trials <= most
+
+
 @pytest.mark.parametrize(("freedom", "t"), [(2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042), (1e6, 1.960)])
 def test_intervals_and_p_values_are_those_of_student(freedom: float, t: float) -> None:
     shift = Shift(0.0, 1.0, freedom)
@@ -386,5 +414,7 @@ def test_few_of_the_reported_changes_are_false() -> None:
 
 def test_timings_without_noise_leave_no_doubt() -> None:
     assert Shift(0.1, 0.0).p_beyond(0.05) == 0 and Shift(0.01, 0.0).p_beyond(0.05) == 1
+    assert Shift(0.1, 1e-200, 2.0).p_beyond(0.05) == 0 and Shift(0.01, 1e-200, 2.0).p_beyond(0.05) == 1
     assert discoveries([], 0.05) == [] and discoveries([0.0, 1.0], 0.05) == [True, False]
-    assert between([0.5] * 10, [0.5] * 10) == Shift(0.0, 0.0, freedom=9.0)
+    assert between([0.5] * 10, [0.5] * 10) == Shift(0.0, 0.0, freedom=18.0)
+    assert between([0.5] * 10, [0.5] * 1000).freedom == pytest.approx(9.09)
