@@ -262,7 +262,7 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
         states = [State() for _ in left_out]
         for name, value in held_parts[0].items() if held_parts else ():
             parts = [copy.deepcopy(value) for _ in params]  # optimizers add to a counter in place
-            if isinstance(value, Tensor) and value.dim():  # flat, as the parts are; a counter has no dimension
+            if isinstance(value, Tensor) and value.dim() and name != "step":  # flat, as the parts are
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
             for state_of_p, piece, steps in zip(states, parts, left_out, strict=True):
@@ -293,9 +293,7 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
         held = [state["state"].get(numbers[p]) for p in params]
         steps = [int(some.get("step", 1)) if some else 0 for some in held]
         some = held[steps.index(max(steps))] or {}
-        behind = {"left_out": [max(steps) - taken for taken in steps]} if min(steps) < max(steps) else {}
-        if some:
-            share[flat] = some | behind
+        share[flat] = some | ({"left_out": [max(steps) - taken for taken in steps]} if min(steps) < max(steps) else {})
         for name, value in some.items():
             if isinstance(value, Tensor) and name not in scalars:
                 layout = buckets.Layout.of(params)
@@ -305,14 +303,19 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
                         view.copy_(state_of_p[name])
                 share[flat][name] = joined.chunk(world_size)[rank].clone()
     return {
-        "state": share,
+        "state": {flat: some for flat, some in share.items() if some},
         "param_groups": [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)],
     }
 
 
 def is_unused(state: State) -> bool:
-    """True for the state of a parameter that no step has used: its counter is 0, or all tensors where there is none."""
-    return not (state["step"] if "step" in state else any(isinstance(x, Tensor) and x.any() for x in state.values()))
+    """True for the state of a parameter that no step has used: its counter is 0, or all tensors where there is none.
+
+    Never for Adagrad's, which alone holds a "sum": it begins with a value of its choice, and is there before any step.
+    """
+    return "sum" not in state and not (
+        state["step"] if "step" in state else any(isinstance(x, Tensor) and x.any() for x in state.values())
+    )
 
 
 def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]], dict[Any, int]]:

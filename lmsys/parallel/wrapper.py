@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lmsys.parallel import StrategyTraits, collectives, part, structure
 from lmsys.parallel.sharded_optimizer import is_unused
@@ -184,7 +184,9 @@ class Wrapper(nn.Module):
             )
         )
         if not begun:
+            groups = [dict(group) for group in optimizer.param_groups]
             _init_optim_state(optimizer)
+            optimizer.param_groups = groups  # an optimizer may count its steps in them
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
         if not begun:  # torch's function has made a step, after which the values are not those of before it
             optimizer.state.clear()
@@ -218,8 +220,10 @@ class Wrapper(nn.Module):
                 for group, names in zip(fitting, mine, strict=True)
             ],
         }
-        # Adagrad alone, which this option tells, begins with a state of its own, and not with none.
-        begun = "initial_accumulator_value" in optimizer.defaults or not all(map(is_unused, state["state"].values()))
+        # A number that is no tensor may be the only state, as of an optimizer that counts steps.
+        begun = any(x for x in tree_leaves(state["state"]) if not isinstance(x, Tensor)) or not all(
+            map(is_unused, state["state"].values())
+        )
         optimizer.load_state_dict(self._own_state(optimizer, state if begun else {**state, "state": {}}))
 
     def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:

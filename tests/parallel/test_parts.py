@@ -60,6 +60,7 @@ TRAININGS = (
     parts.with_averages,
     parts.with_hooks_that_change_gradients,
     parts.with_a_step_that_has_no_gradients,
+    parts.with_sums_from_the_start,
     parts.with_states_of_nothing,
 )
 
@@ -82,6 +83,9 @@ def test_two_ranks_train_as_one_process(ranks: WorkerGroup, training: Callable[[
         (torch.optim.ASGD, {"weight_decay": 0.5}),
         (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
         (torch.optim.Rprop, {}),
+        (parts.Counting, {"kept": "group"}),
+        (parts.Counting, {"kept": "number"}),
+        (parts.Counting, {"kept": "tensor"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -241,8 +241,20 @@ def with_state_kept(strategy: str, cls: Any, options: dict[str, Any], before: in
     return run.whole()
 
 
+def with_sums_from_the_start(strategy: str) -> State:
+    """A step of Adagrad, and its sum for a weight that nobody has used, which it began before the first step."""
+    torch.manual_seed(0)
+    run = made(strategy, torch.optim.Adagrad, Net(replace(RECIPE, unused=True)), initial_accumulator_value=0.1)
+    run.step(0)
+    if run.is_plain:
+        return {"sum": run.optimizer.state[run.net.unused.weight]["sum"], **run.whole()}
+    state = run.model.full_optimizer_state_dict(run.optimizer)["state"]
+    return {"sum": state["unused.weight"]["sum"].cpu(), **run.whole()}
+
+
 def with_states_of_nothing(strategy: str) -> State:
     """Two steps by an optimizer whose states are empty, of a model that has a weight without use, and its state."""
+    torch.manual_seed(0)
     run = made(strategy, Empty, Net(replace(RECIPE, unused=True)))
     for step in range(2):
         run.step(step)
@@ -291,6 +303,29 @@ class Plain(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 p -= factor * group["lr"] / group["count"] * p.grad
         self.state["steps"] = {"seen": self.state["steps"].get("seen", 0) + 1}
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate falls with the number of steps.
+
+    kept  where the number is kept: in the "group", in each parameter's state as a "number", or there as a "tensor" (1,)
+    """
+
+    def __init__(self, params: Any, lr: float, kept: str):
+        super().__init__(params, {"lr": lr, "kept": kept, "taken": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["taken"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if group["kept"] == "number":
+                    state["taken"] = state.get("taken", 0) + 1
+                elif group["kept"] == "tensor":
+                    state["step"] = state.get("step", torch.zeros(1)) + 1
+                steps = state.get("taken", state.get("step", group["taken"]))
+                p -= group["lr"] / float(steps) * p.grad
 
 
 class Empty(torch.optim.SGD):
