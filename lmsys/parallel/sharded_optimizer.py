@@ -244,7 +244,8 @@ State = dict[str, Any]  # an optimizer's state dict, or the state of one paramet
 def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any]) -> State:
     """The state dict of an optimizer over whole parameters, from `shares`, one for the flat parts of each rank.
 
-    ValueError where they are of another number of flat parts than the module has.
+    ValueError where they are of another number of flat parts than the module has, or where NAdam or ASGD has left a
+    parameter out of some steps and not of all: of its own "mu_product" or "eta" nothing is known.
     """
     flats, numbers = _laid_out(module, groups)
     held = sum(_lengths(shares[0]["param_groups"]))
@@ -253,7 +254,15 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
             held == sum(map(len, flats)),
             f"the optimizer's state is of {held} flat parts, and the module has {sum(map(len, flats))}: dtypes,"
             " requires_grad, reads_rounded and reads_own_dtype must be what they were when it was wrapped",
-        )
+        ),
+        (
+            all(
+                not some.keys() & {"mu_product", "eta"} or {*some.get("left_out", ())} <= {0, int(some["step"])}
+                for some in shares[0]["state"].values()
+            ),
+            "a parameter was left out of some steps, as no rank used it, and NAdam and ASGD keep of a whole flat part"
+            " what differs for it then: let every forward use all parameters of a block or none",
+        ),
     )
     state: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):

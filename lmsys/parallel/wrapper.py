@@ -202,19 +202,26 @@ class Wrapper(nn.Module):
         """Loads what `full_optimizer_state_dict` gives, also of another strategy or FSDP2.
 
         All ranks call it, with the same state. One that no step has used leaves the optimizer as before its first step.
-        ValueError for a state of other parameters, or of other groups of them.
+        ValueError for a state of other trained parameters, or of other groups of them.
         """
-        mine, given = self._names_in(optimizer), state_dict["param_groups"]
-        fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in mine]
+        # Frozen parameters may be missing on either side: zero1's optimizers hold none of them.
+        mine, frozen = (
+            self._names_in(optimizer),
+            {name for name, p in self.module.named_parameters() if not p.requires_grad},
+        )
+        fitting = [
+            next((group for group in state_dict["param_groups"] if set(names) - frozen <= set(group["params"])), None)
+            for names in mine
+        ]
         numbers = {name: number for number, name in enumerate(chain(*mine))}
         hold(
             (
-                None not in fitting and state_dict["state"].keys() <= numbers.keys(),
+                None not in fitting and state_dict["state"].keys() - frozen <= numbers.keys(),
                 f"the state has other parameters, or other groups of them, than this optimizer: {mine}",
             )
         )
         state: dict[str, Any] = {
-            "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
+            "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items() if name in numbers},
             "param_groups": [
                 {**(group or {}), "params": [numbers[name] for name in names]}
                 for group, names in zip(fitting, mine, strict=True)

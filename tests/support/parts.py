@@ -241,6 +241,37 @@ def with_state_kept(strategy: str, cls: Any, options: dict[str, Any], before: in
     return run.whole()
 
 
+def with_another_strategy(strategy: str) -> State:
+    """Three steps of a model with a frozen weight; another strategy goes on before the last one."""
+
+    def begun(name: str) -> Run:
+        torch.manual_seed(0)
+        return made(name, torch.optim.Adagrad, Net(replace(RECIPE, frozen=True)))
+
+    run = begun(strategy)
+    for step in range(3):
+        if step == 2 and not run.is_plain:
+            weights, state = run.model.full_state_dict(), run.model.full_optimizer_state_dict(run.optimizer)
+            run = begun("fsdp" if "zero1" in strategy else "zero1")
+            run.model.load_state_dict(weights)
+            run.model.load_optimizer_state_dict(run.optimizer, state)
+        run.step(step)
+    return run.whole()
+
+
+def left_out_of_some_steps(_: Any) -> list[str]:
+    """The errors of NAdam's state where fsdp has left a parameter out of all steps, and of one of two."""
+    errors = []
+    for used in (False, True):
+        run = made("fsdp", torch.optim.NAdam, Net(replace(RECIPE, rare=True)))
+        for rare in (used, False):
+            run.model(batch(0, 0).to(device()), rare=rare).backward()
+            run.finish()
+            run.apply()
+        errors.append(error_of(run.model.full_optimizer_state_dict, run.optimizer))
+    return errors
+
+
 def with_sums_from_the_start(strategy: str) -> State:
     """A step of Adagrad, and its sum for a weight that nobody has used, which it began before the first step."""
     torch.manual_seed(0)
