@@ -143,6 +143,8 @@ def test_a_state_that_is_known_of_no_single_parameter_is_refused(ranks: WorkerGr
     for never, some in on_two_ranks(ranks, parts.left_out_of_some_steps, None):
         assert never == "nothing raised"
         assert some.startswith("ValueError: a parameter was left out of some steps")
+    for error in on_two_ranks(ranks, parts.used_again, None):
+        assert error.startswith("RuntimeError: no rank had used a parameter")
 
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])

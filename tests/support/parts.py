@@ -272,6 +272,17 @@ def left_out_of_some_steps(_: Any) -> list[str]:
     return errors
 
 
+def used_again(_: Any) -> str:
+    """The error of a weight that is used after a step without it, where the optimizer's state holds a plain number."""
+    run = made("fsdp", Plain, Net(replace(RECIPE, rare=True)))
+    run.optimizer = run.optimizer_by(Counting, lr=0.1, kept="number")
+    for rare in (False, True):
+        run.model(batch(0, 0).to(device()), rare=rare).backward()
+        run.finish()
+        error = error_of(run.apply)
+    return error
+
+
 def with_sums_from_the_start(strategy: str) -> State:
     """A step of Adagrad, and its sum for a weight that nobody has used, which it began before the first step."""
     torch.manual_seed(0)
