@@ -234,7 +234,14 @@ class FlatShard:
         if self.shard.grad is None or not (self.idle or "left_out" in state):
             return
         late = {at for at, steps in enumerate(state.get("left_out", ())) if steps} - self.idle
-        if late and (dampens or "step" in state):
+        # Numbers, and tensors of another shape than the shard's, count steps or depend on them.
+        if late and (
+            dampens
+            or any(
+                isinstance(x, int | float | Tensor) and getattr(x, "shape", 0) != self.shard.shape
+                for x in state.values()
+            )
+        ):
             raise RuntimeError(
                 f"no rank had used a parameter of shape {tuple(self.params[min(late)].shape)} in a step before this"
                 " one, and to the optimizer a flat part of fsdp is one parameter, whose first steps it takes otherwise"

@@ -244,7 +244,8 @@ State = dict[str, Any]  # an optimizer's state dict, or the state of one paramet
 def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any]) -> State:
     """The state dict of an optimizer over whole parameters, from `shares`, one for the flat parts of each rank.
 
-    ValueError where they are of another number of flat parts than the module has.
+    ValueError where they are of another number of flat parts than the module has, or where NAdam or ASGD has left a
+    parameter out of some steps and not of all: of its own "mu_product" or "eta" nothing is known.
     """
     flats, numbers = _laid_out(module, groups)
     held = sum(_lengths(shares[0]["param_groups"]))
@@ -253,7 +254,15 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
             held == sum(map(len, flats)),
             f"the optimizer's state is of {held} flat parts, and the module has {sum(map(len, flats))}: dtypes,"
             " requires_grad, reads_rounded and reads_own_dtype must be what they were when it was wrapped",
-        )
+        ),
+        (
+            all(
+                not some.keys() & {"mu_product", "eta"} or {*some.get("left_out", ())} <= {0, int(some["step"])}
+                for some in shares[0]["state"].values()
+            ),
+            "a parameter was left out of some steps, as no rank used it, and NAdam and ASGD keep of a whole flat part"
+            " what differs for it then: let every forward use all parameters of a block or none",
+        ),
     )
     state: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
@@ -262,7 +271,7 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
         states = [State() for _ in left_out]
         for name, value in held_parts[0].items() if held_parts else ():
             parts = [copy.deepcopy(value) for _ in params]  # optimizers add to a counter in place
-            if isinstance(value, Tensor) and value.dim():  # flat, as the parts are; a counter has no dimension
+            if isinstance(value, Tensor) and value.dim() and name != "step":  # flat, as the parts are
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
             for state_of_p, piece, steps in zip(states, parts, left_out, strict=True):
@@ -293,9 +302,7 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
         held = [state["state"].get(numbers[p]) for p in params]
         steps = [int(some.get("step", 1)) if some else 0 for some in held]
         some = held[steps.index(max(steps))] or {}
-        behind = {"left_out": [max(steps) - taken for taken in steps]} if min(steps) < max(steps) else {}
-        if some:
-            share[flat] = some | behind
+        share[flat] = some | ({"left_out": [max(steps) - taken for taken in steps]} if min(steps) < max(steps) else {})
         for name, value in some.items():
             if isinstance(value, Tensor) and name not in scalars:
                 layout = buckets.Layout.of(params)
@@ -305,14 +312,19 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
                         view.copy_(state_of_p[name])
                 share[flat][name] = joined.chunk(world_size)[rank].clone()
     return {
-        "state": share,
+        "state": {flat: some for flat, some in share.items() if some},
         "param_groups": [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)],
     }
 
 
 def is_unused(state: State) -> bool:
-    """True for the state of a parameter that no step has used: its counter is 0, or all tensors where there is none."""
-    return not (state["step"] if "step" in state else any(isinstance(x, Tensor) and x.any() for x in state.values()))
+    """True for the state of a parameter that no step has used: its counter is 0, or all tensors where there is none.
+
+    Never for Adagrad's, which alone holds a "sum": it begins with a value of its choice, and is there before any step.
+    """
+    return "sum" not in state and not (
+        state["step"] if "step" in state else any(isinstance(x, Tensor) and x.any() for x in state.values())
+    )
 
 
 def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]], dict[Any, int]]:

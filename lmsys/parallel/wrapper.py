@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lmsys.parallel import StrategyTraits, collectives, part, structure
 from lmsys.parallel.sharded_optimizer import is_unused
@@ -184,7 +184,9 @@ class Wrapper(nn.Module):
             )
         )
         if not begun:
+            groups = [dict(group) for group in optimizer.param_groups]
             _init_optim_state(optimizer)
+            optimizer.param_groups = groups  # an optimizer may count its steps in them
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
         if not begun:  # torch's function has made a step, after which the values are not those of before it
             optimizer.state.clear()
@@ -200,26 +202,35 @@ class Wrapper(nn.Module):
         """Loads what `full_optimizer_state_dict` gives, also of another strategy or FSDP2.
 
         All ranks call it, with the same state. One that no step has used leaves the optimizer as before its first step.
-        ValueError for a state of other parameters, or of other groups of them.
+        ValueError for a state of other trained parameters, or of other groups of them.
         """
-        mine, given = self._names_in(optimizer), state_dict["param_groups"]
-        fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in mine]
+        # Frozen parameters may be missing on either side: zero1's optimizers hold none of them.
+        mine, frozen = (
+            self._names_in(optimizer),
+            {name for name, p in self.module.named_parameters() if not p.requires_grad},
+        )
+        fitting = [
+            next((group for group in state_dict["param_groups"] if set(names) - frozen <= set(group["params"])), None)
+            for names in mine
+        ]
         numbers = {name: number for number, name in enumerate(chain(*mine))}
         hold(
             (
-                None not in fitting and state_dict["state"].keys() <= numbers.keys(),
+                None not in fitting and state_dict["state"].keys() - frozen <= numbers.keys(),
                 f"the state has other parameters, or other groups of them, than this optimizer: {mine}",
             )
         )
         state: dict[str, Any] = {
-            "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
+            "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items() if name in numbers},
             "param_groups": [
                 {**(group or {}), "params": [numbers[name] for name in names]}
                 for group, names in zip(fitting, mine, strict=True)
             ],
         }
-        # Adagrad alone, which this option tells, begins with a state of its own, and not with none.
-        begun = "initial_accumulator_value" in optimizer.defaults or not all(map(is_unused, state["state"].values()))
+        # A number that is no tensor may be the only state, as of an optimizer that counts steps.
+        begun = any(x for x in tree_leaves(state["state"]) if not isinstance(x, Tensor)) or not all(
+            map(is_unused, state["state"].values())
+        )
         optimizer.load_state_dict(self._own_state(optimizer, state if begun else {**state, "state": {}}))
 
     def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -60,6 +60,8 @@ TRAININGS = (
     parts.with_averages,
     parts.with_hooks_that_change_gradients,
     parts.with_a_step_that_has_no_gradients,
+    parts.with_another_strategy,
+    parts.with_sums_from_the_start,
     parts.with_states_of_nothing,
 )
 
@@ -82,6 +84,9 @@ def test_two_ranks_train_as_one_process(ranks: WorkerGroup, training: Callable[[
         (torch.optim.ASGD, {"weight_decay": 0.5}),
         (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
         (torch.optim.Rprop, {}),
+        (parts.Counting, {"kept": "group"}),
+        (parts.Counting, {"kept": "number"}),
+        (parts.Counting, {"kept": "tensor"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -132,6 +137,14 @@ def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str)
         assert "unit" in more[0] and "several param groups" in more[1] and "before any other" in more[2]
         assert more[3] == "nothing raised"  # a step that was refused leaves nothing behind
         assert "Adafactor looks at whole parameters" in more[4]
+
+
+def test_a_state_that_is_known_of_no_single_parameter_is_refused(ranks: WorkerGroup) -> None:
+    for never, some in on_two_ranks(ranks, parts.left_out_of_some_steps, None):
+        assert never == "nothing raised"
+        assert some.startswith("ValueError: a parameter was left out of some steps")
+    for error in on_two_ranks(ranks, parts.used_again, None):
+        assert error.startswith("RuntimeError: no rank had used a parameter")
 
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])

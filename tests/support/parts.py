@@ -241,8 +241,62 @@ def with_state_kept(strategy: str, cls: Any, options: dict[str, Any], before: in
     return run.whole()
 
 
+def with_another_strategy(strategy: str) -> State:
+    """Three steps of a model with a frozen weight; another strategy goes on before the last one."""
+
+    def begun(name: str) -> Run:
+        torch.manual_seed(0)
+        return made(name, torch.optim.Adagrad, Net(replace(RECIPE, frozen=True)))
+
+    run = begun(strategy)
+    for step in range(3):
+        if step == 2 and not run.is_plain:
+            weights, state = run.model.full_state_dict(), run.model.full_optimizer_state_dict(run.optimizer)
+            run = begun("fsdp" if "zero1" in strategy else "zero1")
+            run.model.load_state_dict(weights)
+            run.model.load_optimizer_state_dict(run.optimizer, state)
+        run.step(step)
+    return run.whole()
+
+
+def left_out_of_some_steps(_: Any) -> list[str]:
+    """The errors of NAdam's state where fsdp has left a parameter out of all steps, and of one of two."""
+    errors = []
+    for used in (False, True):
+        run = made("fsdp", torch.optim.NAdam, Net(replace(RECIPE, rare=True)))
+        for rare in (used, False):
+            run.model(batch(0, 0).to(device()), rare=rare).backward()
+            run.finish()
+            run.apply()
+        errors.append(error_of(run.model.full_optimizer_state_dict, run.optimizer))
+    return errors
+
+
+def used_again(_: Any) -> str:
+    """The error of a weight that is used after a step without it, where the optimizer's state holds a plain number."""
+    run = made("fsdp", Plain, Net(replace(RECIPE, rare=True)))
+    run.optimizer = run.optimizer_by(Counting, lr=0.1, kept="number")
+    for rare in (False, True):
+        run.model(batch(0, 0).to(device()), rare=rare).backward()
+        run.finish()
+        error = error_of(run.apply)
+    return error
+
+
+def with_sums_from_the_start(strategy: str) -> State:
+    """A step of Adagrad, and its sum for a weight that nobody has used, which it began before the first step."""
+    torch.manual_seed(0)
+    run = made(strategy, torch.optim.Adagrad, Net(replace(RECIPE, unused=True)), initial_accumulator_value=0.1)
+    run.step(0)
+    if run.is_plain:
+        return {"sum": run.optimizer.state[run.net.unused.weight]["sum"], **run.whole()}
+    state = run.model.full_optimizer_state_dict(run.optimizer)["state"]
+    return {"sum": state["unused.weight"]["sum"].cpu(), **run.whole()}
+
+
 def with_states_of_nothing(strategy: str) -> State:
     """Two steps by an optimizer whose states are empty, of a model that has a weight without use, and its state."""
+    torch.manual_seed(0)
     run = made(strategy, Empty, Net(replace(RECIPE, unused=True)))
     for step in range(2):
         run.step(step)
@@ -291,6 +345,29 @@ class Plain(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 p -= factor * group["lr"] / group["count"] * p.grad
         self.state["steps"] = {"seen": self.state["steps"].get("seen", 0) + 1}
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate falls with the number of steps.
+
+    kept  where the number is kept: in the "group", in each parameter's state as a "number", or there as a "tensor" (1,)
+    """
+
+    def __init__(self, params: Any, lr: float, kept: str):
+        super().__init__(params, {"lr": lr, "kept": kept, "taken": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["taken"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if group["kept"] == "number":
+                    state["taken"] = state.get("taken", 0) + 1
+                elif group["kept"] == "tensor":
+                    state["step"] = state.get("step", torch.zeros(1)) + 1
+                steps = state.get("taken", state.get("step", group["taken"]))
+                p -= group["lr"] / float(steps) * p.grad
 
 
 class Empty(torch.optim.SGD):
