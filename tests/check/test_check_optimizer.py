@@ -174,10 +174,17 @@ def test_the_algorithm_is_told_by_base_class_and_name() -> None:
     class Mine(torch.optim.Adam):
         def __init__(self, params: object, lr: float = 0.1, **more: object): ...
 
+    class DerivesFromAdamW(torch.optim.AdamW): ...
+
+    DerivesFromAdamW.__name__ = "Mine"
+
+    class PlainAdam(torch.optim.AdamW): ...
+
     class CustomSGD(torch.optim.Optimizer):
         def __init__(self, params: object, lr: float = 0.1): ...
 
     assert claim_of(MyAdamW).algorithm == "AdamW" and "AdamW is in its name" in str(claim_of(MyAdamW))
+    assert claim_of(DerivesFromAdamW).algorithm == "AdamW" and claim_of(PlainAdam).algorithm == "Adam"
     assert claim_of(Mine).algorithm == "Adam" and {"lr", "betas", "eps", "weight_decay"} <= claim_of(Mine).settings
     assert claim_of(museum.Masters).masters == {"master_weights": True} and claim_of(MyAdamW).masters is None
     assert claim_of(museum.Sgd).algorithm == claim_of(CustomSGD).algorithm == "SGD" and kind_of(MyAdamW) == "optimizer"
