@@ -57,8 +57,9 @@ def claim_of(optimizer: Any) -> Claim:
 
     The nearest class with "Adam" in its name decides between AdamW and Adam: the optimizer's own, or one that it
     derives from. Both take betas. SGD has "SGD" in one of these names. ValueError for any other, since there is no
-    formula for it.
+    formula for it, and for what is no class.
     """
+    values.hold((inspect.isclass(optimizer), f"{optimizer!r} is no class: name the class of the optimizer"))
     parameters, name = _parameters(optimizer), optimizer.__name__
     names = [cls.__name__ for cls in optimizer.__mro__]  # this class's name, then those of its bases
     other = next((algorithm for algorithm in OTHERS if algorithm in " ".join(names)), None)
@@ -262,9 +263,8 @@ def run_of(case: Case, seed: int) -> Run:
         ]
         return [x.t().contiguous().t() for x in made] if case.transposed else made
 
-    parameters = drawn("parameter")
-    if case.masters:  # 1.4 to 1.6 at first, and within 1 to 2 in all steps: bfloat16 rounds each step away
-        parameters = [1.5 + p / 32 for p in parameters]
+    # With masters they are 1.4 to 1.6 at first, and within 1 to 2 in all steps: bfloat16 rounds each step away.
+    parameters = [1.5 + p / 32 if case.masters else p for p in drawn("parameter")]
     current: list[Settings] = [{**DEFAULTS, **given} for given in case.given]
     settings, gradients = [], []
     for step in range(case.steps):

@@ -211,9 +211,19 @@ class BareAdam(torch.optim.Optimizer):
     def __init__(self, params: object, lr: float = 0.1): ...
 
 
+def make_adamw(params: Any, lr: float = 0.1, betas: Any = (0.9, 0.999)) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, betas=betas)
+
+
+def test_a_function_that_makes_an_optimizer_is_not_taken_for_attention() -> None:
+    with pytest.raises(ValueError, match="it cannot be told what 'make_adamw' is: say --kind"):
+        kind_of(make_adamw)
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        (make_adamw, "make_adamw .* is no class: name the class of the optimizer"),
         (FancyLion, "FancyLion looks like Lion"),
         (Derived, "Derived looks like Lion"),
         (TinyMuon, "TinyMuon looks like Muon"),
@@ -223,7 +233,7 @@ class BareAdam(torch.optim.Optimizer):
         (BareAdam, "no formula is known for BareAdam, which takes lr: "),
     ],
 )
-def test_an_optimizer_of_another_algorithm_is_not_judged(row: type, words: str) -> None:
+def test_an_optimizer_of_another_algorithm_is_not_judged(row: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         next(questions(Entry(row.__name__, f"{row.__module__}:{row.__name__}"), Options()))
 
