@@ -229,7 +229,7 @@ def judge(
     widened        the result may be float32 although the inputs are narrower
     plain_formula  another usual way to write the formula: the larger error of both is allowed
     """
-    given = {**problem.inputs, **problem.settings}
+    given = {**problem.inputs, **problem.settings, "grad_output": problem.grad_output}
     before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
     try:
         outputs = run(call, problem)
@@ -239,7 +239,9 @@ def judge(
         return None if may_refuse else question.Fault.raised(error)
     if changed := [name for name, x in before.items() if not torch.equal(x, given[name])]:
         return question.Fault.explained(
-            f"  {changed[0]} differs after the call", f"the function changes its input {changed[0]}", error_ratio=None
+            f"  {changed[0]} differs after the call and its backward",
+            f"the function, or its backward, changes its input {changed[0]}",
+            error_ratio=None,
         )
     reference = outputs_of(formula, problem)
     # plain: what PyTorch computes in the dtype of the inputs; its error is the budget.

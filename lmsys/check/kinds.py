@@ -104,8 +104,13 @@ def kind_of(implementation: Any) -> str:
             (is_class and issubclass(implementation, torch.optim.Optimizer), "optimizer"),
             *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
             (hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"], "strategy"),
-            # q, k, v by any names
-            (len(taken) >= 3 and (signature.is_function(implementation) or not is_class), "attention"),
+            # q, k, v by any names; a function that makes an optimizer is none of these kinds
+            (
+                len(taken) >= 3
+                and list(own)[:1] != ["params"]
+                and (signature.is_function(implementation) or not is_class),
+                "attention",
+            ),
         ),
         "",
     )

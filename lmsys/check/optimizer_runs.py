@@ -55,20 +55,26 @@ class Claim:
 def claim_of(optimizer: Any) -> Claim:
     """The claim of an optimizer's class, by its constructor and its name.
 
-    AdamW takes betas, and has "AdamW" in its name. Adam takes betas, and has "Adam" in its name or in that of a class
-    that it derives from. SGD has "SGD" there. ValueError for any other, since there is no formula for it.
+    The nearest class with "Adam" in its name decides between AdamW and Adam: the optimizer's own, or one that it
+    derives from. Both take betas. SGD has "SGD" in one of these names. ValueError for any other, since there is no
+    formula for it, and for what is no class.
     """
+    values.hold((inspect.isclass(optimizer), f"{optimizer!r} is no class: name the class of the optimizer"))
     parameters, name = _parameters(optimizer), optimizer.__name__
-    names = " ".join(cls.__name__ for cls in optimizer.__mro__)  # this class's name, and those of its bases
-    other = next((algorithm for algorithm in OTHERS if algorithm in names), None)
-    claims = [
-        ("betas" in parameters and "adamw" in name.lower(), "AdamW", "it takes betas and AdamW is in its name"),
-        ("betas" in parameters and "adam" in names.lower(), "Adam", "it takes betas and AdamW is not in its name"),
-        ("sgd" in names.lower(), "SGD", "SGD is in its name, or in that of its base class"),
+    names = [cls.__name__ for cls in optimizer.__mro__]  # this class's name, then those of its bases
+    other = next((algorithm for algorithm in OTHERS if algorithm in " ".join(names)), None)
+    nearest = next((x.lower() for x in names if "adam" in x.lower()), "") if "betas" in parameters else ""
+    fitting = [
+        (algorithm, why)
+        for fits, algorithm, why in (
+            ("adamw" in nearest, "AdamW", "it takes betas and AdamW is in its name, or in that of its base class"),
+            (nearest, "Adam", "it takes betas and AdamW is not in its name: if it is an AdamW, put that into its name"),
+            ("sgd" in " ".join(names).lower(), "SGD", "SGD is in its name, or in that of its base class"),
+        )
+        if fits
     ]
-    fitting = [(algorithm, why) for fits, algorithm, why in claims if fits]
     values.hold(
-        (not other, f"{name} looks like {other}: AdamW, Adam and SGD can be checked"),
+        (not other, f"{name} looks like {other}, for which there is no formula: AdamW, Adam and SGD can be checked"),
         (
             fitting,
             f"no formula is known for {name}, which takes {', '.join(parameters) or 'no settings'}: an AdamW or Adam"
@@ -257,9 +263,8 @@ def run_of(case: Case, seed: int) -> Run:
         ]
         return [x.t().contiguous().t() for x in made] if case.transposed else made
 
-    parameters = drawn("parameter")
-    if case.masters:  # 1.4 to 1.6 at first, and within 1 to 2 in all steps: bfloat16 rounds each step away
-        parameters = [1.5 + p / 32 for p in parameters]
+    # With masters they are 1.4 to 1.6 at first, and within 1 to 2 in all steps: bfloat16 rounds each step away.
+    parameters = [1.5 + p / 32 if case.masters else p for p in drawn("parameter")]
     current: list[Settings] = [{**DEFAULTS, **given} for given in case.given]
     settings, gradients = [], []
     for step in range(case.steps):

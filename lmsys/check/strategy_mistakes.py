@@ -231,7 +231,7 @@ def explain(ask: Ask, trial: Trial) -> str | None:
             return None
         wrong = list(wrong_parameters(results, exact[steps].weights, ordinary[steps].weights))
         if wrong and steps == 0:
-            return _beginning(trial, wrong, exact[0])
+            return _beginning(trial, wrong, exact[0], results)
         if raced := [call for result in results for call in result.raced]:
             return f"a tensor is written while its {raced[0]} is still running: wait() comes too late"
         if wrong:
@@ -240,7 +240,7 @@ def explain(ask: Ask, trial: Trial) -> str | None:
     return None
 
 
-def _beginning(trial: Trial, wrong: Sequence[str], exact: Before) -> str:
+def _beginning(trial: Trial, wrong: Sequence[str], exact: Before, results: Sequence[Result]) -> str:
     """The mistake where the tensors `wrong` are wrong before the first step, in words."""
     if trial.sharded:
         return f"the optimizer's constructor changes weights: {listed(wrong)}"
@@ -251,7 +251,12 @@ def _beginning(trial: Trial, wrong: Sequence[str], exact: Before) -> str:
         ],
         "buffers": [name for name in wrong if name == "scale"],
     }
-    return "; ".join(f"{kind} are not broadcast from rank 0: {listed(wrong)}" for kind, wrong in names.items() if wrong)
+    fault = (
+        "are not rank 0's, though equal on all ranks: rounded, or sent by another rank"
+        if all(torch.equal(result.state[name], results[0].state[name]) for result in results for name in wrong)
+        else "are not broadcast from rank 0"
+    )
+    return "; ".join(f"{kind} {fault}: {listed(wrong)}" for kind, wrong in names.items() if wrong)
 
 
 def _step(

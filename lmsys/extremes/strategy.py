@@ -151,7 +151,8 @@ class Probe(nn.Module):
                 x = x + getattr(self, name)(x)
         loss = (self.head(x) - tokens.unsqueeze(-1) / VOCABULARY).square().mean()
         if "narrow" in self.parts:
-            loss = loss + self.narrow.sum()  # a gradient of ones, so that bfloat16 holds it and the weights exactly
+            # The gradient is a small whole number, so that bfloat16 holds it and the weights exactly.
+            loss = loss + self.narrow.sum() * (tokens[0, 0] + 1)
         if "sizes" in self.parts:
             by_sequence = tokens.to(x.dtype).mean(dim=1, keepdim=True) - VOCABULARY // 2  # (B, 1)
             for exponent, p in zip(EXPONENTS, self.sizes, strict=True):

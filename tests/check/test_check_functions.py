@@ -236,6 +236,14 @@ class OverwritesWhatIsSaved(torch.autograd.Function):
         return ctx.gradient.mul_(grads[0]), None
 
 
+class WritesIntoItsUpstream(OverwritesWhatIsSaved):
+    """Its backward multiplies the gradient that it is given, which autograd may pass to other functions, too."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.gradient * grads[0].mul_(2), None
+
+
 def never_restarts(x: Tensor, positions: Tensor) -> Tensor:
     """It takes positions for evenly spaced ones, from the first to the largest."""
     first, largest = positions[0].float(), positions.max().float()
@@ -255,6 +263,7 @@ ONE_CALL_TOO_FEW = [  # right in a single call with gradients on small contiguou
     (contiguous_memory, "parts of wider rows", "wrong in rows 1 to 32"),
     (unweighted_without_gradients, "a few rows", "without gradients: expected"),
     (OverwritesWhatIsSaved, "a second backward of a retained graph", "the first backward changes what a second one"),
+    (WritesIntoItsUpstream, "a few tokens", "the function, or its backward, changes its input grad_output"),
     (never_restarts, "packed documents, whose positions restart", "the largest error"),
     (one_token_at_zero, "one token at a late position", "x is returned unchanged"),
     (root_of_1024_columns, "wide rows", "columns from 1024 on do not count"),

@@ -174,10 +174,17 @@ def test_the_algorithm_is_told_by_base_class_and_name() -> None:
     class Mine(torch.optim.Adam):
         def __init__(self, params: object, lr: float = 0.1, **more: object): ...
 
+    class DerivesFromAdamW(torch.optim.AdamW): ...
+
+    DerivesFromAdamW.__name__ = "Mine"
+
+    class PlainAdam(torch.optim.AdamW): ...
+
     class CustomSGD(torch.optim.Optimizer):
         def __init__(self, params: object, lr: float = 0.1): ...
 
     assert claim_of(MyAdamW).algorithm == "AdamW" and "AdamW is in its name" in str(claim_of(MyAdamW))
+    assert claim_of(DerivesFromAdamW).algorithm == "AdamW" and claim_of(PlainAdam).algorithm == "Adam"
     assert claim_of(Mine).algorithm == "Adam" and {"lr", "betas", "eps", "weight_decay"} <= claim_of(Mine).settings
     assert claim_of(museum.Masters).masters == {"master_weights": True} and claim_of(MyAdamW).masters is None
     assert claim_of(museum.Sgd).algorithm == claim_of(CustomSGD).algorithm == "SGD" and kind_of(MyAdamW) == "optimizer"
@@ -204,9 +211,19 @@ class BareAdam(torch.optim.Optimizer):
     def __init__(self, params: object, lr: float = 0.1): ...
 
 
+def make_adamw(params: Any, lr: float = 0.1, betas: Any = (0.9, 0.999)) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, betas=betas)
+
+
+def test_a_function_that_makes_an_optimizer_is_not_taken_for_attention() -> None:
+    with pytest.raises(ValueError, match="it cannot be told what 'make_adamw' is: say --kind"):
+        kind_of(make_adamw)
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        (make_adamw, "make_adamw .* is no class: name the class of the optimizer"),
         (FancyLion, "FancyLion looks like Lion"),
         (Derived, "Derived looks like Lion"),
         (TinyMuon, "TinyMuon looks like Muon"),
@@ -216,7 +233,7 @@ class BareAdam(torch.optim.Optimizer):
         (BareAdam, "no formula is known for BareAdam, which takes lr: "),
     ],
 )
-def test_an_optimizer_of_another_algorithm_is_not_judged(row: type, words: str) -> None:
+def test_an_optimizer_of_another_algorithm_is_not_judged(row: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         next(questions(Entry(row.__name__, f"{row.__module__}:{row.__name__}"), Options()))
 

@@ -115,6 +115,23 @@ class BufferOfTheFirstDtype(Container):
             p.grad = part.view(p.shape).to(p.dtype)
 
 
+class LeavesOutBfloat16(Container):
+    """Averages the gradients of float32 parameters alone."""
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        if grad.dtype == torch.float32:
+            mean_(grad)
+
+
+class BroadcastsInTheFirstDtype(Container):
+    """Sends the initial weights in the first parameter's dtype, which may round them."""
+
+    def prepare(self) -> None:
+        first = next(self.module.parameters()).dtype
+        for x in self.module.state_dict().values():
+            x.copy_(x.to(first))
+
+
 class RaisesInItsSecondStep(Container):
     """Raises on rank 1 in its second step. It is not in WRONG, since an exception is no mistake that has a name."""
 
@@ -160,6 +177,8 @@ WRONG = {
     "MovesWhatIsFrozen": "frozen parameters or buffers are changed by training: frozen.weight, frozen.bias",
     "DividesByTwo": "are divided by 2, not by the number of ranks",
     "BufferOfTheFirstDtype": "are communicated in bfloat16",
+    "LeavesOutBfloat16": "the gradients of narrow are never synchronized",
+    "BroadcastsInTheFirstDtype": "initial weights are not rank 0's, though equal on all ranks: rounded, or",
     "EndsApart": "ranks end with different weights: embed.weight",
 }
 WRONG_OPTIMIZERS = {
