@@ -377,12 +377,10 @@ class Outputs:
 
 
 def _file(number: int) -> tuple[int, int] | None:
-    """(device, inode) of the file that is open under this number; None if none is."""
-    try:
-        status = os.fstat(number)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    """(inode, device) of the file that is open under this number; None if none is."""
+    with contextlib.suppress(OSError):
+        return os.fstat(number)[1:3]
+    return None
 
 
 def _serve(number: int, callers_main: dict[str, str]) -> None:

@@ -90,9 +90,11 @@ def questions(
 def faults_of_options(entry: registry.Entry) -> dict[str, float]:
     """The wrong cases, for the benchmark of losses: by case, the error over its budget, or inf if no number is wrong.
 
-    A function from a file is asked all cases in float32, a row of a table only the cases of options that it has.
+    A function from a file is asked all cases in float32 but that of a second backward, which a training has not; a row
+    of a table only the cases of options that it has.
     """
-    chosen = questions(entry, question.Options(dtypes=("float32",)), CASES if ".py:" in entry.target else OPTION_CASES)
+    cases = [case for case in CASES if "retained" not in case.more] if ".py:" in entry.target else OPTION_CASES
+    chosen = questions(entry, question.Options(dtypes=("float32",)), cases)
     return {x.about: fault.error_ratio or math.inf for x in chosen if x.reason is None and (fault := x.judge())}
 
 

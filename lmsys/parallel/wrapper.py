@@ -184,9 +184,10 @@ class Wrapper(nn.Module):
             )
         )
         if not begun:
-            groups = [dict(group) for group in optimizer.param_groups]
+            before = [dict(group) for group in optimizer.param_groups]
             _init_optim_state(optimizer)
-            optimizer.param_groups = groups  # an optimizer may count its steps in them
+            for group, settings in zip(optimizer.param_groups, before, strict=True):
+                group.update(settings)  # an optimizer may count its steps there
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
         if not begun:  # torch's function has made a step, after which the values are not those of before it
             optimizer.state.clear()

@@ -135,8 +135,7 @@ Notes = dict[str, int]  # the footnotes of a table, each with its number
 
 def mark(notes: Notes, text: str) -> str:
     """Adds a footnote, unless it is there already, and returns the superscript that refers to it."""
-    text = textwrap.shorten(text, 160, placeholder=" …")
-    return str(notes.setdefault(text, len(notes) + 1)).translate(SUPERSCRIPT)
+    return str(notes.setdefault(textwrap.shorten(text, 160, placeholder=" …"), len(notes) + 1)).translate(SUPERSCRIPT)
 
 
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
