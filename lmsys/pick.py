@@ -80,10 +80,10 @@ def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Time
     fastest, plain = dict[tuple[Any, ...], Timed](), filter(_is_plain, records)
     for case, measured in fields.grouped((tuple(map(x.__getitem__, CASE)), x) for x in plain).items():
         for training, directions in USES:
-            times = _times(measured, directions)
-            # Times that were all disturbed do not replace others: True is more than False.
-            if times and min(times)[0] <= fastest.get((training, *case), min(times))[0]:
-                fastest[training, *case] = min(times)
+            best = min(_times(measured, directions), default=None)
+            # A row that was disturbed does not replace one that was not: True is more than False.
+            if best and best[0] <= fastest.get((training, *case), best)[0]:
+                fastest[training, *case] = best
     return fastest
 
 
