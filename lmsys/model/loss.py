@@ -241,13 +241,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weighted: bool,
     ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[:2] if at_once and recorded else (False, False)
-        # Factors of 0 and 1 are shares already. The host pays for each of the kernels that would divide them.
-        shares, top = _shares(factors) if weighted else (factors, factors.new_ones(()))
+        # Factors of 0 and 1 say no more than the targets do, and each kernel that reads them takes its time.
+        shares, top = _shares(factors) if weighted else (None, None)
         ctx.how = options, chunk, dtype
         losses, z_losses, *gradients = _by_chunks(needs, shares, hidden, weight, source, targets, *ctx.how)
         ctx.save_for_backward(*((top, *gradients) if at_once else (hidden, weight, source, targets)))
         ctx.mark_non_differentiable(z_losses)
-        return (losses * factors).sum() if at_once else losses, z_losses  # no dot: autocast would cast its inputs
+        if at_once:  # no dot: autocast would cast its inputs
+            losses = (losses * factors if weighted else losses).sum()
+        return losses, z_losses
 
     @staticmethod
     @autograd.once_differentiable
@@ -257,14 +259,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             shares, factor = _shares(grads[0])
             _, _, *gradients = _by_chunks(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
         else:
-            factor, *gradients = ctx.saved_tensors
-            factor = factor * grads[0]
+            top, *gradients = ctx.saved_tensors
+            factor = grads[0] if top is None else top * grads[0]
         return *(x if x is None else _times(x, factor) for x in gradients), *[None] * 9  # None: of all other arguments
 
 
 def _by_chunks(
     needs: tuple[bool, ...],
-    factors: Tensor,
+    factors: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     source: Tensor,
@@ -275,27 +277,30 @@ def _by_chunks(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(losses (N,), z-losses (N,), d_hidden, d_weight), computed chunk by chunk.
 
-    needs  which of the two gradients to compute; a gradient that is not needed is None. They are the gradients of the
-           sum of losses · factors
+    needs    which of the two gradients to compute; a gradient that is not needed is None. They are the gradients of the
+             sum of losses · factors
+    factors  (N,); None: 1 for each token that is not ignored
     """
     with torch.autocast(hidden.device.type, enabled=False):
         operand = source.detach().to(dtype)  # (V, M)
-        losses, z_losses = factors.new_zeros(2, len(hidden))
+        losses, z_losses = torch.zeros(
+            2, len(hidden), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device
+        )
         d_hidden = torch.empty_like(hidden) if needs[0] else None
         d_weight = weight.new_zeros(weight.shape) if needs[1] else None
         room = _rows(min(chunk, len(hidden)), len(weight), operand)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            rows, labels = hidden[part].to(dtype), targets[part]
+            rows, labels, shares = hidden[part].to(dtype), targets[part], None if factors is None else factors[part]
             logits = torch.mm(rows, operand.mT, out=room[: len(rows)])  # (C, V)
-            losses[part], lses = _replace_by_gradient(logits, labels, factors[part], options, gradient=any(needs))
+            losses[part], lses = _replace_by_gradient(logits, labels, shares, options, gradient=any(needs))
             if options.z_loss:
                 z_losses[part] = lses.square().mul_(options.z_loss)
             if d_hidden is not None:
                 d_hidden[part] = logits @ operand
             if d_weight is not None:
                 _add_product(d_weight, logits.mT, rows)
-    return losses + z_losses, z_losses, d_hidden, d_weight
+    return (losses + z_losses if options.z_loss else losses), z_losses, d_hidden, d_weight
 
 
 def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,11 +344,12 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _replace_by_gradient(
-    logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, gradient: bool
+    logits: Tensor, labels: Tensor, factors: Tensor | None, options: LossOptions, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """(the cross-entropy, the log-sum-exp) of each row (C,), 0 where it is ignored.
+    """(the cross-entropy, for a z-loss the log-sum-exp) of each row (C,), 0 where it is ignored.
 
     With `gradient` the logits (C, V) become the gradient of the sum of losses · factors (C,), which includes z-losses.
+    factors None: 1 for each row
     """
     if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
         from lmsys.model.loss_triton import replace_by_gradient
@@ -364,7 +370,7 @@ def _replace_by_gradient(
     log_p, lse = shifted - total.log(), top + total.log()
     if gradient:
         # The derivative of a token's loss by its log-sum-exp is 1 from the cross-entropy and `of_lse` from the z-loss.
-        of_lse, factor = 2 * options.z_loss * lse, factors[:, None]
+        of_lse, factor = 2 * options.z_loss * lse, 1.0 if factors is None else factors[:, None]
         wide.mul_((1 + of_lse) * factor / total)
         # At the label 1 - smoothing is taken away. expm1 gives p - 1 without cancellation where p is near 1.
         wide.scatter_(1, label, (log_p.expm1() + smoothing + of_lse * log_p.exp()) * factor)

@@ -58,7 +58,9 @@ def _store_gradient(row_ptr, cols, x, p, label, counted, stride, V, label_smooth
         gradient += tl.where(cols < V, label_smoothing * (tl.where(cols == label, 1.0, 0.0) - 1.0 / V), 0.0)
     if softcap is not None:
         gradient *= tl.where(cols < V, (1.0 - x) * (1.0 + x), 0.0)
-    gradient = tl.where(counted, gradient * tl.load(factors_ptr + row), 0.0)
+    if factors_ptr is not None:  # at the end of a row a load is waited for
+        gradient *= tl.load(factors_ptr + row)
+    gradient = tl.where(counted, gradient, 0.0)
     tl.store(row_ptr + cols, gradient.to(row_ptr.dtype.element_ty), mask=cols < stride)
 
 
@@ -158,17 +160,21 @@ def _tiles(vocabulary: int) -> tuple[int, int]:
 
 
 def replace_by_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor, options: LossOptions, gradient: bool = True
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    factors: torch.Tensor | None,
+    options: LossOptions,
+    gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the cross-entropy of each row (C,); for a z-loss its log-sum-exp (C,), else zeros), in float32; 0 where ignored.
+    """(the cross-entropy, for a z-loss the log-sum-exp) of each row, (C,) in float32, 0 where ignored.
 
     logits    (C, V) float32, float16 or bfloat16, of unit stride within a row; what lies between rows is overwritten
     labels    (C,) classes; a row whose label is no class and not the ignored one becomes NaN
-    factors   (C,) contiguous
+    factors   (C,) contiguous; None: 1 for each row
     gradient  logits become the gradient of the sum of losses · factors, which includes z-losses
     """
     (num_rows, vocabulary), stride = logits.shape, logits.stride(0)
-    losses, lses = torch.zeros(2, num_rows, dtype=torch.float32, device=logits.device)
+    losses, lses = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     given = row_options(vocabulary, 16 // logits.element_size())
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(num_rows,)](

@@ -69,9 +69,9 @@ def builds() -> dict[str, dict[str, int]]:
         "lses_ptr": "*fp32",
         "factors_ptr": "*fp32",
     }
-    absent = "label_smoothing", "z_loss", "softcap"  # options that are None
-    for name, vocabulary in (("loss, two tiles", 10_000), ("loss, two passes", 32_000)):
-        options = loss_triton.row_options(vocabulary, vector=8) | dict.fromkeys(absent)
+    absent = "label_smoothing", "z_loss", "softcap"  # options that are None; without weights factors are, too
+    for name, vocabulary, more in (("loss, two tiles", 10_000, ("factors_ptr",)), ("loss, two passes", 32_000, ())):
+        options = loss_triton.row_options(vocabulary, vector=8) | dict.fromkeys((*absent, *more))
         counts[name] = build(loss_triton._cross_entropy_kernel, types, IGNORED=IGNORED, GRADIENT=True, **options)
 
     narrow = (
