@@ -93,7 +93,7 @@ def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[
 @steps.step
 def each_way(view: views.View) -> list[views.View]:
     """Splits the view by all WAYS; headings and file names tell those that the view varies."""
-    return [_with_names(part, part) for part in view.groups(WAYS).values()]
+    return [_with_names(view, part) for part in view.groups(WAYS).values()]
 
 
 def _varying(view: views.View, axis: str) -> list[views.View]:
