@@ -129,8 +129,7 @@ class Inputs:
 
     def alone(self, element: int) -> "Inputs":
         """Copies of one element of the batch, as a batch of 1."""
-        q, k, v, do = (x[element : element + 1].clone() for x in self.tensors.values())
-        return Inputs(q, k, v, do, seed=self.seed, std=self.std)
+        return replace(self, **{name: x[element : element + 1].clone() for name, x in self.tensors.items()})
 
     def redraw_(self, seed: int) -> "Inputs":
         """Draws new values in place. Autograd does not see it: storage, layout and version stay the same."""
@@ -161,17 +160,20 @@ def make_inputs(
 
     `std` is that of q and k: logits have about std². `memory` is one of MEMORY.
     """
-    options: dict[str, Any] = {"dtype": DTYPES[dtype or case.dtype], "device": case.device}
     layout, names, _ = MEMORY[memory] if memory else ("", (), "")
-
-    def empty(name: str, *shape: int) -> Tensor:
-        return _laid_out(layout if name in names else "", *shape, **options)
-
     of_queries, of_keys = (case.batch, case.heads, case.queries), (case.batch, case.kv_heads, case.keys)
     value_dim = case.value_dim or case.head_dim
-    q, do = empty("q", *of_queries, case.head_dim), empty("do", *of_queries, value_dim)
-    k, v = empty("k", *of_keys, case.head_dim), empty("v", *of_keys, value_dim)
-    return Inputs(q, k, v, do, seed=seed, std=std).redraw_(seed)
+    shapes = {
+        "q": (*of_queries, case.head_dim),
+        "do": (*of_queries, value_dim),
+        "k": (*of_keys, case.head_dim),
+        "v": (*of_keys, value_dim),
+    }
+    tensors = {
+        name: _laid_out(layout if name in names else "", *shape, dtype=DTYPES[dtype or case.dtype], device=case.device)
+        for name, shape in shapes.items()
+    }
+    return Inputs(**tensors, seed=seed, std=std).redraw_(seed)
 
 
 def _laid_out(layout: str, batch: int, heads: int, length: int, width: int, **options: Any) -> Tensor:
@@ -260,8 +262,9 @@ class Oracle:
         self._pattern = self._picked(replace(pattern, return_lse=False), case)
         self.reference = self._run(compute=torch.float64, rounded=torch.float64, attend=naive)
         plain = self._run(compute=self.dtype, rounded=self.dtype, attend=naive)
-        others = {name: ref for name, ref in self.reference.items() if name != "lse"}
-        self.budget = {name: _budget(ref, plain[name], self.dtype) for name, ref in others.items()}
+        self.budget = {
+            name: _budget(ref, plain[name], self.dtype) for name, ref in self.reference.items() if name != "lse"
+        }
         self.budget["lse"] = _budget(_finite(self.reference["lse"]), _finite(plain["lse"]), torch.float32)
         if spot:
             self.budget["o"] += self._exponent("o")
@@ -281,10 +284,7 @@ class Oracle:
             self._bounds["o"] = self._bound_of_o(merges=case.queries <= FEW_QUERIES)
         for name, bound in self._bounds.items():
             self.budget[name] += _norm_max(bound)
-        self._spot_budget: dict[str, float] = {}  # in root mean square
-        if spot and self.dtype != torch.float32:
-            for name, ref in others.items():
-                self._spot_budget[name] = rms_budget(ref, plain[name], SPOT_TIMES) + self._bound_rms(name)
+        self._spot_budget = self._rms_budgets(plain, SPOT_TIMES) if spot and self.dtype != torch.float32 else {}
 
     def error_ratios(self, outputs: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
         """Error over budget of each tensor, in the shapes the row gave them; 1 or less is right.
@@ -314,11 +314,12 @@ class Oracle:
     def _rms_budget(self) -> dict[str, float]:
         """The budget of each tensor but lse in root mean square, for a row that has no float32 form."""
         mixed = self._run(compute=torch.float32, rounded=self.dtype, attend=partial(_mixed, dtype=self.dtype))
-        return {x: rms_budget(self.reference[x], mixed[x]) + self._bound_rms(x) for x in mixed.keys() - {"lse"}}
+        return self._rms_budgets(mixed, times=2)
 
-    def _bound_rms(self, name: str) -> float:
-        """The addition of `_bounds` to a budget in root mean square."""
-        return norm_rms(self._bounds[name]) if name in self._bounds else 0.0
+    def _rms_budgets(self, plain: dict[str, Tensor], times: float) -> dict[str, float]:
+        """The budget of each tensor but lse in root mean square: that of `rms_budget`, and what `_bounds` add to it."""
+        budgets = {x: rms_budget(self.reference[x], plain[x], times) for x in plain.keys() - {"lse"}}
+        return budgets | {x: budgets[x] + norm_rms(bound) for x, bound in self._bounds.items()}
 
     def _recomputing(self) -> dict[str, float]:
         """Additions to the budgets of dq, dk, dv for a flash backward, which keeps only the log-sum-exp."""
@@ -369,11 +370,10 @@ class Oracle:
     def _probabilities(self) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor, Tensor, Tensor]]:
         """Yields by block the slices (units, rows, keys), and in float64 q (U, G, rows, D), k and v (U, 1, keys, D), P
         (U, G, rows, keys)."""
-        for units, rows, keys in self._blocks():
+        for units, rows, keys, pattern, first_query in self._blocks():
             q, (k, v) = self._q[units, :, rows].double(), (x[units, :, keys].double() for x in (self._k, self._v))
             # `blind` is True for queries that see no key: their P is 0. None: there is no such query.
-            pattern = self._pattern.of_entries(list(range(units.start, units.stop)))
-            scores, blind = masked_scores(q, k, pattern, self.scale, first_query=self._rows.start + rows.start)
+            scores, blind = masked_scores(q, k, pattern, self.scale, first_query)
             p = scores.softmax(dim=-1)
             yield units, rows, keys, q, k, v, p if blind is None else p.masked_fill(blind, 0)
 
@@ -404,11 +404,9 @@ class Oracle:
         out = {"o": double(self._do), "lse": double(self._q[..., 0])}
         if self.grad:
             out |= {"dq": double(self._q), "dk": double(self._k), "dv": double(self._v)}
-        for units, rows, keys in self._blocks():
+        for units, rows, keys, pattern, first_query in self._blocks():
             block = self._q[units, :, rows], self._k[units, :, keys], self._v[units, :, keys]
             q, k, v = (x.to(compute).detach().requires_grad_(self.grad) for x in block)
-            first_query = self._rows.start + rows.start
-            pattern = self._pattern.of_entries(list(range(units.start, units.stop)))
             with torch.set_grad_enabled(self.grad):
                 o = attend(q, k, v, scale=self.scale, pattern=pattern, first_query=first_query)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
@@ -426,8 +424,11 @@ class Oracle:
             out[name] = out[name].to(rounded).double()
         return out
 
-    def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Yields (units, query rows, the keys that these can see), with at most BLOCK_SCORES scores or a single row."""
+    def _blocks(self) -> Iterator[tuple[slice, slice, slice, Pattern, int]]:
+        """Yields (units, query rows, the keys that these can see, the pattern of the units, the first query's place).
+
+        A block has at most BLOCK_SCORES scores, or a single row.
+        """
         (num_units, group, queries, _), num_keys = self._q.shape, self._k.shape[2]
         limit, pattern, given = BLOCK_SCORES[self._q.device.type], self._pattern, self._pattern.options.keys()
         num_rows = min(queries, max(1, limit // (group * num_keys)))
@@ -436,7 +437,9 @@ class Oracle:
             end, keys = min(row + num_rows, queries), num_keys
             if pattern.causal and isinstance(pattern.offset, int) and not {"documents", "prefix"} & given:
                 keys = max(1, min(num_keys, self._rows.start + end + pattern.offset))
-            yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
+            units = range(unit, min(unit + at_once, num_units))
+            of_units = pattern.of_entries(list(units))
+            yield slice(units.start, units.stop), slice(row, end), slice(0, keys), of_units, self._rows.start + row
 
 
 def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:

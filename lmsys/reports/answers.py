@@ -93,7 +93,7 @@ def questions(machine: load.Machine) -> Iterator[Question]:
         if name in machine.layouts:
             declared = machine.layouts[name].get("fastest")
             if declared:
-                yield Question(name, **declared, words=machine.words_of(name))
+                yield Question(name, **declared)
             continue
         view = views.view_of(machine, name)
         keys = view.chosen(["@?", "-impl", "-device"])  # the axes that differ between cases, without impl and device
@@ -108,7 +108,6 @@ def questions(machine: load.Machine) -> Iterator[Question]:
             bases=[row for row, facts in view.table().items() if facts.get("baseline")],
             kind=next((kind for kind, rows in machine.rows.items() if view.values("impl")[0] in rows), ""),
             of_ours=True,
-            words=view.words,
         )
 
 
@@ -125,7 +124,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     # The letter of each run: A to Z, A1, B1, ...
     runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
     shown = _shown_keys(question, lines, list(settings))
-    heads = [_setting(question, line, shown) for line in lines]
+    heads = [_setting(machine, question, line, shown) for line in lines]
     marks, texts = cells.Notes(), list[list[str]]()  # texts: by line those of COLUMNS, in order
     for head, line in zip(heads, lines, strict=True):
         mfu = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if question.mfu and line["mfu"] else ""
@@ -174,12 +173,12 @@ def _shown_keys(question: Question, lines: Sequence[fields.Record], settings: Se
     return shown
 
 
-def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> str:
+def _setting(machine: load.Machine, question: Question, line: fields.Record, names: Sequence[str]) -> str:
     """The values of the keys `names` of a line, in words; before a number stands the label of its key."""
-    texts = []
+    known, texts = machine.words_of(question.benchmark), []
     for name in names:
         head = f"{question.keys[name]}\N{NO-BREAK SPACE}" if type(line[name]) in (int, float) else ""
-        texts.append(head + question.words.get(name, {}).get(line[name], str(line[name] or "")))
+        texts.append(head + known.get(name, {}).get(line[name], str(line[name] or "")))
     return ", ".join(filter(None, texts))
 
 

@@ -38,7 +38,6 @@ class Question:
     of_ours   True: a line may compare rows of this project alone; else one of them must be a peer, somebody else's
     values    expressions that replace values of fields, such as a default that older files leave out
     before    rows that are preferred to the `bases` in settings with a case for which the row's expression is true
-    words     by field the words for its values, in reading order
     """
 
     benchmark: str
@@ -55,7 +54,6 @@ class Question:
     of_ours: bool = False
     values: Mapping[str, str] = field(default_factory=dict)
     before: Mapping[str, str] = field(default_factory=dict)
-    words: Mapping[str, Mapping[object, str]] = field(default_factory=dict)
 
     def enough(self, rows: Rows) -> bool:
         """True where a line may name the fastest of these rows: two or more, one a peer (ours may all be slow)."""
@@ -78,7 +76,9 @@ class Question:
                 case = case | {name: expressions.value_of(text, case) for name, text in self.values.items()}
                 # A value that is False, 0 or empty counts as None, as does a field that the case lacks.
                 settings.setdefault(tuple(case.get(name) or None for name in self.keys), []).append(case)
-        return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
+        return {
+            key: settings[key] for key in sorted(settings, key=partial(reading_order, machine.words_of(self.benchmark)))
+        }
 
     def answer(self, machine: load.Machine, cases: Sequence[fields.Record]) -> fields.Record:
         """The facts of a setting's line, as in `Contest.line`, and `disturbed`: "all", "some", or None if no case was.
