@@ -164,15 +164,10 @@ def by(angles: Callable[[torch.Tensor, formulas.Settings], torch.Tensor]) -> for
 right = by(angles_of)
 
 
-def plain(inputs: formulas.Inputs, settings: formulas.Settings) -> torch.Tensor:
-    """`right` with angles that are off by eps of float32. Twice that error, 2 units in the last place, is allowed.
-
-    A frequency is a power or an exponential, mostly inverted, which rounds by at most one unit. Its product with the
-    position rounds once more.
-    """
-    return turned(
-        inputs["x"], angles_of(inputs["x"], settings) * (1 + torch.finfo(torch.float32).eps), settings["pairs"]
-    )
+# `right` with angles that are off by eps of float32. Twice that error, 2 units in the last place, is allowed. A
+# frequency is a power or an exponential, mostly inverted, which rounds by at most one unit; its product with the
+# position rounds once more.
+plain = by(lambda x, s: angles_of(x, s) * (1 + torch.finfo(torch.float32).eps))
 
 
 def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mistakes:
@@ -200,7 +195,13 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
             # Roundings are computed in float32, not in float64, since implementations compute angles in float32.
             else formulas.forwards(ANGLES) | formulas.forwards(_rounded(problem.dtype), torch.float32)
         ),
-        **formulas.forwards({"axis 1, the heads, is taken for the sequence, which is axis 2": _over_heads}),
+        **formulas.forwards(
+            {
+                "axis 1, the heads, is taken for the sequence, which is axis 2": by(  # the angles are (H, 1, D / 2)
+                    lambda x, s: angles_of(x, {**s, "positions": torch.arange(x.shape[1], device=x.device)})[:, None]
+                )
+            }
+        ),
         **formulas.backwards(right, BACKWARDS),
     }
 
@@ -266,10 +267,3 @@ def _rounded(dtype: torch.dtype) -> dict[str, formulas.Formula]:
         ),
         "angles are rounded to the dtype of x": by(lambda x, s: rounded(angles_of(x, s))),
     }
-
-
-def _over_heads(inputs: formulas.Inputs, settings: formulas.Settings) -> torch.Tensor:
-    """Rotates by the number of the head in place of the position."""
-    x = inputs["x"]
-    angles = angles_of(x, {**settings, "positions": torch.arange(x.shape[1], device=x.device)})  # (H, D / 2)
-    return turned(x, angles[:, None, :], settings["pairs"])
