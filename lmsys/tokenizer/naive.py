@@ -48,12 +48,10 @@ def learn_merges(
     counts  how often each word occurs
     rank    the pair with the largest rank(count, pair) is merged: by default the most frequent, then the greatest
     """
-    words = {word: [bytes([byte]) for byte in word] for word in counts}
-    known, merges = {bytes([byte]) for byte in range(256)}, []
-    while len(known) < 256 + num_tokens and (pairs := count_pairs(words, counts)):
+    words, merges = {word: [bytes([byte]) for byte in word] for word in counts}, list[Pair]()
+    while len(merges) < num_tokens and (pairs := count_pairs(words, counts)):
         best = max(pairs, key=lambda pair: rank(pairs[pair], pair))  # type: ignore[arg-type, return-value]
         merges.append(best)
-        known.add(best[0] + best[1])
         words = {word: merge(tokens, best) for word, tokens in words.items()}
     return merges
 

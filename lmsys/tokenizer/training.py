@@ -10,6 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from operator import add
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def train(
     merges = learn_merges(counts, vocab_size - smallest)
     vocab = [
         *(bytes([byte]) for byte in range(_NUM_BYTES)),
-        *dict.fromkeys(left + right for left, right in merges),  # two merges may give one token
+        *(left + right for left, right in merges),
         *(token.encode() for token in special_tokens),
     ]
     return codec.Tokenizer(dict(enumerate(vocab)), merges, special_tokens)
@@ -85,12 +86,11 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[byt
     """The merges, in order, that make `num_tokens` tokens beside the bytes out of words and their counts.
 
     The most frequent pair is merged, of several the lexicographically greater (left, right). There are fewer when no
-    pair is left.
+    pair is left. Each merge makes a new token: the bytes of a token are merged in the same order wherever they become
+    one, since no earlier merge has joined one of them with a byte outside.
     """
-    learner, merges = _Learner(counts), list[tuple[bytes, bytes]]()
-    while len(learner.tokens) < _NUM_BYTES + num_tokens and (merge := learner.step()):
-        merges.append(merge)
-    return merges
+    merges = iter(_Learner(counts).step, None)  # ends where `step` returns None
+    return list(islice(merges, num_tokens))
 
 
 class _Learner:
@@ -100,7 +100,7 @@ class _Learner:
     string of two. An empty string stands between words. `chars`, `counts`,
     `before` and `behind` are lists by place in the linked list.
 
-    tokens          character of each token; bytes_of: token of each character; order: see `_descending`
+    bytes_of        token of each character; order: see `_descending`
     chars           the token that begins at a place; "" where none does
     counts          how often the word at a place occurs
     before, behind  the places of the tokens on both sides
@@ -111,9 +111,8 @@ class _Learner:
     """
 
     def __init__(self, counts: Mapping[bytes, int]):
-        self.tokens = {bytes([byte]): chr(byte) for byte in range(_NUM_BYTES)}
-        self.bytes_of = {char: token for token, char in self.tokens.items()}
-        self.order = {char: _descending(token) for token, char in self.tokens.items()}
+        self.bytes_of = {chr(byte): bytes([byte]) for byte in range(_NUM_BYTES)}
+        self.order = {char: _descending(token) for char, token in self.bytes_of.items()}
         self.chars, self.counts = [""], array("q", [0])
         self.pairs: defaultdict[str, int] = defaultdict(int)
         self.homes: defaultdict[str, array[int]] = defaultdict(partial(array, "q"))  # takes less memory than lists
@@ -148,8 +147,7 @@ class _Learner:
         """Replaces the pair by a new token at all of its places, and counts the pairs that change."""
         first, second = pair[0], pair[1]
         merge = self.bytes_of[first], self.bytes_of[second]
-        token = merge[0] + merge[1]
-        char = self.tokens.setdefault(token, chr(len(self.tokens)))
+        token, char = merge[0] + merge[1], chr(len(self.bytes_of))
         self.bytes_of[char], self.order[char] = token, _descending(token)
         # How often each token stands in front of the pair, and behind it.
         lefts, rights = defaultdict[str, int](int), defaultdict[str, int](int)
