@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lmsys.attention import compiled, contract
-from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
+from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern, kept_on_documents
 
 # The options, by their names in `AttentionCase`, that flex and all rows of SDPA take. None of their values is a tensor
 # that a caller may change, so a mask of these options alone is made once and kept between calls.
@@ -66,28 +64,12 @@ def _seen_and_blind(
     """The masks of `Pattern.seen_and_blind`. They are kept between calls, as users do, if no option is a tensor."""
     if any(isinstance(x, Tensor) for x in pattern.options.values()):
         return pattern.seen_and_blind(num_queries, num_keys, device)
-    return _masks_of(
-        pattern.documents,
-        pattern.causal,
-        pattern.window,
-        pattern.prefix,
-        pattern.offset,
-        num_queries,
-        num_keys,
-        device,
-    )
+    return _masks_of(pattern, num_queries, num_keys, device)
 
 
 # The trait `mask` of rows in `table.py`: the mask, computed anew, so that it can be timed.
 boolean_mask = Pattern.seen_and_blind
-
-
-@kept_on_documents(most=2)  # keeps few results, on their documents: a mask has Q x K bytes
-def _masks_of(
-    documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
-) -> Any:
-    """`Pattern.seen_and_blind` of these options. shape: (queries, keys, device)."""
-    return Pattern(causal, window=window, offset=offset, documents=documents, prefix=prefix).seen_and_blind(*shape)
+_masks_of = kept_on_documents(boolean_mask, most=2)  # few results: a mask has Q x K bytes
 
 
 def _sdpa(
@@ -230,8 +212,8 @@ def flex(
     """FlexAttention, compiled for the case. Its block mask, which skips hidden blocks, is made once and kept."""
     pattern = pattern or PLAIN[causal]
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
-    documents, numbers = pattern.documents, _numbers(pattern)
-    block_mask = _block_mask_of(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
+    documents, numbers = pattern.documents, (pattern.left, pattern.right, pattern.prefix, pattern.offset)
+    block_mask = _block_mask_of(pattern, queries, k.shape[2], q.device) if pattern.hides else None
     # FlexAttention sends short queries to a decoding kernel. There the queries of a group must fit one block of the
     # mask, 128; if they do not, the other kernel is forced.
     options = {"BACKEND": "TRITON"} if q.is_cuda and queries < 128 < queries * group else None
@@ -261,39 +243,19 @@ def flex_supports(case: contract.AttentionCase) -> str | None:
 
 def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
     """FlexAttention's mask of a pattern, computed anew: the trait `mask` of `flex`, so that it can be timed."""
-    return _make_block_mask(pattern.documents, *_numbers(pattern), num_queries, num_keys, device)
-
-
-def _numbers(pattern: Pattern) -> tuple[int | None, int | None, int | None, Any]:
-    """(left, right, prefix, offset) of a pattern, which FlexAttention's mask has as constants."""
-    return pattern.left, pattern.right, pattern.prefix, pattern.offset
-
-
-def _make_block_mask(
-    documents: Documents | None,
-    left: int | None,
-    right: int | None,
-    prefix: int | None,
-    offset: int,
-    queries: int,
-    keys: int,
-    device: Any,
-) -> BlockMask:
-    """FlexAttention's mask of these options of a pattern; `left` to `offset` as `_numbers` gives them."""
     # `create_block_mask` is not compiled here, so it holds a (Q, K) matrix of flags: 4 GiB at 65,536 queries and keys.
-    batch = None if documents is None or documents.batch == 1 else documents.batch
-    return create_block_mask(
-        _mask_mod(left, right, prefix, offset, documents), batch, None, queries, keys, device=device
-    )
+    batch = None if pattern.documents is None or pattern.documents.batch == 1 else pattern.documents.batch
+    return create_block_mask(_mask_mod(pattern), batch, None, num_queries, num_keys, device=device)
 
 
-_block_mask_of = kept_on_documents(most=64)(_make_block_mask)
+_block_mask_of = kept_on_documents(block_mask)
 
 
-def _mask_mod(
-    left: int | None, right: int | None, prefix: int | None, offset: int, documents: Documents | None
-) -> Callable[..., Tensor]:
+def _mask_mod(pattern: Pattern) -> Callable[..., Tensor]:
     """FlexAttention's `mask_mod`: (batch entry, head, query, key), as indices, -> True where the query sees the key."""
+    # `seen` refers to numbers and tensors alone: it is kept on the documents, which it must not refer to.
+    left, right, prefix, offset = pattern.left, pattern.right, pattern.prefix, pattern.offset
+    documents = pattern.documents
     several = documents is not None and documents.batch > 1
     # By query, each (B or 1, Q): its position among the keys, its document's first key, and the key after the last.
     packed = documents and (documents.places, documents.key_starts, documents.key_ends)
