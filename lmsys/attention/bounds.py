@@ -1,8 +1,8 @@
 """`Bounds`: the interval of keys that each query sees, which is all that flash rows read of a pattern.
 
-`Pattern.bounds` makes them by `intervals_of`. Under windows, documents, a prefix, lengths and causal order each
-query sees one interval of keys, whose two ends never decrease from one query to the next. Only under a mask may it see
-another set of keys; rows that need intervals refuse masks.
+`Pattern.bounds` makes them. Under windows, documents, a prefix, lengths and causal order each query sees one interval
+of keys, whose two ends never decrease from one query to the next. Only under a mask may it see another set of keys;
+rows that need intervals refuse masks.
 
 So a tile of queries visits the keys from the `first` of its first query to the `end` of its last query. The keys from
 the `first` of its last query to the `end` of its first query are seen by all queries of the tile, and need no mask. The
@@ -74,29 +74,3 @@ class Bounds:
         if self.first.is_cuda and torch.cuda.is_current_stream_capturing():
             return [[edge] * self.first.shape[1] for edge in (0, self.num_keys, 0, self.num_keys)]
         return torch.stack([self.first.amin(0), self.first.amax(0), self.end.amin(0), self.end.amax(0)]).tolist()
-
-
-def intervals_of(
-    position: torch.Tensor,
-    edges: tuple[torch.Tensor, torch.Tensor] | None,
-    left: int | None,
-    right: int | None,
-    prefix: int | None,
-    num_keys: int,
-) -> Bounds:
-    """The intervals of keys that queries at `position` (B or 1, Q) see. `Pattern` calls this function.
-
-    edges        (starts, ends) of each query's document among the keys, (B or 1, Q) each; None: all `num_keys` keys
-    left, right  keys that a query sees on either side of its position; None: all
-    prefix       how many keys at the start of its document a query sees in any case; None: 0
-    """
-    starts, ends = edges or (torch.zeros_like(position), torch.full_like(position, num_keys))
-    first, end = starts.expand_as(position), ends.expand_as(position)
-    if right is not None:
-        end = torch.clamp(position + right + 1, starts, ends)
-    if prefix is not None:
-        end = torch.maximum(end, torch.minimum(starts + prefix, ends))
-    if left is not None:
-        first = torch.clamp(position - left, starts, ends)
-    first, end = (x.to(torch.int32).contiguous() for x in (first, end))
-    return Bounds(first, end, num_keys)

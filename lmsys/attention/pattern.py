@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lmsys import autograd, values
-from lmsys.attention.bounds import Bounds, intervals_of
+from lmsys.attention.bounds import Bounds
 from lmsys.attention.documents import FARTHEST, Documents, check_integers, keep
 
 NO_CAP = 2.0**40  # a softcap of this size or more changes scores below 2**28 by less than float32 can represent
@@ -138,11 +138,21 @@ class Pattern:
 
     def _intervals(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Bounds:
         """The intervals of keys that queries from `first_query` on see; a mask is left out. Does not wait for a GPU."""
-        position, edges = self.position(num_queries, device, first_query), None
-        if self.documents is not None:
+        position = self.position(num_queries, device, first_query)
+        if self.documents is None:
+            starts, ends = torch.zeros_like(position), torch.full_like(position, num_keys)
+        else:
             rows = slice(first_query, first_query + num_queries)
-            edges = self.documents.key_starts[:, rows], self.documents.key_ends[:, rows]
-        bounds = intervals_of(position, edges, self.left, self.right, self.prefix, num_keys)
+            starts, ends = self.documents.key_starts[:, rows], self.documents.key_ends[:, rows]
+        first, end = starts.expand_as(position), ends.expand_as(position)
+        if self.right is not None:
+            end = torch.clamp(position + self.right + 1, starts, ends)
+        if self.prefix is not None:
+            end = torch.maximum(end, torch.minimum(starts + self.prefix, ends))
+        if self.left is not None:
+            first = torch.clamp(position - self.left, starts, ends)
+        first, end = (x.to(torch.int32).contiguous() for x in (first, end))
+        bounds = Bounds(first, end, num_keys)
         return bounds if self.key_lengths is None else bounds.until(self.key_lengths)
 
     def added(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
