@@ -29,13 +29,8 @@ class Bounds:
     end: torch.Tensor
     num_keys: int
 
-    @cached_property
-    def of_keys(self) -> "Bounds":
-        """The interval of queries that see each key: first, end (B or 1, K)."""
-        return self.seen_by()
-
     def seen_by(self) -> "Bounds":
-        """The result of `of_keys`, computed anew: torch.compile can trace a method, but no cached property."""
+        """The interval of queries that see each key: first, end (B or 1, K)."""
         keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
         keys = keys.expand(self.first.shape[0], -1).contiguous()
         return Bounds(
@@ -43,6 +38,8 @@ class Bounds:
             torch.searchsorted(self.first, keys, right=True, out_int32=True),  # queries that begin at j or before
             self.first.shape[1],  # `num_keys` of the result: what a key is seen by are the queries
         )
+
+    of_keys = cached_property(seen_by)  # computed once; torch.compile can trace a method, but no cached property
 
     def until(self, key_lengths: torch.Tensor) -> "Bounds":
         """These intervals, without the keys j >= key_lengths[b] of batch entry b."""
