@@ -27,6 +27,7 @@ from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern, kept_on_
 # The options, by their names in `AttentionCase`, that flex and all rows of SDPA take. None of their values is a tensor
 # that a caller may change, so a mask of these options alone is made once and kept between calls.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
+KNOWN = *MADE_ONCE, OFFSETS, "key_lengths", "mask"  # the options that all rows of SDPA know
 # `sdpa_kernel` sets flags of the process, and puts back those that it found: two threads at once could leave them off.
 # A call of torch's attention by another thread, which takes no turn, sees these flags meanwhile; none are of a thread.
 _turn = threading.RLock()
@@ -94,23 +95,18 @@ sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_supports(case: contract.AttentionCase) -> str | None:
-    return _why_not_known(case, "bias") or why_not_scale(case)
+    return contract.why_not_options(case, *KNOWN, "bias") or why_not_scale(case)
 
 
 def sdpa_math_supports(case: contract.AttentionCase) -> str | None:
-    return _why_not_known(case, "bias")
-
-
-def _why_not_known(case: contract.AttentionCase, *added: str) -> str | None:
-    """None if the case has only options that all rows of SDPA know, or those `added`; else a text with the others."""
-    return contract.why_not_options(case, *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
+    return contract.why_not_options(case, *KNOWN, "bias")
 
 
 def sdpa_flash_supports(case: contract.AttentionCase) -> str | None:
     return (
         _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
         if case.device == "cuda"
-        else _why_not_known(case) or contract.why_not_value_dim(case) or why_not_scale(case)
+        else contract.why_not_options(case, *KNOWN) or contract.why_not_value_dim(case) or why_not_scale(case)
     )
 
 
@@ -146,9 +142,9 @@ def _torch_says(
     """None if torch says that this backend runs the case, else the reason from torch's warnings.
 
     If torch gives no reason, the text says which changed cases it would run. `added`: options that the backend takes
-    beside those of `_why_not_known`.
+    beside KNOWN.
     """
-    if reason := _why_not_known(case, *added) or why_not_scale(case):
+    if reason := contract.why_not_options(case, *KNOWN, *added) or why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
     # Under `causal` alone, `attention` cuts off the keys after the last query, which no query sees, before it calls a
