@@ -1,8 +1,8 @@
 """`Bounds`: the interval of keys that each query sees, which is all that flash rows read of a pattern.
 
-`Pattern.bounds` makes them by `intervals_of`. Under windows, documents, a prefix, lengths and causal order each
-query sees one interval of keys, whose two ends never decrease from one query to the next. Only under a mask may it see
-another set of keys; rows that need intervals refuse masks.
+`Pattern.bounds` makes them. Under windows, documents, a prefix, lengths and causal order each query sees one interval
+of keys, whose two ends never decrease from one query to the next. Only under a mask may it see another set of keys;
+rows that need intervals refuse masks.
 
 So a tile of queries visits the keys from the `first` of its first query to the `end` of its last query. The keys from
 the `first` of its last query to the `end` of its first query are seen by all queries of the tile, and need no mask. The
@@ -29,13 +29,8 @@ class Bounds:
     end: torch.Tensor
     num_keys: int
 
-    @cached_property
-    def of_keys(self) -> "Bounds":
-        """The interval of queries that see each key: first, end (B or 1, K)."""
-        return self.seen_by()
-
     def seen_by(self) -> "Bounds":
-        """The result of `of_keys`, computed anew: torch.compile can trace a method, but no cached property."""
+        """The interval of queries that see each key: first, end (B or 1, K)."""
         keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
         keys = keys.expand(self.first.shape[0], -1).contiguous()
         return Bounds(
@@ -43,6 +38,8 @@ class Bounds:
             torch.searchsorted(self.first, keys, right=True, out_int32=True),  # queries that begin at j or before
             self.first.shape[1],  # `num_keys` of the result: what a key is seen by are the queries
         )
+
+    of_keys = cached_property(seen_by)  # computed once; torch.compile can trace a method, but no cached property
 
     def until(self, key_lengths: torch.Tensor) -> "Bounds":
         """These intervals, without the keys j >= key_lengths[b] of batch entry b."""
@@ -74,29 +71,3 @@ class Bounds:
         if self.first.is_cuda and torch.cuda.is_current_stream_capturing():
             return [[edge] * self.first.shape[1] for edge in (0, self.num_keys, 0, self.num_keys)]
         return torch.stack([self.first.amin(0), self.first.amax(0), self.end.amin(0), self.end.amax(0)]).tolist()
-
-
-def intervals_of(
-    position: torch.Tensor,
-    edges: tuple[torch.Tensor, torch.Tensor] | None,
-    left: int | None,
-    right: int | None,
-    prefix: int | None,
-    num_keys: int,
-) -> Bounds:
-    """The intervals of keys that queries at `position` (B or 1, Q) see. `Pattern` calls this function.
-
-    edges        (starts, ends) of each query's document among the keys, (B or 1, Q) each; None: all `num_keys` keys
-    left, right  keys that a query sees on either side of its position; None: all
-    prefix       how many keys at the start of its document a query sees in any case; None: 0
-    """
-    starts, ends = edges or (torch.zeros_like(position), torch.full_like(position, num_keys))
-    first, end = starts.expand_as(position), ends.expand_as(position)
-    if right is not None:
-        end = torch.clamp(position + right + 1, starts, ends)
-    if prefix is not None:
-        end = torch.maximum(end, torch.minimum(starts + prefix, ends))
-    if left is not None:
-        first = torch.clamp(position - left, starts, ends)
-    first, end = (x.to(torch.int32).contiguous() for x in (first, end))
-    return Bounds(first, end, num_keys)

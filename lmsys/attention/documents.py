@@ -1,13 +1,13 @@
 """`Documents`: documents packed one after another into a sequence, as an option of `attention`.
 
 A user makes one `Documents` for many calls. So it also keeps tensors that rows derive from it, such as masks: see
-`keep` and `kept_on_documents`. `Pattern` reads `starts`, `ends` and `places`; rows of FlashAttention read `cu_seqlens`.
+`keep`, and `kept_on_documents` in pattern.py. `Pattern` reads `starts`, `ends` and `places`; rows of FlashAttention
+read `cu_seqlens`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial, wraps
 from itertools import accumulate, chain
 from typing import Any
 
@@ -212,31 +212,6 @@ def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make_here).result()
-
-
-def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator of `make(documents, *key)` that keeps its results, at most `most`. The last of `key` is a device.
-
-    Results are kept on the documents and freed with them, so a result must not refer to its documents. Where
-    `documents` is None, the decorated function itself keeps the results.
-    """
-
-    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
-        without: dict[Hashable, Any] = {}  # results where `documents` is None
-
-        @wraps(make)
-        def kept_or_made(documents: Documents | None, *key: Any) -> Any:
-            return keep(
-                without if documents is None else documents.kept,
-                (make.__qualname__, *key),
-                partial(make, documents, *key),
-                key[-1],
-                most,
-            )
-
-        return kept_or_made
-
-    return decorate
 
 
 def _rows(lengths: Any) -> Sequence[Any]:

@@ -4,7 +4,7 @@
 one library for each dtype and head dimension, with a window and without. nvcc compiles it for the GPU at hand, in
 seconds, without torch's headers. It is kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) under a hash of its sources,
 its flags and nvcc's version. `python -m lmsys.attention.flash_cuda` builds all libraries. Change tile sizes in
-`tiles_for`, what the kernels compute in flash_cuda.cu, and what they are given in `_Problem` and there.
+TILES, what the kernels compute in flash_cuda.cu, and what they are given in `_Problem` and there.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -62,6 +62,38 @@ class Tiles(NamedTuple):
     dkdv: Tile
 
 
+# By (from compute capability 8.0 on?, float32?, head_dim 128?): Tiles(fwd, dq, dkdv), each of them
+# Tile(block_q, block_k, warps, at_once, kept, blocks).
+TILES = {
+    (True, True, True): Tiles(
+        Tile(64, 32, 4, 32, False, 1), Tile(64, 16, 4, 16, False, 1), Tile(16, 64, 4, 16, False, 1)
+    ),
+    (True, True, False): Tiles(
+        Tile(64, 64, 4, 64, False, 1), Tile(64, 32, 4, 32, False, 1), Tile(32, 64, 4, 32, False, 1)
+    ),
+    (True, False, True): Tiles(
+        Tile(128, 64, 4, 64, False, 2), Tile(128, 32, 4, 32, False, 2), Tile(64, 64, 4, 32, False, 2)
+    ),
+    (True, False, False): Tiles(
+        Tile(128, 128, 4, 128, False, 2), Tile(128, 64, 4, 32, True, 2), Tile(64, 128, 4, 32, False, 2)
+    ),
+    # Tiles that fit 64 KiB of shared memory. Most of those for float16 take half of it, so that one thread block
+    # computes while another waits for its copies.
+    (False, True, True): Tiles(
+        Tile(64, 16, 4, 16, False, 1), Tile(32, 16, 2, 16, False, 1), Tile(8, 32, 2, 8, False, 1)
+    ),
+    (False, True, False): Tiles(
+        Tile(64, 32, 4, 32, False, 1), Tile(64, 32, 4, 32, False, 1), Tile(16, 64, 4, 16, False, 1)
+    ),
+    (False, False, True): Tiles(
+        Tile(64, 32, 4, 32, True, 2), Tile(64, 32, 4, 32, True, 2), Tile(16, 64, 4, 16, False, 1)
+    ),
+    (False, False, False): Tiles(
+        Tile(128, 64, 4, 64, True, 2), Tile(128, 64, 4, 16, True, 2), Tile(32, 64, 4, 32, True, 2)
+    ),
+}
+
+
 def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> Tiles:
     """The tiles for a dtype, head dimension and compute capability.
 
@@ -70,31 +102,7 @@ def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) ->
     spill no registers; they were not timed. nvcc stops at a static_assert where tiles need more shared memory than
     SHARED_BYTES in flash_cuda.cu (from 8.0 on 99 KiB), and for float32 with `kept`. Nothing checks the multiples of 16.
     """
-    # Tile(block_q, block_k, warps, at_once, kept, blocks), Tiles(fwd, dq, dkdv).
-    if capability < (8, 0):
-        return _tiles_of_64_kib(dtype, head_dim)
-    if dtype == torch.float32:
-        part = 16 if head_dim == 128 else 32
-        fwd, dq = Tile(64, 2 * part, 4, 2 * part, False, 1), Tile(64, part, 4, part, False, 1)
-        return Tiles(fwd, dq, Tile(part, 64, 4, part, False, 1))
-    if head_dim == 128:
-        return Tiles(Tile(128, 64, 4, 64, False, 2), Tile(128, 32, 4, 32, False, 2), Tile(64, 64, 4, 32, False, 2))
-    return Tiles(Tile(128, 128, 4, 128, False, 2), Tile(128, 64, 4, 32, True, 2), Tile(64, 128, 4, 32, False, 2))
-
-
-def _tiles_of_64_kib(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """Tiles that fit 64 KiB of shared memory.
-
-    Most of those for float16 take half of it, so that one thread block computes while another waits for its copies.
-    """
-    # Tile(block_q, block_k, warps, at_once, kept, blocks), Tiles(fwd, dq, dkdv).
-    if dtype == torch.float32:
-        rows, warps, part = (32, 2, 16) if head_dim == 128 else (64, 4, 32)
-        fwd, dq = Tile(64, part, 4, part, False, 1), Tile(rows, part, warps, part, False, 1)
-        return Tiles(fwd, dq, Tile(part // 2, rows, warps, part // 2, False, 1))
-    if head_dim == 128:
-        return Tiles(Tile(64, 32, 4, 32, True, 2), Tile(64, 32, 4, 32, True, 2), Tile(16, 64, 4, 16, False, 1))
-    return Tiles(Tile(128, 64, 4, 64, True, 2), Tile(128, 64, 4, 16, True, 2), Tile(32, 64, 4, 32, True, 2))
+    return TILES[capability >= (8, 0), dtype == torch.float32, head_dim == 128]
 
 
 class _View(ctypes.Structure):

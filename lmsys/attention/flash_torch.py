@@ -13,7 +13,6 @@ dimension; R = G * (queries of a tile) rows and C = (keys of a tile) columns.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -176,13 +175,12 @@ def flash_backward(
     scale: float | None = None,
     tile: int | None = None,
     pattern: Pattern | None = None,
-    tile_weights: Callable[..., tuple[Tensor, ...]] = _tile_weights,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Algorithm 2: dq, dk, dv from q, o, do (B, H, Q, D), k, v (B, Hkv, K, D) and lse (B, H, Q), or all (B, S, D).
 
     `dlse` is the gradient of the log-sum-exp. Under a pattern with a bias, the gradient of the bias is the fourth
-    result. `tile` is as in `flash_forward`, and `tile_weights` is `_tile_weights` or its compiled form.
+    result. `tile` is as in `flash_forward`. On CUDA `_tile_weights` is compiled.
 
     The outer loop visits key tiles, the inner one the query tiles that see a key tile. dk and dv of the key tile are
     summed in the inner loop, dq over the outer one. There are no atomics, so results are bitwise repeatable.
@@ -196,6 +194,7 @@ def flash_backward(
     bounds = pattern.bounds(num_queries, num_keys, q.device)
     tile = tile or _tile_size(q.shape[0] * q.shape[1], max(num_queries, num_keys), q.device.type)
     wide, operand = _wide(q.dtype), _operand(q)
+    tile_weights = _tile_weights_compiled if q.is_cuda else _tile_weights
     delta = (o.to(wide) * do.to(wide)).sum(dim=-1)  # (B, H, Q), row sums of P * dP
     delta = _grouped(delta if dlse is None else delta - dlse, num_groups)  # dS = P * (dP - delta + dlse)
     dbias = None if pattern.bias is None else torch.zeros_like(pattern.bias, dtype=wide)
@@ -235,16 +234,7 @@ def flash_backward(
     return *grads, *([] if dbias is None or pattern.bias is None else [dbias.to(pattern.bias.dtype)])
 
 
-# `backward_here` reads it when it is called: a test may put another in its place.
-compiled_flash_backward = partial(flash_backward, tile_weights=_tile_weights_compiled)
-
-
-def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
-    """`flash_backward`, with `_tile_weights` compiled on CUDA."""
-    return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
-
-
-FlashTorch, flash_torch = custom_ops.flash("flash_torch", "FlashTorch", flash_forward, backward_here)
+FlashTorch, flash_torch = custom_ops.flash("flash_torch", "FlashTorch", flash_forward, flash_backward)
 
 
 def flash_torch_supports(case: contract.AttentionCase) -> str | None:

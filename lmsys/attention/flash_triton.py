@@ -285,7 +285,7 @@ FlashTriton, flash_triton = custom_ops.flash(
 )
 # A compiled PyTorch backward, as a course solution has it before its own Triton backward.
 FlashTritonTorchBackward, flash_triton_torch_bwd = custom_ops.flash(
-    "flash_triton_torch_bwd", "FlashTritonTorchBackward", _forward, flash_torch.backward_here
+    "flash_triton_torch_bwd", "FlashTritonTorchBackward", _forward, flash_torch.flash_backward
 )
 
 

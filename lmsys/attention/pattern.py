@@ -8,15 +8,17 @@ OPTIONS (and in HIDING, if it hides keys), a field of `Pattern`, a check in `che
 Legend: B batch, H query heads, Q queries, K keys, S = Q = K.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmsys import autograd, values
-from lmsys.attention.bounds import Bounds, intervals_of
-from lmsys.attention.documents import FARTHEST, Documents, check_integers, kept_on_documents
+from lmsys.attention.bounds import Bounds
+from lmsys.attention.documents import FARTHEST, Documents, check_integers, keep
 
 NO_CAP = 2.0**40  # a softcap of this size or more changes scores below 2**28 by less than float32 can represent
 # Names in `AttentionCase.options` of two forms that few rows know: a pair as `window`, and a tensor as `offset`.
@@ -136,11 +138,21 @@ class Pattern:
 
     def _intervals(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Bounds:
         """The intervals of keys that queries from `first_query` on see; a mask is left out. Does not wait for a GPU."""
-        position, edges = self.position(num_queries, device, first_query), None
-        if self.documents is not None:
+        position = self.position(num_queries, device, first_query)
+        if self.documents is None:
+            starts, ends = torch.zeros_like(position), torch.full_like(position, num_keys)
+        else:
             rows = slice(first_query, first_query + num_queries)
-            edges = self.documents.key_starts[:, rows], self.documents.key_ends[:, rows]
-        bounds = intervals_of(position, edges, self.left, self.right, self.prefix, num_keys)
+            starts, ends = self.documents.key_starts[:, rows], self.documents.key_ends[:, rows]
+        first, end = starts.expand_as(position), ends.expand_as(position)
+        if self.right is not None:
+            end = torch.clamp(position + self.right + 1, starts, ends)
+        if self.prefix is not None:
+            end = torch.maximum(end, torch.minimum(starts + self.prefix, ends))
+        if self.left is not None:
+            first = torch.clamp(position - self.left, starts, ends)
+        first, end = (x.to(torch.int32).contiguous() for x in (first, end))
+        bounds = Bounds(first, end, num_keys)
         return bounds if self.key_lengths is None else bounds.until(self.key_lengths)
 
     def added(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
@@ -177,9 +189,7 @@ class Pattern:
         assert self.mask is None
         if isinstance(self.offset, Tensor):
             return self._intervals(num_queries, num_keys, device)
-        bounds = _bounds_of(
-            self.documents, self.causal, self.window, self.prefix, self.offset, num_queries, num_keys, device
-        )
+        bounds = _bounds_of(self, num_queries, num_keys, device)
         return bounds if self.key_lengths is None else bounds.until(self.key_lengths)
 
     def span(self, num_keys: int) -> int:
@@ -232,16 +242,37 @@ def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.d
     return bounds
 
 
-@kept_on_documents(most=64)  # keeps up to 64 results for each `documents`, as part of it, and 64 for None
-def _bounds_of(
-    documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
-) -> Bounds:
-    """The bounds of a pattern of these options. shape: (queries, keys, device).
+def kept_on_documents(make: Callable[..., Any], most: int = 64) -> Callable[..., Any]:
+    """A decorator of `make(pattern, *shape)` that keeps its results, at most `most`. The last of `shape` is a device.
+
+    A result may depend on these options alone: causal order, a window, a prefix, an offset that is a number, and
+    documents. Results are kept on the documents and freed with them, so a result must not refer to its documents. Where
+    a pattern has none, the decorated function itself keeps the results.
+    """
+    without: dict[Hashable, Any] = {}  # results of patterns without documents
+
+    @wraps(make)
+    def kept_or_made(pattern: Pattern, *shape: Any) -> Any:
+        return keep(
+            without if pattern.documents is None else pattern.documents.kept,
+            (make.__qualname__, pattern.causal, pattern.window, pattern.prefix, pattern.offset, *shape),
+            partial(make, pattern, *shape),
+            shape[-1],
+            most,
+        )
+
+    return kept_or_made
+
+
+@kept_on_documents
+def _bounds_of(pattern: Pattern, *shape: Any) -> Bounds:
+    """The bounds of a pattern without its key lengths. shape: (queries, keys, device).
 
     If this result is kept for later calls, its `of_keys` is computed here and not at its first use: that may be in
     inference mode or traced.
     """
-    bounds = Pattern(causal, window, offset, documents, prefix=prefix)._intervals(*shape)
+    causal, documents, prefix = pattern.causal, pattern.documents, pattern.prefix
+    bounds = Pattern(causal, pattern.window, pattern.offset, documents, prefix=prefix)._intervals(*shape)
     if not autograd.is_watched() and (documents is None or documents.kept is not None):
         _ = bounds.of_keys
     return bounds

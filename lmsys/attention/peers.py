@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lmsys.attention import compiled, contract
-from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
+from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern, kept_on_documents
 
 # The options, by their names in `AttentionCase`, that flex and all rows of SDPA take. None of their values is a tensor
 # that a caller may change, so a mask of these options alone is made once and kept between calls.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
+KNOWN = *MADE_ONCE, OFFSETS, "key_lengths", "mask"  # the options that all rows of SDPA know
 # `sdpa_kernel` sets flags of the process, and puts back those that it found: two threads at once could leave them off.
 # A call of torch's attention by another thread, which takes no turn, sees these flags meanwhile; none are of a thread.
 _turn = threading.RLock()
@@ -66,28 +65,12 @@ def _seen_and_blind(
     """The masks of `Pattern.seen_and_blind`. They are kept between calls, as users do, if no option is a tensor."""
     if any(isinstance(x, Tensor) for x in pattern.options.values()):
         return pattern.seen_and_blind(num_queries, num_keys, device)
-    return _masks_of(
-        pattern.documents,
-        pattern.causal,
-        pattern.window,
-        pattern.prefix,
-        pattern.offset,
-        num_queries,
-        num_keys,
-        device,
-    )
+    return _masks_of(pattern, num_queries, num_keys, device)
 
 
 # The trait `mask` of rows in `table.py`: the mask, computed anew, so that it can be timed.
 boolean_mask = Pattern.seen_and_blind
-
-
-@kept_on_documents(most=2)  # keeps few results, on their documents: a mask has Q x K bytes
-def _masks_of(
-    documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
-) -> Any:
-    """`Pattern.seen_and_blind` of these options. shape: (queries, keys, device)."""
-    return Pattern(causal, window=window, offset=offset, documents=documents, prefix=prefix).seen_and_blind(*shape)
+_masks_of = kept_on_documents(boolean_mask, most=2)  # few results: a mask has Q x K bytes
 
 
 def _sdpa(
@@ -112,23 +95,18 @@ sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_supports(case: contract.AttentionCase) -> str | None:
-    return _why_not_known(case, "bias") or why_not_scale(case)
+    return contract.why_not_options(case, *KNOWN, "bias") or why_not_scale(case)
 
 
 def sdpa_math_supports(case: contract.AttentionCase) -> str | None:
-    return _why_not_known(case, "bias")
-
-
-def _why_not_known(case: contract.AttentionCase, *added: str) -> str | None:
-    """None if the case has only options that all rows of SDPA know, or those `added`; else a text with the others."""
-    return contract.why_not_options(case, *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
+    return contract.why_not_options(case, *KNOWN, "bias")
 
 
 def sdpa_flash_supports(case: contract.AttentionCase) -> str | None:
     return (
         _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
         if case.device == "cuda"
-        else _why_not_known(case) or contract.why_not_value_dim(case) or why_not_scale(case)
+        else contract.why_not_options(case, *KNOWN) or contract.why_not_value_dim(case) or why_not_scale(case)
     )
 
 
@@ -164,9 +142,9 @@ def _torch_says(
     """None if torch says that this backend runs the case, else the reason from torch's warnings.
 
     If torch gives no reason, the text says which changed cases it would run. `added`: options that the backend takes
-    beside those of `_why_not_known`.
+    beside KNOWN.
     """
-    if reason := _why_not_known(case, *added) or why_not_scale(case):
+    if reason := contract.why_not_options(case, *KNOWN, *added) or why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
     # Under `causal` alone, `attention` cuts off the keys after the last query, which no query sees, before it calls a
@@ -230,8 +208,8 @@ def flex(
     """FlexAttention, compiled for the case. Its block mask, which skips hidden blocks, is made once and kept."""
     pattern = pattern or PLAIN[causal]
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
-    documents, numbers = pattern.documents, _numbers(pattern)
-    block_mask = _block_mask_of(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
+    documents, numbers = pattern.documents, (pattern.left, pattern.right, pattern.prefix, pattern.offset)
+    block_mask = _block_mask_of(pattern, queries, k.shape[2], q.device) if pattern.hides else None
     # FlexAttention sends short queries to a decoding kernel. There the queries of a group must fit one block of the
     # mask, 128; if they do not, the other kernel is forced.
     options = {"BACKEND": "TRITON"} if q.is_cuda and queries < 128 < queries * group else None
@@ -261,39 +239,19 @@ def flex_supports(case: contract.AttentionCase) -> str | None:
 
 def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
     """FlexAttention's mask of a pattern, computed anew: the trait `mask` of `flex`, so that it can be timed."""
-    return _make_block_mask(pattern.documents, *_numbers(pattern), num_queries, num_keys, device)
-
-
-def _numbers(pattern: Pattern) -> tuple[int | None, int | None, int | None, Any]:
-    """(left, right, prefix, offset) of a pattern, which FlexAttention's mask has as constants."""
-    return pattern.left, pattern.right, pattern.prefix, pattern.offset
-
-
-def _make_block_mask(
-    documents: Documents | None,
-    left: int | None,
-    right: int | None,
-    prefix: int | None,
-    offset: int,
-    queries: int,
-    keys: int,
-    device: Any,
-) -> BlockMask:
-    """FlexAttention's mask of these options of a pattern; `left` to `offset` as `_numbers` gives them."""
     # `create_block_mask` is not compiled here, so it holds a (Q, K) matrix of flags: 4 GiB at 65,536 queries and keys.
-    batch = None if documents is None or documents.batch == 1 else documents.batch
-    return create_block_mask(
-        _mask_mod(left, right, prefix, offset, documents), batch, None, queries, keys, device=device
-    )
+    batch = None if pattern.documents is None or pattern.documents.batch == 1 else pattern.documents.batch
+    return create_block_mask(_mask_mod(pattern), batch, None, num_queries, num_keys, device=device)
 
 
-_block_mask_of = kept_on_documents(most=64)(_make_block_mask)
+_block_mask_of = kept_on_documents(block_mask)
 
 
-def _mask_mod(
-    left: int | None, right: int | None, prefix: int | None, offset: int, documents: Documents | None
-) -> Callable[..., Tensor]:
+def _mask_mod(pattern: Pattern) -> Callable[..., Tensor]:
     """FlexAttention's `mask_mod`: (batch entry, head, query, key), as indices, -> True where the query sees the key."""
+    # `seen` refers to numbers and tensors alone: it is kept on the documents, which it must not refer to.
+    left, right, prefix, offset = pattern.left, pattern.right, pattern.prefix, pattern.offset
+    documents = pattern.documents
     several = documents is not None and documents.batch > 1
     # By query, each (B or 1, Q): its position among the keys, its document's first key, and the key after the last.
     packed = documents and (documents.places, documents.key_starts, documents.key_ends)

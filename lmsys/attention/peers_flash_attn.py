@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lmsys.attention import contract, peers
-from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern
+from lmsys.attention.documents import Documents
+from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern, kept_on_documents
 
 BEYOND = (99, 0)  # a compute capability above those of all GPUs, which stands for no upper limit
 KNOWN = "window", TWO_SIDED, "offset", "documents"  # the options of an `AttentionCase` that all rows here know
@@ -138,9 +138,11 @@ def varlen_attn(
     from torch.nn.attention.varlen import varlen_attn as of_torch
 
     pattern = pattern or PLAIN[causal]
-    of_q, of_k = (_whole(None, x.shape[2], x.device) for x in (q, k))  # where sequences begin and end, in q and in k
-    if pattern.documents is not None:
-        of_q, of_k = pattern.documents, pattern.documents.keys
+    of_q, of_k = (  # where sequences begin and end, in q and in k
+        (_whole(pattern, x.shape[2], x.device) for x in (q, k))
+        if pattern.documents is None
+        else (pattern.documents, pattern.documents.keys)
+    )
     tensors = [contract.aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
     o = of_torch(
         *tensors,
@@ -152,9 +154,9 @@ def varlen_attn(
     return contract.with_aligned_gradient(o).transpose(0, 1).unsqueeze(0)
 
 
-@kept_on_documents(most=64)
-def _whole(documents: None, length: int, device: torch.device) -> Documents:
-    """One document of the whole sequence, kept for later calls. `kept_on_documents` needs `documents`, here None."""
+@kept_on_documents
+def _whole(pattern: Pattern, length: int, device: torch.device) -> Documents:
+    """One document of the whole sequence, for a pattern without documents. It is kept for later calls."""
     return Documents([length], device)
 
 

@@ -189,7 +189,7 @@ def test_an_edge_of_tiles_that_is_off_by_one_is_caught(edge: str, monkeypatch: p
 
 MADE: dict[str, Callable[[Documents], Any]] = {
     "intervals": lambda documents: Pattern(True, 3, documents=documents).bounds(LENGTH, LENGTH, CPU),
-    "block mask": lambda documents: peers._block_mask_of(documents, None, 0, None, 0, LENGTH, LENGTH, CPU),
+    "block mask": lambda documents: peers._block_mask_of(Pattern(True, documents=documents), LENGTH, LENGTH, CPU),
     "cu_seqlens": lambda documents: documents.cu_seqlens(1),
 }
 

@@ -43,8 +43,7 @@ PATTERNS = {
 @pytest.mark.parametrize("name", PATTERNS)
 def test_flex_masks_what_the_pattern_hides(name: str) -> None:
     pattern = PATTERNS[name]
-    mask_mod = peers._mask_mod(*peers._numbers(pattern), pattern.documents)
-    found = create_mask(mask_mod, 2, None, 16, 16, device="cpu")
+    found = create_mask(peers._mask_mod(pattern), 2, None, 16, 16, device="cpu")
     assert torch.equal(found, pattern.seen(16, 16, torch.device("cpu")).expand_as(found))
 
 

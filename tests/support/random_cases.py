@@ -35,6 +35,7 @@ SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
 CONTEXTS = {"cpu": ("eager", "autocast", "checkpoint"), "cuda": ("eager", "compile", "autocast", "graph", "checkpoint")}
 CLASSES = 24  # kinds of cases under torch.compile
 RARELY = 100  # one case of so many compiles for its shape
+TILE_WEIGHTS_COMPILED = flash_torch._tile_weights_compiled
 COMPILING = [row.name for row in ATTENTION.values() if AttentionTraits.of(row).compiles] + ["flash_attn_4"]
 NO_OPTIONS = {name: value for name, value in attention.__kwdefaults__.items() if name not in ("scale", "impl")}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -204,6 +205,5 @@ def _compile_little(number: int) -> None:
     from lmsys.attention import flash_triton
 
     flash_triton.tune = lambda case, tiles, launch, device: tiles[0]
-    compiles = number % RARELY == 0
-    weights = flash_torch._tile_weights_compiled if compiles else flash_torch._tile_weights
-    flash_torch.compiled_flash_backward = partial(flash_torch.flash_backward, tile_weights=weights)
+    weights = TILE_WEIGHTS_COMPILED if number % RARELY == 0 else flash_torch._tile_weights
+    flash_torch._tile_weights_compiled = weights

@@ -266,26 +266,17 @@ class _Backward:
         self.rows = DQ_TILE // head_dim  # of dq, log-sum-exp and delta, for each program of preprocess_kernel
         self.preprocess_grid = self.num_rows // self.rows
         self.postprocess_grid = self.num_rows // ROWS
-        self.preprocess, self.main, self.postprocess = self._compiled(
-            q, head_dim, causal, bounded, keys, deterministic, group, plan, down
-        )
-
-    def _compiled(
-        self, q: Tensor, head_dim: int, causal: bool, bounded: bool, keys: int, deterministic: bool, group: int,
-        plan: BackwardPlan, down: bool,
-    ) -> tuple[Kernel, Kernel, Kernel]:  # fmt: skip
-        """The kernels (preprocess, main, postprocess), compiled for arguments like these."""
         # The lists below have examples of arguments, in the order of the kernels' signatures.
         half, floats, ints, longs = _samples(q)
         ragged = not causal and keys % TILE_K != 0
         same = self.device, q.dtype, head_dim
-        preprocess = _kept(  # [], []: this kernel and the postprocess get no descriptors
+        self.preprocess = _kept(  # [], []: this kernel and the postprocess get no descriptors
             ("preprocess", *same, bounded), preprocess_kernel, [], [],
             [half, half, floats, floats, floats, floats, ints, longs, EXAMPLE_SCALE, *self.preprocess_sizes,
              *[EXAMPLE_INTEGER] * 6],
             ROWS=self.rows, D=head_dim, BOUNDED=bounded,
         )  # fmt: skip
-        postprocess = _kept(
+        self.postprocess = _kept(
             ("postprocess", *same), postprocess_kernel, [], [],
             [floats, half, EXAMPLE_SCALE, self.heads, self.queries, self.padded, *[EXAMPLE_INTEGER] * 3],
             ROWS=ROWS, D=head_dim, launch_pdl=True,
@@ -294,7 +285,7 @@ class _Backward:
         row_block = [self.block_q]
         extent = [ints, ints, EXAMPLE_INTEGER, ints] if bounded else []
         # `l2_mib` decides only `at_once`, an argument: plans that differ in it alone share a binary.
-        main = _kept(
+        self.main = _kept(
             ("backward", *same, causal, bounded, ragged, deterministic, group > 1, down, replace(plan, l2_mib=0)),
             backward.backward_kernel,
             [half, half, half, half, floats, floats, half, half],  # q, k, v, do, lse2, delta, dk, dv
@@ -304,7 +295,6 @@ class _Backward:
             maxnreg=REGISTERS[2, 1][1],  # two consumers, one CTA on a processor
             launch_pdl=True,
         )  # fmt: skip
-        return preprocess, main, postprocess
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,

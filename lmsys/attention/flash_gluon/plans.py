@@ -214,7 +214,5 @@ def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
 
 def heads_at_once(l2_mib: int, bytes_per_head: int) -> int:
     """The largest power of two of heads that take at most `l2_mib` MiB together, at least 1."""
-    heads = 1
-    while 2 * heads * bytes_per_head <= l2_mib * 2**20:
-        heads *= 2
-    return heads
+    most = max(1, l2_mib * 2**20 // bytes_per_head)
+    return 1 << most.bit_length() - 1
