@@ -28,8 +28,6 @@ from benchmarks.data_parallel.cases import (
     communication,
     memory,
     pairs,
-    step_rates,
-    variants,
     why_not,
 )
 from benchmarks.data_parallel.layout import DATA_PARALLEL as LAYOUT
@@ -37,7 +35,7 @@ from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from lmsys import parallel, traits
 from lmsys.bench import Axis, Candidate, Field, Grid, OnRanks, Record, Settings, bench, fields, ranks
-from lmsys.cost.operations import model_parameters
+from lmsys.cost.operations import model_flops, model_parameters
 
 # The number of passes of each row, by backend. A GPU's clock moves between passes, so rows are compared within one.
 PASSES = {"gloo": 2, "nccl": 3}
@@ -53,14 +51,20 @@ def held(name: str, label: str, about: str, role: str = "metric") -> Field:
 class ParallelBenchmark(OnRanks):
     """Steps of models that strategies train on ranks: the base of `DataParallel` and of `bench_steps.TrainingSteps`."""
 
+    tables = {"strategy": parallel.STRATEGIES}
+
     def why_not(self, case: ParallelCase) -> str | None:
         return why_not(case)
 
     def metrics(self, case: ParallelCase, record: Record, machine: Record) -> Record:
-        """Parameters and nodes; if the record has a time, also the fields of `step_rates`."""
+        """Parameters and nodes. If the record has a time, also operations of a step and tokens/s, of all ranks, and a
+        rank's rate with its share of measured and stated peaks."""
         work: Record = {"num_parameters": model_parameters(case.config), "num_nodes": ranks.num_nodes()}
         if time_s := record.get("time_s"):
-            work |= step_rates(case, time_s, machine)
+            tokens = case.world_size * case.batch * case.context
+            flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
+            work |= {"flops": flops, "tokens_per_s": tokens / time_s}
+            work |= models.model_rates(flops / case.world_size, time_s, case.precision, machine)
         return work
 
 
@@ -76,7 +80,6 @@ class DataParallel(ParallelBenchmark):
     name = "data_parallel"
     layout = LAYOUT
     case_type = ParallelCase
-    tables = {"strategy": parallel.STRATEGIES}
     axes: tuple[Axis, ...] = axes.named(
         "--size --context --batch --precision --compile --strategy",
         "--world-size --bucket-mb --comm-dtype --sharded-optimizer --optimizer",
@@ -189,7 +192,7 @@ class DataParallel(ParallelBenchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
-        """A case for each model, number of ranks, row and variant of the row.
+        """A case for each model, number of ranks, row and choice of options; one value where the row has no choice.
 
         On one rank there are only rows without synchronization: the scaling of the others is measured against these.
         """
@@ -198,11 +201,16 @@ class DataParallel(ParallelBenchmark):
             ranks.world_sizes(grid, ranks.backend_of(settings.device)),
             parallel.STRATEGIES.select(grid["strategy"] or parallel.STRATEGIES),
         ):
-            ways = product(variants(grid, entry), grid.product("checkpoint", "residual", "optimizer"))
-            for variant, (kept, stream, optimizer) in (
-                ways if world_size > 1 or not traits.StrategyTraits.of(entry).synchronizes else ()
-            ):
-                asked = grid.name, entry, settings.device, *model, world_size, *variant
+            strategy = traits.StrategyTraits.of(entry)
+            ways = product(
+                grid["bucket_mb"] if strategy.takes_bucket_mb else (None,),
+                grid["comm_dtype"] if strategy.comm_dtypes else ("float32",),
+                # A ShardedOptimizer needs all mean gradients on every rank.
+                grid["sharded_optimizer"] if strategy.zero_stage == 0 and strategy.synchronizes else (False,),
+                grid.product("checkpoint", "residual", "optimizer"),
+            )
+            for *options, (kept, stream, optimizer) in ways if world_size > 1 or not strategy.synchronizes else ():
+                asked = grid.name, entry, settings.device, *model, world_size, *options
                 yield ParallelCase(*asked, checkpoint=kept, residual=stream, optimizer=optimizer)
 
     def contends(self, case: ParallelCase) -> bool:

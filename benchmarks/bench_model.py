@@ -75,7 +75,7 @@ class ModelBenchmark(Benchmark):
         of_ours = "a narrow residual stream, fused blocks and levels of checkpointing are settings of our model alone"
         try:
             reason = (
-                models.why_not(case.entry, case.asked, case.precision, case.compile)
+                models.why_not(case.entry, case)
                 or (case.peer and (case.keeps or fused) and of_ours)
                 or (fused and case.checkpoint != "none" and "fused blocks keep all that their backward reads")
                 or case.why_not_runtime
@@ -188,8 +188,7 @@ class Model(ModelBenchmark):
     def inspect(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Record:
         if case.warmup is not None:
             return {}
-        held, peak = setup.rig.memory_of(case)
-        return {"held_bytes": held, "peak_bytes": peak}
+        return setup.rig.memory_of(case)
 
     def tokens(self, case: ModelTest) -> int:
         return case.batch * case.context

@@ -158,7 +158,6 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         sent = profile.communication_of(rig.step, rig.finish, partial(torch.distributed.barrier, group), kind)
         torch.distributed.barrier(group)
         taken = profile.profile_call(step, kind, steps=1)
-    kinds, optimizer_s = by_kind(taken)
     return Alone(
         levels=str(rank.config_of(case).checkpoint_blocks),
         most={
@@ -169,9 +168,8 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         samples=samples,
         losses=(sums / case.world_size).tolist(),
         finite=finite,
-        times={f"{name}_s": seconds for name, seconds in kinds.items()}
+        times=by_kind(taken)
         | {
-            "optimizer_s": optimizer_s,
             "profiled_s": taken.profiled_s,
             "communication_s": sent.time_s,
             "exposed_s": sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
@@ -180,13 +178,12 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
     )
 
 
-def by_kind(taken: profile.Profile) -> tuple[dict[str, float], float]:
-    """({kind: seconds of a step's kernels, without the optimizer's}, seconds of the optimizer's kernels)."""
+def by_kind(taken: profile.Profile) -> dict[str, float]:
+    """Fields of a record: seconds of a step's kernels by kind, without the optimizer's, and of the optimizer's."""
     update: dict[str, float] = next((part.kinds for part in taken.parts if part.name == UPDATE), {})
-    return (
-        {kind: max(0.0, taken.shares[kind] * taken.kernel_s - update.get(kind, 0.0)) for kind in profile.KINDS},
-        sum(update.values()),
-    )
+    return {
+        f"{kind}_s": max(0.0, taken.shares[kind] * taken.kernel_s - update.get(kind, 0.0)) for kind in profile.KINDS
+    } | {"optimizer_s": sum(update.values())}
 
 
 def why_wrong(ranks: list[Alone]) -> str | None:
@@ -210,7 +207,6 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     name = "steps"
     layout = steps_layout.STEPS
     case_type = StepsCase
-    tables = {"strategy": parallel.STRATEGIES}
     streams = True  # each case is a turn of its own: two models do not fit in memory together
     axes: tuple[Axis, ...] = axes.named(
         "--size --context --batch --precision --compile --strategy",

@@ -173,9 +173,7 @@ class Training(Benchmark):
             return "a training is of our own model: name a row of attention"
         try:
             _ = case.steps, case.windows
-            reason = models.why_not(case.attention, case.asked, case.precision, case.compile) or case.entry.why_not(
-                case
-            )
+            reason = models.why_not(case.attention, case) or case.entry.why_not(case)
             _ = reason or case.run_config(seed=0)  # raises ValueError for what the training loop does not have
         except ValueError as error:
             return str(error)
@@ -198,7 +196,7 @@ class Training(Benchmark):
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
         """Trains the reference for as many steps as curves are compared."""
         run, steps = partial(_on_ranks, plain, runner), min(testing.CURVE_STEPS, plain.epochs * plain.steps)
-        run(begin, tokens_of(*plain.text), runner.settings.seed)
+        run(begin, tokens_of(plain.tokens, plain.val_tokens, plain.vocab_size), runner.settings.seed)
         while steps > len(reference.losses):
             (only_rank,) = run(epoch, min(steps - len(reference.losses), plain.steps))
             reference.add(only_rank)
@@ -217,7 +215,8 @@ class Training(Benchmark):
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
         """Inspects a case, then trains it, holding each epoch to the reference, and compares the weights at the end."""
         run, measurement = partial(_on_ranks, case, trial.runner), trial.measurements[case.id]
-        settings, dtype, text = trial.settings, models.DTYPES[case.precision], tokens_of(*case.text)
+        settings, dtype = trial.settings, models.DTYPES[case.precision]
+        text = tokens_of(case.tokens, case.val_tokens, case.vocab_size)
         # By rank: why the case is not trained, or None; seconds of the first step; peak bytes of the second.
         refused, first_steps, peaks = zip(*run(inspect, text, settings.seed), strict=True)
         if refused[0] is not None:

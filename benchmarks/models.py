@@ -209,22 +209,15 @@ def config_of(size: str, context: int) -> ModelConfig:
     return model_config(size, context_length=context, **VOCABULARIES.get(size, {}))
 
 
-def attention_case(config: ModelConfig, batch: int, precision: str, device: str, grad: bool = True) -> AttentionCase:
-    """The case that a model makes for its attention row."""
-    return transformer.attention_case(
-        config, batch, config.context_length, DTYPES[precision], torch.device(device), grad=grad
-    )
-
-
 def attention_row(entry: Entry, case: AttentionCase) -> Entry:
     """The row that computes attention: for AUTO the fastest that can."""
     return ATTENTION.pick(AUTO.name, case) if entry == AUTO else entry
 
 
-def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:
-    """None, or why a model with this row cannot run. `compile`: as in `ModelCase`."""
-    return why_no_arithmetic(precision, case.device, compiles=compile in COMPILED) or (
-        entry.why_not(case)
+def why_not(entry: Entry, case: "ModelCase") -> str | None:
+    """None, or why the case's model cannot run with this row of attention."""
+    return why_no_arithmetic(case.precision, case.device, compiles=case.compile in COMPILED) or (
+        entry.why_not(case.asked)
         if entry in MODEL_ROWS.values()
         else 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
     )
@@ -258,6 +251,23 @@ class ModelCase(Case):
     @property
     def config(self) -> ModelConfig:
         return config_of(self.size, self.context)
+
+    @property
+    def grad(self) -> bool:
+        """True if gradients are computed."""
+        return True
+
+    @property
+    def asked(self) -> AttentionCase:
+        """The case that the model makes for an attention row."""
+        return transformer.attention_case(
+            self.config,
+            self.batch,
+            self.context,
+            DTYPES[self.precision],
+            torch.device(self.device),
+            grad=self.grad,
+        )
 
     @property
     def blocks(self) -> str:

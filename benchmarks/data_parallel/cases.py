@@ -14,21 +14,20 @@ field is declared in `bench_data_parallel.py` and computed here. A new option of
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 import torch
 
-from benchmarks.models import COMPILED, LLAMA, TrainedCase, model_rates
+from benchmarks.models import COMPILED, LLAMA, TrainedCase
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Entry, Grid, Record, Settings, fields
+from lmsys.bench import Entry, Record, Settings, fields
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
-from lmsys.cost.operations import ELEMENT_BYTES, block_matrices, model_flops, model_parameters
+from lmsys.cost.operations import ELEMENT_BYTES, block_matrices, model_parameters
 from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
 from lmsys.training.prepare import AUTOCAST
-from lmsys.traits import StrategyTraits
 
 # Options of strategies that name a dtype: that in which gradients are sent, and that in which parameters are gathered.
 NARROW = ("comm_dtype", "compute_dtype")
@@ -152,17 +151,6 @@ class StepsCase(ParallelCase):
         }
 
 
-def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str, bool]]:
-    """All (asked_bucket_mb, comm_dtype, sharded_optimizer) of the grid; one value where the strategy has no choice."""
-    traits = StrategyTraits.of(entry)
-    return product(
-        grid["bucket_mb"] if traits.takes_bucket_mb else (None,),
-        grid["comm_dtype"] if traits.comm_dtypes else ("float32",),
-        # A ShardedOptimizer needs all mean gradients on every rank.
-        grid["sharded_optimizer"] if traits.zero_stage == 0 and traits.synchronizes else (False,),
-    )
-
-
 # The answers of `agreement`; records have them, and the report tells BITS and UNKNOWN in other words.
 BITS, TOLERANCE, WRONG, UNKNOWN = "bits", "tolerance", "wrong", "unknown"
 
@@ -284,17 +272,6 @@ def why_not(case: ParallelCase) -> str | None:
         )
         or case.entry.why_not(case)
     )
-
-
-def step_rates(case: ParallelCase, time_s: float, machine: Record) -> Record:
-    """Operations of a step and tokens/s, of all ranks; a rank's rate and its share of measured and stated peaks."""
-    tokens = case.world_size * case.batch * case.context
-    flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
-    return {
-        "flops": flops,
-        "tokens_per_s": tokens / time_s,
-        **model_rates(flops / case.world_size, time_s, case.precision, machine),
-    }
 
 
 def communication(row: Row, rows: Sequence[Row]) -> Record:

@@ -21,6 +21,7 @@ What is compared is set by the constants below, and how, by `judge_pass`.
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -91,14 +92,13 @@ class Batches:
         )
         self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in numbers.view(number, batch, length)]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
-        self._next = 0
+        self._coming = cycle(self.all)
 
     def advance(self, _: int = 0) -> None:
         """Copies the next batch into `now`. The argument is not used: `Step.redraw` passes a seed."""
-        batch = self.all[self._next % len(self.all)]
+        batch = next(self._coming)
         self.now.tokens.copy_(batch.tokens)
         self.now.targets.copy_(batch.targets)
-        self._next += 1
 
 
 def keep(case: ParallelCase, asked: Pass, state: Mapping[str, torch.Tensor]) -> str:

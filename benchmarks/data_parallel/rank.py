@@ -90,7 +90,6 @@ class Rig:
 
     asked  the pass, for the seed of the weights, the batches and their number
     adamw  settings of AdamW
-    data   the present batch, in the same memory for the whole pass
     """
 
     def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
@@ -111,11 +110,10 @@ class Rig:
         self.strategy, self.optimizer, _ = self.prepared
         self.gradients = self.prepared.gradients()
         self.batches = passes.Batches(case.config, case.batch, asked)
-        self.data = self.batches.now
 
     def loss(self) -> torch.Tensor:
         """The loss of a forward on the present batch."""
-        return self.prepared.loss(self.data.tokens, self.data.targets)
+        return self.prepared.loss(self.batches.now.tokens, self.batches.now.targets)
 
     def warm(self) -> None:
         """Takes the untimed steps, after which buckets are planned, blocks compiled and a CUDA graph recorded."""
@@ -127,7 +125,7 @@ class Rig:
 
     def step(self) -> torch.Tensor:
         """Takes a training step on the present batch. Returns its loss, before the update."""
-        loss = self.gradients(self.data.tokens, self.data.targets)
+        loss = self.gradients(self.batches.now.tokens, self.batches.now.targets)
         self.update()
         return loss
 

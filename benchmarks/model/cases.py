@@ -31,7 +31,6 @@ import torch
 
 from benchmarks import axes, models
 from lmsys import checkpointing, config, testing
-from lmsys.attention import AttentionCase
 from lmsys.bench import Axis, Candidate, Entry, Field, Record, fields
 from lmsys.cost import memory, operations
 from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
@@ -136,11 +135,6 @@ class ModelTest(models.ModelCase):
             if model.checkpoint_blocks == checkpointing.FIT
             else model
         )
-
-    @property
-    def asked(self) -> AttentionCase:
-        """The case that the model makes for an attention row."""
-        return models.attention_case(self.config, self.batch, self.precision, self.device, self.grad)
 
     @property
     def attention(self) -> Entry:

@@ -105,7 +105,6 @@ PREDICTED_MEMORY = [
     "Memory measured and predicted",
     "Memory of a step in all (live before, and the peak above), as measured and as the shapes predict it",
 ]
-TIMES = ["times_by_size"]
 MODES = ["cut", "{mode}", "{mode}"]  # splits cases by mode, in file names and in headings
 # Splits cases by section and vocabulary; texts in brackets are left out where the field in them does not vary. Adds
 # `one_shape`: True if all cases have one size, context and batch, and differ in checkpointing or residual stream.
@@ -270,7 +269,7 @@ MODEL: Layout = {
                             "lead": [PREDICTED_MEMORY, ["by_size", ["total_bytes!", "peak_bytes!"], DRAWN]],
                             "more": [
                                 BESIDE,
-                                TIMES,
+                                ["times_by_size"],
                                 ["by_size", ["*", "-time_s", "-total_bytes", "-peak_bytes"], DRAWN],
                             ],
                         },
@@ -280,7 +279,7 @@ MODEL: Layout = {
                                 ["if_varies", "mode", False],  # parts with one mode; parts with several are below
                                 MODES,
                             ],
-                            "lead": [BESIDE, TIMES, ["by_size", [f"{name}!" for name in OF_A_STEP], DRAWN]],
+                            "lead": [BESIDE, ["times_by_size"], ["by_size", [f"{name}!" for name in OF_A_STEP], DRAWN]],
                             "more": [
                                 PREDICTED_MEMORY,
                                 ["by_size", ["*", "-time_s", *(f"-{name}" for name in OF_A_STEP)], DRAWN],
@@ -288,7 +287,7 @@ MODEL: Layout = {
                         },
                         {
                             "of": [["only", f'not {TOGETHER} and section != "fits"'], ["if_varies", "mode"], MODES],
-                            "lead": [BESIDE, TIMES],
+                            "lead": [BESIDE, ["times_by_size"]],
                             "more": [PREDICTED_MEMORY, ["by_size", ["*", "-time_s"], DRAWN]],
                         },
                     ],

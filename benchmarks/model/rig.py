@@ -22,7 +22,7 @@ import torch
 from benchmarks.model import cases, spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
-from lmsys.bench import Kept, Settings, Step, plain, ranks
+from lmsys.bench import Kept, Record, Settings, Step, plain, ranks
 from lmsys.bench.case import verdict
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import clock, memory
@@ -314,16 +314,19 @@ class Rig:
         finally:
             self.clear()
 
-    def memory_of(self, case: cases.ModelTest) -> tuple[int, int]:
-        """(bytes of weights, gradients and optimizer state before the timed call, its peak above all that was live)."""
+    def memory_of(self, case: cases.ModelTest) -> Record:
+        """Fields of the record: bytes of weights, gradients and optimizer state before the timed call, and the call's
+        peak above all that was live."""
         self.optimizers.clear()  # other rows' moments are not this row's: its optimizer is made again
         step = self.step_of(case)
         step.run(step.prepare())
         self.base.zero_grad(set_to_none=True)
         step = self.step_of(case)  # again, so that a graph is recorded while memory is measured
         prepared = None if case.replayed else step.prepare()
-        held = sum(memory.breakdown(self.model(case), self.optimizers.get(case.peer)).values())
-        return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
+        return {
+            "held_bytes": sum(memory.breakdown(self.model(case), self.optimizers.get(case.peer)).values()),
+            "peak_bytes": memory.peak_bytes(lambda: step.run(prepared), self.device),
+        }
 
 
 def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:

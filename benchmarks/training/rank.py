@@ -15,9 +15,9 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_case, attention_row
+from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_row
 from lmsys import config, traits, values
-from lmsys.attention import ATTENTION, AttentionCase
+from lmsys.attention import ATTENTION
 from lmsys.bench import Entry, Record, findings, ranks
 from lmsys.measure import clock, memory, sensors
 from lmsys.parallel import STRATEGIES, group
@@ -128,18 +128,8 @@ class TrainingCase(TrainedCase):
         return self.val_tokens // self.context
 
     @property
-    def text(self) -> tuple[int, int, int]:
-        """(tokens of an epoch, held-out tokens, size of the vocabulary), the arguments of `tokens_of`."""
-        return self.tokens, self.val_tokens, self.vocab_size
-
-    @property
     def config(self) -> config.ModelConfig:
         return replace(super().config, vocab_size=self.vocab_size)
-
-    @property
-    def asked(self) -> AttentionCase:
-        """The attention case that the row must be able to run."""
-        return attention_case(self.config, self.batch, self.precision, self.device)
 
     @property
     def lr(self) -> float:

@@ -25,7 +25,7 @@ from benchmarks.bench_steps import (
     train_alone,
     why_wrong,
 )
-from benchmarks.data_parallel.cases import StepsCase, step_rates, why_not
+from benchmarks.data_parallel.cases import StepsCase, why_not
 from benchmarks.data_parallel.check import gate
 from benchmarks.sweeps import EIGHT_B, SWEEPS
 from lmsys.bench import Settings
@@ -102,9 +102,9 @@ def test_what_is_no_number_is_wrong(losses: list[float], at: int, bad: float) ->
 def test_the_optimizers_kernels_are_no_others() -> None:
     shares = {**dict.fromkeys(ALL_KINDS, 0.0), "matmul": 0.5, "elementwise": 0.375, "reduction": 0.125}
     part = Part(UPDATE, 3.0, 0.0, 1, {"elementwise": 2.5, "reduction": 0.5})
-    kinds, optimizer_s = by_kind(Profile(8.0, 8.0, shares, [], [part]))
-    assert optimizer_s == 3.0 and sum(kinds.values()) + optimizer_s == 8.0
-    assert (kinds["matmul"], kinds["elementwise"], kinds["reduction"]) == (4.0, 0.5, 0.5)
+    times = by_kind(Profile(8.0, 8.0, shares, [], [part]))
+    assert times["optimizer_s"] == 3.0 and sum(times.values()) == 8.0
+    assert (times["matmul_s"], times["elementwise_s"], times["reduction_s"]) == (4.0, 0.5, 0.5)
 
 
 def test_a_record_holds_the_rank_with_most_memory_and_the_kernels_of_the_slowest() -> None:
@@ -125,7 +125,8 @@ def test_shares_are_those_of_a_rank() -> None:
     (case,) = cases_of(precision=("bf16",))
     gpu = "NVIDIA H100 80GB HBM3"
     ceilings, sustained = ({"matmul_flops_per_s": {"bfloat16": rate}} for rate in (8e14, 4e14))
-    fields = step_rates(case, 0.5, {"gpu": gpu, "ceilings": ceilings, "sustained": sustained})
+    machine = {"gpu": gpu, "ceilings": ceilings, "sustained": sustained}
+    fields = TrainingSteps().metrics(case, {"time_s": 0.5}, machine)
     flops, stated = model_flops(case.config, tokens=2 * 16, context=16, mode="step"), peak_flops_per_s(gpu, "bf16")
     assert fields["flops"] == flops and fields["tokens_per_s"] == 2 * 16 / 0.5 and stated
     assert fields["mfu"] == pytest.approx(flops / 0.5 / (2 * stated))

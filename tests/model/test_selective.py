@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.models import attention_case
 from lmsys.attention import ATTENTION
 from lmsys.checkpointing import LEVELS, for_fewer, groups_of, setting_of
 from lmsys.config import ModelConfig
@@ -23,6 +22,7 @@ from lmsys.cost import memory as cost_memory
 from lmsys.cost.memory import kept_bytes
 from lmsys.measure.memory import saved_bytes
 from lmsys.model import TransformerLM
+from lmsys.model.transformer import attention_case
 from tests.model.test_model import ROWS, needs_compiler
 from tests.support.variants import by_default_all_but
 
@@ -203,7 +203,7 @@ ON_GPU = ModelConfig(256, 512, 2, 4, vocab_size=VOCABULARY, context_length=256)
 def test_levels_on_a_gpu(row: str, compiled: bool) -> None:
     """Gradients differ by rounding from those of eager blocks without checkpointing; memory is as predicted."""
     config = replace(ON_GPU, attention=row)
-    if reason := ATTENTION[row].why_not(attention_case(config, 2, "bf16", "cuda")):
+    if reason := ATTENTION[row].why_not(attention_case(config, 2, 256, "bfloat16", torch.device("cuda"), grad=True)):
         pytest.skip(f"{row}: {reason}")
     torch.compiler.reset()  # each level and number of layers compiles, and torch limits compilations in a process
     expected = step(model_of(config, "cuda"), "bf16")
