@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import COMPILED, LLAMA, TrainedCase
-from lmsys.attention.compiled import why_no_compiler
+from benchmarks.models import COMPILED, LLAMA, TrainedCase, why_no_arithmetic
 from lmsys.bench import Entry, Record, Settings, fields
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
@@ -255,7 +254,7 @@ def why_not(case: ParallelCase) -> str | None:
         return str(error)
     return (
         reason
-        or (case.compile in COMPILED and why_no_compiler(case.device))
+        or why_no_arithmetic(case.precision, case.device, case.compile in COMPILED)
         or (case.replayed and case.device != "cuda" and "CUDA graphs need a CUDA device")
         or (case.replayed and case.traits.why_not_graphed)
         or (

@@ -186,9 +186,11 @@ def test_rows_that_compile_otherwise_are_measured_apart() -> None:
         ("naive", "fused", {}, None),
         ("zero1", "fused", {}, SURROUNDS_BLOCKS),
         ("naive", "fused", {"checkpoint": "whole"}, "fused blocks keep all that their backward reads"),
+        ("none", "eager", {"device": "cpu", "precision": "tf32"}, "TF32 is an arithmetic of CUDA devices"),
+        ("none", "eager", {"precision": "tf32"}, None),
     ],
 )
-def test_rows_that_cannot_be_compiled_graphed_or_fused_say_why(
+def test_rows_that_cannot_run_in_a_way_say_why(
     strategy: str, how: str, changes: dict[str, Any], reason: str | None
 ) -> None:
     """Without `changes` a row is for a GPU."""
