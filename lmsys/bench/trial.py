@@ -14,7 +14,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -32,14 +31,6 @@ from lmsys.measure.step import Failure, Step, nothing
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
-
-
-@dataclass
-class Result:
-    """A case's record, and all its samples in seconds if it was timed."""
-
-    record: Record
-    samples: list[float] | None
 
 
 Endings = Mapping[str, tuple[str, str, bool]]  # {case id: (outcome, reason, True if the case's process ended)}
@@ -349,8 +340,8 @@ class Trial:
         candidate, failure = self.candidate(case), self.measurements[case.id].failure
         return failure if failure and candidate.outcome == "ok" else (candidate.outcome, candidate.reason)
 
-    def result(self, case: Case) -> Result:
-        """The case's record, sealed, and its samples if it is right and was timed."""
+    def result(self, case: Case) -> Record:
+        """The case's record, sealed; with its samples if it is right and was timed."""
         benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
         outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None
@@ -380,4 +371,4 @@ class Trial:
                 "kernels": self.runner.kernels.get(candidate.entry.target, {}),
                 "calls": measurement.proof,
             }
-        return Result(self.runner.rated(benchmark, case, record), samples)
+        return self.runner.rated(benchmark, case, record)

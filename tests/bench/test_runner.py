@@ -181,7 +181,7 @@ def test_a_group_is_dropped_before_its_results_are_told() -> None:
 
     benchmark = Holding()
     obtained = runner().run(benchmark, cases_of(benchmark))
-    assert next(obtained).record["outcome"] == "ok" and not benchmark.held
+    assert next(obtained)["outcome"] == "ok" and not benchmark.held
 
 
 # Fields that a pass measures; a record without energy has none of them.
@@ -204,7 +204,7 @@ class Counting(Telling):
 def with_energy(benchmark: Telling, device: Sensors, limits: Limits | None = None) -> dict[str, Record]:
     measuring = runner(energy=True)
     measuring.__dict__ |= {"sensors": device, "limits": limits}
-    return {result.record["impl"]: result.record for result in measuring.run(benchmark, cases_of(benchmark))}
+    return {record["impl"]: record for record in measuring.run(benchmark, cases_of(benchmark))}
 
 
 OF_A_PASS = Energy(3.0, 3.0, 5e-3, 10.0)
@@ -243,10 +243,10 @@ def test_energy_is_a_pass_of_its_own_behind_the_samples(passes: Mock) -> None:
 def test_without_the_option_nothing_is_run_for_it(passes: Mock) -> None:
     bench = runner()
     bench.__dict__["sensors"] = FakeDevice(temperature_c=50.0, reasons=0x44)
-    for result in bench.run(benchmark := Telling(), cases_of(benchmark)):
-        assert result.record.keys() & MEASURED == set() and result.record["temperature_c"] == 50
-        assert result.record["clock_reasons"] == "power cap, thermal slowdown by hardware"
-        assert "the device was throttled (thermal slowdown by hardware)" in result.record["disturbed"]
+    for record in bench.run(benchmark := Telling(), cases_of(benchmark)):
+        assert record.keys() & MEASURED == set() and record["temperature_c"] == 50
+        assert record["clock_reasons"] == "power cap, thermal slowdown by hardware"
+        assert "the device was throttled (thermal slowdown by hardware)" in record["disturbed"]
     assert not passes.called
 
 
@@ -308,7 +308,7 @@ def test_a_gpu_has_energy_and_conditions_in_its_records() -> None:
     benchmark, bench = matmul(), runner(device="cuda", energy=True)
     cases = cases_of(benchmark, Settings(device="cuda"), size=(4096,), dtype=("bfloat16",))
     cases = [case for case in cases if case.impl == "matmul"]
-    (record,) = [result.record for result in bench.run(benchmark, cases)]
+    (record,) = bench.run(benchmark, cases)
     assert record["outcome"] == "ok" and record["energy_note"] is None, record
     assert record["energy_j"] == pytest.approx(record["energy_integral_j"], rel=energy.APART)
     assert 0.5 * record["time_s"] < record["energy_call_s"] < 2 * record["time_s"]

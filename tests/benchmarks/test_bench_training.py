@@ -251,7 +251,7 @@ def test_an_interrupted_run_keeps_its_records_and_is_resumed(
     for content, entries in read_results(output):
         second.resume(content, entries)
     second.select(keys)
-    assert second.result(keys[2]).record["outcome"] == "ok"
+    assert second.result(keys[2])["outcome"] == "ok"
     assert second.carried[keys[0]] == kept and not any("naive-none" in line for line in lines)
     assert [saved["id"] for saved in record.load(output)["records"]] == [name for _, name in keys]
 

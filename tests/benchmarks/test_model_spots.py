@@ -264,8 +264,7 @@ def test_a_part_that_is_wrong_in_timed_calls_is_refused(
 ) -> None:
     """`wrong` stands in the place of `part`: of a row of attention, of the loss, or of the optimizer."""
     monkeypatch.setattr(part, wrong)
-    (result,) = results(Model(), cases(mode=(mode,), precision=(precision,)))
-    record = result.record
+    (record,) = results(Model(), cases(mode=(mode,), precision=(precision,)))
     assert record["outcome"] == "wrong" and re.search(reason, record["reason"]), record["reason"]
     assert "time_s" not in record
 
