@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.bench import Entry, Field, Grid, Settings, Step, Table, watch
+from lmsys.bench import Entry, Failed, Field, Grid, Settings, Step, Table, watch
 from lmsys.bench.case import verdict
 from lmsys.bench.fields import ENERGY, Record
 from lmsys.bench.findings import OTHERS_ENERGY
 from lmsys.bench.runner import Runner
 from lmsys.bench.watch import Heartbeat
 from lmsys.measure import energy
-from lmsys.measure.energy import Energy, EnergyError
+from lmsys.measure.energy import Energy
 from lmsys.measure.machine import Limits
 from lmsys.measure.sensors import Sensors
 from tests.support.device import FakeDevice
@@ -270,7 +270,7 @@ BACK, FAST = "the counter of energy went back", "faster than this machine can be
     ("kind", "device", "limits", "results", "notes"),
     [
         (Counting, Sensors(), None, [], (Sensors.why_no_joules, Sensors.why_no_joules)),
-        (Counting, FakeDevice(), None, [EnergyError(BACK), OF_A_PASS], (BACK, None)),
+        (Counting, FakeDevice(), None, [Failed("error", BACK), OF_A_PASS], (BACK, None)),
         # The pass draws inputs once, so a row may know them. The row's arithmetic takes at least 1 ms. The limits also
         # allow 1.5 ms for reads, which a cache may save: the pass is held to the arithmetic alone.
         (

@@ -26,8 +26,8 @@ from benchmarks.data_parallel.check import gate, small_training
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import Taken, inspect, take_pass
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Grid, Settings, Sweep
-from lmsys.bench.ranks import Ranks, Unsupported, entropy
+from lmsys.bench import Failed, Grid, Settings, Sweep
+from lmsys.bench.ranks import Ranks, entropy
 from lmsys.bench.results import Session
 from lmsys.cost.operations import block_matrices, model_parameters
 from lmsys.measure.profile import Communication
@@ -255,7 +255,7 @@ class Answers(Ranks):
         if function is small_training:
             raise WorkerError(0, "error", "these ranks train nothing")
         if function is inspect and args[0].impl == "flat":
-            raise Unsupported("no such thing")
+            raise Failed("unsupported", "no such thing")
         if function in ANSWERS:
             return [ANSWERS[function]] * world_size
         assert function is take_pass

@@ -18,8 +18,8 @@ from benchmarks.bench_training import CURVE_POINTS, Training
 from benchmarks.sweeps import SWEEPS
 from benchmarks.training import rank
 from benchmarks.training.rank import TrainingCase, tokens_of
-from lmsys.bench import Grid, Settings, Sweep, record
-from lmsys.bench.ranks import Ranks, Unsupported
+from lmsys.bench import Failed, Grid, Settings, Sweep, record
+from lmsys.bench.ranks import Ranks
 from lmsys.bench.results import Session, read_results
 from lmsys.bench.runner import Runner
 from lmsys.measure import machine
@@ -146,7 +146,7 @@ def test_as_many_tokens_are_made_as_options_name() -> None:
     paths = tokens_of(1000, 50, 300)
     assert [len(np.load(path)) for path in paths] == [1001, 51]
     assert tokens_of(1000, 50, 300) == paths, "made once a run"
-    with pytest.raises(Unsupported, match=r"--train-tokens 10000000: must be less than \d+, which is all"):
+    with pytest.raises(Failed, match=r"--train-tokens 10000000: must be less than \d+, which is all"):
         tokens_of(10_000_000, 50, 300)
 
 
