@@ -78,8 +78,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
     Strides and alignment are as they are now.
     """
-    spans = [1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in tensors.values()]
-    sizes = [span * x.element_size() for span, x in zip(spans, tensors.values(), strict=True)]
+    sizes = [end - begin for begin, end in map(plain.memory_of, tensors.values())]
     # 64 bytes are added to each size for the offset `x.data_ptr() % 64`, which keeps the alignment.
     begins = itertools.accumulate((64 * math.ceil(size / 64) + 64 for size in sizes), initial=0)
     return {

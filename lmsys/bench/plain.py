@@ -32,8 +32,8 @@ def check_plain(name: str, x: Any, like: torch.Tensor, inputs: Iterable[torch.Te
             f"{name} must have memory for each element, without gaps; got strides {x.stride()} of shape"
             f" {tuple(x.shape)}",
         )
-    begin, end = _memory(x)
-    if any(begin < last and first < end for first, last in map(_memory, inputs)):
+    begin, end = memory_of(x)
+    if any(begin < last and first < end for first, last in map(memory_of, inputs)):
         raise Failed("wrong", f"{name} must have memory of its own; it overlaps an input")
 
 
@@ -52,7 +52,7 @@ def _is_dense(x: torch.Tensor) -> bool:
     return True
 
 
-def _memory(x: torch.Tensor) -> tuple[int, int]:
+def memory_of(x: torch.Tensor) -> tuple[int, int]:
     """(first address, address after the last) of the memory that x's elements span."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + span * x.element_size()
