@@ -104,13 +104,11 @@ class Session:
                 " of another process; compare two result files"
             )
         cases, rows = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
-        ids: list[str] = []
-        for name, case in cases.items():
-            both = (name, f"{name}@{self.checkout.name}") if self.checkout else (name,)
-            self._cases |= {(cls.name, cell): case for cell in both}
-            ids += both
+        suffixes = ("", f"@{self.checkout.name}") if self.checkout else ("",)
+        by_id = {name + suffix: case for name, case in cases.items() for suffix in suffixes}
+        self._cases |= {(cls.name, name): case for name, case in by_id.items()}
         self._rows |= rows
-        return ids
+        return list(by_id)
 
     def select(self, keys: Iterable[Key]) -> None:
         """Keeps the cases that pytest has selected, by -k and the like; a group consists of these alone.
