@@ -1,4 +1,4 @@
-"""Measures of a row besides its samples: which code ran, whether its results repeat bit for bit, its calls' energy.
+"""Measures of a row besides its samples: which code ran, and whether its results repeat bit for bit.
 
 `lmsys.bench.trial` calls these functions for each row and builds parts of its record from them. A new measure is a
 function here, a call in trial.py and a `Field` in `fields.COMMON`.
@@ -7,29 +7,23 @@ function here, a call in trial.py and a `Field` in `fields.COMMON`.
   collects, the proof lets others check the times (`lmsys verify`).
 - `interpreted_kernels` notices kernels that Triton's interpreter runs: such rows are verified, and never timed.
 - `same_bits` returns the record's "same_bits".
-- `energy_fields` returns the fields on energy, if it is asked for (--energy). trial.py calls it after a case's samples
-  and its memory, with nothing else on the device.
 """
 
 import hashlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lmsys.bench import fields, instruments
+from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.case import Candidate
-from lmsys.measure import clock, energy, repeats
-from lmsys.measure.step import Failure, Step
+from lmsys.measure import repeats
 from lmsys.registry import Entry
-
-# The `energy_note` that trial.py gives to a case that other processes run, such as ranks.
-OTHERS_ENERGY = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 
 
 def source_of(entry: Entry) -> fields.Record:
@@ -115,31 +109,3 @@ def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: f
 
     finding, failure = candidate.watched(alone)
     return record | ({"failure": failure[1]} if failure else finding)
-
-
-def energy_fields(
-    candidate: Candidate,
-    step: Callable[[], Step],
-    runner: instruments.Instruments,
-    impossible: Callable[[float], Failure | None],
-    tokens: int | None,
-) -> fields.Record:
-    """The record's fields on the energy of a step's calls, or {"energy_note": the reason why there is none}.
-
-    candidate   the row whose call it is
-    step        makes the step
-    runner      its sensors read the energy
-    impossible  seconds of a call -> the failure if a right row cannot be so fast, or None
-    tokens      how many tokens a call works on, for the energy of a token; None: no such field
-    """
-    if why_not := runner.sensors.why_no_joules:
-        return {"energy_note": why_not}
-
-    def wait() -> None:
-        clock.synchronize(runner.settings.device)
-        # --deadline bounds a few calls, and this pass has many: so the deadline starts anew at each wait.
-        runner.heartbeat.renew(runner.settings.deadline_s)
-
-    measured, failure = candidate.watched(lambda: energy.of_step(step(), runner.sensors, wait))
-    failure = failure or impossible(measured.call_s)
-    return {"energy_note": failure[1]} if failure else measured.record(tokens)

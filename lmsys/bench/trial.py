@@ -24,12 +24,15 @@ from lmsys.bench.benchmark import Benchmark, Cases, judges_calls
 from lmsys.bench.case import Candidate, Case, Measurement, facts_of, verdict
 from lmsys.bench.fields import Record
 from lmsys.bench.record import rounded, summarize
-from lmsys.measure import clock, profile, sensors
+from lmsys.measure import clock, energy, profile
 from lmsys.measure.compare import attempt, interleave, release_memory
+from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Failure, Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
+# The `energy_note` of a case that other processes run, such as ranks.
+OTHERS_ENERGY = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 INTERPRETED = "verified in Triton's interpreter, never timed"
 
 
@@ -56,7 +59,7 @@ class Trial:
             candidate.watched = partial(self.watch.watched, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
-        self._readings: list[sensors.Reading] = []  # of the turn that is sampled
+        self._readings: list[Reading] = []  # of the turn that is sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
     def candidate(self, case: Case) -> Candidate:
@@ -173,26 +176,29 @@ class Trial:
     def _energy(self, case: Case) -> Record:
         """The record's fields on the energy of the case's calls, or `energy_note`, which says why there is none.
 
-        Inputs are drawn once, before the pass, since drawing takes energy too. So a row could remember its result: one
-        that is faster here than its arithmetic allows gets no energy.
+        It is measured after the case's samples and its memory, with nothing else on the device. Inputs are drawn once,
+        before the pass, since drawing takes energy too. So a row could remember its result: one that is faster here
+        than its arithmetic allows gets no energy.
         """
-        if case.id not in self.called_here:
-            return {"energy_note": findings.OTHERS_ENERGY}
-        candidate = self.candidate(case)
+        sensors, candidate = self.runner.sensors, self.candidate(case)
+        why_not = sensors.why_no_joules if case.id in self.called_here else OTHERS_ENERGY
+        if why_not:
+            return {"energy_note": why_not}
 
-        def step() -> Step:
+        def wait() -> None:
+            clock.synchronize(self.settings.device)
+            # --deadline bounds a few calls, and this pass has many: so the deadline starts anew at each wait.
+            self.watch.heartbeat.renew(self.settings.deadline_s)
+
+        def measure() -> energy.Energy:
             step = self.benchmark.step(case, candidate, self.setup)
             self.redraw_of(step)(self.settings.seed)
             step.redraw_late(self.settings.seed)
-            return step
+            return energy.of_step(step, sensors, wait)
 
-        return findings.energy_fields(
-            candidate,
-            step,
-            self.runner,
-            impossible=partial(self.impossible, case, cached=True),
-            tokens=self.benchmark.tokens(case),
-        )
+        measured, failure = candidate.watched(measure)
+        failure = failure or self.impossible(case, measured.call_s, cached=True)
+        return {"energy_note": failure[1]} if failure else measured.record(self.benchmark.tokens(case))
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """The function that draws the inputs of a step: its own `redraw` if it has one, else the benchmark's."""

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from lmsys.bench import Entry, Failed, Field, Grid, Settings, Step, Table, watch
 from lmsys.bench.case import verdict
 from lmsys.bench.fields import ENERGY, Record
-from lmsys.bench.findings import OTHERS_ENERGY
 from lmsys.bench.runner import Runner
+from lmsys.bench.trial import OTHERS_ENERGY
 from lmsys.bench.watch import Heartbeat
 from lmsys.measure import energy
 from lmsys.measure.energy import Energy
