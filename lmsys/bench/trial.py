@@ -24,7 +24,7 @@ from lmsys.bench.benchmark import Benchmark, Cases, judges_calls
 from lmsys.bench.case import Candidate, Case, Measurement, facts_of, verdict
 from lmsys.bench.fields import Record
 from lmsys.bench.record import rounded, summarize
-from lmsys.measure import clock, energy, profile
+from lmsys.measure import clock, energy, profile, repeats
 from lmsys.measure.compare import attempt, interleave, release_memory
 from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Failure, Step, nothing
@@ -329,9 +329,38 @@ class Trial:
             self.benchmark.redraw(self.setup, self.settings.seed)
         self.watch.doing = "when it was called again on the same inputs"
         for candidate in {self.benchmark.key(case): self.candidate(case) for case in cases}.values():
-            candidate.notes["same_bits"] = findings.same_bits(
-                self.benchmark, candidate, self.setup, 0.1 * self.settings.seconds_per_row
-            )
+            candidate.notes["same_bits"] = self._same_bits(candidate)
+
+    def _same_bits(self, candidate: Candidate) -> Record:
+        """The record's field `same_bits`, found by repeated calls on the present inputs:
+
+        calls     how many calls were compared
+        differ    {tensor: largest difference} of the tensors whose bits differed from the first call's
+        elements  the elements of the batch that were then called alone; [] if a batch cannot be divided
+        alone     {tensor: largest difference} of the tensors that repeat, but had other bits when called alone
+        failure   why this could not be found, or None: the row's other results stay
+
+        A row whose calls differ is not wrong.
+        """
+        record: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
+        call = partial(self.benchmark.outputs, candidate, self.setup)
+        again, failure = candidate.watched(repeats.repeated, call, 0.1 * self.settings.seconds_per_row)
+        if failure:
+            return record | {"failure": failure[1]}  # (outcome, reason): the reason
+        first, record["calls"], record["differ"] = again
+        whole = {name: x for name, x in first.items() if name not in record["differ"]}
+
+        def alone() -> Record:
+            """`elements` and `alone`: calls the first and the last element of the batch alone."""
+            batch, differ = self.benchmark.batch_of(candidate), dict[str, float]()
+            elements = [0, batch - 1] if batch > 1 else []
+            for element in elements:
+                sizes = repeats.apart(call(element), {name: x[[element]] for name, x in whole.items()})
+                differ |= {name: max(size, differ.get(name, 0.0)) for name, size in sizes.items()}
+            return {"elements": elements, "alone": differ}
+
+        finding, failure = candidate.watched(alone)
+        return record | ({"failure": failure[1]} if failure else finding)
 
     def release(self) -> None:
         """Drops inputs and rows' state, so that the next group's gc.freeze() does not keep them."""

@@ -1,6 +1,6 @@
 """The energy of a call: by the device's counter, and beside it by the integral of its power. Knows no kernel.
 
-`lmsys.bench.findings` calls `of_step` for --energy. A counter moves in steps of milliseconds to a tenth of a second. So
+`lmsys.bench.trial` calls `of_step` for --energy. A counter moves in steps of milliseconds to a tenth of a second. So
 calls follow one another for a second or more, and the energy between two moves of the counter is divided by the calls
 between them. Calls before that warm the device until power and clocks are steady. The device idles only for a moment
 about every CHUNK_S, when the host waits for it, and where the host launches more slowly than the device works.
