@@ -131,7 +131,7 @@ class Inputs:
     def keep(self, answer: Answer, key: int | None) -> Any:
         """The loss of a timed call, and the rows of both gradients that the key chooses; None without a key.
 
-        `check_plain` raises NotAsPromised for an output that is not a plain tensor of the right shape and dtype.
+        `check_plain` raises `Failed` for an output that is not a plain tensor of the right shape and dtype.
         """
         for name, x, like in zip(OUTPUTS, answer, (self.hidden.new_empty(()), self.hidden, self.weight), strict=True):
             check_plain(name, x, like, self.tensors.values())

@@ -201,7 +201,7 @@ class Spots:
 
         backward  True: `result` is (dq, dk, dv); False: it is o
 
-        `check_plain` raises NotAsPromised, a ValueError, for a tensor that is not plain.
+        `check_plain` raises `Failed` for a tensor that is not plain.
         """
         outputs = dict(zip(GRADIENTS, result, strict=True)) if backward else {"o": result}
         tensors = self.inputs.tensors

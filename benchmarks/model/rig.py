@@ -22,7 +22,7 @@ import torch
 from benchmarks.model import cases, spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
-from lmsys.bench import Kept, Record, Settings, Step, plain, ranks
+from lmsys.bench import Failed, Kept, Record, Settings, Step, ranks
 from lmsys.bench.case import verdict
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import clock, memory
@@ -282,7 +282,7 @@ class Rig:
         """Seconds of the case's first call, with nothing else live and nothing left afterwards, even if it fails.
 
         Compiled blocks are compiled again only if the check before timing had a smaller shape; whole models always.
-        NotAsPromised if a graph's gradients, or an update by extreme gradients, are wrong.
+        `Failed` as "wrong" if a graph's gradients, or an update by extreme gradients, are wrong.
         """
         self.clear()
         try:
@@ -298,7 +298,7 @@ class Rig:
                     self.update(case)
                     update.done(self.optimizers[case.peer])
                     if wrong := verdict(update.ratios(), "before any timed call")[1]:
-                        raise plain.NotAsPromised(wrong[1])
+                        raise Failed(*wrong)
             del step  # frees the memory of its graph
             if case.replayed:
                 self.loss(case).backward()
@@ -309,7 +309,7 @@ class Rig:
                     for p, x in zip(self.base.parameters(), launched, strict=True)
                 )
                 if not worst <= 4 * torch.finfo(torch.bfloat16).eps:  # additions have no fixed order
-                    raise plain.NotAsPromised(f"a gradient of the graph is off by {worst:.2g} of its size")
+                    raise Failed("wrong", f"a gradient of the graph is off by {worst:.2g} of its size")
             return seconds
         finally:
             self.clear()
@@ -332,8 +332,8 @@ class Rig:
 def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
     """Seconds of COLD_ROUNDS steps of a new model, after `case.warmup` untimed ones. It runs in a new process.
 
-    NotAsPromised where one step more, on new inputs, is wrong. The steps before it are all on one batch: to draw a new
-    one would build the model, whose time belongs to the first step.
+    `Failed` as "wrong" where one step more, on new inputs, is wrong. The steps before it are all on one batch: to draw
+    a new one would build the model, whose time belongs to the first step.
     """
     if settings.memory_limit_bytes is not None:
         memory.cap_gpu_memory(settings.memory_limit_bytes)
@@ -351,5 +351,5 @@ def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
         step.redraw(draw)
         kept = Kept(len(samples), draw, key, step.keep(step.run(step.prepare()), key))
         if wrong := verdict(rig.judge(case, kept), "in a step after the timed ones")[1]:
-            raise plain.NotAsPromised(wrong[1])
+            raise Failed(*wrong)
     return samples[case.warmup :]

@@ -18,7 +18,7 @@ import torch
 from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_row
 from lmsys import config, traits, values
 from lmsys.attention import ATTENTION
-from lmsys.bench import Entry, Record, findings, ranks
+from lmsys.bench import Entry, Failed, Record, findings, ranks
 from lmsys.measure import clock, memory, sensors
 from lmsys.parallel import STRATEGIES, group
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
@@ -203,7 +203,7 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     """Files of `train_tokens` ids of the standard library's text, and of `val_tokens` ids of its held-out text.
 
     The process that asks the ranks makes them, once for the same arguments, and deletes them when it ends; ranks read
-    them. The tokenizer is trained on the beginning of the text. `ranks.Unsupported` is raised where a text has fewer
+    them. The tokenizer is trained on the beginning of the text. `Failed` is raised where a text has fewer
     ids.
     """
     corpus = corpora.stdlib()
@@ -232,8 +232,9 @@ def _first(tokenizer: Tokenizer, parts: tuple[chunks.Chunk, ...], count: int, op
         pieces += data.encode_files(tokenizer, [chunk], 1)
         if sum(map(len, pieces)) > count:
             return np.concatenate(pieces)[: count + 1]
-    raise ranks.Unsupported(
-        f"{option} {count}: must be less than {sum(map(len, pieces))}, which is all that {CORPUS} has"
+    raise Failed(
+        "unsupported",
+        f"{option} {count}: must be less than {sum(map(len, pieces))}, which is all that {CORPUS} has",
     )
 
 

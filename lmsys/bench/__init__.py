@@ -3,7 +3,7 @@
 from lmsys.bench.benchmark import Benchmark, OnRanks, Settings, bench
 from lmsys.bench.case import Candidate, Case, Measurement
 from lmsys.bench.fields import Axis, Field, Grid, Record, Sweep, one_of, positive, yes_no
-from lmsys.measure.step import Failure, Kept, Step
+from lmsys.measure.step import Failed, Failure, Kept, Step
 from lmsys.registry import Entry, Table, Traits
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Candidate",
     "Case",
     "Entry",
+    "Failed",
     "Failure",
     "Field",
     "Grid",

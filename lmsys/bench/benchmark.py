@@ -219,7 +219,7 @@ class Benchmark:
         """All tensors that a call returns on the inputs as they stand, by name.
 
         Benchmarks that override this get `same_bits` in their records: whether these tensors repeat bit for bit
-        (`lmsys.bench.findings`). With `element`, the batch holds this element of the whole batch alone; that is asked
+        (`lmsys.bench.trial`). With `element`, the batch holds this element of the whole batch alone; that is asked
         only if `batch_of` says more than 1.
         """
         return {}

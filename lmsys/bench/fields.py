@@ -297,7 +297,7 @@ def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: An
     """False if a tensor that repeats had other bits when an element was called alone; else True if elements were called
     alone and all tensors repeat; else None.
 
-    The arguments are parts of the record's `same_bits`: see `findings.same_bits`.
+    The arguments are parts of the record's `same_bits`: see `lmsys.bench.trial`.
     """
     return not alone if alone or (elements and not differ) else None
 

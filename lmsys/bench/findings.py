@@ -1,38 +1,25 @@
-"""Measures of a row besides its samples: which code ran, whether its results repeat bit for bit, its calls' energy.
+"""Which code of a row ran: the file of its source, the Triton kernels that it loads, and those that are interpreted.
 
-`lmsys.bench.trial` calls these functions for each row and builds parts of its record from them. A new measure is a
-function here, a call in trial.py and a `Field` in `fields.COMMON`.
+`lmsys.bench.trial` calls these functions for each row.
 
 - `source_of` and `loaded_kernels` give "source" and "kernels" of the record's "proof". With its "calls", which trial.py
   collects, the proof lets others check the times (`lmsys verify`).
 - `interpreted_kernels` notices kernels that Triton's interpreter runs: such rows are verified, and never timed.
-- `same_bits` returns the record's "same_bits".
-- `energy_fields` returns the fields on energy, if it is asked for (--energy). trial.py calls it after a case's samples
-  and its memory, with nothing else on the device.
 """
 
 import hashlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lmsys.bench import fields, instruments
-from lmsys.bench.benchmark import Benchmark
-from lmsys.bench.case import Candidate
-from lmsys.measure import clock, energy, repeats
-from lmsys.measure.step import Failure, Step
 from lmsys.registry import Entry
 
-# The `energy_note` that trial.py gives to a case that other processes run, such as ranks.
-OTHERS_ENERGY = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 
-
-def source_of(entry: Entry) -> fields.Record:
+def source_of(entry: Entry) -> dict[str, str]:
     """{"name", "sha256"} of the file that defines a row's implementation; {} if there is no such file."""
     try:
         # The code of a row in a process of its own is not loaded here: its target names the file.
@@ -83,63 +70,3 @@ def interpreted_kernels() -> Iterator[list[Any]]:
 
             stack.enter_context(mock.patch.object(GridExecutor, "__call__", noted))
         yield launched
-
-
-def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: float) -> fields.Record:
-    """The record's field `same_bits`, found by repeated calls on the present inputs for about `seconds`:
-
-    calls     how many calls were compared
-    differ    {tensor: largest difference} of the tensors whose bits differed from the first call's
-    elements  the elements of the batch that were then called alone; [] if a batch cannot be divided
-    alone     {tensor: largest difference} of the tensors that repeat, but had other bits when called alone
-    failure   why this could not be found, or None: the row's other results stay
-
-    A row whose calls differ is not wrong.
-    """
-    record: fields.Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
-    call = partial(benchmark.outputs, candidate, setup)
-    again, failure = candidate.watched(repeats.repeated, call, seconds)
-    if failure:
-        return record | {"failure": failure[1]}  # (outcome, reason): the reason
-    first, record["calls"], record["differ"] = again
-    whole = {name: x for name, x in first.items() if name not in record["differ"]}
-
-    def alone() -> fields.Record:
-        """`elements` and `alone`: calls the first and the last element of the batch alone."""
-        batch, differ = benchmark.batch_of(candidate), dict[str, float]()
-        elements = [0, batch - 1] if batch > 1 else []
-        for element in elements:
-            sizes = repeats.apart(call(element), {name: x[[element]] for name, x in whole.items()})
-            differ |= {name: max(size, differ.get(name, 0.0)) for name, size in sizes.items()}
-        return {"elements": elements, "alone": differ}
-
-    finding, failure = candidate.watched(alone)
-    return record | ({"failure": failure[1]} if failure else finding)
-
-
-def energy_fields(
-    candidate: Candidate,
-    step: Callable[[], Step],
-    runner: instruments.Instruments,
-    impossible: Callable[[float], Failure | None],
-    tokens: int | None,
-) -> fields.Record:
-    """The record's fields on the energy of a step's calls, or {"energy_note": the reason why there is none}.
-
-    candidate   the row whose call it is
-    step        makes the step
-    runner      its sensors read the energy
-    impossible  seconds of a call -> the failure if a right row cannot be so fast, or None
-    tokens      how many tokens a call works on, for the energy of a token; None: no such field
-    """
-    if why_not := runner.sensors.why_no_joules:
-        return {"energy_note": why_not}
-
-    def wait() -> None:
-        clock.synchronize(runner.settings.device)
-        # --deadline bounds a few calls, and this pass has many: so the deadline starts anew at each wait.
-        runner.heartbeat.renew(runner.settings.deadline_s)
-
-    measured, failure = candidate.watched(lambda: energy.of_step(step(), runner.sensors, wait))
-    failure = failure or impossible(measured.call_s)
-    return {"energy_note": failure[1]} if failure else measured.record(tokens)

@@ -50,7 +50,7 @@ from lmsys import processes, traits
 from lmsys.attention import contract, pattern
 from lmsys.bench import Entry, Record, Settings, Step, findings, plain, watch
 from lmsys.measure import clock, compare, memory
-from lmsys.measure.step import nothing
+from lmsys.measure.step import Failed, nothing
 
 # The judge may wait for a call longer than the row's process says, by what it waits for a call of `null`, and by this
 # margin: seconds, and a share of the wait for `null`. On two busy cores of a virtual machine, waits for honest calls of
@@ -78,8 +78,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
     Strides and alignment are as they are now.
     """
-    spans = [1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in tensors.values()]
-    sizes = [span * x.element_size() for span, x in zip(spans, tensors.values(), strict=True)]
+    sizes = [end - begin for begin, end in map(plain.memory_of, tensors.values())]
     # 64 bytes are added to each size for the offset `x.data_ptr() % 64`, which keeps the alignment.
     begins = itertools.accumulate((64 * math.ceil(size / 64) + 64 for size in sizes), initial=0)
     return {
@@ -212,7 +211,7 @@ class _Row:
             place.copy_(x.detach())
         clock.synchronize(self._device)
         if not all(torch.equal(x, shared[name][1]) for name, (_, x) in own.items()):
-            raise plain.NotAsPromised("the row changes its inputs")
+            raise Failed("wrong", "the row changes its inputs")
 
     def bytes(self, owner: str, way: str) -> Record:
         """The peak memory of a call, and what a forward saves for its backward."""
@@ -223,12 +222,6 @@ class _Row:
 
 
 # In the judge.
-
-
-class Refused(RuntimeError):
-    """Raised for what a row's process has not done as asked, with an outcome and a reason."""
-
-    failure = property(lambda self: self.args)
 
 
 class Block:
@@ -308,7 +301,7 @@ class Process:
         return self
 
     def ask(self, name: str, *args: Any, file: Any = None, stops: bool = True) -> Record:
-        """The answer to a question. Raises Refused if none comes, or if it says that the row has failed.
+        """The answer to a question. Raises `Failed` if none comes, or if it says that the row has failed.
 
         file   is sent behind the question
         stops  the process is stopped afterwards; False: the next question comes at once
@@ -336,9 +329,9 @@ class Process:
             )
             place = watch.place_in(os.pread(self._trace.fileno(), MOST_BYTES, 0).decode(errors="replace"))
             self.close()
-            raise Refused("error", f"{how} {self.heartbeat.now.doing}{place and f', at {place}'}") from None
+            raise Failed("error", f"{how} {self.heartbeat.now.doing}{place and f', at {place}'}") from None
         if "failure" in answer:
-            raise Refused(*map(str, answer["failure"]))
+            raise Failed(*map(str, answer["failure"]))
         return answer
 
     def close(self) -> None:
@@ -427,7 +420,7 @@ class Process:
         mark, answer = base.sample(call, late=arrive)
         took_s, waited_s = answer.get("took_s"), base.read([mark], 0.0, trusted=True)[0].run_s
         if not (isinstance(took_s, float) and 0.0 <= took_s <= waited_s):
-            raise Refused("wrong", f"its process says that a call took {took_s!r} s, of {waited_s:.3g} that passed")
+            raise Failed("wrong", f"its process says that a call took {took_s!r} s, of {waited_s:.3g} that passed")
         row.ask("copy", owner, way)
         row.windows |= {way: took_s, "took": took_s, "call": waited_s}
         results = [x for _, x in blocks[RESULTS[way]].placed.values()]
@@ -463,7 +456,7 @@ class _Remote(torch.autograd.Function):
         like |= {"lse": q.new_empty(q.shape[:-1], dtype=torch.float32)} if is_pair else {}
         results = row.results("forward" if grad else "inference", like)
         if not all(torch.equal(x, ctx.inputs[name]) for name, (_, x) in block.placed.items()):
-            raise plain.NotAsPromised("the row changes its inputs")
+            raise Failed("wrong", "the row changes its inputs")
         return results
 
     @staticmethod
@@ -550,8 +543,8 @@ class Foreign(Entry):
         """The foreign row of an entry. ValueError if its code cannot be loaded."""
         try:
             facts = process_of(entry, settings).start().facts
-        except Refused as refused:
-            raise ValueError(f"{entry.target}: {refused.args[1]}") from None
+        except Failed as failed:
+            raise ValueError(f"{entry.target}: {failed}") from None
         # The trait `mask` names a function that this process would have to import.
         stated = {name: tuple(x) if isinstance(x, list) else x for name, x in facts.get("traits", {}).items()}
         checked = traits.AttentionTraits.checked(entry.name, stated | {"mask": ""})

@@ -32,6 +32,7 @@ from torch.backends import cuda
 
 from lmsys import deterministic
 from lmsys.measure.compare import Lost
+from lmsys.measure.step import Failed
 from lmsys.processes import Outputs
 
 PACKAGES = "lmsys", "benchmarks", "dev"  # all of their functions and classes are remembered
@@ -161,13 +162,8 @@ PLAIN = bool | int | str | torch.dtype | torch.device  # values that a message c
 OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINETO_")
 
 
-class Changed(RuntimeError):
-    """Raised when a row has changed the process's state; the message names what it changed.
-
-    `compare.outcome_of` reads `failure`: the row's outcome is then "error".
-    """
-
-    failure = property(lambda self: ("error", str(self)))
+class Changed(Failed):
+    """Raised when a row has changed the process's state. A rank's error shows this name to the user."""
 
 
 @dataclass(frozen=True)

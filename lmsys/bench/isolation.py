@@ -296,7 +296,7 @@ class Group:
         """
         for message in self.isolated.stream("run", self.benchmark, list(self.left.values()), self.ended, in_turns):
             if message is not None:
-                del self.left[message.record["id"]]
+                del self.left[message["id"]]
             yield message
 
     def blame(self, fault: Ended) -> None:
@@ -322,8 +322,8 @@ class Group:
             try:
                 # benchmark, cases, ended, in_turns: see `answer`
                 for result in self.isolated.stream("run", self.benchmark, cases, {}, False) if cases else ():
-                    if result and result.record["outcome"] != "ok":
-                        endings[result.record["id"]] = result.record["outcome"], result.record["reason"], False
+                    if result and result["outcome"] != "ok":
+                        endings[result["id"]] = result["outcome"], result["reason"], False
             except Ended as fault:
                 endings |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
         self.isolated.close(0.0)

@@ -80,7 +80,7 @@ class Paired(isolation.Isolated):
         while results is None:
             results = self._together(groups)
         yield from results[0]
-        yield from (replace(result, record=record.earlier(result.record, self.against)) for result in results[1])
+        yield from (record.earlier(result, self.against) for result in results[1])
 
     def _together(self, groups: Sequence[isolation.Group]) -> tuple[list[Any], list[Any]] | None:
         """(today's results, the earlier ones); None if a row has ended one of the workers and was blamed for it.

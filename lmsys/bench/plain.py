@@ -8,18 +8,11 @@ from typing import Any
 
 import torch
 
-
-class NotAsPromised(ValueError):
-    """Raised for a result that is not as promised; the message says what it is.
-
-    `lmsys.measure.compare.outcome_of` reads `failure`: the row's outcome is then "wrong", not "error".
-    """
-
-    failure = property(lambda self: ("wrong", str(self)))
+from lmsys.measure.step import Failed
 
 
 def check_plain(name: str, x: Any, like: torch.Tensor, inputs: Iterable[torch.Tensor]) -> None:
-    """Raises NotAsPromised unless `x` is a plain tensor with memory of its own, of `like`'s shape, dtype and device.
+    """`Failed` as "wrong" unless `x` is a plain tensor with memory of its own, of `like`'s shape, dtype and device.
 
     A subclass could compute when it is read; a tensor whose elements share memory is smaller than it says; one that
     overlaps the inputs changes with them. Two results of a row may overlap each other here: the values of each are
@@ -29,18 +22,19 @@ def check_plain(name: str, x: Any, like: torch.Tensor, inputs: Iterable[torch.Te
     inputs  tensors whose memory `x` may not overlap
     """
     if type(x) is not torch.Tensor:
-        raise NotAsPromised(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
+        raise Failed("wrong", f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
     for fact in ("shape", "dtype", "device", "layout"):
         if (value := getattr(x, fact)) != (right := getattr(like, fact)):
-            raise NotAsPromised(f"{name} must have {fact} {_told(right)}; got {_told(value)}")
+            raise Failed("wrong", f"{name} must have {fact} {_told(right)}; got {_told(value)}")
     if not _is_dense(x):
-        raise NotAsPromised(
+        raise Failed(
+            "wrong",
             f"{name} must have memory for each element, without gaps; got strides {x.stride()} of shape"
-            f" {tuple(x.shape)}"
+            f" {tuple(x.shape)}",
         )
-    begin, end = _memory(x)
-    if any(begin < last and first < end for first, last in map(_memory, inputs)):
-        raise NotAsPromised(f"{name} must have memory of its own; it overlaps an input")
+    begin, end = memory_of(x)
+    if any(begin < last and first < end for first, last in map(memory_of, inputs)):
+        raise Failed("wrong", f"{name} must have memory of its own; it overlaps an input")
 
 
 def _told(fact: Any) -> Any:
@@ -58,7 +52,7 @@ def _is_dense(x: torch.Tensor) -> bool:
     return True
 
 
-def _memory(x: torch.Tensor) -> tuple[int, int]:
+def memory_of(x: torch.Tensor) -> tuple[int, int]:
     """(first address, address after the last) of the memory that x's elements span."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + span * x.element_size()

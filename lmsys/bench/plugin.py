@@ -80,18 +80,18 @@ def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, b
         if key in session.carried:
             pytest.skip(f"already measured: {session.carried[key]['outcome']}")
         try:
-            result = session.result(key)
+            record = session.result(key)
         except KeyboardInterrupt:  # pytest-benchmark would warn that its fixture was not used
             request.config.addinivalue_line("filterwarnings", "ignore:Benchmark fixture was not used at all")
             raise
         except JournalError as error:  # a full disk: whatever else is measured would be lost
             pytest.exit(str(error), returncode=1)
-        record = result.record
-        if result.samples is None and not (record["outcome"] == "ok" and benchmark.disabled):
+        samples = record.get("samples_s")
+        if samples is None and not (record["outcome"] == "ok" and benchmark.disabled):
             pytest.skip(f"{record['outcome']}: {record['reason']}")
         benchmark.extra_info |= {name: value for name, value in record.items() if not isinstance(value, list | dict)}
         benchmark.group, _, _ = record["comparison"].partition(" ")  # behind the space is the date of the run
-        lmsys_timer.replay(benchmark, result.samples or [0.0])
+        lmsys_timer.replay(benchmark, samples or [0.0])
 
     return measure
 

@@ -19,7 +19,7 @@ from lmsys.bench.fields import Grid
 from lmsys.bench.guard import Changed, Guard, State
 from lmsys.measure import compare, memory, sensors
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
-from lmsys.measure.step import Step, nothing
+from lmsys.measure.step import Failed, Step, nothing
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device
 from lmsys.watchdog import under_torchrun
 
@@ -28,15 +28,6 @@ T = TypeVar("T")
 TIMEOUT_S = 420.0  # seconds after which ranks that do not answer are ended: 0.7 times the default of --deadline
 PARENT = "LMSYS_PARENT"  # environment variable of ranks: id of the process that all processes of this run descend from
 _ENTROPY = random.SystemRandom()
-
-
-class Unsupported(ValueError):
-    """A request that cannot be met here, such as for more ranks than GPUs; the text says why, for a reader.
-
-    `lmsys.measure.compare.outcome_of` reads `failure`: the outcome is then "unsupported".
-    """
-
-    failure = property(lambda self: ("unsupported", str(self)))
 
 
 @cache
@@ -90,7 +81,7 @@ class Ranks:
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The results of function(*args) on each of the first `world_size` ranks; all ranks are asked.
 
-        Unsupported where there are fewer, WorkerError where a rank failed.
+        `Failed` as "unsupported" where there are fewer, WorkerError where a rank failed.
         """
         self._alive()
         try:
@@ -115,20 +106,21 @@ class Ranks:
     def _ready(self, world_size: int, backend: str) -> WorkerGroup | TorchrunGroup:
         """A group of `world_size` ranks or more: the present one if it will do, else a new one.
 
-        Unsupported where there are too few ranks, or another backend.
+        `Failed` as "unsupported" where there are too few ranks, or another backend.
         """
         if self._group is not None and self._group.world_size >= world_size and self._group.backend == backend:
             return self._group
         if isinstance(self._group, TorchrunGroup):
-            raise Unsupported(
+            raise Failed(
+                "unsupported",
                 f"torchrun has started {self._group.world_size} ranks with {self._group.backend}: there are no"
-                f" {world_size} with {backend}"
+                f" {world_size} with {backend}",
             )
         self.close()
         try:
             self._group = WorkerGroup(world_size, backend, self._timeout_s, environment=self._environment)
         except ValueError as error:
-            raise Unsupported(str(error)) from error
+            raise Failed("unsupported", str(error)) from error
         return self._group
 
 
@@ -159,7 +151,7 @@ def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
             changes = state.mend()
             state.close()
         if changes:
-            raise Changed(changes)
+            raise Changed("error", changes)
         if names := guard.mend():
             raise RuntimeError(f"a row replaced {', '.join(names)}, by which it is judged")
         return result

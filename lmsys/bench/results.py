@@ -27,7 +27,7 @@ from lmsys.files import cache_folder, replacing, write_json
 from lmsys.values import hold
 
 if TYPE_CHECKING:
-    from lmsys.bench import isolation, paired, trial
+    from lmsys.bench import isolation, paired
     from lmsys.bench.changes import Change
     from lmsys.bench.checkout import Checkout
     from lmsys.bench.runner import Runner
@@ -57,7 +57,7 @@ class Session:
     say       called with each line for the user
     carried   records of the file that --resume names, which are not measured again, by benchmark and case id
     carried_entries, carried_head  the rest of that file: pytest-benchmark's entries, and lmsys's part but the records
-    results   what this run has measured, by benchmark and case id
+    results   records of what this run has measured, by benchmark and case id
     isolated  rows run in a process of their own
     retries   --resume also runs again the cases that had ended their process
     repeats   how often each group is measured, each time in a fresh process; the last measurement is kept
@@ -76,7 +76,7 @@ class Session:
     carried: dict[Key, Record] = field(default_factory=dict)
     carried_entries: list[Record] = field(default_factory=list)
     carried_head: Record = field(default_factory=lambda: {"machine": {}, "fields": {}, "rows": {}, "layouts": {}})
-    results: "dict[Key, trial.Result]" = field(default_factory=dict)
+    results: dict[Key, Record] = field(default_factory=dict)
     isolated: bool = False
     retries: bool = False
     repeats: int = 1
@@ -104,13 +104,11 @@ class Session:
                 " of another process; compare two result files"
             )
         cases, rows = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
-        ids: list[str] = []
-        for name, case in cases.items():
-            both = (name, f"{name}@{self.checkout.name}") if self.checkout else (name,)
-            self._cases |= {(cls.name, cell): case for cell in both}
-            ids += both
+        suffixes = ("", f"@{self.checkout.name}") if self.checkout else ("",)
+        by_id = {name + suffix: case for name, case in cases.items() for suffix in suffixes}
+        self._cases |= {(cls.name, name): case for name, case in by_id.items()}
         self._rows |= rows
-        return ids
+        return list(by_id)
 
     def select(self, keys: Iterable[Key]) -> None:
         """Keeps the cases that pytest has selected, by -k and the like; a group consists of these alone.
@@ -167,8 +165,8 @@ class Session:
         (benchmark, name), suffix = key, f"@{self.checkout.name}"
         return benchmark, name.removesuffix(suffix) if name.endswith(suffix) else name + suffix
 
-    def result(self, key: Key) -> "trial.Result":
-        """The case's result; the first of a group to ask has the whole group run."""
+    def result(self, key: Key) -> Record:
+        """The case's record; the first of a group to ask has the whole group run."""
         group = key[0], self._cases[key].group
         if group in self._failed:
             raise RuntimeError(f"{group[1]} could not be run: {self._failed[group]}")
@@ -198,41 +196,39 @@ class Session:
             if self.repeats > 1 or self.checkout:
                 self._repeat(group, cases)
             else:
-                for result in self.runner.run(self.benchmarks[group[0]], cases):
-                    self._keep(group, result)
+                for answer in self.runner.run(self.benchmarks[group[0]], cases):
+                    self._keep(group, answer)
         finally:
             self._took[" ".join(group)] = time.monotonic() - begin
 
-    def _keep(self, group: Key, result: "trial.Result") -> None:
-        """Adds a result to `results` and to the journal."""
-        self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
+    def _keep(self, group: Key, answer: Record) -> None:
+        """Adds a record to `results` and to the journal."""
+        self.results[group[0], answer["id"]] = answer  # first: an interrupt may fall between the two
         if self.output:
-            self.journal.add(result.record)
+            self.journal.add(answer)
 
     def _repeat(self, group: Key, cases: list[Any]) -> None:
         """Measures a group several times. Keeps each case's last result, or its first that is not ok.
 
         Each kept record says by how much the case's times differ between the runs.
         """
-        runs: list[list[trial.Result]] = []
+        runs: list[list[Record]] = []
         try:
             # Processes of the same code differ, too, by where their memory lies: a change is measured in a second one.
-            while len(runs) < self.repeats or (
-                self.checkout and len(runs) == 1 and _changes().look_changed([result.record for result in runs[0]])
-            ):
+            while len(runs) < self.repeats or (self.checkout and len(runs) == 1 and _changes().look_changed(runs[0])):
                 if runs:
                     self.runner.close()
                     why = ": a case looks changed" if self.checkout else f", {len(runs) + 1} of {self.repeats}"
                     self.say(f"  again{why}")
                 runs.append(list(self.runner.run(self.benchmarks[group[0]], cases)))
         finally:  # an interrupt leaves what is complete
-            spreads = _changes().spreads_between([[result.record for result in results] for results in runs])
-            for results in zip(*runs, strict=True):
-                result = next((result for result in results if result.record["outcome"] != "ok"), results[-1])
-                if spread := spreads.get(result.record["id"]):
-                    result.record["between_runs"] = spread
-                result.record["seal"] = record.seal(result.record)
-                self._keep(group, result)
+            spreads = _changes().spreads_between(runs)
+            for answers in zip(*runs, strict=True):
+                answer = next((answer for answer in answers if answer["outcome"] != "ok"), answers[-1])
+                if spread := spreads.get(answer["id"]):
+                    answer["between_runs"] = spread
+                answer["seal"] = record.seal(answer)
+                self._keep(group, answer)
 
     @property
     def _durations(self) -> Path:
@@ -275,7 +271,7 @@ class Session:
 
     @property
     def records(self) -> list[Record]:
-        return [*self.carried.values(), *(result.record for result in self.results.values())]
+        return [*self.carried.values(), *self.results.values()]
 
     def _head(self, machine: Record) -> Record:
         """A file's facts about its records: the machine, fields and layouts by benchmark, the rows of their tables."""
@@ -360,7 +356,7 @@ class Session:
         Carried records are rated anew, too: a file has the ceilings of the run that wrote it. The values that
         pytest-benchmark's `entries` have of records, in `extra_info`, are replaced in place.
         """
-        held = self.carried | {key: result.record for key, result in self.results.items()}
+        held = self.carried | self.results
         asked = {
             key: (self.benchmarks[key[0]], case, record.today(answer))
             for key, answer in held.items()
@@ -370,8 +366,7 @@ class Session:
         self.runner.machine.update(machine)
         rated = {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
         self.carried |= {key: answer for key, answer in rated.items() if key in self.carried}
-        for key, result in self.results.items():
-            result.record = rated[key]
+        self.results = {key: rated[key] for key in self.results}
         for entry in entries:
             info = entry["extra_info"]
             if answer := rated.get((info.get("benchmark"), info.get("id"))):

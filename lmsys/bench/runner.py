@@ -16,7 +16,7 @@ import torch
 from lmsys.bench import fields, guard, instruments, watch
 from lmsys.bench.benchmark import Benchmark, Cases, Collected
 from lmsys.bench.case import Case, facts_of
-from lmsys.bench.trial import Endings, Result, Trial
+from lmsys.bench.trial import Endings, Trial
 from lmsys.measure import clock, compare, host, machine, step, turns
 from lmsys.registry import Traits, message_of, place_of
 
@@ -71,8 +71,8 @@ class Runner(instruments.Instruments):
         cases: Cases,
         ended: Endings | None = None,
         begun: Callable[[list[list[str]]], None] = step.nothing,
-    ) -> Iterator[Result]:
-        """Yields a result for each case of one group, in their order unless the benchmark streams them.
+    ) -> Iterator[fields.Record]:
+        """Yields a record for each case of one group, in their order unless the benchmark streams them.
 
         A failure outside of a row's own calls fails every case that was still ok.
 

@@ -14,7 +14,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -25,21 +24,16 @@ from lmsys.bench.benchmark import Benchmark, Cases, judges_calls
 from lmsys.bench.case import Candidate, Case, Measurement, facts_of, verdict
 from lmsys.bench.fields import Record
 from lmsys.bench.record import rounded, summarize
-from lmsys.measure import clock, profile, sensors
+from lmsys.measure import clock, energy, profile, repeats
 from lmsys.measure.compare import attempt, interleave, release_memory
+from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Failure, Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
+# The `energy_note` of a case that other processes run, such as ranks.
+OTHERS_ENERGY = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 INTERPRETED = "verified in Triton's interpreter, never timed"
-
-
-@dataclass
-class Result:
-    """A case's record, and all its samples in seconds if it was timed."""
-
-    record: Record
-    samples: list[float] | None
 
 
 Endings = Mapping[str, tuple[str, str, bool]]  # {case id: (outcome, reason, True if the case's process ended)}
@@ -65,7 +59,7 @@ class Trial:
             candidate.watched = partial(self.watch.watched, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
-        self._readings: list[sensors.Reading] = []  # of the turn that is sampled
+        self._readings: list[Reading] = []  # of the turn that is sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
     def candidate(self, case: Case) -> Candidate:
@@ -182,26 +176,29 @@ class Trial:
     def _energy(self, case: Case) -> Record:
         """The record's fields on the energy of the case's calls, or `energy_note`, which says why there is none.
 
-        Inputs are drawn once, before the pass, since drawing takes energy too. So a row could remember its result: one
-        that is faster here than its arithmetic allows gets no energy.
+        It is measured after the case's samples and its memory, with nothing else on the device. Inputs are drawn once,
+        before the pass, since drawing takes energy too. So a row could remember its result: one that is faster here
+        than its arithmetic allows gets no energy.
         """
-        if case.id not in self.called_here:
-            return {"energy_note": findings.OTHERS_ENERGY}
-        candidate = self.candidate(case)
+        sensors, candidate = self.runner.sensors, self.candidate(case)
+        why_not = sensors.why_no_joules if case.id in self.called_here else OTHERS_ENERGY
+        if why_not:
+            return {"energy_note": why_not}
 
-        def step() -> Step:
+        def wait() -> None:
+            clock.synchronize(self.settings.device)
+            # --deadline bounds a few calls, and this pass has many: so the deadline starts anew at each wait.
+            self.watch.heartbeat.renew(self.settings.deadline_s)
+
+        def measure() -> energy.Energy:
             step = self.benchmark.step(case, candidate, self.setup)
             self.redraw_of(step)(self.settings.seed)
             step.redraw_late(self.settings.seed)
-            return step
+            return energy.of_step(step, sensors, wait)
 
-        return findings.energy_fields(
-            candidate,
-            step,
-            self.runner,
-            impossible=partial(self.impossible, case, cached=True),
-            tokens=self.benchmark.tokens(case),
-        )
+        measured, failure = candidate.watched(measure)
+        failure = failure or self.impossible(case, measured.call_s, cached=True)
+        return {"energy_note": failure[1]} if failure else measured.record(self.benchmark.tokens(case))
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """The function that draws the inputs of a step: its own `redraw` if it has one, else the benchmark's."""
@@ -332,9 +329,38 @@ class Trial:
             self.benchmark.redraw(self.setup, self.settings.seed)
         self.watch.doing = "when it was called again on the same inputs"
         for candidate in {self.benchmark.key(case): self.candidate(case) for case in cases}.values():
-            candidate.notes["same_bits"] = findings.same_bits(
-                self.benchmark, candidate, self.setup, 0.1 * self.settings.seconds_per_row
-            )
+            candidate.notes["same_bits"] = self._same_bits(candidate)
+
+    def _same_bits(self, candidate: Candidate) -> Record:
+        """The record's field `same_bits`, found by repeated calls on the present inputs:
+
+        calls     how many calls were compared
+        differ    {tensor: largest difference} of the tensors whose bits differed from the first call's
+        elements  the elements of the batch that were then called alone; [] if a batch cannot be divided
+        alone     {tensor: largest difference} of the tensors that repeat, but had other bits when called alone
+        failure   why this could not be found, or None: the row's other results stay
+
+        A row whose calls differ is not wrong.
+        """
+        record: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
+        call = partial(self.benchmark.outputs, candidate, self.setup)
+        again, failure = candidate.watched(repeats.repeated, call, 0.1 * self.settings.seconds_per_row)
+        if failure:
+            return record | {"failure": failure[1]}  # (outcome, reason): the reason
+        first, record["calls"], record["differ"] = again
+        whole = {name: x for name, x in first.items() if name not in record["differ"]}
+
+        def alone() -> Record:
+            """`elements` and `alone`: calls the first and the last element of the batch alone."""
+            batch, differ = self.benchmark.batch_of(candidate), dict[str, float]()
+            elements = [0, batch - 1] if batch > 1 else []
+            for element in elements:
+                sizes = repeats.apart(call(element), {name: x[[element]] for name, x in whole.items()})
+                differ |= {name: max(size, differ.get(name, 0.0)) for name, size in sizes.items()}
+            return {"elements": elements, "alone": differ}
+
+        finding, failure = candidate.watched(alone)
+        return record | ({"failure": failure[1]} if failure else finding)
 
     def release(self) -> None:
         """Drops inputs and rows' state, so that the next group's gc.freeze() does not keep them."""
@@ -349,8 +375,8 @@ class Trial:
         candidate, failure = self.candidate(case), self.measurements[case.id].failure
         return failure if failure and candidate.outcome == "ok" else (candidate.outcome, candidate.reason)
 
-    def result(self, case: Case) -> Result:
-        """The case's record, sealed, and its samples if it is right and was timed."""
+    def result(self, case: Case) -> Record:
+        """The case's record, sealed; with its samples if it is right and was timed."""
         benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
         outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None
@@ -380,4 +406,4 @@ class Trial:
                 "kernels": self.runner.kernels.get(candidate.entry.target, {}),
                 "calls": measurement.proof,
             }
-        return Result(self.runner.rated(benchmark, case, record), samples)
+        return self.runner.rated(benchmark, case, record)

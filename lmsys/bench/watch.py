@@ -32,7 +32,7 @@ from lmsys.bench.case import Candidate
 from lmsys.doing import map_file
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import attempt
-from lmsys.measure.step import Failure, Step, nothing
+from lmsys.measure.step import Failed, Failure, Step, nothing
 
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # the phrase of a beat during timed calls; `row_on_device` compares with it
@@ -219,7 +219,7 @@ class Watch:
             self.settle()
             _, failure = attempt(own_redraw, draw)
             if failure:
-                raise BenchFault(failure[1])
+                raise Failed("error", f"the bench failed, not the row: {failure[1]}")
             if self._on_gpu:
                 self.heartbeat.gpu.enqueue(row)
             at_work(nothing)  # announces the row; its call comes next
@@ -227,7 +227,7 @@ class Watch:
         def keep(result: Any, key: int | None) -> Any:
             self._last = None  # first, so that a later change is not blamed on this row if this raises
             if changes := self.state.mend():
-                raise guard.Changed(changes)
+                raise guard.Changed("error", changes)
             return own_keep(result, key)
 
         return replace(
@@ -244,12 +244,6 @@ def _joined(failure: Failure | None, changes: str | None) -> Failure | None:
     if not changes:
         return failure
     return (failure[0], f"{failure[1]}; {changes}") if failure else ("error", changes)
-
-
-class BenchFault(RuntimeError):
-    """Raised when the bench's own part of a timed call fails, such as drawing inputs."""
-
-    failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))  # as `attempt` reads it
 
 
 def copied(result: Any, key: int | None) -> Any:

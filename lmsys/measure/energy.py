@@ -1,6 +1,6 @@
 """The energy of a call: by the device's counter, and beside it by the integral of its power. Knows no kernel.
 
-`lmsys.bench.findings` calls `of_step` for --energy. A counter moves in steps of milliseconds to a tenth of a second. So
+`lmsys.bench.trial` calls `of_step` for --energy. A counter moves in steps of milliseconds to a tenth of a second. So
 calls follow one another for a second or more, and the energy between two moves of the counter is divided by the calls
 between them. Calls before that warm the device until power and clocks are steady. The device idles only for a moment
 about every CHUNK_S, when the host waits for it, and where the host launches more slowly than the device works.
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from lmsys.measure.sensors import Sensors
-from lmsys.measure.step import Step, nothing
+from lmsys.measure.step import Failed, Step, nothing
 
 # Seconds of a pass of calls that count; seconds of calls before that, which only warm: some sensors of power give the
 # mean of the last second.
@@ -31,13 +31,6 @@ CHUNK_S = 0.05  # about the seconds of calls between two waits for the device, w
 APART = 0.03  # the largest relative difference of counter and integral of power at which both are believed
 
 Mark = tuple[float, int]  # a time by `perf_counter`, and the calls that are done by then
-
-
-class EnergyError(RuntimeError):
-    """The energy could not be measured."""
-
-    # (outcome, reason), which `lmsys.measure.compare.outcome_of` reads.
-    failure = property(lambda self: ("error", str(self)))
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class Energy:
     calls: float
 
     def less(self, part: "Energy") -> "Energy":
-        """The energy of a call without a part of it, which was measured alone. EnergyError where nothing is left."""
+        """The energy of a call without a part of it, which was measured alone. `Failed` where nothing is left."""
         rest = Energy(
             joules=self.joules - part.joules,
             integral_j=None
@@ -74,7 +67,7 @@ class Energy:
             calls=self.calls,
         )
         if rest.joules <= 0 or rest.call_s <= 0 or (rest.integral_j is not None and rest.integral_j <= 0):
-            raise EnergyError(f"the call takes less than can be told from its untimed part of {part.joules:.3g} J")
+            raise Failed("error", f"the call takes less than can be told from its untimed part of {part.joules:.3g} J")
         return rest
 
     def record(self, tokens: int | None) -> dict[str, Any]:
@@ -115,7 +108,7 @@ def of_call(
 
     synchronize  waits until the device has done the calls
     warm_s       seconds of calls before the first move that counts
-    EnergyError where the counter stands still, or does what no counter can.
+    `Failed` where the counter stands still, or does what no counter can.
     """
     marks: list[Mark] = []
     call()  # the first one may compile
@@ -135,16 +128,17 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
     samples = [sample for sample in samples if sample.at_s <= marks[-1][0]]
     moves = moves_of(samples, begin_s)
     if len(moves) < 2:
-        raise EnergyError(f"the counter of energy has not moved twice in {marks[-1][0] - begin_s:.1f} s")
+        raise Failed("error", f"the counter of energy has not moved twice in {marks[-1][0] - begin_s:.1f} s")
     for (before_s, before_j), (at_s, joules) in pairwise(moves):
         if joules < before_j:
-            raise EnergyError(f"the counter of energy went back, from {before_j:.1f} to {joules:.1f} J")
+            raise Failed("error", f"the counter of energy went back, from {before_j:.1f} to {joules:.1f} J")
         # A counter may lag, but by less than 0.3 s: in one move it adds at most what the power limit gives in this time
         # and the time since the last move.
         if limit_w is not None and joules - before_j > limit_w * (at_s - before_s + 0.3):
-            raise EnergyError(
+            raise Failed(
+                "error",
                 f"the counter of energy jumped by {joules - before_j:.1f} J in {at_s - before_s:.3f} s, "
-                f"where {limit_w:.0f} W are the limit"
+                f"where {limit_w:.0f} W are the limit",
             )
     (first_s, first_j), (last_s, last_j) = moves[0], moves[-1]
     calls = calls_between(marks, first_s, last_s)
@@ -195,7 +189,7 @@ def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: lis
 @contextmanager
 def sampling(take: Callable[[], Any], every_s: float) -> Iterator[list[Any]]:
     """A context in which a thread calls `take` every `every_s` seconds. Its value is a list: the thread appends to it
-    what `take` returned. EnergyError at the end if `take` has failed, which ends the thread.
+    what `take` returned. `Failed` at the end if `take` has failed, which ends the thread.
     """
     taken, is_over = list[Any](), threading.Event()
 
@@ -210,4 +204,4 @@ def sampling(take: Callable[[], Any], every_s: float) -> Iterator[list[Any]]:
         finally:
             is_over.set()
     if error := sampled.exception():
-        raise EnergyError(f"a sensor failed: {error}") from error
+        raise Failed("error", f"a sensor failed: {error}") from error

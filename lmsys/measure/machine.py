@@ -23,7 +23,7 @@ import torch
 
 from lmsys.files import git
 from lmsys.kernels import HAS_TRITON
-from lmsys.measure import compare, energy
+from lmsys.measure import compare, energy, step
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 
@@ -232,7 +232,7 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     size, dtype = SIZES[device][-1], DTYPES[device]
     a, marks = torch.randn(size, size, device=device, dtype=dtype), list[energy.Mark]()
     with (
-        suppress(energy.EnergyError),  # the rate needs no sensor
+        suppress(step.Failed),  # the rate needs no sensor
         energy.sampling(lambda: (perf_counter(), sensors.read()), SAMPLE_S) as taken,
     ):
         for at_s in energy.repeated(partial(torch.matmul, a, a), partial(synchronize, device), marks):

@@ -1,6 +1,6 @@
 """Calls repeated on the same inputs: do their results have the same bits, and how far apart are they if not?
 
-`lmsys.bench.findings` and `lmsys.check.attention` call both functions. Knows no kernel.
+`lmsys.bench.trial` and `lmsys.check.attention` call both functions. Knows no kernel.
 """
 
 import time

@@ -10,6 +10,18 @@ from typing import Any
 Failure = tuple[str, str]  # how a call has failed: the outcome, such as "oom" or "error", and the reason
 
 
+class Failed(RuntimeError):
+    """Raised with the two parts of a `Failure`, the outcome and the reason; `lmsys.measure.compare.attempt` returns it.
+
+    The reason is the text of the exception.
+    """
+
+    failure = property(lambda self: self.args)
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 def nothing(*_: Any) -> None:
     """Stands for a hook that a step leaves out."""
 
@@ -23,7 +35,7 @@ class Step:
     redraw_late  called with the seed between `prepare` and `run`: draws the inputs that `prepare` must not see
     keep         called right after `run` with its result and a key. With a key it returns copies of the parts that the
                  key selects; the row cannot know which calls those are. With None it only checks the result's form.
-                 ValueError unless the result is what was promised
+                 `Failed` unless the result is what was promised
     num_kept     how many calls are checked. Of 3 calls a row that is wrong in half of its calls passes 1 time in 8
     clock        makes the clock of the run the clock of this step, which may run in another process
                  (`lmsys.bench.foreign`)

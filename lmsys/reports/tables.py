@@ -318,7 +318,7 @@ QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BA
 
 
 def _bits_of(case: fields.Record) -> fields.Record:
-    """The fields of a case that only the CSV has: how its bits differ, as `lmsys.bench.findings.same_bits` found."""
+    """The fields of a case that only the CSV has: how its bits differ, as `lmsys.bench.trial` found it."""
     differ, alone = case["same_bits"]["differ"], case["same_bits"]["alone"]
     return {
         "calls": case["same_bits"]["calls"],

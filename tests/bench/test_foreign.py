@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.attention.naive import naive
-from lmsys.bench import Entry, Settings, Table, foreign
+from lmsys.bench import Entry, Failed, Settings, Table, foreign
 from lmsys.bench.findings import source_of
 from lmsys.measure.clock import ClockError, CpuClock
 from lmsys.testing import MEMORY, make_inputs
@@ -185,7 +185,7 @@ def test_a_row_that_dies_or_hangs_costs_its_own_cases(mine: Path, monkeypatch: p
     assert measured["row"]["outcome"] == "ok" and measured["naive"]["outcome"] == "ok"
     process = row_of(mine, "hangs").load()
     monkeypatch.setattr("lmsys.bench.foreign.MOST_S", 0.5)
-    with pytest.raises(foreign.Refused, match="no answer within the deadline .*, at mine.py:"):
+    with pytest.raises(Failed, match="no answer within the deadline .*, at mine.py:"):
         process(*(torch.ones(1, 1, 4, 4) for _ in "qkv"), causal=False, scale=None)
 
 
@@ -216,7 +216,7 @@ def test_a_process_is_stopped_between_questions(mine: Path) -> None:
     while stat.read_text().rpartition(")")[2].split()[0] != "T":  # the signal is on its way
         os.sched_yield()
     os.killpg(process._worker.pid, signal.SIGKILL)
-    with pytest.raises(foreign.Refused, match="SIGKILL"):
+    with pytest.raises(Failed, match="SIGKILL"):
         process.ask("tell", {}, None)
     assert process.ask("tell", {}, None) == {}  # a new one
 
@@ -269,7 +269,7 @@ def test_answers_are_json_that_nothing_unpickles(text: bytes, tmp_path: Path, mo
     process._line.recv_bytes.return_value = b'{"a": 1}'
     assert process.ask("tell") == {"a": 1}
     process._line.recv_bytes.return_value = text
-    with pytest.raises(foreign.Refused):
+    with pytest.raises(Failed):
         process.ask("tell")
 
 

@@ -215,7 +215,7 @@ def test_modules_that_a_worker_imports_later_are_guarded(monkeypatch: pytest.Mon
             late.judge = max  # type: ignore[attr-defined]
 
     benchmark = Replacing()
-    for result in runner.run(benchmark, harness.cases_of(benchmark)[:1]):
-        assert result.record["outcome"] == "wrong"
-        assert result.record["reason"] == "a row replaced benchmarks.late.judge, by which it is judged"
+    for record in runner.run(benchmark, harness.cases_of(benchmark)[:1]):
+        assert record["outcome"] == "wrong"
+        assert record["reason"] == "a row replaced benchmarks.late.judge, by which it is judged"
     assert late.judge is len  # type: ignore[attr-defined]

@@ -78,7 +78,7 @@ def records(runner: Isolated, names: Sequence[str], *directions: str) -> dict[tu
     rows = [Entry(name, f"tests.support.faults:{name}") for name in names]
     pairs = [(row, direction) for row in rows for direction in directions or ("fwd",)]
     cases = [AttentionTest("faults", row, runner.settings.device, *shape, direction) for row, direction in pairs]
-    measured = [result.record for result in runner.run(Attention(), cases)]
+    measured = list(runner.run(Attention(), cases))
     assert [record["id"] for record in measured] == [case.id for case in cases]
     return {(record["impl"], record["direction"]): record for record in measured}
 

@@ -22,7 +22,6 @@ from lmsys.bench.isolation import Ended
 from lmsys.bench.plugin import _resume
 from lmsys.bench.record import seal
 from lmsys.bench.results import Session, read_results
-from lmsys.bench.trial import Result
 from lmsys.measure import machine
 from lmsys.verify import verify
 from tests.support.harness import Telling
@@ -148,14 +147,14 @@ def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Mock
     """
     to_do = [*runs]
 
-    def run(benchmark: object, cases: object) -> Iterator[Result]:
+    def run(benchmark: object, cases: object) -> Iterator[dict[str, Any]]:
         rows = to_do.pop(0)
         if not rows:
             raise KeyboardInterrupt
         for name, (outcome, pace) in rows.items():
             samples = [pace * (1 + 0.001 * number) for number in range(10)] if outcome == "ok" else None
             fields = {"id": name, "impl": name, "peer": name == "sdpa", "comparison": "c", "samples_s": samples}
-            yield Result({**RECORD, **fields, "outcome": outcome}, samples)
+            yield {**RECORD, **fields, "outcome": outcome}
 
     session = Session(Settings(device="cpu"), repeats=len(runs))
     session.__dict__["runner"] = runner = Mock(run=run)
@@ -163,7 +162,7 @@ def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Mock
     session._groups["b", "g"] = []
     with nullcontext() if all(runs) else pytest.raises(KeyboardInterrupt):
         session._run(("b", "g"))
-    return {name: result.record for (_, name), result in session.results.items()}, runner
+    return {name: record for (_, name), record in session.results.items()}, runner
 
 
 def test_repeats_run_in_new_processes_and_say_how_much_they_differ() -> None:
@@ -199,7 +198,7 @@ def test_a_row_has_failed_if_one_repeat_fails_and_an_interrupt_keeps_those_that_
 def test_an_end_during_the_last_measurement_of_ceilings_loses_no_record(fault: BaseException, ending: str) -> None:
     session = Session(Settings(device="cpu"))
     session.__dict__["runner"] = Mock(machine=head()["machine"], ask=Mock(side_effect=fault))  # asked for ceilings
-    session.results["attention", "a"] = Result(dict(RECORD), [1.0])
+    session.results["attention", "a"] = dict(RECORD)
     session.benchmarks["attention"], session._cases["attention", "a"] = Telling(), None
     content: dict[str, Any] = {"benchmarks": []}
     session.complete(content)
@@ -219,7 +218,7 @@ def test_carried_records_have_shares_of_the_ceilings_of_the_new_file() -> None:
     session = Session(Settings(device="cpu"), benchmarks={"attention": Telling()})
     session.resume(head() | {"records": [carried]}, [{"extra_info": dict(carried), "stats": {}}])
     session.__dict__["runner"] = Mock(machine=head()["machine"], ask=ask)
-    session.results["attention", "b"] = Result(measured, [1.0])
+    session.results["attention", "b"] = measured
     session._cases |= {("attention", name): object() for name in "ab"}
     content: dict[str, Any] = {"benchmarks": [{"extra_info": dict(measured), "stats": {}}]}
     session.complete(content)
@@ -240,7 +239,7 @@ def test_a_run_fails_by_wrong_rows_of_ours_and_by_the_outcomes_that_it_is_told(
     facts: dict[str, Any], fail_on: tuple[str, ...], sentences: list[str]
 ) -> None:
     session = Session(Settings(device="cpu"), fail_on=fail_on)
-    session.results["attention", "a"] = Result(RECORD | facts, None)
+    session.results["attention", "a"] = RECORD | facts
     assert session.failing == sentences
 
 

@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.bench import Entry, Field, Grid, Settings, Step, Table, watch
+from lmsys.bench import Entry, Failed, Field, Grid, Settings, Step, Table, watch
 from lmsys.bench.case import verdict
 from lmsys.bench.fields import ENERGY, Record
-from lmsys.bench.findings import OTHERS_ENERGY
 from lmsys.bench.runner import Runner
+from lmsys.bench.trial import OTHERS_ENERGY
 from lmsys.bench.watch import Heartbeat
 from lmsys.measure import energy
-from lmsys.measure.energy import Energy, EnergyError
+from lmsys.measure.energy import Energy
 from lmsys.measure.machine import Limits
 from lmsys.measure.sensors import Sensors
 from tests.support.device import FakeDevice
@@ -181,7 +181,7 @@ def test_a_group_is_dropped_before_its_results_are_told() -> None:
 
     benchmark = Holding()
     obtained = runner().run(benchmark, cases_of(benchmark))
-    assert next(obtained).record["outcome"] == "ok" and not benchmark.held
+    assert next(obtained)["outcome"] == "ok" and not benchmark.held
 
 
 # Fields that a pass measures; a record without energy has none of them.
@@ -204,7 +204,7 @@ class Counting(Telling):
 def with_energy(benchmark: Telling, device: Sensors, limits: Limits | None = None) -> dict[str, Record]:
     measuring = runner(energy=True)
     measuring.__dict__ |= {"sensors": device, "limits": limits}
-    return {result.record["impl"]: result.record for result in measuring.run(benchmark, cases_of(benchmark))}
+    return {record["impl"]: record for record in measuring.run(benchmark, cases_of(benchmark))}
 
 
 OF_A_PASS = Energy(3.0, 3.0, 5e-3, 10.0)
@@ -243,10 +243,10 @@ def test_energy_is_a_pass_of_its_own_behind_the_samples(passes: Mock) -> None:
 def test_without_the_option_nothing_is_run_for_it(passes: Mock) -> None:
     bench = runner()
     bench.__dict__["sensors"] = FakeDevice(temperature_c=50.0, reasons=0x44)
-    for result in bench.run(benchmark := Telling(), cases_of(benchmark)):
-        assert result.record.keys() & MEASURED == set() and result.record["temperature_c"] == 50
-        assert result.record["clock_reasons"] == "power cap, thermal slowdown by hardware"
-        assert "the device was throttled (thermal slowdown by hardware)" in result.record["disturbed"]
+    for record in bench.run(benchmark := Telling(), cases_of(benchmark)):
+        assert record.keys() & MEASURED == set() and record["temperature_c"] == 50
+        assert record["clock_reasons"] == "power cap, thermal slowdown by hardware"
+        assert "the device was throttled (thermal slowdown by hardware)" in record["disturbed"]
     assert not passes.called
 
 
@@ -270,7 +270,7 @@ BACK, FAST = "the counter of energy went back", "faster than this machine can be
     ("kind", "device", "limits", "results", "notes"),
     [
         (Counting, Sensors(), None, [], (Sensors.why_no_joules, Sensors.why_no_joules)),
-        (Counting, FakeDevice(), None, [EnergyError(BACK), OF_A_PASS], (BACK, None)),
+        (Counting, FakeDevice(), None, [Failed("error", BACK), OF_A_PASS], (BACK, None)),
         # The pass draws inputs once, so a row may know them. The row's arithmetic takes at least 1 ms. The limits also
         # allow 1.5 ms for reads, which a cache may save: the pass is held to the arithmetic alone.
         (
@@ -308,7 +308,7 @@ def test_a_gpu_has_energy_and_conditions_in_its_records() -> None:
     benchmark, bench = matmul(), runner(device="cuda", energy=True)
     cases = cases_of(benchmark, Settings(device="cuda"), size=(4096,), dtype=("bfloat16",))
     cases = [case for case in cases if case.impl == "matmul"]
-    (record,) = [result.record for result in bench.run(benchmark, cases)]
+    (record,) = bench.run(benchmark, cases)
     assert record["outcome"] == "ok" and record["energy_note"] is None, record
     assert record["energy_j"] == pytest.approx(record["energy_integral_j"], rel=energy.APART)
     assert 0.5 * record["time_s"] < record["energy_call_s"] < 2 * record["time_s"]

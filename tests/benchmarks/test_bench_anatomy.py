@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {
 def opened(device: str, timed: bool = True, **values: Any) -> dict[tuple[str, str], Any]:
     """{(mode, row): record} of the cases of TINY, but for these values of axes."""
     cases = cases_of(Anatomy(), Settings(device=device), **(TINY | values))
-    measured = [result.record for result in results(Anatomy(), cases, device=device, timed=timed)]
+    measured = results(Anatomy(), cases, device=device, timed=timed)
     return {(record["mode"], record["impl"]): record for record in measured}
 
 
@@ -105,7 +105,7 @@ def test_a_thinned_timeline_keeps_its_extremes(drawn: list[tuple[float, int]], k
 
 def test_the_precision_study_is_recorded(device: str) -> None:
     cases = cases_of(Precision(), Settings(device=device))
-    by_id = {result.record["id"]: result.record for result in results(Precision(), cases, device=device)}
+    by_id = {record["id"]: record for record in results(Precision(), cases, device=device)}
     assert all(record["outcome"] == "ok" and "nothing is timed" in record["reason"] for record in by_id.values())
     assert [len(by_id[f"precision-accumulation-{dtype}"]["sums"]) for dtype in ("float16", "bfloat16")] == [4, 4]
     assert by_id["precision-autocast-bfloat16"]["tensors"]

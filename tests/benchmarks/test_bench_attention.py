@@ -164,7 +164,7 @@ def swept_rows(
     cases = cases_of(Attention(), Settings(device=device), attention=tuple(rows), **values)
     records: Records = {}
     for group in dict.fromkeys(case.group for case in cases):
-        for result in results(
+        for record in results(
             Attention(),
             [case for case in cases if case.group == group],
             min_rounds=12,
@@ -172,7 +172,6 @@ def swept_rows(
             timed=timed,
             checks_files=checks_files,
         ):
-            record = result.record
             records[record["impl"], record["dtype"], record["direction"]] = record
     return records
 
@@ -359,9 +358,9 @@ def test_a_deterministic_case_runs_in_torchs_deterministic_mode(tmp_path: Path) 
     file.write_text(IN_ORDER)
     small = SMALL | {"direction": ("bwd",), "dtype": ("float32",), "attention": (f"{file}:in_order",)}
     for mode, outcome in ((True, "ok"), (None, "error")):
-        (result,) = results(Attention(), cases_of(Attention(), **small, deterministic=(mode,)))
-        assert result.record["outcome"] == outcome and result.record["deterministic"] is mode, result.record["reason"]
-        assert mode or "in its usual mode" in result.record["reason"]
+        (record,) = results(Attention(), cases_of(Attention(), **small, deterministic=(mode,)))
+        assert record["outcome"] == outcome and record["deterministic"] is mode, record["reason"]
+        assert mode or "in its usual mode" in record["reason"]
         assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -40,7 +40,7 @@ def test_a_wrong_result_is_a_case_without_a_time_and_without_timing_there_is_onl
 
     times: list[object] = []
     cases = cases_of(Collectives(), **(SMALL | {"megabytes": (1, 2)}))
-    right, wrong = (result.record for result in results(Collectives(), cases, ranks=Answers(), timed=False))
+    right, wrong = results(Collectives(), cases, ranks=Answers(), timed=False)
     assert times == [None, None], "no time to sample"
     assert right["outcome"] == "ok" and "not timed" in right["reason"] and "time_s" not in right
     assert (wrong["outcome"], wrong["reason"]) == ("wrong", "rank 1: off")

@@ -26,8 +26,8 @@ from benchmarks.data_parallel.check import gate, small_training
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import Taken, inspect, take_pass
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Grid, Settings, Sweep
-from lmsys.bench.ranks import Ranks, Unsupported, entropy
+from lmsys.bench import Failed, Grid, Settings, Sweep
+from lmsys.bench.ranks import Ranks, entropy
 from lmsys.bench.results import Session
 from lmsys.cost.operations import block_matrices, model_parameters
 from lmsys.measure.profile import Communication
@@ -257,7 +257,7 @@ class Answers(Ranks):
         if function is small_training:
             raise WorkerError(0, "error", "these ranks train nothing")
         if function is inspect and args[0].impl == "flat":
-            raise Unsupported("no such thing")
+            raise Failed("unsupported", "no such thing")
         if function in ANSWERS:
             return [ANSWERS[function]] * world_size
         assert function is take_pass
@@ -267,13 +267,12 @@ class Answers(Ranks):
 
 def test_rows_train_in_turns_and_one_that_fails_ends_no_other() -> None:
     ranks, cases = Answers(), cases_of(strategy=("none", "naive", "flat"))
-    results = harness.results(DataParallel(), cases, ranks=ranks, seconds_per_row=2.0)
-    by_row = {result.record["impl"]: result for result in results}
+    by_row = harness.records(DataParallel(), cases, ranks=ranks, seconds_per_row=2.0)
     assert ranks.passes == ["none", "naive", "none", "naive"]
     slowest = [1 + number / 10 for number in range(10) for _ in range(2)]
-    assert by_row["none"].samples == by_row["naive"].samples == slowest
-    assert by_row["naive"].record["exposed_s"] == 0 and by_row["naive"].record["unsynchronized_by"] == "none"
-    assert (by_row["flat"].samples, by_row["flat"].record["outcome"]) == (None, "unsupported")
+    assert by_row["none"]["samples_s"] == by_row["naive"]["samples_s"] == slowest
+    assert by_row["naive"]["exposed_s"] == 0 and by_row["naive"]["unsynchronized_by"] == "none"
+    assert "samples_s" not in by_row["flat"] and by_row["flat"]["outcome"] == "unsupported"
     assert Row(cases[0], [], passes=[[1.0, 2.0], [3.0, 4.0]]).samples == [1.0, 3.0, 2.0, 4.0]
 
 
@@ -293,10 +292,10 @@ def test_when_ranks_end_only_the_case_that_they_judged_is_an_error(monkeypatch: 
     monkeypatch.setitem(PASSES, "gloo", 1)
     ranks, cases = Ended(), cases_of(strategy=("naive", "overlapped"))
     naive, overlapped = harness.results(DataParallel(), cases, ranks=ranks, seconds_per_row=2.0)
-    assert naive.record["outcome"] == "error" and "no such judge" in naive.record["reason"]
+    assert naive["outcome"] == "error" and "no such judge" in naive["reason"]
     assert ranks.passes == ["naive", "overlapped", "overlapped"]
-    assert overlapped.record["outcome"] == "ok" and overlapped.record["proof"]["calls"]
-    assert overlapped.samples == [1 + number / 10 for number in range(10)]
+    assert overlapped["outcome"] == "ok" and overlapped["proof"]["calls"]
+    assert overlapped["samples_s"] == [1 + number / 10 for number in range(10)]
 
 
 @pytest.fixture(scope="module")

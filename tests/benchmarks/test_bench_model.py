@@ -52,7 +52,7 @@ needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLA
 def records(device: str = "cpu", timed: bool = True, **values: Any) -> dict[tuple[str, str, str], dict[str, Any]]:
     """The records of a run, by (mode, compile, row). values: other values of axes than those of TINY."""
     cases = cases_of(Model(), Settings(device=device), **(TINY | values))
-    measured = [result.record for result in results(Model(), cases, device=device, timed=timed)]
+    measured = results(Model(), cases, device=device, timed=timed)
     assert [record["id"] for record in measured] == [case.id for case in cases]
     return {(record["mode"], record["compile"], record["impl"]): record for record in measured}
 
@@ -251,7 +251,7 @@ def test_checkpointing_and_narrow_streams_are_compared_with_the_default() -> Non
     values: dict[str, Any] = {"precision": ("bf16",), "mode": ("forward", "step"), "attention": ("sdpa_flash",)}
     values |= {"checkpoint": ("none", "whole*1,matmuls*1"), "residual": ("wide", "narrow")}
     cases = cases_of(Model(), **(TINY | values))
-    by_id = {case.id: result.record for case, result in zip(cases, results(Model(), cases), strict=True)}
+    by_id = {case.id: record for case, record in zip(cases, results(Model(), cases), strict=True)}
     assert [name.removeprefix("s-tiny-S8B1-bf16-").removesuffix("-sdpa_flash") for name in by_id] == [
         *("forward-eager", "forward-eager-narrow", "step-eager", "step-eager-narrow"),
         *("step-eager-Cw1m1", "step-eager-Cw1m1-narrow"),
@@ -280,7 +280,7 @@ def test_a_stream_that_is_rounded_more_than_bfloat16_is_wrong(monkeypatch: pytes
     monkeypatch.setattr(TransformerLM, "hidden", coarse)
     values = {"precision": ("bf16",), "residual": ("wide", "narrow"), "mode": ("step",), "attention": ("sdpa_flash",)}
     cases = cases_of(Model(), **(TINY | values))
-    wide, narrow = (result.record for result in results(Model(), cases, timed=False))
+    wide, narrow = results(Model(), cases, timed=False)
     assert wide["outcome"] == "ok" and narrow["outcome"] == "wrong" and narrow["error_ratio"] > 1
 
 
@@ -308,7 +308,7 @@ def test_levels_that_fit_are_chosen_and_every_level_runs_compiled_and_graphed() 
     levels = ("none", "matmuls", "attention", "whole", "attention*6,matmuls*6", "fit")
     ways = {"checkpoint": levels, "compile": ("eager", "compiled", "graphed"), "mode": ("step",)}
     cases = cases_of(Model(), Settings(device="cuda"), **(TINY | values | ways))
-    measured = [result.record for result in results(Model(), cases, device="cuda")]
+    measured = results(Model(), cases, device="cuda")
     assert {record["outcome"] for record in measured} == {"ok"}, [record["reason"] for record in measured]
     assert {record["levels"] for record in measured if record["checkpoint"] == "fit"} == {"none*12"}
 

@@ -149,7 +149,7 @@ def test_llama_has_no_stream_wider_than_its_matmuls() -> None:
 def test_llama_trains_as_our_model_does_by_whatever_it_keeps(two_ranks: Ranks) -> None:
     kept = {"checkpoint": ("attention*1,matmuls*1", "whole"), "precision": ("bf16",), "residual": ("narrow",)}
     cases = cases_of(strategy=("torch_fsdp2",), model=("ours", "llama"), **kept, steps=8)
-    ours, _, *theirs = (result.record for result in harness.results(TrainingSteps(), cases, ranks=two_ranks))
+    ours, _, *theirs = harness.results(TrainingSteps(), cases, ranks=two_ranks)
     for record in theirs:
         assert record["outcome"] == "ok", record["reason"]
         assert record["losses"] == pytest.approx(ours["losses"], rel=1e-3)
@@ -200,7 +200,7 @@ def test_compiled_steps_train_on_two_gpus() -> None:
     kept = {"checkpoint": ("attention*6,matmuls*6", "whole"), "residual": ("narrow",), "steps": 20}
     cases = cases_of(strategy=("fsdp", "torch_fsdp2"), **values, **kept)
     cases = [replace(case, device="cuda") for case in cases]
-    records = [result.record for result in harness.results(TrainingSteps(), cases, device="cuda")]
+    records = harness.results(TrainingSteps(), cases, device="cuda")
     assert {record["outcome"] for record in records} == {"ok"}, [record["reason"] for record in records]
     for record in records:
         total = sum(record[f"{kind}_s"] for kind in KERNELS) + record["optimizer_s"] + record["exposed_s"]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.attention import ATTENTION
-from lmsys.bench import Entry, Settings, Traits, foreign
+from lmsys.bench import Entry, Failed, Settings, Traits, foreign
 from lmsys.bench.guard import Guard
 from tests.support import foreign_cheats, harness
 from tests.support.cheats import CHEATS, forget
@@ -140,5 +140,5 @@ def test_what_is_no_time_is_not_believed(said: Any) -> None:
     row = foreign.Process(Entry("row", "nowhere:row"), Settings())
     row.ask = lambda *_, **__: {"took_s": said}  # type: ignore[method-assign]
     blocks = {"inputs": SimpleNamespace(fill=lambda _: None)}
-    with pytest.raises(foreign.Refused, match="says that a call took"):
+    with pytest.raises(Failed, match="says that a call took"):
         row._timed_call(row, blocks, {"inputs": {}}, None, "inference")

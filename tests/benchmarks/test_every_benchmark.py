@@ -109,6 +109,5 @@ def test_what_fails_outside_of_rows_is_in_the_record_of_every_case(
     monkeypatch.setattr(f"benchmarks.{what}", fails)
     obtained = results(kind(), cases_of(kind(), **axes), ranks=Ranks())
     assert obtained
-    for result in obtained:
-        record = result.record
+    for record in obtained:
         assert (record["outcome"], record["reason"]) == (outcome, reason) and "time_s" not in record

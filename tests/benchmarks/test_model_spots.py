@@ -22,7 +22,7 @@ from benchmarks.model.rig import Rig
 from benchmarks.model.spots import EMBEDDINGS, HEAD, Reference
 from benchmarks.models import LLAMA, arithmetic, ratio_by_group
 from lmsys.extremes import model as extremes
-from lmsys.measure.step import Kept
+from lmsys.measure.step import Failed, Kept
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.testing import SPOT_TIMES
 from lmsys.training.optimizer import AdamW
@@ -264,8 +264,7 @@ def test_a_part_that_is_wrong_in_timed_calls_is_refused(
 ) -> None:
     """`wrong` stands in the place of `part`: of a row of attention, of the loss, or of the optimizer."""
     monkeypatch.setattr(part, wrong)
-    (result,) = results(Model(), cases(mode=(mode,), precision=(precision,)))
-    record = result.record
+    (record,) = results(Model(), cases(mode=(mode,), precision=(precision,)))
     assert record["outcome"] == "wrong" and re.search(reason, record["reason"]), record["reason"]
     assert "time_s" not in record
 
@@ -336,10 +335,10 @@ def test_gradients_that_are_no_tensors_of_their_own_are_refused() -> None:
     step.run(step.prepare())
     weight = rig.base.get_parameter(EMBEDDINGS)
     weight.grad = None
-    with pytest.raises(ValueError, match="the gradient of token_embeddings.weight must be a plain"):
+    with pytest.raises(Failed, match="the gradient of token_embeddings.weight must be a plain"):
         step.keep(None, 1)
     weight.grad = torch.zeros(1, 1).expand_as(weight)
-    with pytest.raises(ValueError, match="must have memory for each element"):
+    with pytest.raises(Failed, match="must have memory for each element"):
         step.keep(None, 1)
 
 

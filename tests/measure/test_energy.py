@@ -21,9 +21,9 @@ from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.contract import adapt
 from lmsys.measure import energy
 from lmsys.measure.clock import synchronize
-from lmsys.measure.energy import APART, Energy, EnergyError, Sample, calls_between, energy_of, of_call, of_step
+from lmsys.measure.energy import APART, Energy, Sample, calls_between, energy_of, of_call, of_step
 from lmsys.measure.sensors import sensors_of
-from lmsys.measure.step import Step
+from lmsys.measure.step import Failed, Step
 from tests.support.device import FakeDevice
 
 GAP_S, END_S = 0.0075, 2.5
@@ -90,7 +90,7 @@ def test_a_counter_alone_says_so() -> None:
 )
 def test_a_counter_that_cannot_be_is_refused(counter: Any, message: str) -> None:
     samples = [Sample(at, counter(at), 400.0) for at in times([0.005])]
-    with pytest.raises(EnergyError, match=message):
+    with pytest.raises(Failed, match=message):
         energy_of(samples, marks(0.01), 0.5, 700.0)
 
 
@@ -118,7 +118,7 @@ def test_calls_follow_one_another_until_the_counter_has_moved_for_long_enough() 
 def test_a_sensor_that_fails_is_told() -> None:
     device = FakeDevice()
     device.joules = Mock(side_effect=RuntimeError("GPU is lost"))
-    with pytest.raises(EnergyError, match="a sensor failed: GPU is lost"):
+    with pytest.raises(Failed, match="a sensor failed: GPU is lost"):
         of_call(lambda: time.sleep(0.01), device, lambda: None, seconds=0.1, warm_s=0.05)
 
 
@@ -142,7 +142,7 @@ def test_what_is_prepared_untimed_is_taken_off(monkeypatch: pytest.MonkeyPatch) 
     assert record["energy_per_token_j"] == 0.5 and record["energy_power_w"] == pytest.approx(400)
     assert of_step(Step(lambda _: "whole"), FakeDevice(), lambda: None).joules == 5.0
     joules["part"] = 5.0
-    with pytest.raises(EnergyError, match="takes less than can be told from its untimed part of 5 J"):
+    with pytest.raises(Failed, match="takes less than can be told from its untimed part of 5 J"):
         of_step(step, FakeDevice(), lambda: None)
 
 

@@ -81,7 +81,7 @@ def stubbed(others: list[int] | None, busy_s: float = 0.01) -> Runner:
 
 def measured(benchmark: Telling, others: list[int] | None, busy_s: float = 0.01) -> list[dict[str, Any]]:
     """The records of all rows of a run on such a device."""
-    return [result.record for result in stubbed(others, busy_s).run(benchmark, cases_of(benchmark))]
+    return list(stubbed(others, busy_s).run(benchmark, cases_of(benchmark)))
 
 
 BUSY = "the device was busy for 10000 us right before"

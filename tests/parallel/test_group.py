@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lmsys.bench.ranks import Unsupported
 from lmsys.measure.compare import outcome_of
+from lmsys.measure.step import Failed
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, check_backend, device
 from lmsys.parallel.overlapped import Bucketed
 from lmsys.watchdog import under_torchrun
@@ -95,7 +95,7 @@ def ended(pids: list[int]) -> bool:
             WorkerError(0, "OutOfMemoryError", "rank 0 failed:\nTrace\ntorch.OutOfMemoryError: CUDA\n\nSet X\n"),
             ("oom", "rank 0 failed: torch.OutOfMemoryError: CUDA"),
         ),
-        (Unsupported("of no use"), ("unsupported", "of no use")),
+        (Failed("unsupported", "of no use"), ("unsupported", "of no use")),
     ],
 )
 def test_a_failure_of_ranks_is_recorded_in_a_line(error: Exception, failure: tuple[str, str]) -> None:

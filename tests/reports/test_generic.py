@@ -54,7 +54,7 @@ def matmul() -> Any:
 def measured(benchmark: Benchmark, *sizes: int) -> list[Record]:
     """The records of the row "matmul" at these sizes, without what other programs did meanwhile."""
     runs = [results(benchmark, cases_of(benchmark, size=(size,), dtype=("float32",))[:1]) for size in sizes]
-    return [result.record | {"disturbed": None} for (result,) in runs]
+    return [record | {"disturbed": None} for (record,) in runs]
 
 
 def beside(records: list[Record], factor: float = 1.0) -> list[Record]:
@@ -68,7 +68,7 @@ def test_a_metric_declared_in_the_benchmark_is_a_table_of_its_chapter(tmp_path: 
     benchmark = Intense()
     cases = cases_of(benchmark, attention=("naive", "sdpa_math"), direction=("fwd",), **shapes)
     groups = {case.group: [other for other in cases if other.group == case.group] for case in cases}
-    records = [result.record for group in groups.values() for result in results(benchmark, group)]
+    records = [record for group in groups.values() for record in results(benchmark, group)]
     files = reported(tmp_path, benchmark, records)
     rows = cells(files, "s-float32-causal-fwd-intensity")
     assert [row["S"] for row in rows] == ["16", "32"]

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, Table
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, Table
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.runner import Runner
-from lmsys.bench.trial import Result
 from lmsys.measure.step import nothing
 
 CEILINGS = {"matmul_flops_per_s": {"float32": 1e12, "bfloat16": 2e12}, "copy_bytes_per_s": 1e11}
@@ -32,15 +31,15 @@ def runner(ranks: Ranks | None = None, say: Callable[[str], None] = nothing, **c
     return quick
 
 
-def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, dict[str, Any]]:
+def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, Record]:
     """{row: its record} of a run of these cases, which are one group. `changes`: those of `runner`."""
-    return {result.record["impl"]: result.record for result in results(benchmark, cases, **changes)}
+    return {record["impl"]: record for record in results(benchmark, cases, **changes)}
 
 
-def results(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> list[Result]:
-    """The results of a run of these cases, as in `records`."""
+def results(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> list[Record]:
+    """The records of a run of these cases, as in `records`."""
     obtained = list(runner(**changes).run(benchmark, cases))
-    assert sorted(result.record["id"] for result in obtained) == sorted(case.id for case in cases)
+    assert sorted(record["id"] for record in obtained) == sorted(case.id for case in cases)
     return obtained
 
 
