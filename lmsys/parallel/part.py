@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lmsys.parallel.collectives import Group, size_and_rank, unwrapped
+from lmsys.parallel.collectives import Group, unwrapped
 
 # What Tensor can be asked without its values, by name: attributes, methods, and attributes that can be set.
 _FACTS = (
@@ -145,15 +145,11 @@ def divided(x: Tensor, group: Group) -> Tensor:
     `Fsdp.sharded_state_dict` calls it for torch.distributed.checkpoint. This rank's part is in memory of its own.
     Without a process group the result is a copy of x.
     """
-    world_size, rank = size_and_rank(group)
     if not dist.is_initialized():
         return x.clone()
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh: Any = DeviceMesh.from_group(dist.group.WORLD if group is None else group, x.device.type)
-    if not x.dim():
-        return DTensor.from_local(x.clone(), mesh, [Replicate()], run_check=False)
-    parts = x.chunk(world_size)
-    part = parts[rank].clone() if rank < len(parts) else x.new_empty((0, *x.shape[1:]))
-    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+    # src_data_rank=None: nothing is sent, and the part is a view of x until it is cloned.
+    return distribute_tensor(x, mesh, [Shard(0) if x.dim() else Replicate()], src_data_rank=None).clone()
