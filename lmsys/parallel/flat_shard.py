@@ -12,7 +12,6 @@ use it.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -372,9 +371,9 @@ class Unit:
 
 
 class Walk:
-    """One pass over units, forward or backward. `Fsdp` makes it, and calls `enter`, `leave`, `extend` and `end`.
+    """One pass over units, forward or backward. `Fsdp` makes it, and calls `enter`, `leave` and `end`.
 
-    order          in which units are expected, each as often as it will be used
+    order          in which units are expected, each as often as it will be used; `Fsdp` may append to it
     release        called with a unit whose last expected use is over
     release_first  True: the unit behind is released before the unit ahead is gathered; False: after that
     seen           the units in the order in which they were used
@@ -384,13 +383,8 @@ class Walk:
 
     def __init__(self, order: Iterable[Unit], release: Callable[[Unit], Any], release_first: bool = False):
         self.order, self._release, self._release_first = list(order), release, release_first
-        self._left, self._at = Counter(self.order), -1
+        self._at = -1  # the place in `order` of the present use; -1 before the first
         self.seen, self.visits, self.strayed = list[Unit](), list[Unit](), False
-
-    def extend(self, order: Sequence[Unit]) -> None:
-        """Expects these units, too, after those of `order`."""
-        self.order += order
-        self._left.update(order)
 
     def enter(self, unit: Unit) -> None:
         """Called when a use of a unit begins: begins to gather it, and the unit that is expected next."""
@@ -407,7 +401,7 @@ class Walk:
         """Called when a forward of a unit has ended. returns: a backward will come back to it."""
         if returns:
             _append(self.visits, unit)
-        unit.free(again=bool(self._left[unit]))
+        unit.free(again=unit in self.order[max(self._at, 0) :])
 
     def end(self) -> None:
         """Called at the end of the pass: gathers and releases the units that were expected and not used."""
@@ -429,11 +423,9 @@ class Walk:
                 _append(self.visits, self.order[self._at])
 
     def _pass(self, unit: Unit | None) -> None:
-        """Counts a use of the unit as over."""
-        if unit is not None:
-            self._left[unit] -= 1
-            if not self._left[unit]:
-                self._release(unit)
+        """Releases the unit before the present one, unless it is expected again."""
+        if unit is not None and unit not in self.order[self._at :]:
+            self._release(unit)
 
 
 def _append(units: list[Unit], unit: Unit) -> None:

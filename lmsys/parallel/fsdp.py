@@ -13,8 +13,8 @@ calls: it gathers them again, and reduce-scatters their gradients while it goes 
 - A `Unit` is the flat shards of one block, or of all that is in no block. `calls` counts its forwards that have begun
   and not ended. A unit that is `pinned` stays gathered until the step.
 - A `Walk` is a forward or a backward, as a pass over units in the order in which they are expected. `enter` begins a
-  use of a unit, and gathers the next one ahead; `leave` ends a use in a forward. `extend` adds the units of a forward
-  that a backward comes to, and `end` ends the pass. A unit whose last use is over is released: in a forward before the
+  use of a unit, and gathers the next one ahead; `leave` ends a use in a forward, and `end` the pass. A backward appends
+  the units of each forward that it comes to. A unit whose last use is over is released: in a forward before the
   next one is gathered (`release_first`), in a backward after that. A walk keeps the units that were used, in order
   (`seen`), those that a backward will come back to (`visits`), and whether one was not expected (`strayed`).
 
@@ -421,7 +421,7 @@ class Fsdp(wrapper.Wrapper):
             self._begun.add(walk)
             self._back.end()  # the backward of a later forward is over
             self._to_come.discard(walk)
-            self._back.extend(walk.visits[::-1])
+            self._back.order += walk.visits[::-1]
             for unit in walk.visits:
                 unit.pinned = unit.pinned or torch.is_grad_enabled()  # a later backward reads parameters too
 
