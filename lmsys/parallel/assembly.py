@@ -23,16 +23,15 @@ class Assembly:
 
     def __init__(self, flats: Sequence[flat_shard.FlatShard], costs: Sequence[float]):
         self._group, self._device = flats[0].group, flats[0].shard.device
-        self._world_size, rank = collectives.size_and_rank(self._group)
+        self._world_size, self._rank = collectives.size_and_rank(self._group)
         self._members = buckets.share_out(costs, self._world_size)  # by rank the parameters that it owns
-        self._owned = self._members[rank]
+        self._owned = self._members[self._rank]
         self.shapes = [p.shape for flat in flats for p in flat.params]
-        self._places = [(number, place) for number, flat in enumerate(flats) for place in flat.places(rank)]
+        self._places = [(number, place) for number, flat in enumerate(flats) for place in flat.places(self._rank)]
         self._sizes: list[list[int]] = []  # by rank: the elements of its part of each parameter
         for other in range(self._world_size):
             places = [place for flat in flats for place in flat.places(other)]
             self._sizes.append([place.stop - place.start for place in places])
-        self._own_sizes = self._sizes[rank]
 
     def views(self, flat_parts: Sequence[Tensor]) -> list[Tensor]:
         """This rank's part of each flat -> its part of each parameter."""
@@ -53,7 +52,7 @@ class Assembly:
         for x, index in zip(wholes, self._owned, strict=True):
             pieces.append(x.reshape(-1).split([of_rank[index] for of_rank in self._sizes]))
         sent = [[of_ranks[rank] for of_ranks in pieces] for rank in range(self._world_size)]
-        sizes = [[self._own_sizes[index] for index in owned] for owned in self._members]
+        sizes = [[self._sizes[self._rank][index] for index in owned] for owned in self._members]
         received = self._exchange(sent, sizes, dtype)
         by_index = dict(zip([index for owned in self._members for index in owned], received, strict=True))
         return [by_index[index] for index in range(len(self.shapes))]

@@ -90,7 +90,6 @@ class FlatShard:
         self._trained = self.shard.requires_grad
         narrow = gathered_dtype if params[0].is_floating_point() else None
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
-        self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: collectives.Pending | None = None
         # Whole: gathered. Hidden: gathered, and a read calls on_read all the same. Shown: parameters are whole copies.
         self._is_whole, self._is_hidden, self._is_shown = False, False, False
@@ -160,7 +159,7 @@ class FlatShard:
         """Begins the all-gather of `whole`; `wait` ends it."""
         self.free()
         self.reshard()
-        self.whole.untyped_storage().resize_(self._nbytes)
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
         self._version = self.shard._version
         self._gathering = collectives.all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
 

@@ -58,7 +58,7 @@ class Collectives:
     outside_bytes = 0  # bytes of GPU memory that torch's allocator does not count
 
     def __init__(self, module: nn.Module, group: collectives.Group):
-        self.group, self.rank = group, collectives.size_and_rank(group)[1]
+        self.group = group
         self._scattered = collectives.Pending(), collectives.Pending()  # the last two reduce-scatters
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
@@ -85,13 +85,10 @@ class Collectives:
 
     def _reduce_scatter(self, bucket: Bucket) -> collectives.Pending:
         """`reduce` for a bucket whose parameters ranks share out."""
-        flat = bucket.params[0].new_empty(bucket.layout.length)
-        with torch.no_grad():
-            buckets.copy_gradients(bucket.params, bucket.layout.views(flat))
-            own = flat.new_empty(bucket.own.length)
-            views = bucket.own.views(own)
+        flat, _ = buckets.pack(bucket.params, bucket.layout, bucket.dtype)
+        own = flat.new_empty(bucket.own.length)
         buckets.clear_gradients(bucket.params)
-        buckets.set_gradients(bucket.owned, views)
+        buckets.set_gradients(bucket.owned, bucket.own.views(own))
         before, last = self._scattered
         before.wait()  # so that the memory of its flat tensor can be used again
         self._scattered = last, collectives.reduce_scatter_mean(own, flat, self.group)
@@ -99,7 +96,7 @@ class Collectives:
 
     def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> collectives.Pending:
         """Begins to gather the flat buffer of this number: called for all of them in order, from 0 on."""
-        return buffer.gather(self.rank, self.group)
+        return buffer.gather(self.group)
 
 
 class Overlapped(wrapper.Wrapper):

@@ -30,17 +30,16 @@ CHUNK = 2**26  # elements of a rank's segment that one all-gather sends, about
 
 @dataclass
 class FlatBuffer:
-    """A flat tensor (world_size · length,) that parameters are views of: a segment for the parameters of each rank."""
+    """A flat tensor that parameters are views of: world_size equal segments, one for the parameters of each rank."""
 
     flat: Tensor
-    bucket: buckets.Segmented
     owners: dict[Any, int]  # by parameter the rank that steps it
     addresses: list[int]  # of the parameters' memory, in the order of `owners`
 
-    def gather(self, rank: int, group: collectives.Group) -> collectives.Pending:
+    def gather(self, group: collectives.Group) -> collectives.Pending:
         """Begins an all-gather of this rank's segment, after whose `wait` the flat tensor has those of all ranks."""
-        length = self.bucket.length
-        return collectives.all_gather(self.flat, self.flat[rank * length : (rank + 1) * length], group)
+        world_size, rank = collectives.size_and_rank(group)
+        return collectives.all_gather(self.flat, self.flat.chunk(world_size)[rank], group)
 
 
 @torch.no_grad()
@@ -57,7 +56,7 @@ def flatten(
     for p, view in zip(owners, layout.views(flat), strict=True):
         view.copy_(p)
         p.data = view
-    return FlatBuffer(flat, bucket, owners, part.addresses(owners))
+    return FlatBuffer(flat, owners, part.addresses(owners))
 
 
 def owners_in(buffers: Sequence[FlatBuffer]) -> dict[Tensor, int]:
@@ -140,7 +139,7 @@ class ShardedOptimizer(Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps this rank's parameters, then gathers all ranks'. Takes the arguments of `optimizer_cls.step`."""
         loss = self.step_own(*args, **kwargs)
-        for pending in [buffer.gather(self.rank, self.group) for buffer in self.flat_buffers]:
+        for pending in [buffer.gather(self.group) for buffer in self.flat_buffers]:
             pending.wait()
         torch.autograd.graph.increment_version(list(self.owners))  # the gather wrote them through their flat buffers
         return loss

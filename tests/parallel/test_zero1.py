@@ -91,9 +91,8 @@ def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> 
         module.order = order
         wrapper(torch.ones(2, 4))
     state = [p.detach().clone() for p in module.parameters()]
-    index_of = {p: index for index, p in enumerate(wrapper.trainable)}
-    members = [set(buffer.bucket.indices) for buffer in wrapper.flat_buffers]
-    own = [{index_of[p] for p in block.parameters()} for block in module.blocks]
+    members = [set(buffer.owners) for buffer in wrapper.flat_buffers]
+    own = [set(block.parameters()) for block in module.blocks]
     needed = [{number for number, held in enumerate(members) if held & of_block} for of_block in own]
     return Fetched(events, needed, len(wrapper.flat_buffers), state)
 

@@ -42,9 +42,9 @@ def deferred() -> Any:
     def late(gather: Any) -> Any:
         """Replaces FlatBuffer.gather: gathers into a copy, and fills the buffer when it is waited for."""
 
-        def gather_late(self: FlatBuffer, rank: int, group: Any) -> Pending:
+        def gather_late(self: FlatBuffer, group: Any) -> Pending:
             elsewhere = replace(self, flat=self.flat.clone())
-            gather(elsewhere, rank, group).wait()
+            gather(elsewhere, group).wait()
             return Pending(then=lambda: self.flat.copy_(elsewhere.flat))
 
         return gather_late
