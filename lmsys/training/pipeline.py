@@ -80,7 +80,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _take(context: RunContext, steps: list[str]) -> int:
-    """Runs the steps in order, and returns the exit code."""
+    """Runs the steps in order, each when all ranks have done the one before it, and returns the exit code."""
     if "train" in steps:
         saved = checkpoint.newest(context.checkpoints, verified=False)
         if saved is not None:
@@ -93,7 +93,7 @@ def _take(context: RunContext, steps: list[str]) -> int:
             code = FUNCTIONS[step](context)
             if code:
                 return code
-    context.wait()
+        context.wait()
     return 0
 
 
@@ -118,7 +118,7 @@ def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
 def make_tokenizer(context: RunContext) -> None:
     """Rank 0 trains a tokenizer on the training text, unless settings name one."""
     if context.config.data.tokenizer is not None or context.rank != 0:
-        return context.wait()
+        return
     corpus, vocab_size = context.corpus(), context.config.model.vocab_size
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
     record = context.config.folder / "tokenizer" / "made.json"
@@ -137,7 +137,6 @@ def make_tokenizer(context: RunContext) -> None:
         record.unlink(missing_ok=True)  # a save that is killed half-way must not count as made
         tokenizer.save(record.parent)
         files.write_json(record, made)
-    context.wait()
 
 
 def make_tokens(context: RunContext) -> None:
@@ -173,7 +172,6 @@ def make_tokens(context: RunContext) -> None:
     context.wait()
     if context.rank == 0:
         files.write_json(folder / "made.json", {**made, "shards": context.world_size})
-    context.wait()
 
 
 def train_model(context: RunContext) -> int:
