@@ -171,15 +171,12 @@ def check_attention(config: RunConfig, batch_size: int, device: torch.device) ->
 
 def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
     """Why the row cannot train on the case; None: it can."""
-    reason = row.why_not(case)
+    reason = row.why_not(case)  # also where the row cannot be loaded
     if reason or not case.documents:
         return reason
     if AttentionTraits.of(row).compiles:
         return "it compiles anew for the documents of each batch"
-    try:
-        return contract.why_not_given(contract.adapt(row.load()), case.options)
-    except ImportError as error:
-        return str(error)
+    return contract.why_not_given(contract.adapt(row.load()), case.options)
 
 
 # More bytes than the tokens of any text have on average: `check_text` does not tokenize a text that has so many for
