@@ -335,15 +335,15 @@ def _read(p: Any) -> None:
 class Unit:
     """The flat shards of one block, or of all that is in no block: they are gathered and freed together.
 
-    number  0 for what is in no block, then by block
-    note    called before each collective with its number, see `FlatShard`
-    calls   how many forwards of the block have begun and not ended
-    pinned  it stays whole until the optimizer's step: nobody can tell when its last use will be over
+    number   0 for what is in no block, then by block
+    note     called before each collective with its number, see `FlatShard`
+    running  the units whose blocks are in a forward, each once for every forward that has not ended; `Fsdp` fills it
+    pinned   it stays whole until the optimizer's step: nobody can tell when its last use will be over
     """
 
-    def __init__(self, number: int, note: Callable[[int], Any]):
-        self.number, self._note = number, note
-        self.flats, self.calls, self.pinned = list[FlatShard](), 0, False
+    def __init__(self, number: int, note: Callable[[int], Any], running: Sequence["Unit"]):
+        self.number, self._note, self._running = number, note, running
+        self.flats, self.pinned = list[FlatShard](), False
 
     def gather(self) -> None:
         for flat in list(filter(FlatShard.is_due, self.flats)):  # none is gathered where one raises
@@ -356,7 +356,7 @@ class Unit:
 
     def free(self, again: bool = False) -> None:
         """Frees its flat shards, unless it is pinned or in a forward. again: it is used again soon, and only hidden."""
-        for flat in () if self.pinned or self.calls else self.flats:
+        for flat in () if self.pinned or self in self._running else self.flats:
             flat.hide() if again else flat.free()
 
     def reduce(self) -> None:

@@ -10,8 +10,8 @@ calls: it gathers them again, and reduce-scatters their gradients while it goes 
 
 - A `FlatShard` is one flat tensor. Ranks agree on collectives by their numbers: of flat shard n, 2 n gathers it and
   2 n + 1 reduces its gradients. Numbers below 0 stand for no collective.
-- A `Unit` is the flat shards of one block, or of all that is in no block. `calls` counts its forwards that have begun
-  and not ended. A unit that is `pinned` stays gathered until the step.
+- A `Unit` is the flat shards of one block, or of all that is in no block. One that is `pinned` stays gathered until the
+  step.
 - A `Walk` is a forward or a backward, as a pass over units in the order in which they are expected. `enter` begins a
   use of a unit, and gathers the next one ahead; `leave` ends a use in a forward, and `end` the pass. A backward appends
   the units of each forward that it comes to. A unit whose last use is over is released: in a forward before the
@@ -90,8 +90,9 @@ class Fsdp(wrapper.Wrapper):
         compares = self.world_size > 1 and self.trainable and not collectives.is_nccl(process_group, self.trainable[0])
         self._agreement = collectives.Agreement(process_group, structure.weakly(self._blank)) if compares else None
         self._dtype = compute_dtype
+        self._running: list[flat_shard.Unit] = []  # whose forwards have begun and not ended, the innermost last
         self._units = [
-            flat_shard.Unit(number, structure.weakly(self._before_collective))
+            flat_shard.Unit(number, structure.weakly(self._before_collective), self._running)
             for number in range(1 + len(structure.blocks_of(module)))
         ]
         self._optimizers = WeakSet[Any]()
@@ -100,7 +101,6 @@ class Fsdp(wrapper.Wrapper):
         self._unit_of = [unit_of[p] for p in self.trainable]  # by index of the trained parameter
         self._order = self._units[1:]  # the order in which forwards are expected to use blocks
         self._other_order: list[flat_shard.Unit] = []  # another order, in which a forward has used them
-        self._running: list[flat_shard.Unit] = []  # whose forwards have begun and not ended, the innermost last
         self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
         self._back = flat_shard.Walk((), KEEP)  # the backward's; that of a forward is `_walk`, a field of `Wrapper`
         self._begun = WeakSet[flat_shard.Walk]()  # forwards that this backward has come to
@@ -377,9 +377,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _begin_forward(self, release: Callable[[flat_shard.Unit], Any]) -> None:
         """Begins a walk over the expected order; the walk calls `release` with a unit whose last use is over."""
-        for unit in self._running:  # of a forward that an exception has ended
-            unit.calls = 0
-        self._running.clear()
+        self._running.clear()  # of a forward that an exception has ended
         self._walk = flat_shard.Walk(self._order, release, release_first=True)
         for unit in (self._units[0], *self._order[:1]):  # first what is in no block
             unit.gather()
@@ -393,7 +391,6 @@ class Fsdp(wrapper.Wrapper):
             for other in self._running:  # a block around this one reads its parameters again after this call
                 other.pinned = other.pinned or (torch.is_grad_enabled() and other is not unit)
             self._running.append(unit)
-            unit.calls += 1
         unit.gather() if self._walk is None else self._walk.enter(unit)
         unit.wait()
 
@@ -405,7 +402,6 @@ class Fsdp(wrapper.Wrapper):
         if structure.is_in_backward():
             return
         unit.pinned = unit.pinned or hidden
-        unit.calls -= 1
         self._running.remove(unit)
         unit.free() if self._walk is None else self._walk.leave(unit, returns=bool(tensors))
 
