@@ -299,7 +299,7 @@ class RunConfig(strict_json.Checked):
         """
         merged: dict[str, object] = {}
         for setting in values.several("settings", settings, str):
-            _merge(merged, strict_json.parse_setting(self, setting))
+            merged = _merged(merged, strict_json.parse_setting(self, setting))
         return strict_json.overlay(self, merged)
 
     @property
@@ -312,10 +312,8 @@ def file_of(url: str) -> str:
     return urlsplit(url).path.rpartition("/")[2]
 
 
-def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
-    """Adds the settings of `more`, a nested dict, to `into`."""
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
+def _merged(value: Any, more: Any) -> Any:
+    """The settings of two nested dicts, those of `more` where both have one; `more` where they are no dicts."""
+    if not (isinstance(value, dict) and isinstance(more, dict)):
+        return more
+    return value | {key: _merged(value.get(key), x) for key, x in more.items()}
