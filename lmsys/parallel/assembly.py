@@ -22,7 +22,7 @@ class Assembly:
     """
 
     def __init__(self, flats: Sequence[flat_shard.FlatShard], costs: Sequence[float]):
-        self._group, self._device = flats[0].group, flats[0].shard.device
+        self._group, self._device = collectives.unwrapped(flats[0].group), flats[0].shard.device
         self._world_size, self._rank = collectives.size_and_rank(self._group)
         self._members = buckets.share_out(costs, self._world_size)  # by rank the parameters that it owns
         self._owned = self._members[self._rank]
@@ -70,6 +70,5 @@ class Assembly:
         received = flat
         if self._world_size > 1:
             received = flat.new_empty(sum(map(sum, sizes)))
-            group = collectives.unwrapped(self._group)
-            dist.all_to_all_single(received, flat, list(map(sum, sizes)), counts, group=group)
+            dist.all_to_all_single(received, flat, list(map(sum, sizes)), counts, group=self._group)
         return received.split([size for of_rank in sizes for size in of_rank])
