@@ -47,7 +47,7 @@ def warm_ups_of(wrapper: Any) -> int:
     return getattr(wrapper, "warm_ups_before_graph", WARM_UPS)
 
 
-def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], None] | None = None) -> Callable[..., Tensor]:
+def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], Any] = lambda: None) -> Callable[..., Tensor]:
     """A function that computes loss_of(*inputs) and its backward, and returns the loss, detached.
 
     finish  called after the backward, such as a strategy's finish_gradient_synchronization
@@ -56,8 +56,7 @@ def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], None] | Non
     def compute(*inputs: Tensor) -> Tensor:
         loss = loss_of(*inputs)
         loss.backward()
-        if finish is not None:
-            finish()
+        finish()
         return loss.detach()
 
     return compute
