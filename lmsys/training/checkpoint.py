@@ -80,13 +80,12 @@ class Checkpoint:
         for name, expected in facts.items():
             # As JSON gives it back, like the saved one: a tuple becomes a list.
             expected, saved = json.loads(json.dumps(expected)), self.facts.get(name)
-            if not isinstance(saved, dict) or not isinstance(expected, dict):
-                if saved != expected:
-                    yield name, saved, expected
-                continue
-            for key in sorted(saved.keys() | expected.keys()):
-                if saved.get(key) != expected.get(key):
-                    yield f"{name}.{key}", saved.get(key), expected.get(key)
+            if isinstance(saved, dict) and isinstance(expected, dict):
+                for key in sorted(saved.keys() | expected.keys()):
+                    if saved.get(key) != expected.get(key):
+                        yield f"{name}.{key}", saved.get(key), expected.get(key)
+            elif saved != expected:
+                yield name, saved, expected
 
     def verify(self) -> None:
         """ValueError, with the file, unless every file is there with its length and SHA-256."""
@@ -256,12 +255,12 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
             files = read(manifest).files
         except ValueError:
             unknown.add(saved_step)
-            continue
-        count += saved_step <= step
-        if keep is not None and count > keep:
-            manifest.unlink(missing_ok=True)
         else:
-            named |= {entry["file"] for entry in files.values()}
+            count += saved_step <= step
+            if keep is not None and count > keep:
+                manifest.unlink(missing_ok=True)
+            else:
+                named |= {entry["file"] for entry in files.values()}
     for path in folder.glob("step-*"):  # none where the folder could not be made
         written = _WRITTEN.fullmatch(path.name)
         if written and path.name not in named and int(written[1]) not in unknown and not path.is_dir():

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from platform import python_version
@@ -147,14 +147,11 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
 def _stdlib_documents() -> Iterator[str]:
     """The text of each module, in order of their paths."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if "site-packages" in path.parts or "dist-packages" in path.parts:
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # a few modules that test encodings are in others
-        if END_OF_TEXT not in text:
-            yield text
+        if "site-packages" not in path.parts and "dist-packages" not in path.parts:
+            with suppress(UnicodeDecodeError):  # a few modules that test encodings are in others
+                text = path.read_text(encoding="utf-8")
+                if END_OF_TEXT not in text:
+                    yield text
 
 
 PIECE_BYTES = 1 << 20  # bytes of a download that are read at once

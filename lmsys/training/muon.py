@@ -178,9 +178,9 @@ class Muon(AdamW):
             if params[0] in self._flats:
                 costs = [self.cost(x, **group) for p in params for x in self._whole(p)]
                 bundles.append(_Matrices(params, momentum, assembly.Assembly([self._flats[p] for p in params], costs)))
-                continue
-            for places in in_batches([p.shape for p in params], group["batched"]):  # which bounds a step's memory
-                bundles.append(_Matrices([params[place] for place in places], [momentum[place] for place in places]))
+            else:
+                for places in in_batches([p.shape for p in params], group["batched"]):  # which bounds a step's memory
+                    bundles.append(_Matrices([params[at] for at in places], [momentum[at] for at in places]))
         return bundles
 
 
