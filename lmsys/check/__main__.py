@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             for entry in KINDS[kind].table.values()
             if given.kind in (None, kind)
         ]
+        values.hold((rows or not given.all, f"there is no row of --kind {given.kind}: name yours, path.py:attribute"))
         if not given.all:
             return int(
                 processes.in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S)

@@ -18,9 +18,9 @@ from lmsys.extremes.model import SIZES, extreme
 
 # Algorithms without a formula here, by their names in class names that may also have Adam or SGD in them.
 OTHERS = (
-    *("AdaBelief", "Adafactor", "AdaMax", "Adamax", "AdaMod", "Adan", "DAdapt", "Lamb", "LAMB", "Lion"),
-    *("NAdam", "QHAdam", "RAdam", "SparseAdam", "ScheduleFree", "SignSGD", "Signum", "LARS", "Muon", "Prodigy"),
-    *("RMSprop", "Shampoo", "SOAP", "Sophia"),
+    *("AdaBelief", "Adafactor", "AdaMax", "Adamax", "Adam_mini", "AdaMod", "Adan", "Cautious", "DAdapt", "GaLore"),
+    *("Lamb", "LAMB", "Lion", "NAdam", "QHAdam", "RAdam", "SparseAdam", "ScheduleFree", "SignSGD", "Signum", "LARS"),
+    *("Muon", "Prodigy", "RMSprop", "Shampoo", "SOAP", "Sophia", "StableAdam"),
 )
 
 

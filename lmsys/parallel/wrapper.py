@@ -205,11 +205,9 @@ class Wrapper(nn.Module):
         All ranks call it, with the same state. One that no step has used leaves the optimizer as before its first step.
         ValueError for a state of other trained parameters, or of other groups of them.
         """
+        mine = self._names_in(optimizer)
         # Frozen parameters may be missing on either side: zero1's optimizers hold none of them.
-        mine, frozen = (
-            self._names_in(optimizer),
-            {name for name, p in self.module.named_parameters() if not p.requires_grad},
-        )
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         fitting = [
             next((group for group in state_dict["param_groups"] if set(names) - frozen <= set(group["params"])), None)
             for names in mine

@@ -197,7 +197,7 @@ def test_however_a_file_ends_it_is_told_in_a_line(
 
 
 def test_one_target_is_named_or_all_are_checked() -> None:
-    assert main(["--all", "right"]) == main([]) == 2
+    assert main(["--all", "right"]) == main([]) == main(["--all", "--kind", "rotary"]) == 2
 
 
 def test_an_exception_names_the_line_of_the_users_file(tmp_path: Path) -> None:

@@ -199,6 +199,9 @@ class Derived(FancyLion): ...
 class TinyMuon(torch.optim.SGD): ...
 
 
+class GaLoreAdamW(torch.optim.AdamW): ...
+
+
 class AdEMAMix(torch.optim.Optimizer):
     def __init__(self, params: object, lr: float = 0.1, betas: Any = (0.9, 0.999, 0.9999)): ...
 
@@ -227,6 +230,7 @@ def test_a_function_that_makes_an_optimizer_is_not_taken_for_attention() -> None
         (FancyLion, "FancyLion looks like Lion"),
         (Derived, "Derived looks like Lion"),
         (TinyMuon, "TinyMuon looks like Muon"),
+        (GaLoreAdamW, "GaLoreAdamW looks like GaLore"),
         (torch.optim.RMSprop, "RMSprop looks like RMSprop"),
         (AdEMAMix, "no formula is known for AdEMAMix, which takes lr, betas: .* put its algorithm into its name"),
         (Tiger, "no formula is known for Tiger, which takes lr, momentum: "),
