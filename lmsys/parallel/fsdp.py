@@ -148,7 +148,6 @@ class Fsdp(wrapper.Wrapper):
         if getattr(optimizer_cls, "takes_whole_matrices", False):
             kwargs["flats"] = {flat.shard: flat for flat in self._flats()}
         optimizer = instance("optimizer_cls", optimizer_cls, Callable)(chosen, **kwargs)
-        sharded_optimizer.check_divisible(optimizer_cls, optimizer.param_groups, kwargs, self.world_size, flat=True)
         self._optimizers.add(optimizer)
         return optimizer
 
@@ -272,12 +271,16 @@ class Fsdp(wrapper.Wrapper):
                     " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)",
                 ),
                 (
-                    self.world_size == 1 or not isinstance(optimizer, torch.optim.LBFGS),
-                    "LBFGS looks at all gradients at once, and here each rank steps its own parts",
+                    self.world_size == 1 or not sharded_optimizer.is_any(optimizer, sharded_optimizer.OF_ALL),
+                    f"{type(optimizer).__name__} looks at all gradients at once, and here each rank steps its own"
+                    " parts",
+                ),
+                (
+                    not sharded_optimizer.is_any(optimizer, sharded_optimizer.OF_WHOLE),
+                    f"{type(optimizer).__name__} looks at whole parameters, of which fsdp has flat parts: take"
+                    " ShardedOptimizer with another strategy, such as bucketed",
                 ),
             )
-            if optimizer not in self._optimizers and "shard" not in optimizer.param_groups[0]:  # its first step
-                sharded_optimizer.check_divisible(type(optimizer), optimizer.param_groups, {}, self.world_size, True)
             sharded_optimizer.check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()
             self._unpin()

@@ -26,6 +26,10 @@ from lmsys import values
 from lmsys.parallel import buckets, collectives, part, structure
 
 CHUNK = 2**26  # elements of a rank's segment that one all-gather sends, about
+# Algorithms, by words in the names of their classes, in which the step of an element depends on other elements: on those
+# of all parameters, or on those of its own parameter. An optimizer with another name is taken to work element by element.
+OF_ALL = "LBFGS", "Prodigy", "DAdapt"
+OF_WHOLE = "Adafactor", "Adam_mini", "GaLore", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"
 
 
 @dataclass
@@ -80,7 +84,6 @@ class ShardedOptimizer(Optimizer):
     flat_buffers  where a strategy has made them; None: made here, balanced by size, or by `optimizer_cls.cost` where
                   there is one: cost(parameter, **options of its group), as of `lmsys.training.muon.Muon`
     kwargs        options of `optimizer_cls`
-    ValueError for an optimizer that looks at several parameters at once: see `check_divisible`.
     `state_dict` is this rank's share. `full_state_dict` is whole, and loads at any world size and into `optimizer_cls`
     itself; `load_state_dict` takes either. All ranks call the constructor, `step` and `full_state_dict`.
 
@@ -109,8 +112,6 @@ class ShardedOptimizer(Optimizer):
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             group.update(without(local, "params"))
         self.state = self._local.state
-        if self.world_size > 1 and not getattr(optimizer_cls, "takes_whole_matrices", False):
-            check_divisible(optimizer_cls, self.param_groups, kwargs, self.world_size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -156,8 +157,9 @@ class ShardedOptimizer(Optimizer):
                 " first, or write into the parameter by copy_()",
             ),
             (
-                self.world_size == 1 or not isinstance(self._local, torch.optim.LBFGS),
-                "LBFGS looks at all gradients at once, and here each rank steps its own parameters",
+                self.world_size == 1 or not is_any(self._local, OF_ALL),
+                f"{type(self._local).__name__} looks at all gradients at once, and here each rank steps its own"
+                " parameters",
             ),
         )
         both = list(zip(self.param_groups, self._local.param_groups, strict=True))
@@ -203,46 +205,10 @@ class ShardedOptimizer(Optimizer):
         self.state = self._local.state
 
 
-def check_divisible(
-    optimizer_cls: Any, groups: Iterable[dict[str, Any]], kwargs: dict[str, Any], ranks: int, flat: bool = False
-) -> None:
-    """ValueError for an optimizer that steps parts of the parameters, on several ranks, otherwise than all on one.
-
-    It is tried: some step a small matrix, or its two halves as parameters, and others these halves as ranks do. An
-    error that is raised meanwhile decides nothing: the optimizer raises it again when it is made, or steps.
-
-    groups  its param groups, whose options and devices are tried
-    kwargs  options of its constructor
-    flat    ranks step flat parts of parameters; else they step whole ones
-    """
-    for group in [group for group in groups if group["params"]]:
-        numbers = torch.linspace(-0.9, 2, 64, device=group["params"][0].device).view(8, 8)
-        halves = numbers.chunk(2)
-        pieces = [half.flatten() for half in halves] if flat else halves
-        sets = [pieces[rank::ranks] for rank in range(min(ranks, 2))] + [[numbers] if flat else halves] * 2
-        try:
-            *parts, whole, again = (_tried(optimizer_cls, group, kwargs, some) for some in sets)
-        except Exception:
-            continue
-        values.hold(
-            (
-                not torch.equal(whole, again)  # it draws random numbers
-                or torch.allclose(whole, torch.cat(parts), rtol=1e-3, atol=1e-3),
-                f"{getattr(optimizer_cls, '__name__', optimizer_cls)} steps {'flat parts of' if flat else 'some'}"
-                " parameters otherwise than all of them as a whole, and here each rank steps its own: take a strategy"
-                " such as bucketed" + (", with ShardedOptimizer if it looks at parameters one by one" if flat else ""),
-            )
-        )
-
-
-def _tried(optimizer_cls: Any, options: dict[str, Any], kwargs: dict[str, Any], starts: Sequence[Tensor]) -> Tensor:
-    """What three steps make of parameters with these values, whose gradients are powers of them, side by side."""
-    params = [nn.Parameter(x.clone()) for x in starts]
-    optimizer = optimizer_cls([{**options, "params": params, "lr": 0.1}], **kwargs)  # a schedule may begin at 0
-    for power in range(1, 4):
-        buckets.set_gradients(params, [x**power for x in starts])
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in params])
+def is_any(optimizer: Optimizer, algorithms: Iterable[str]) -> bool:
+    """True if the name of the optimizer's class, or of one that it derives from, has one of these words in it."""
+    names = " ".join(cls.__name__ for cls in type(optimizer).__mro__)
+    return any(word in names for word in algorithms)
 
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:

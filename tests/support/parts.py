@@ -7,7 +7,6 @@ the results. Ranks import this file. A new training is a function from the name 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -380,34 +379,13 @@ class Empty(torch.optim.SGD):
         return super().step(closure)
 
 
-class Normed(torch.optim.Optimizer):
-    """Steps by gradients divided by the norm of each, or of all of them together."""
-
-    def __init__(self, params: Any, together: bool, lr: float = 0.1):
-        super().__init__(params, {"lr": lr, "together": together})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            squares = [p.grad.as_subclass(Tensor).square().sum() for p in params]
-            for p, square in zip(params, squares, strict=True):
-                p -= group["lr"] * p.grad / (sum(squares) if group["together"] else square).sqrt()
+class Lamb(torch.optim.SGD): ...
 
 
-def refused_optimizers(strategy: str) -> list[str]:
-    """The errors of optimizers that look beyond one element, and then beyond one parameter.
+class ByNorm(Lamb): ...
 
-    For fsdp also the error of the first step of an optimizer over its flat parts.
-    """
-    run = made(strategy)
-    tried = (torch.optim.Adafactor, {"lr": 0.0}), (Normed, {"together": False}), (Normed, {"lr": 0.0, "together": True})
-    errors = [error_of(partial(run.model.make_optimizer, cls, **options)) for cls, options in tried]
-    if strategy == "fsdp":
-        run.optimizer = torch.optim.Adafactor(run.model.parameters())
-        errors.append(error_of(run.step, 0))
-    run.optimizer = run.model.make_optimizer(torch.optim.AdamW)
-    return [*errors, error_of(run.optimizer.step)]  # what was refused leaves nothing behind
+
+class Prodigy(torch.optim.SGD): ...
 
 
 def by_a_plain_optimizer(strategy: str) -> tuple[State, int, int]:
@@ -496,6 +474,9 @@ def refused_states(strategy: str) -> list[str]:
         errors += [error_of(run.step, 1), error_of(lambda: run.model.make_optimizer(AdamW, groups=decayed))]
         run.optimizer = run.model.make_optimizer(AdamW)
         errors.append(error_of(run.step, 2))
+        for step, cls in enumerate((torch.optim.Adafactor, ByNorm, Prodigy), start=3):
+            run.optimizer = cls(run.model.parameters())
+            errors.append(error_of(run.step, step))
     return errors
 
 
