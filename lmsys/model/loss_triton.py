@@ -173,7 +173,8 @@ def replace_by_gradient(
     factors   (C,) contiguous; None: 1 for each row
     gradient  logits become the gradient of the sum of losses · factors, which includes z-losses
     """
-    (num_rows, vocabulary), stride = logits.shape, logits.stride(0)
+    num_rows, vocabulary = logits.shape
+    stride = logits.stride(0) if num_rows > 1 else vocabulary  # torch may give a single row a stride beyond its memory
     losses, lses = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     given = row_options(vocabulary, 16 // logits.element_size())
     with torch.cuda.device_of(logits):

@@ -26,8 +26,8 @@ from lmsys import values
 from lmsys.parallel import buckets, collectives, part, structure
 
 CHUNK = 2**26  # elements of a rank's segment that one all-gather sends, about
-# Algorithms, by words in the names of their classes, in which the step of an element depends on other elements: on those
-# of all parameters, or on those of its own parameter. An optimizer with another name is taken to work element by element.
+# Algorithms, by words in the names of their classes, in which the step of an element depends on others: on elements of
+# all parameters, or on those of its own parameter. Any other optimizer is taken to work element by element.
 OF_ALL = "LBFGS", "Prodigy", "DAdapt"
 OF_WHOLE = "Adafactor", "Adam_mini", "GaLore", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"
 
@@ -43,7 +43,8 @@ class FlatBuffer:
     def gather(self, group: collectives.Group) -> collectives.Pending:
         """Begins an all-gather of this rank's segment, after whose `wait` the flat tensor has those of all ranks."""
         world_size, rank = collectives.size_and_rank(group)
-        return collectives.all_gather(self.flat, self.flat.chunk(world_size)[rank], group)
+        length = len(self.flat) // world_size
+        return collectives.all_gather(self.flat, self.flat[rank * length : (rank + 1) * length], group)
 
 
 @torch.no_grad()

@@ -22,10 +22,12 @@ DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.f
 
 
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """The losses of the kernel, which replaces the logits by their gradients."""
-    return loss_triton.replace_by_gradient(logits, labels, torch.ones_like(labels, dtype=torch.float32), LossOptions())[
-        0
-    ]
+    """The losses of the kernel, which replaces the logits by their gradients. Factors of 1 may be given or left out."""
+    factors, copy = torch.ones_like(labels, dtype=torch.float32), logits.clone()
+    losses, _ = loss_triton.replace_by_gradient(logits, labels, None, LossOptions())
+    again, _ = loss_triton.replace_by_gradient(copy, labels, factors, LossOptions())
+    torch.testing.assert_close((again, copy), (losses, logits), rtol=0, atol=0, equal_nan=True)
+    return losses
 
 
 def reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
