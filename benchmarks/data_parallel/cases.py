@@ -96,16 +96,17 @@ class ParallelCase(TrainedCase):
 
     @property
     def narrow(self) -> Narrow:
-        """(option, dtype) if one of NARROW is narrower than the precision says, else None."""
+        """(option, dtype) of the first of NARROW that the strategy is built with; None if it is built with neither."""
         return next(((name, self.options[name]) for name in NARROW if name in self.options), None)
 
     def same_bits(self, other: "ParallelCase") -> bool:
         """True if steps of both add the same numbers in the same order, so that no bit of the weights may differ.
 
-        That holds only on a CPU, eager, for one precision and one residual stream. There the level of checkpointing
-        changes no number. Nor does the strategy, on at most two ranks, if both have the trait `halves_sums`: two
-        numbers can be added in one order only, as long as none is rounded before. Muon's matrices are orthogonalized in
-        batches, which may round otherwise where a rank owns fewer.
+        That holds only on a CPU, in eager mode, for one precision, one residual stream and one number of ranks. There
+        the level of checkpointing changes no number. Nor does the strategy if both have the trait `halves_sums`, in
+        fp32 on at most two ranks: two numbers have the same sum in either order, as long as none is rounded before.
+        This is not said of Muon: its matrices are orthogonalized in batches, which may round otherwise where a rank
+        owns fewer.
         """
         settings = [(case.device, case.compile, case.world_size, case.residual) for case in (self, other)]
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
@@ -118,7 +119,7 @@ class ParallelCase(TrainedCase):
 
 @dataclass(frozen=True)
 class StepsCase(ParallelCase):
-    """A row that trains a model of MODELS alone, for so many timed steps."""
+    """A row that trains a model of MODELS alone, for `steps` timed steps."""
 
     steps: int = field(default=20, kw_only=True)
     model: str = field(default="ours", kw_only=True)
@@ -286,6 +287,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         "timeline": list(map(list, seen.communication.timeline)),
     }
     alike = [timed for timed in rows if timed.passes and timed.case.optimizer == case.optimizer]
+    # {number of ranks: a row that does not synchronize}
     alone = {timed.case.world_size: timed for timed in alike if not timed.case.traits.synchronizes}
     if 1 in alone:
         record["scaling_efficiency"] = statistics.median(alone[1].samples) / time_s
@@ -299,6 +301,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     least = min((rank.communication for rank in row.seen), key=lambda communication: communication.time_s)
     record |= {"communication_s": least.time_s, "overlap_fraction": least.overlap_fraction}
     if (base := baseline(row, rows)) and (theirs := min(rank.communication.time_s for rank in base.seen)):
+        # The time that a step saves beside the baseline's, as a share of the time that the baseline communicates.
         record["improvement"] = (statistics.median(base.samples) - time_s) / theirs
     if seen.network is not None:
         latency, bandwidth = seen.network
@@ -311,7 +314,10 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row that a row's communication is compared with, if it has been timed: on as many ranks, stepped alike."""
+    """The row that a row's communication is compared with, or None: it is timed, on as many ranks, and stepped alike.
+
+    Of several it is the row with the greatest trait `baseline`.
+    """
     alike = [other for other in rows if other.passes and other.case.stepped_by == row.case.stepped_by]
     return max(
         (other for other in alike if other.case.traits.baseline),

@@ -4,6 +4,9 @@
 of the two chapters. `benchmarks/layouts.py` has the legend of steps, `word` and the signs in lists of fields. The step
 ["unfolded", field, fields] puts in place of a case one for each entry of a list in its record, such as `parts`, and
 declares the entries' fields.
+
+The arguments of "listing" are, in this order: the fields of the first columns, those of the other columns, `word`, the
+title, the text about the table, and the fields of its data (the argument `data` of "pivot").
 """
 
 from typing import Any

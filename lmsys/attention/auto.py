@@ -15,8 +15,9 @@ def is_measured(capability: tuple[int, int] | None) -> bool:
 
 ANY = 2**63  # more than any number of keys or queries: no limit
 # Shapes in which another row than `flash_gluon` is the fastest, by (grad, head_dim, causal). Each is (row, most keys,
-# least queries, most queries), where queries are counted over all heads and batch entries, B H Q. Those that fit
-# are tried in order: `flash_gluon` is listed where a smaller shape is an exception to the next entry.
+# least queries, most queries), where queries are counted over all heads and batch entries, B H Q. The rows of all
+# entries that a case fits come first, in this order. `flash_gluon`, which follows them anyway, is listed where its
+# entry is an exception to the next one.
 FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
     (False, 64, True): (("flash_triton", ANY, 0, 32_768),),
     (False, 64, False): (("flash_triton", ANY, 0, 24_576), ("sdpa_cudnn", ANY, 0, 49_152)),
@@ -34,9 +35,11 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
 
     On Hopper `flash_gluon` comes first, but for the shapes in FASTER. Where it cannot run, cuDNN has the faster
     forward, and above head_dim 64 the faster backward; up to 64 `flash_triton` trains faster. In float32 Triton
-    multiplies without tensor cores, so SDPA's memory-efficient kernel comes first. With options, and for few queries,
-    `flash_triton` comes first: it skips hidden tiles, isolates queries from NaN in hidden keys by itself, and divides
-    the keys of few queries among programs. On a CPU no row is tried that Triton would interpret.
+    multiplies without tensor cores, so SDPA's memory-efficient kernel comes first. With options, and for a forward of
+    few queries on more keys, `flash_triton` comes first, in float32 too: it skips hidden tiles, keeps NaN in hidden
+    keys out of the results by itself, and divides the keys of few queries among programs. The exception is a forward
+    of few queries, without options, on 1 GiB of keys and values or more: there cuDNN comes first. On a CPU no row is
+    tried that Triton would interpret.
 
     On other GPUs options, such as windows and documents, are an exception: SDPA needs a mask of Q x K bytes for them,
     and skips no tile. There, except on AMD's, `flash_triton` comes first: it is known to compile without spills, but

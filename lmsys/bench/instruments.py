@@ -123,7 +123,7 @@ class Instruments:
 
     @cached_property
     def guard(self) -> Guard:
-        """The guard, which remembers the functions that judge as they are before the first row's file is imported."""
+        """The guard. It remembers the functions that judge rows as they are before the first row's file is imported."""
         return Guard()
 
     @cached_property
@@ -144,7 +144,7 @@ class Instruments:
 
 
 def all_declared(benchmark: Benchmark, record: fields.Record) -> fields.Record:
-    """The record. ValueError for a field in it that neither the benchmark nor `fields.COMMON` declares."""
+    """The record, unchanged. ValueError for a field in it that neither the benchmark nor `fields.COMMON` declares."""
     unknown = sorted(record.keys() - fields.declared(fields.COMMON, benchmark.fields).keys())
     hold((not unknown, f"benchmark {benchmark.name!r}: the fields {unknown} of its records are declared nowhere"))
     return record

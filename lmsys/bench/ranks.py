@@ -171,7 +171,7 @@ def times(
     """Times a step on a rank: (seconds of each call, {number of a call: what the step kept of it}).
 
     draws   a seed for the inputs of each call
-    keys    {number of a call: key of the parts of its result that are kept}; of other calls nothing is kept
+    keys    {number of a call: the key that chooses which parts of its result are kept}; other calls keep nothing
     lead_s  seconds for which a GPU idles before the first call, while the host launches ahead
     finish  waits for work of the last call that may still go on; work that goes on after it is a ClockError
 
@@ -181,7 +181,7 @@ def times(
     kind, kept = device().type, dict[int, Any]()
     clock, marks = clock_of(kind, ahead=False), list[Any]()
     clock.others = partial(_others, kind)
-    # Before each call the hosts meet on a CPU, the devices on a GPU that has a lead; else ranks do not meet.
+    # Ranks wait for one another before each call: on a CPU the hosts do, on a GPU with `lead_s` the devices; else none.
     begin = partial(dist.barrier, group) if kind == "cpu" else _together(group) if lead_s else nothing
     begin()
     done = clock.watch()  # done() raises ClockError if the device's clock and the host's differ too much
@@ -223,7 +223,7 @@ def entropy() -> int:
 
 
 def slowest(samples: Iterable[Sequence[float]]) -> list[float]:
-    """Seconds of each call, of the rank that took longest for it."""
+    """Seconds of each call on the rank that took longest for it; `samples` has the seconds of each rank's calls."""
     return list(map(max, zip(*samples, strict=True)))
 
 

@@ -59,7 +59,7 @@ class Trial:
             candidate.watched = partial(self.watch.watched, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
-        self._readings: list[Reading] = []  # of the turn that is sampled
+        self._readings: list[Reading] = []  # of the turn that is being sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
     def candidate(self, case: Case) -> Candidate:
@@ -73,17 +73,18 @@ class Trial:
     def own_part(self, call: Callable[..., Any], *args: Any) -> None:
         """Runs a part of the trial that is the bench's own work. If it fails, every candidate that was ok fails.
 
-        Inputs that do not fit are "oom" for every row; any other failure is an "error" that names the bench.
+        A failure before there are inputs keeps its outcome: inputs that do not fit are "oom" for every row. A later one
+        is an "error". The reason says in both cases that the bench failed.
         """
         _, failure = attempt(call, *args)
-        self._mend(self.good())  # a row that replaced what judges is wrong, and not the bench that failed over it
+        self._mend(self.good())  # first: if a row replaced what judges, rows are wrong, and not the bench
         if failure:
             for candidate in self.good():
                 outcome = failure[0] if self.setup is None else "error"
                 candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
 
     def prepare(self) -> None:
-        """Makes the inputs, calls each row for the first time, and checks it. Rows that cannot run here have failed."""
+        """Makes the inputs, calls each row for the first time, and checks it. Rows that cannot run here fail."""
         benchmark = self.benchmark
         for case in self.cases:
             if case.id in self.ended:
@@ -147,7 +148,7 @@ class Trial:
         if not turn:
             return
         self.watch.doing = "while it was timed"
-        if len(turn) == 1:  # then any work of `sample` that is not announced by a beat is of this row
+        if len(turn) == 1:  # then all work of `sample` is this row's, even where no beat announces it
             self.watch.beat(self.candidate(turn[0]))
         conditions, self._readings = self.runner.conditions(), []
         self.benchmark.sample(turn, self)  # by default that calls `interleave` below
@@ -293,7 +294,10 @@ class Trial:
         measurement.kept = []
 
     def _unproved(self, case: Case) -> Failure | None:
-        """A failure where fewer timed calls were checked than the benchmark keeps: the others were taken away."""
+        """A failure, "wrong", if fewer timed calls were checked than the benchmark keeps; else None.
+
+        Then kept calls were taken away before they could be checked.
+        """
         measurement = self.measurements[case.id]
         proved, least = len(measurement.proof), min(self.benchmark.num_proofs, len(measurement.samples or ()))
         return (

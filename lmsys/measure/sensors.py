@@ -3,7 +3,7 @@
 `sensors_of` reads a GPU by NVML (nvidia-ml-py), a CPU by Linux's files: RAPL's counters of energy, and the frequency of
 cores. What a device does not tell is None, and `why_no_joules` says why its energy cannot be measured.
 `lmsys.bench.trial` makes `Conditions` before it samples rows, and puts `Conditions.record` into the record of each row
-afterwards. Knows no kernel.
+afterwards. This file knows no kernel.
 """
 
 import os
@@ -58,7 +58,7 @@ class Sensors:
         raise NotImplementedError
 
     def processes(self) -> list[int] | None:
-        """The numbers of all processes that have something on the device."""
+        """The ids of all processes that have something on the device; None where it does not tell."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def nvml(ask: Callable[[Any], Any]) -> Any:
 
 
 def _scaled(unit: float, value: float | None) -> float | None:
-    """The value, counted in `unit`, as a number of the base unit; None stays None."""
+    """The product unit * value: 1e-3 makes watts of milliwatts, 1.0 only makes a float of an int. None stays None."""
     return None if value is None else unit * value
 
 
@@ -235,7 +235,7 @@ class Conditions:
         self._load, self._strangers = host.load(parent), self._count()
 
     def record(self, readings: Sequence[Reading]) -> dict[str, Any]:
-        """The fields of a row's record on the conditions, JSON-safe. `readings`: those taken between its calls."""
+        """The fields of a row's record on the conditions, JSON-safe. `readings`: those taken between calls."""
         share, strangers = host.others_share(self._load, host.load(self._parent)), self.strangers()
         return state_of(readings) | {
             "other_processes": strangers,
@@ -250,8 +250,9 @@ class Conditions:
     def _count(self) -> int | None:
         """How many strangers have something on the device.
 
-        In a container NVML may number processes otherwise than this process sees them. Then as many as the family has
-        are taken for the family's, and all others are strangers.
+        The family is `parent` and the processes that descend from it. In a container NVML may number processes
+        otherwise than this process sees them. Then as many of them as the family has processes are taken for the
+        family's, and all others are strangers.
         """
         processes = self._sensors.processes()
         if processes is None:
@@ -284,7 +285,7 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
     clauses = (
         (unexpected, f"the device was throttled ({told(unexpected)})"),
         (strangers, f"{strangers} other process{'es' if strangers > 1 else ''} had the device, too"),
-        # The share is cut to tens of per cent, so that many cases have few sentences.
+        # The share is rounded down to a multiple of 10 %, so that many cases have the same few sentences.
         (share > host.BUSY, f"other programs took {int(10 * share) / 10:.0%} of the CPU or more"),
     )
     return "; ".join(clause for applies, clause in clauses if applies) or None

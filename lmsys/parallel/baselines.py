@@ -31,14 +31,14 @@ class AfterBackward(wrapper.Wrapper):
         self._conclude(use, missing)
 
     def _average(self) -> None:
-        """Makes every gradient the mean over ranks, one of zeros where this rank has none."""
+        """Makes every gradient its mean over ranks; a gradient that this rank lacks counts as zeros."""
         raise NotImplementedError
 
 
 class Naive(AfterBackward):
     """One all-reduce for each gradient, one after another."""
 
-    baseline = 1  # a trait: speedups are relative to this row, unless a row with a larger number is timed
+    baseline = 1  # a trait: speedups are relative to the timed row with the largest number
 
     def _average(self) -> None:
         for p in self.trainable:

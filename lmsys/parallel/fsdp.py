@@ -1,22 +1,23 @@
 """Fully sharded data parallelism: a rank keeps a part of every parameter, gradient and optimizer state.
 
-The parameters of a block (an entry of a ModuleList), and those of no block, lie side by side in a flat tensor. Of it a
-rank keeps one of world_size equal parts, in full precision: that is what the optimizer steps. A block is gathered when
-it is called, in whatever order and however often. While it computes, the block that followed it in the last forward is
-gathered. A block is freed when its last use is over. A backward comes back to blocks in the reverse order of their
-calls: it gathers them again, and reduce-scatters their gradients while it goes on.
+The parameters of a block (an entry of a ModuleList) lie side by side in flat tensors, and so do those that are in no
+block. A rank keeps one of world_size equal parts of each flat tensor, in full precision; the optimizer steps this part.
+A block is gathered when it is called, in whatever order and however often. While it computes, the block that is
+expected next is gathered. A block is freed when its last use is over. A backward comes back to blocks in the reverse
+order of their calls: it gathers them again, and reduce-scatters their gradients while it goes on.
 
 `Fsdp` is the row `fsdp` of the table, and decides when to gather and to reduce; flat_shard.py does it:
 
-- A `FlatShard` is one flat tensor. Ranks agree on collectives by their numbers: of flat shard n, 2 n gathers it and
-  2 n + 1 reduces its gradients. Numbers below 0 stand for no collective.
+- A `FlatShard` is one flat tensor. Each collective has a number, by which ranks agree on it: number 2 n gathers flat
+  shard n, and 2 n + 1 reduces its gradients. At a number below 0 ranks compare, and no collective begins.
 - A `Unit` is the flat shards of one block, or of all that is in no block. One that is `pinned` stays gathered until the
   step.
-- A `Walk` is a forward or a backward, as a pass over units in the order in which they are expected. `enter` begins a
-  use of a unit, and gathers the next one ahead; `leave` ends a use in a forward, and `end` the pass. A backward appends
-  the units of each forward that it comes to. A unit whose last use is over is released: in a forward before the
-  next one is gathered (`release_first`), in a backward after that. A walk keeps the units that were used, in order
-  (`seen`), those that a backward will come back to (`visits`), and whether one was not expected (`strayed`).
+- A `Walk` is the pass of a forward or a backward over units, in the order in which they are expected. `enter` begins a
+  use of a unit, and gathers the next one ahead; `leave` ends a use in a forward, and `end` the pass. To the order of a
+  backward's walk are appended the units of each forward that it comes to, the last one first. A unit whose last use is
+  over is released: in a forward before the next one is gathered (`release_first`), in a backward after that. A walk
+  keeps the units that were used, in order (`seen`), those that a backward will come back to (`visits`), and whether a
+  unit was not expected (`strayed`).
 
 wrapper.py says when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward` and
 `_leave_forward`; a backward that comes to the output of a block calls `_return_to`. `structure.weakly` makes a hook of
@@ -41,7 +42,7 @@ from torch.utils._pytree import tree_map
 from lmsys.parallel import collectives, flat_shard, part, sharded_optimizer, structure, traits, wrapper
 from lmsys.values import hold, instance
 
-KEEP = bool  # a release for a `Walk` that does nothing: units stay gathered
+KEEP = bool  # the `release` of a `Walk` whose units stay gathered: calling it has no effect
 
 
 class Fsdp(wrapper.Wrapper):
@@ -66,9 +67,9 @@ class Fsdp(wrapper.Wrapper):
     counts steps or dampens its momentum is refused.
 
     A rank may skip blocks that others call. Apart from that ranks must call blocks in the same order. Where they do
-    not, RuntimeError on all of them, before a collective that would wait in vain, and again in every later forward;
-    under NCCL it may wait, as there a step is checked as a whole. torch.compile of the wrapper leaves it as it is;
-    compile its blocks.
+    not, all of them raise RuntimeError before a collective that would wait in vain, and again in every later forward.
+    Under NCCL that collective may wait in vain, as there a step is checked as a whole. torch.compile of the wrapper
+    leaves it as it is; compile its blocks.
     """
 
     # Traits of the row, which `lmsys.traits` explains.
@@ -104,6 +105,7 @@ class Fsdp(wrapper.Wrapper):
         self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
         self._back = flat_shard.Walk((), KEEP)  # the backward's; that of a forward is `_walk`, a field of `Wrapper`
         self._begun = WeakSet[flat_shard.Walk]()  # forwards that this backward has come to
+        # Units whose gradients this backward has yet to reduce; those whose reduction has begun, the earliest first.
         self._to_reduce, self._reducing = set[flat_shard.Unit](), list[flat_shard.Unit]()
         for block, unit in zip(structure.blocks_of(module), self._order, strict=True):
             structure.surround(
@@ -120,7 +122,7 @@ class Fsdp(wrapper.Wrapper):
         for unit, flats in zip(self._units, structure.flats_by_block(self.module, groups), strict=True):
             unit.flats, read = [], structure.weakly(self._read, unit.number)
             for params in flats:
-                p = params[0]  # the others are in the same of these sets, by `flats_by_block`
+                p = params[0]  # `flats_by_block` sees to it that the others are in the same sets as p
                 dtype = None if p in own_dtype else self._dtype
                 unit.flats.append(flat_shard.FlatShard(params, self.group, dtype, p in rounded, read, next(numbers)))
         self._parts = frozenset(map(id, self.parameters()))
@@ -128,8 +130,9 @@ class Fsdp(wrapper.Wrapper):
     def make_optimizer(
         self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
     ) -> torch.optim.Optimizer:
-        """As `Wrapper.make_optimizer`; `groups` lays out parameters anew: ValueError once training has begun.
+        """As `Wrapper.make_optimizer`. `groups` lays out parameters anew.
 
+        ValueError for `groups` once there is an optimizer, or a gradient.
         A class with the attribute `takes_whole_matrices` gets the keyword `flats`: {flat part: its `FlatShard`}.
         """
         chosen: list[Any] = list(self.parameters())
@@ -191,7 +194,7 @@ class Fsdp(wrapper.Wrapper):
             self._to_come.add(walk)
             self._other_order = walk.seen if walk.strayed else self._other_order
         elif not again:
-            # Ranks compare here, as perhaps no collective follows. -2: -1 is `collectives.END`, the end of a step.
+            # Ranks compare here, as perhaps no collective follows. The number is -2, as -1 is `collectives.END`.
             self._before_collective(-2)
             self._free()
         return output
@@ -205,9 +208,10 @@ class Fsdp(wrapper.Wrapper):
             return
         if self._agreement is not None:
             self._agreement.end()
-        # One all-reduce makes means over ranks of: `use`, for each trained parameter 1.0 where this rank has made its
-        # gradient; three flags, by which ranks see that modules or forwards differ; 1.0 where this rank used units in
-        # another order. If this rank has made all gradients, no share is 0, and the host need not wait for the means.
+        # One all-reduce makes means over ranks. `use` has a number for each trained parameter: 1.0 where this rank has
+        # made its gradient, so that the mean is the share of ranks that have. By three flags ranks see that modules or
+        # forwards differ. The last number is 1.0 where this rank used units in another order. If this rank has made all
+        # gradients, no share is 0, and the host need not wait for the means.
         use = [float(used) for flat in flats for used in flat.used]
         values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
         means = values.to(flats[0].shard.device, non_blocking=True)
@@ -215,8 +219,8 @@ class Fsdp(wrapper.Wrapper):
         shares = iter(use if all(use) else means.tolist())
         for flat in flats:
             flat.settle(islice(shares, len(flat.params)))
-        # `_heed` raises the errors where ranks differ. The last mean is the share of ranks with another order; None: it
-        # is not known yet, on a GPU.
+        # `_heed` raises the errors where ranks differ. It returns None where the means are not known yet, on a GPU. The
+        # last mean is the share of ranks that used units in another order.
         if (heeded := self._heed(means[len(use) :])) is not None and heeded[-1] > 0:
             self._learn()
         if self._stepping is not None:  # a closure has called this, and made the gradients that the step takes

@@ -42,9 +42,9 @@ class WorkerError(RuntimeError):
 
     @property
     def failure(self) -> tuple[str, str]:
-        """(outcome, "oom" or "error"; the reason in a line: which rank, and the line that names the exception).
+        """(outcome, reason), as the bench records them in a case. The outcome is "oom" or "error".
 
-        The bench records both in a case.
+        The reason is one line: it says which rank failed, and has the line of the trace that names the exception.
         """
         first, *trace = str(self).strip().splitlines()
         named = [line for line in trace if self.kind in line] or trace  # the last line may be torch's advice
@@ -79,12 +79,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     backend          None: NCCL where there is a GPU for each rank, else gloo
     timeout_s        for every `run` and every collective
-    environment      variables of the ranks besides those of this process
+    environment      environment variables that the ranks get besides those of this process
     with_last_words  if this process is killed, each rank's last activity is written to standard error
 
     ValueError as in `check_backend`. WorkerError when a rank raises, dies, has been stopped (SIGSTOP) for
-    $LMSYS_STOPPED_S, or is not done in time: then all ranks are ended. It says what the rank was doing, or which
-    function it ran.
+    $LMSYS_STOPPED_S seconds, or is not done in time: then all ranks are ended. The error says what the rank was doing,
+    or which function it ran.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Ends the ranks' processes; one that does not end by itself is killed."""
         for worker in self._workers:
             worker.send(dist.destroy_process_group)
-            worker.end()  # asked of all before any is waited for
+            worker.end()  # all are asked to end before `_end` waits for any
         self._end(processes.GRACE_S)
 
     def __exit__(self, *_: object) -> None:
@@ -259,10 +259,10 @@ def last_words(rank: int, file: int) -> str:
 def _blame(
     failures: Mapping[int, processes.Failure], silent: Sequence[int], timeout_s: float, notes: Sequence[str]
 ) -> WorkerError:
-    """The error to report: of a dead or stopped rank first, then of the first that raised anything but a lost peer.
+    """The error to report: of a dead or stopped rank, else the earliest that says more than that a peer is lost.
 
     failures  by rank
-    silent    ranks that have not answered; they count where no rank has failed
+    silent    ranks that have not answered; they are blamed only where no rank has failed
     notes     what each rank was doing, by rank
     """
     if not failures:
@@ -297,7 +297,7 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
     """
     if num_nodes > 1:
         return {"init_method": "env://"}
-    # True: the store is in torchrun's agent, which began it before the ranks, so one that does not answer is gone.
+    # True: torchrun's agent has the store, and began it before the ranks. So a store that does not answer is gone.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     connect_s = min(timeout_s, CONNECT_S) if agents else timeout_s
     store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=connect_s)))

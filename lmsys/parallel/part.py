@@ -81,7 +81,7 @@ def leave(
 
     kind   the class that they get
     homes  the attribute `home` of each
-    A parameter that is marked already gets the new `on_read` alone, and keeps its class and home.
+    A parameter that is marked already keeps its class and home, and only gets the new `on_read`.
     """
     for p, home in zip(params, homes or [None] * len(params), strict=True):
         if "on_read" not in p.__dict__:  # isinstance() of a parameter's class is slow, and this runs for each parameter
@@ -99,7 +99,7 @@ def appear(params: Iterable[nn.Parameter]) -> None:
 
 
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # GradScaler's function, which notes where it finds an inf
-STILL_PARTS = {  # functions whose result of a part is a part, too
+STILL_PARTS = {  # functions that return a `Part` when they are called with one
     Tensor.data.__get__,
     *(getattr(Tensor, name) for name in "detach flatten reshape view ravel float double mul div __getitem__".split()),
     *(torch.cat, torch.concat, torch.flatten, torch.ravel, torch.reshape),
@@ -107,7 +107,10 @@ STILL_PARTS = {  # functions whose result of a part is a part, too
 
 
 class Part(Tensor):
-    """A part of a gradient: an ordinary tensor, but for norms (refused), copies and GradScaler (asks all ranks).
+    """A part of a gradient: an ordinary tensor, but for the following.
+
+    Functions of norms are refused, with RuntimeError. A deep or pickled copy is no `Part`. When GradScaler looks for an
+    inf, all ranks are asked. The results of `STILL_PARTS` are parts, too.
 
     group  the ranks that have the other parts
     """

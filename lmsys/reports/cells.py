@@ -27,7 +27,7 @@ def baselines_of(view: views.View, otherwise: str = "") -> list[str]:
     """
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
     rows = view.values("impl") if otherwise else []
-    peers = [row for row in rows if view.styles["impl"][row].dashed]  # as are the lines of peers alone
+    peers = [row for row in rows if view.styles["impl"][row].dashed]  # only the lines of peers are dashed
     ranked = sorted(preferred, key=preferred.__getitem__, reverse=True) + peers + rows * (otherwise == "any")
     timed = view.only("time_s is not None").column("impl")
     return [name for name in dict.fromkeys([view.wanted] if view.wanted else ranked) if name in timed]
@@ -58,7 +58,8 @@ def compared(
     axis, same  as in `beside`
 
     For cases that were not sampled together with the base it is None, or with `medians` the ratio of the two medians.
-    The field `remark`, a footnote, says why a timed case has no speedup, and marks ratios of medians among others.
+    The field `remark`, a footnote, says why a timed case has no speedup. It also marks a ratio of medians, if others
+    of the view were sampled together with the base.
     """
     base = base or next(iter(baselines_of(view, otherwise)), None)
     view, label = beside(view, base, axis, same), view.text(axis, base)
@@ -147,7 +148,7 @@ def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
 def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
     """The text of a cell: the field `name` of a case, with superscripts of footnotes. case None: it was not run.
 
-    With `ending` the cell of a case that failed also says how it ended.
+    With `ending` the cell of a case that failed also says how it ended, and an empty one of an untimed case says why.
     """
     if case is None:
         return NOT_RUN
@@ -193,7 +194,7 @@ def shown(view: views.View, name: str, case: fields.Record) -> str:
 
 
 def detail(view: views.View, case: fields.Record | None) -> str:
-    """The facts behind a timed figure: its rounds, spread, error, the state of the machine, and its run; else ""."""
+    """The facts behind a timed figure: rounds, spread, error, state of the machine, and run; "" without a time."""
     if case is None or case["time_s"] is None:
         return ""
     time, spread = view.fields["time_s"], words.spread_of(case)

@@ -22,7 +22,7 @@ class Table:
     source   where its numbers are from: machine, versions, commits, dates
     best     the places, (line, column), of the best figure of each line among those that were sampled together
     details  {place: what a reader sees who points at the figure there}
-    runs     (the run in words, its command) for each run of its lines
+    runs     (the run in words, its command) for each run that its lines come from
     plot     a drawing of the same figures
     answer   a sentence that sums the table up, for a chapter that is folded
     """
@@ -70,7 +70,7 @@ def _on_a_line(text: str) -> str:
 
 
 def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """The records as CSV, without fields that are a list or an object in any record; in order of appearance."""
+    """The records as CSV, with fields as they first appear, without those that are a list or object in any record."""
     names = dict.fromkeys(name for record in records for name in record)
     lists = {name for record in records for name, value in record.items() if isinstance(value, list | dict)}
     file = io.StringIO()

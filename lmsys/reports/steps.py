@@ -3,7 +3,8 @@
 `layout` calls `applied`, which gives each function a view and the arguments that the layout holds. A function returns
 or yields views, to which the next step is applied, or tables and plots (None: there is nothing to draw). To add
 a step, write a function here below `@step`, or in `special` one that serves a single benchmark. Arguments come from
-result files, thus are JSON: fields are given by name, tests and values as texts of `lmsys.reports.expressions`.
+result files, so they are JSON: fields are given by name, tests and values as texts that `lmsys.reports.expressions`
+evaluates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,9 +62,10 @@ def step(function: Any) -> Any:
 
 
 def applied(view: views.View, steps: Steps) -> list[Any]:
-    """Applies one step, or several one after another, each to every result of the step before; the last one's results.
+    """Applies one step, or several one after another, and returns the results of the last one.
 
-    A mapping at the end of a step's arguments is its keyword arguments. ValueError for a step that there is not.
+    Each step is applied to every result of the step before. A mapping at the end of a step's arguments is its keyword
+    arguments. ValueError for a name that is not in STEPS.
     """
     results: list[Any] = [view]
     for name, *args in [steps] if steps and isinstance(steps[0], str) else steps:
@@ -82,7 +84,7 @@ def applied(view: views.View, steps: Steps) -> list[Any]:
 
 @step
 def if_varies(view: views.View, name: str, varies: bool = True) -> list[views.View]:
-    """The view where the field varies, or does not vary for `varies=False`; else no view."""
+    """Keeps the view if the field varies among its cases, or if it does not for `varies=False`; else gives no view."""
     return [view] * bool(view.cases and view.varies(name) == varies)
 
 
@@ -100,7 +102,7 @@ def with_any(view: views.View, by: str, name: str) -> views.View:
 
 @step
 def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views.View:
-    """One case for each combination of values of these fields: the first, or that with the most of the field `most`."""
+    """One case for each combination of values of these fields: the first, or that with the largest value of `most`."""
     return view.of(
         [max(part.cases, key=itemgetter(most)) if most else part.first for part in view.groups(names).values()]
     )
@@ -116,7 +118,7 @@ def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.
 def facets(
     view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True
 ) -> Iterator[views.View]:
-    """Splits the view by these fields, and by the axes that tell apart cases which agree in these and in `others`.
+    """Splits the view by these fields; and, where cases agree in them and in `others`, by the axes that differ.
 
     File names end in the values of these fields; with `stem` the field's name stands before its value.
     """
@@ -148,9 +150,9 @@ def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]])
 
 @step
 def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]) -> views.View:
-    """Adds the field `name`: another case, which has on `axis` this case's value of the field `of`.
+    """Adds the field `name`: another case, whose value on `axis` is this case's value of the field `of`.
 
-    Of the axes `same` it has this case's values.
+    The two cases agree on the axes `same`. The field is None where there is no such case.
     """
     known, names = view.index([axis] + list(same)), [of] + list(same)
     return view.adding(lambda case: {name: known.get(views.key_of(case, names))})
@@ -160,7 +162,7 @@ def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]
 def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.View:
     """Adds fields, each declared by a mapping of `Field`'s attributes (`lmsys.bench.fields`); `of` is an expression.
 
-    In `label` and `about` a name in braces stands for the first case's value.
+    The expression is for the field's value. In `label` and `about` a name in braces stands for the first case's value.
     """
     for field in declared:
         texts = {key: words.filled(field.get(key, ""), view.first) for key in ("label", "about")}
@@ -181,7 +183,8 @@ def computed(view: views.View, **texts: str) -> views.View:
 def defaulted(view: views.View, name: str, plain: str, order: Sequence[str] = (), quiet: bool = True) -> views.View:
     """Fills in the value `plain` of an axis that older files lack.
 
-    It comes first in reading order, then `order`. With `quiet` captions leave the axis out where no case has another.
+    In reading order it comes first, then the values in `order`, then the others. With `quiet`, captions leave the axis
+    out if `plain` is its only value.
     """
     view = view.with_fields([Field(name, role="axis", of=lambda case: case.get(name) or plain)])
     values = view.values(name)
@@ -246,7 +249,10 @@ def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
 
 @step
 def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
-    """Plots each metric against the axis that has the most numbers, for each combination of values of the others."""
+    """Plots each metric against the axis that has the most numbers, for each combination of values of the others.
+
+    The axis is never `impl`. Nothing is drawn where no axis has numbers alone.
+    """
     numbers = [name for name in view.chosen(["@?", "-impl"]) if set(map(type, view.values(name))) <= {int, float}]
     if not numbers:
         return []
@@ -300,13 +306,13 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
 
 @step
 def either(view: views.View, *items: Steps) -> items.Items:
-    """The tables and plots of the first of these items that has any."""
+    """The tables and plots of the first item that has any. An item is one step, or several one after another."""
     return next(filter(any, map(partial(applied, view), items)), [])
 
 
 @step
 def each(view: views.View, *items: Steps) -> list[Any]:
-    """All that these items make, such as tables and plots."""
+    """All that these items make, such as tables and plots; items are as in `either`."""
     return sum(map(partial(applied, view), items), [])
 
 

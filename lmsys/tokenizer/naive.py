@@ -46,7 +46,7 @@ def learn_merges(
     """The merges that make `num_tokens` tokens beside the bytes; all pairs are counted anew for each.
 
     counts  how often each word occurs
-    rank    the pair with the largest rank(count, pair) is merged: by default the most frequent, then the greatest
+    rank    the pair with the largest rank(count, pair) is merged: by default the greatest of the most frequent
     """
     words, merges = {word: [bytes([byte]) for byte in word] for word in counts}, list[Pair]()
     while len(merges) < num_tokens and (pairs := count_pairs(words, counts)):

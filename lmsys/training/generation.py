@@ -27,7 +27,7 @@ class Sampling(strict_json.Checked):
 
     temperature   what the logits are divided by; 0: the most likely token is taken
     top_k         a token is one of the k most likely; None: of all
-    top_p         a token is one of the fewest most likely whose probabilities add up to top_p; 1: of all
+    top_p         a token is one of the fewest most likely ones whose probabilities add up to top_p or more; 1: of all
     """
 
     temperature: values.Amount = 1.0
@@ -76,7 +76,7 @@ class Cache:
         self._positions: Tensor | None = None
 
     def attend(self, of_model: Callable[[], Any]) -> list[Any]:
-        """The attention function of each layer. of_model: gives the model's own, by which the prompts are read."""
+        """The attention function of each layer. of_model: returns that of the model, which reads the prompts."""
         read = partial(self._read_prompts, of_model()) if self._positions is None else self._read_token
         return [partial(read, index) for index in range(len(self._kept))]
 
@@ -117,8 +117,9 @@ def generate(
     use_cache   False: every step reads all tokens again, with the model's own attention row
     vocab_size  only ids below it are drawn, as a tokenizer may have fewer than the model; None: all
     The prompts are read with the model's attention row, later tokens with the fastest row that reads caches of
-    different lengths. Compiled blocks run uncompiled, and so does all compiled code of other threads meanwhile: torch
-    has one switch for the process, which two threads that call this function at once may leave off.
+    different lengths. Compiled blocks run uncompiled, and so does all compiled code of other threads meanwhile, as
+    torch has one switch for the process. If two threads call this function at once, compiled code may stay switched
+    off after both.
     ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
     """
     sampling = Sampling() if sampling is None else values.instance("sampling", sampling, Sampling)
@@ -155,7 +156,7 @@ def generate(
 def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: Cache | None, first: bool) -> Tensor:
     """Logits (B, V) of the next token of each row, whose first `lengths` (B) of `tokens` (B, S) are known.
 
-    first  True: the prompts are read. False: with a cache only each row's last known token is read, else all are again
+    first  True: the prompts are read. False: each row's last known token is read, or without a cache all known tokens
     """
     last = lengths - 1
     if cache is not None and not first:
@@ -166,7 +167,7 @@ def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: C
 
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int | None) -> None:
     """ValueError for arguments of `generate` that are wrong."""
-    # Not by the model's own class: torch.compile and other wrappers pass on what they do not have themselves.
+    # A model is known by its config, not its class: torch.compile and other wrappers pass on attributes of the model.
     config = values.instance("model.config", getattr(model, "config", None), ModelConfig)
     values.whole("max_new_tokens", max_new_tokens, least=0)
     lengths = list(map(len, values.several("prompts", prompts, Collection)))

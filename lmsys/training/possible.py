@@ -56,7 +56,7 @@ def _execution(
         precision=train.precision,
         blocks=blocks,
         compiler={
-            # Graphs of several blocks add in another order, and leave strategies no place for hooks between blocks.
+            # A graph of several blocks sums in another order, and has no place for a strategy's hooks between blocks.
             "together": 1 if train.reproducible or traits.synchronizes else BLOCKS_PER_GRAPH,
             "fullgraph": config.data.packing != "documents",  # attention on packed documents breaks a graph
         },
@@ -149,7 +149,7 @@ def _fitted(
 
 
 def check_attention(config: RunConfig, batch_size: int, device: torch.device) -> None:
-    """ValueError, with the rows that can, where model.attention cannot train with these settings on this device.
+    """ValueError where model.attention cannot train with these settings on this device; it names the rows that can.
 
     batch_size  sequences of a rank's forward
     """
@@ -179,8 +179,8 @@ def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
     return contract.why_not_given(contract.adapt(row.load()), case.options)
 
 
-# More bytes than the tokens of any text have on average: `check_text` does not tokenize a text that has so many for
-# each token of a sequence.
+# More bytes than a token has on average in any text. So a text with LONG bytes or more for each token of a sequence is
+# long enough, and `check_text` does not tokenize it.
 LONG = 100
 
 

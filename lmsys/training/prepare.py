@@ -2,12 +2,14 @@
 
     1 weights    are float32; blocks keep for the backward what the model's config says, or what `fitted` has chosen
     2 blocks     are compiled, or run by fused kernels, before a strategy sets hooks around them
-    3 strategy   wraps the loss; on the stream of captures if a CUDA graph is to come, as torch's DDP keeps its stream
-    4 optimizer  is made by the strategy, or is a sharded one; ours also writes the rounded weights of fused blocks
+    3 strategy   wraps the loss; if a CUDA graph is to come, on the stream that captures it: torch's DDP keeps the
+                 stream that it is made on
+    4 optimizer  is made by the strategy, or is a sharded one; our AdamW also writes the rounded weights of fused blocks
     5 forward    runs under autocast, as the precision says
     6 gradients  come from forward, backward and synchronization, call by call or as one CUDA graph
 
-With `--against` this file, as it is today, also runs earlier states of the code: it may use only what they have too.
+With `--against` this file, as it is today, also runs with earlier states of the other modules. So it may use only what
+they, too, have.
 """
 
 from collections.abc import Callable
@@ -85,7 +87,7 @@ def gpu_memory() -> float:
 class Prepared(NamedTuple):
     """A prepared model: the strategy around its loss, the optimizer, and what makes the context of a forward.
 
-    It must not refer to itself: a CUDA graph with NCCL's calls has to be freed before the process group ends.
+    It must be in no cycle of references: a CUDA graph with NCCL's calls has to be freed before the process group ends.
     """
 
     strategy: adapter.Adapter

@@ -1,9 +1,10 @@
 """The backward: one pass over tiles of keys, five matmuls for each tile of queries, dq added up in global memory.
 
-After FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2) with the transposed scores of FlashAttention-3:
-P and dS go from the registers of one matmul into the next. dq is added up in float32. Under a pattern a CTA visits the
-tiles of queries that see its keys. The keys' intervals wait in shared memory for the masks, since pointers to them
-would occupy registers all through the loop. preprocess.py has the kernels before and after this one.
+It follows FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2), with the transposed scores of FlashAttention-3:
+P and dS go from the registers of one matmul into the next. dq is added up in float32. Under a pattern each key has an
+interval of queries that see it, and a CTA visits the tiles of queries that see its keys. These intervals wait in shared
+memory for the masks, since pointers to them would occupy registers all through the loop. preprocess.py has the kernels
+before and after this one.
 
 A CTA has three warp groups: a producer, which loads tiles into a ring of STAGES places in shared memory, and two
 consumers, which compute. The constants in capitals from PREFETCH to PEELED are fields of a `BackwardPlan` (plans.py).
@@ -57,7 +58,10 @@ Work = namedtuple("Work", "batch first_bh walk")  # of a CTA: its batch entry, i
 
 @gluon.jit
 def _await_free(step, FIRST: gl.constexpr):
-    """Waits until both consumers have released the place of this step in the ring. FIRST: Q_FREE or DO_FREE."""
+    """Waits until both consumers have released the place of this step in the ring.
+
+    FIRST: the number of the named barrier of the ring's first place, Q_FREE or DO_FREE.
+    """
     if step >= STAGES:
         named_barrier("sync", FIRST + step % STAGES, 384)  # the threads of the CTA's three warp groups
 
@@ -135,8 +139,9 @@ def _producer(
 def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
     """(key head among all B Hkv, key tile) of a CTA.
 
-    Causal heads begin with the longest tile, in the deterministic mode with the shortest. There a CTA
-    waits only for CTAs of its head that are before it in this order. They have lower numbers, so they have begun.
+    Causal heads begin with the key tile that most queries see, and in the deterministic mode with the one that fewest
+    see. In that mode a CTA waits only for CTAs of its head that come before it in this order. They have lower numbers,
+    so they have begun.
     """
     kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
     if DETERMINISTIC and CAUSAL:
@@ -214,7 +219,10 @@ def _visited(extent, batch, n, K, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _keep_intervals(spans, extent, batch, n, K):
-    """Stores the keys' intervals in spans (4, 64), for the masks of the two consumers: 2 x `first`, then 2 x length."""
+    """Stores the keys' intervals in spans (4, 64), for the masks of the two consumers.
+
+    For the 64 keys of consumer w, spans[w] has the first query of each interval, and spans[2 + w] its length.
+    """
     for w in gl.static_range(2):
         first, length = intervals(extent, batch, n * BLOCK_K + w * 64, K, 64, WARPS)
         spans.index(w).store(first)
@@ -237,19 +245,20 @@ def backward_kernel(
 ):  # fmt: skip
     """Writes dk and dv, and adds up dq / sm_scale in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
-    dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` includes the factor log2(e);
-    `parameters` are those of `preprocess_kernel`; `num_heads` is B Hkv. dq begins as zeros for the first `ahead` key
-    heads; the CTAs of each key head zero it for the head that is `ahead` later. `dq_semaphore` is a zero for each key
-    head.
+    dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` includes the factor log2(e).
+    `parameters` are those of `preprocess_kernel`; the first are Hkv, num_key_tiles, num_heads, at_once and the bits of
+    sm_scale. `num_heads` is B Hkv. dq begins as zeros for the first `ahead` key heads; the CTAs of each key head zero
+    it for the head that is `ahead` later. `dq_semaphore` points to zeros, one for each key head.
     RAGGED: K is no multiple of BLOCK_K; a causal kernel does not need this. GROUPED: G > 1.
-    SPREAD: the key tiles of a head begin at different tiles of queries, evenly spread, and go around.
-    DOWN: grouped causal heads begin at the last tile of queries, and take it for each head before the one below it. So
-    the key tiles of a head come to a tile together, while the L2 cache holds it; from head to head they drift apart.
-    DETERMINISTIC: CTAs add to dq in a fixed order; `dq_semaphore` is a zero for each tile of queries. The first CTA to
-    come to a tile stores it, whatever lies there. Under a pattern, or in full attention with K < BLOCK_K, all of dq
-    begins as zeros instead.
+    SPREAD: the key tiles of a head begin at different tiles of queries, evenly spread, and wrap around.
+    DOWN: grouped causal heads begin at the last tile of queries, and visit a tile for all G heads before the tile below
+    it. So the key tiles of a head come to a tile together, while the L2 cache holds it. If they visited one head after
+    another, they would drift apart, as lower key tiles visit more tiles of each head.
+    DETERMINISTIC: CTAs add to dq in a fixed order; `dq_semaphore` points to zeros, one for each tile of queries. The
+    first CTA to come to a tile of dq overwrites it, so it need not be zeros. Under a pattern, or in full attention with
+    K < BLOCK_K, all of dq begins as zeros instead.
     `first_ptr`, `end_ptr` and `per_entry` are the keys' `Extent` of `intervals.py`, and `query_end_ptr` points to the
-    ends of the queries' intervals; or all are None. A kernel that reads them is CAUSAL: its tiles have that order.
+    ends of the queries' intervals; or all are None. With them CAUSAL is set, too, as it gives the order of tiles.
     """
     BOUNDED: gl.constexpr = first_ptr is not None
     DTYPE: gl.constexpr = q_desc.dtype
@@ -284,7 +293,8 @@ def backward_kernel(
         low = n * BLOCK_K // BLOCK_Q
         masked_until = (n + 1) * BLOCK_K // BLOCK_Q
     # In the deterministic mode a causal CTA is the first to come to the tiles of queries that it masks, and stores dq
-    # there. The last key tile is the first in all tiles, so it masks all, even where K is a multiple of BLOCK_K.
+    # there. The last key tile is the first to come to every tile of queries that it sees, so it masks all of them,
+    # even where K is a multiple of BLOCK_K.
     STORES: gl.constexpr = DETERMINISTIC and CAUSAL and not BOUNDED
     if (n + 1) * BLOCK_K >= K if STORES else (n + 1) * BLOCK_K > K:
         masked_until = num_tiles
