@@ -35,6 +35,7 @@ import os
 import pickle
 import signal
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -52,13 +53,12 @@ from lmsys.bench import Entry, Record, Settings, Step, findings, plain, watch
 from lmsys.measure import clock, compare, memory
 from lmsys.measure.step import Failed, nothing
 
-# The judge may wait for a call longer than the row's process says, by what it waits for a call of `null`, and by this
-# margin: seconds, and a share of the wait for `null`. On two busy cores of a virtual machine, waits for honest calls of
-# 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the median. DOUBT: how many more calls may be late
-# than early, in standard deviations of as many throws of a fair coin.
-MARGIN_S, MARGIN_SHARE, DOUBT = 1e-4, 0.25, 3.0
-# Added to the margin, as a share of the time that the process says: behind a call it frees the last call's memory.
-TOOK_SHARE = 0.1
+# The judge may wait for a row longer than for `null` by these margins: MARGIN_S seconds, and shares of the wait for
+# `null` and of the time that the row's process says (behind a call it frees the last call's memory). On two busy cores
+# of a virtual machine, waits for honest calls of 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the
+# median. DOUBT: how many more calls may be late than early, in standard deviations of as many throws of a fair coin.
+MARGIN_S, DOUBT = 1e-4, 3.0
+MARGIN_SHARES = {"answer_s": (0.25, 0.1), "copy_s": (1.0, 0.0)}
 # On a GPU, how long the device idles before a call's inputs arrive: so the row's process launches ahead of the device.
 LEAD_S = 5e-3
 MOST_BYTES, MOST_S = 2**16, 600.0  # of an answer
@@ -472,12 +472,18 @@ class Seen(clock.Reading):
 
     run_s      how long the call took, as the row's process says
     prepare_s  how long the judge waited for what comes before it
-    late_s     how much longer than `run_s` the judge waited, less the same of a call of `null`; and the margin of this
-    copy_s     how much longer it waited for the results than for those of `null`; and the margin
+    answer_s   how much longer than `run_s` the judge waited for the answer; and the same of a call of `null`
+    copy_s     how long the judge waited for the results; and for those of `null`
     """
 
-    late_s: tuple[float, float]
+    answer_s: tuple[float, float]
     copy_s: tuple[float, float]
+
+    def is_late(self, name: str, by: int = 1) -> bool:
+        """True if this wait for the row is longer than that for `null` by more than the margin; by=-1: the reverse."""
+        longer_s, shorter_s = getattr(self, name)[::by]
+        of_wait, of_call = MARGIN_SHARES[name]
+        return bool(longer_s - shorter_s > MARGIN_S + of_wait * shorter_s + of_call * self.run_s)
 
 
 class ApartClock(clock.CpuClock):
@@ -497,12 +503,10 @@ class ApartClock(clock.CpuClock):
             prepare((row, self._base))
             prepare_s = 0.0 if prepare is nothing else row.windows["call"]
             result = run((row, self._base))
-        # Below, `row` is the last of the two: the row itself.
-        of_null, of_row = (x.windows["call"] - x.windows["took"] for x in self._rows)
-        copy_of_null, copy_of_row = (x.windows["read"] + x.windows["copy"] for x in self._rows)
-        late_s = of_row - of_null, MARGIN_S + MARGIN_SHARE * of_null + TOOK_SHARE * row.windows["took"]
-        copy_s = copy_of_row - copy_of_null, MARGIN_S + copy_of_null
-        return Seen(row.windows["took"], prepare_s, late_s, copy_s), result
+        of_null, of_row = (x.windows for x in self._rows)
+        answer_s = of_row["call"] - of_row["took"], of_null["call"] - of_null["took"]
+        copy_s = of_row["read"] + of_row["copy"], of_null["read"] + of_null["copy"]
+        return Seen(of_row["took"], prepare_s, answer_s, copy_s), result
 
     def read(self, pending: Any, share_s: float | None = None, trusted: bool = False) -> list[Any]:
         """The calls. ClockError if the judge waited longer than the row's process can explain.
@@ -513,13 +517,12 @@ class ApartClock(clock.CpuClock):
         works outside of fewer calls has an honest median, which is its time.
         """
         for name, text in {
-            "late_s": "works outside of its calls",
+            "answer_s": "works outside of its calls",
             "copy_s": "makes its results after its calls",
         }.items():
-            differences = [getattr(seen, name) for seen in pending]
-            late, early = (sum(sign * by_s > most_s for by_s, most_s in differences) for sign in (1, -1))
+            late, early = (sum(seen.is_late(name, by) for seen in pending) for by in (1, -1))
             if not trusted and 2 * late > len(pending) and late - early > DOUBT * (late + early) ** 0.5:
-                by_s = sorted(by_s for by_s, _ in differences)[len(differences) // 2]
+                by_s = statistics.median(of_row - of_null for of_row, of_null in (getattr(x, name) for x in pending))
                 raise clock.ClockError(
                     f"it {text}: {late} of {len(pending)} took {by_s * 1e6:.0f} us longer than it says"
                 )

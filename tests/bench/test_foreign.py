@@ -88,9 +88,8 @@ def records(file: Path, *names: str, direction: str = "fwd", **settings: Any) ->
 
 def seen(late: Sequence[float], copies: Sequence[float]) -> list[foreign.Seen]:
     """Calls that were late by so many margins, whose results were late by so many."""
-    return [
-        foreign.Seen(1e-3, 0.0, (MARGIN * x, MARGIN), (MARGIN * y, MARGIN)) for x, y in zip(late, copies, strict=True)
-    ]
+    waits = [[(max(x, 0) * MARGIN, max(-x, 0) * MARGIN) for x in xs] for xs in (late, copies)]
+    return [foreign.Seen(0.0, 0.0, *pair) for pair in zip(*waits, strict=True)]
 
 
 def judged(calls: list[foreign.Seen], **options: Any) -> str:
@@ -138,6 +137,19 @@ def test_noise_in_both_directions_is_no_cheat() -> None:
     assert refused <= 5
 
 
+@pytest.mark.parametrize("name", ["answer_s", "copy_s"])
+def test_a_row_that_waits_as_long_as_the_null_row_by_chance_is_no_cheat(name: str) -> None:
+    """On a busy machine waits for both are of the same law, long or short: none is late more often than early."""
+    chance, refused = random.Random(0), 0
+    for _ in range(2000):
+        calls = [
+            foreign.Seen(1e-4, 0.0, **{"answer_s": (0.0, 0.0), "copy_s": (0.0, 0.0)} | {name: tuple(waits)})
+            for waits in ([chance.expovariate(200) for _ in range(2)] for _ in range(16))
+        ]
+        refused += bool(judged(calls))
+    assert refused <= 8  # 3 standard deviations: 0.13 %, in one direction
+
+
 def test_work_between_calls_shows_in_noise() -> None:
     chance = random.Random(0)
     late = [chance.choice((-1, 1)) * chance.expovariate(1.0) + 4.0 for _ in range(40)]
@@ -151,8 +163,24 @@ def test_what_the_judge_waits_is_compared_with_the_null_row() -> None:
     asked: list[Any] = []
     taken, result = clock.sample(lambda pair: asked.append(pair[0]) or "o")
     assert asked == [null, row] and result == "o" and taken.run_s == 1e-3 and taken.prepare_s == 0.0
-    assert taken.late_s == pytest.approx((3.9e-3, MARGIN + foreign.MARGIN_SHARE * 1e-4 + foreign.TOOK_SHARE * 1e-3))
-    assert taken.copy_s == pytest.approx((3e-4, MARGIN + 2e-4))
+    assert taken.answer_s == pytest.approx((4e-3, 1e-4)) and taken.copy_s == pytest.approx((5e-4, 2e-4))
+
+
+@pytest.mark.parametrize(
+    ("name", "most_s"),
+    [("answer_s", MARGIN + 0.25 * 1e-3 + 0.1 * 2e-3), ("copy_s", MARGIN + 1e-3)],
+)
+def test_the_margin_is_the_same_in_both_directions(name: str, most_s: float) -> None:
+    """A margin counts from the shorter of the two waits, here of 1 ms; the call took 2 ms."""
+    for factor, told in ((0.99, False), (1.01, True)):
+        late = foreign.Seen(2e-3, 0.0, *2 * ((1e-3 + factor * most_s, 1e-3),))
+        early = foreign.Seen(2e-3, 0.0, *2 * ((1e-3, 1e-3 + factor * most_s),))
+        assert [late.is_late(name), late.is_late(name, -1), early.is_late(name), early.is_late(name, -1)] == [
+            told,
+            False,
+            False,
+            told,
+        ]
 
 
 def test_this_process_never_imports_the_file(mine: Path) -> None:
