@@ -358,7 +358,7 @@ def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
 def rows_of(grid: Grid, apart: Callable[[Entry], Entry] | None = None) -> list[Entry]:
     """The rows that the command line names, in its order; else those of the grid, by default all, without `without`.
 
-    apart  makes rows of other people's code, as `Table.select` does
+    apart  makes each row again, as `Table.select` says
     """
     if "attention" in grid.given:
         return ATTENTION.select((name for name in grid["attention"] if name not in axes.MODELS_ONLY), apart)

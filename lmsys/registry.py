@@ -223,6 +223,11 @@ class Entry:
     apart = False
 
     @property
+    def is_ours(self) -> bool:
+        """True for code of lmsys, which may call that of others."""
+        return self.target.startswith("lmsys.")
+
+    @property
     def stated(self) -> Mapping[str, Any]:
         """The traits that its table states, by name; of an instance those that differ from the defaults."""
         return self.traits.changed if isinstance(self.traits, Traits) else self.traits
@@ -306,7 +311,7 @@ class Table(Mapping[str, Entry]):
 
         ValueError for an unknown name, and for two rows of one name.
 
-        apart  makes the rows of other people's code, which is then not loaded here
+        apart  makes each row again, so that its code runs elsewhere; code of files is then not loaded here
         """
         # ".py" anywhere names a file: `load_target` refuses a path without ":attr" better than `self[name]` would.
         from_file = self._from_file if apart is None else self._named_after
@@ -315,7 +320,7 @@ class Table(Mapping[str, Entry]):
         for entry in entries:
             first = selected.setdefault(entry.name, entry).target
             hold((first == entry.target, f"two rows are called {entry.name!r}: {first} and {entry.target}"))
-        return [apart(x) if apart and name not in self._own_rows else x for name, x in selected.items()]
+        return [apart(x) for x in selected.values()] if apart else list(selected.values())
 
     def _from_file(self, target: str) -> Entry:
         """The row of a user's code, loaded at once: what is wrong with it must not show in the middle of a sweep."""

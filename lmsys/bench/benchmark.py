@@ -52,7 +52,7 @@ class Settings:
     sustained        what the machine reaches under its power limit is measured, too
     checks_files     rows from files first have to pass the quick part of `lmsys check`
     earlier          rows are those of an earlier state of the code, which may lack some
-    apart            rows from files and of other packages get processes of their own; bench_attention.py alone reads it
+    apart            rows get processes of their own; bench_attention.py alone reads it
     """
 
     device: str = "cpu"

@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lmsys.registry import Entry
+from lmsys.registry import Entry, load_target
 
 
 def source_of(entry: Entry) -> dict[str, str]:
     """{"name", "sha256"} of the file that defines a row's implementation; {} if there is no such file."""
     try:
-        # The code of a row in a process of its own is not loaded here: its target names the file.
-        path = Path(
-            (entry.target.rpartition(":")[0] if entry.apart else inspect.getsourcefile(inspect.unwrap(entry.load())))
-            or ""
-        )
+        path = Path(entry.target.rpartition(":")[0])  # which is right for files of users, whose code may run elsewhere
+        if not entry.apart or entry.is_ours:
+            path = Path(inspect.getsourcefile(inspect.unwrap(load_target(entry.target))) or "")
         return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     except (ImportError, OSError, TypeError):
         return {}

@@ -1,15 +1,16 @@
-"""Rows of other people: each runs in a process of its own, and is timed, checked and judged from outside.
+"""Rows in processes of their own: they are timed, checked and judged from outside, as rows of other people ask for.
 
-A *foreign row* is a row from a file or of another package. The *judge* is the process that runs our own rows. It never
-imports a foreign row's code: it draws inputs, copies them into memory that it shares with the row's process, and says
-"call". The row's process has the function, this memory and the loop `serve`; it has no seed, draw, oracle or result.
-It answers in JSON how long the call took. Then the judge has the results copied into memory that it has made, of the
-shape and dtype that it wants. Which calls are checked is drawn in the judge, and nobody else learns it.
+A *foreign row* is a row of which nothing is believed, such as one from a file. With --own-process rows of ours run so
+too, beside them, since all rows of a comparison must be measured alike. The *judge* is the bench's process. It never
+imports the code of a user's file: it draws inputs, copies them into memory that it shares with the row's process, and
+says "call". The row's process has the function, this memory and the loop `serve`; it has no seed, draw, oracle or
+result. It answers in JSON how long the call took. Then the judge has the results copied into memory that it has made,
+of the shape and dtype that it wants. Which calls are checked is drawn in the judge, and nobody else learns it.
 
 `ApartClock.read` holds what the row's process says of time against the judge's own clock. Between questions the row's
 process is stopped, with all that it has started in its process group: it works only while it is asked.
 
-`Foreign.of` makes an entry of such a row, as benchmarks/bench_attention.py asks for it. Its `load` returns a `Process`,
+`Foreign.of` makes such an entry of any, as benchmarks/bench_attention.py asks for it. Its `load` returns a `Process`,
 a function of q, k and v by which checks call the row as any other; `Process.step` is what is timed.
 
 The parts of this file, in their order:
@@ -52,6 +53,7 @@ from lmsys.attention import contract, pattern
 from lmsys.bench import Entry, Record, Settings, Step, findings, plain, watch
 from lmsys.measure import clock, compare, memory
 from lmsys.measure.step import Failed, nothing
+from lmsys.registry import load_target
 
 # The judge may wait for a row longer than for `null` by these margins: MARGIN_S seconds, and shares of the wait for
 # `null` and of the time that the row's process says (behind a call it frees the last call's memory). On two busy cores
@@ -273,7 +275,8 @@ class Process:
 
     def __init__(self, entry: Entry, settings: Settings):
         # The entry goes to the row's process, which must not know all of the settings.
-        self.entry, self.settings = Entry(entry.name, entry.target), settings
+        self.entry = Entry(entry.name, entry.target, extra=entry.extra, install=entry.install)
+        self.settings = settings
         self.interpreted = False  # True: a call ran kernels in Triton's interpreter
         self.windows: dict[str, float] = {}
         self.placed: dict[Any, Block] = {}  # by (owner, group)
@@ -548,16 +551,19 @@ class Foreign(Entry):
             facts = process_of(entry, settings).start().facts
         except Failed as failed:
             raise ValueError(f"{entry.target}: {failed}") from None
-        # The trait `mask` names a function that this process would have to import.
-        stated = {name: tuple(x) if isinstance(x, list) else x for name, x in facts.get("traits", {}).items()}
-        checked = traits.AttentionTraits.checked(entry.name, stated | {"mask": ""})
-        return cls(entry.name, entry.target, traits=checked, settings=settings, missing=str(facts.get("missing", "")))
+        if entry.is_ours:
+            checked = traits.AttentionTraits.of(entry)
+        else:  # the trait `mask` names a function that this process would have to import
+            stated = {name: tuple(x) if isinstance(x, list) else x for name, x in facts.get("traits", {}).items()}
+            checked = traits.AttentionTraits.checked(entry.name, stated | {"mask": ""})
+        fields = vars(entry) | {"traits": checked, "settings": settings, "missing": str(facts.get("missing", ""))}
+        return cls(**fields)
 
     def load(self) -> Process:
         return process_of(self, self.settings).start()
 
     def why_not(self, case: Any) -> str | None:
-        return self.missing or None
+        return self.missing or (load_target(self.supports)(case) if self.supports else None)
 
 
 _processes = dict[str, Process]()  # by target

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
+from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits
 from lmsys.attention.naive import naive
 from lmsys.bench import Entry, Failed, Settings, Table, foreign
 from lmsys.bench.findings import source_of
@@ -233,6 +234,18 @@ def test_a_file_that_cannot_be_loaded_is_a_bad_value(mine: Path, tmp_path: Path)
         row_of(tmp_path / "ends.py", "row")
 
 
+@pytest.mark.usefixtures("foreign_processes")
+@pytest.mark.parametrize("name", ["naive", "flash_triton", "flex", "sdpa_flash"])
+def test_a_row_of_the_table_is_the_same_row_in_a_process_of_its_own(name: str) -> None:
+    entry = ATTENTION[name]
+    apart = foreign.Foreign.of(Settings(), entry)
+    assert apart.apart and apart.to_json() == entry.to_json() and source_of(apart) == source_of(entry)
+    assert AttentionTraits.of(apart) == AttentionTraits.of(entry)
+    for grad in (False, True):
+        case = AttentionCase(1, 1, 1, 2048, 2048, 64, "float64", grad=grad)
+        assert apart.why_not(case) == entry.why_not(case)
+
+
 def test_a_row_of_a_missing_package_cannot_run_here() -> None:
     row = foreign.Foreign.of(Settings(), Entry("row", "no_such_package:row"))
     assert "no_such_package" in (row.why_not(None) or "")
@@ -301,13 +314,15 @@ def test_answers_are_json_that_nothing_unpickles(text: bytes, tmp_path: Path, mo
         process.ask("tell")
 
 
-def test_files_and_rows_of_other_packages_are_foreign_and_ours_are_not(mine: Path) -> None:
+def test_every_row_of_a_comparison_is_foreign_and_no_file_is_loaded(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("raise AssertionError('its code is loaded')")
     table = Table("attention", [Entry("naive", "lmsys.attention.naive:naive")])
     vars(table)["_all_rows"] = table._own_rows | {"plugin": Entry("plugin", "plugin:row")}  # as entry points add them
     foreign_row = Mock(side_effect=lambda entry: entry)
     names = ["naive", "plugin", f"{mine}:row"]
     assert [row.name for row in table.select(names, foreign_row)] == ["naive", "plugin", "row"]
-    assert [call.args[0].name for call in foreign_row.call_args_list] == ["plugin", "row"]
+    assert [call.args[0].name for call in foreign_row.call_args_list] == ["naive", "plugin", "row"]
     with pytest.raises(ValueError, match="a row 'naive' of its own"):
         table.select([f"{mine}:naive"], foreign_row)
 
