@@ -35,6 +35,7 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
 
     ValueError for a wrong setting, and for "fit", which `lmsys.cost.memory.fit` must replace first.
     """
+    # runs: (the level, the number of blocks, how many of them make a group), in the order of the blocks
     if isinstance(checkpoint_blocks, int):
         values.hold(
             (
@@ -42,33 +43,30 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
                 f"{checkpoint_blocks=} must lie in 0 to {num_layers} layers",
             )
         )
-        return _in_steps(
-            first=0,
-            stop=num_layers,
-            step=checkpoint_blocks or num_layers,  # 0: one group of all blocks, of the level "none"
-            level="whole" if checkpoint_blocks else "none",
+        # 0: one group of all blocks, of the level "none"
+        runs = [("whole" if checkpoint_blocks else "none", num_layers, checkpoint_blocks or num_layers)]
+    else:
+        text = f"{checkpoint_blocks}*{num_layers}" if checkpoint_blocks in LEVELS else checkpoint_blocks
+        found = [RUN.fullmatch(run) for run in text.split(",")]
+        runs = [(run[1], int(run[2]), 1 if run[1] == "whole" else int(run[2])) for run in found if run]
+        values.hold(
+            (
+                checkpoint_blocks != FIT,
+                "checkpoint_blocks='fit' is no level yet: lmsys.cost.memory.fit(config, ...) chooses them",
+            ),
+            (
+                all(found) and sum(count for _, count, _ in runs) == num_layers,
+                f"{checkpoint_blocks=} must be a number of blocks, {FIT}, one of {', '.join(LEVELS)}, or several of"
+                f" these with numbers that add up to {num_layers} layers, as attention*12,matmuls*22 does to 34",
+            ),
         )
-    values.hold(
-        (
-            checkpoint_blocks != FIT,
-            "checkpoint_blocks='fit' is no level yet: lmsys.cost.memory.fit(config, ...) chooses them",
-        )
-    )
-    if checkpoint_blocks in LEVELS:
-        checkpoint_blocks = f"{checkpoint_blocks}*{num_layers}"
-    runs = [RUN.fullmatch(run) for run in checkpoint_blocks.split(",")]
-    groups, first = list[Group](), 0
-    # A run that does not match makes the sum too large.
-    if sum(int(run[2]) if run else num_layers + 1 for run in runs) == num_layers:
-        for run in filter(None, runs):
-            level, count = run[1], int(run[2])
-            groups += _in_steps(first, stop=first + count, step=1 if level == "whole" else count, level=level)
-            first += count
-        return groups
-    raise ValueError(
-        f"{checkpoint_blocks=} must be a number of blocks, {FIT}, one of {', '.join(LEVELS)}, or several of these with"
-        f" numbers that add up to {num_layers} layers, as attention*12,matmuls*22 does to 34"
-    )
+    groups: list[Group] = []  # torch.compile traces this function, and cannot trace `list[Group]()`
+    first = 0
+    for level, count, size in runs:
+        stop = first + count
+        groups += [Group(start, min(start + size, stop), level) for start in range(first, stop, size)]
+        first = stop
+    return groups
 
 
 def for_fewer(checkpoint_blocks: int | str, num_layers: int, fewer: int) -> int | str:
@@ -86,8 +84,3 @@ def for_fewer(checkpoint_blocks: int | str, num_layers: int, fewer: int) -> int 
 def setting_of(levels: Iterable[str]) -> str:
     """The setting that gives the blocks these levels, in order: "attention*12,matmuls*22"."""
     return ",".join(f"{level}*{len(list(blocks))}" for level, blocks in groupby(levels))
-
-
-def _in_steps(first: int, stop: int, step: int, level: str) -> list[Group]:
-    """Groups of `step` blocks, from block `first` to `stop` - 1."""
-    return [Group(start, min(start + step, stop), level) for start in range(first, stop, step)]

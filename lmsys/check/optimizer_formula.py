@@ -221,7 +221,6 @@ def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: fl
     return (m * (correction2**0.5 / correction1)) / (v.sqrt() + eps)
 
 
-_ADAMW = Adam()
 _ADAM = Adam(taken=Sgd.taken, in_gradient=1.0)
 _LARGER_EPS = (
     "eps is added to √v before bias correction, and so acts as eps / √(1 - beta2 ** t): 32 eps at t = 1, beta2 = 0.999"
@@ -229,15 +228,15 @@ _LARGER_EPS = (
 _LATE_DECAY = "here the update decays, too: p = (p - update) (1 - lr weight_decay)"
 FORMS: Mapping[str, Sequence[Form]] = {  # by algorithm; torch's is first, and is taken if steps fit several forms
     "AdamW": (
-        Form(_ADAMW, "AdamW in the form of torch.optim.AdamW"),
+        Form(Adam(), "AdamW in the form of torch.optim.AdamW"),
         Form(
-            replace(_ADAMW, update=_before_correction),
+            Adam(update=_before_correction),
             "AdamW with eps before bias correction, as in Kingma & Ba's efficient form (arXiv 1412.6980, section 2)",
             _LARGER_EPS,
         ),
-        Form(replace(_ADAMW, late=True), "AdamW with decay after the step, as in CS336's handout", _LATE_DECAY),
+        Form(Adam(late=True), "AdamW with decay after the step, as in CS336's handout", _LATE_DECAY),
         Form(
-            replace(_ADAMW, late=True, update=_before_correction),
+            Adam(late=True, update=_before_correction),
             "AdamW in the form of CS336's handout: decay after the step, eps before bias correction",
             f"{_LATE_DECAY}; {_LARGER_EPS}",
         ),

@@ -167,7 +167,7 @@ def interleave(
         host_s = looks * look_cost.host_s + sum(costs[name].host_s for name in order)
         if turns.together or apart:  # the device is idle; the first call after a wait is slower, so it is no sample
             clock.wait(2 * (host_s + costs[order[0]].host_s))
-            taken.call(order[0], draw)
+            taken.attempt(_call, order[0], draw)
         else:
             # 1.25: launching may take longer now than in the trial calls.
             clock.wait(1.25 * host_s - sum(costs[name].device_s for name in order))
@@ -196,24 +196,19 @@ class _Taken:
         costs = {}
         for name in self._steps:
             self.pending[name], self.result.kept[name] = [], []
-            if cost := self._attempt(_cost, name, trials):
+            if cost := self.attempt(_cost, name, trials):
                 costs[name] = cost
         return costs
 
     def sample(self, name: str, draw: int, index: int) -> None:
         """Takes one more sample of a row, unless it has failed. draw, index: as in `_sample`."""
-        if name in self.pending and (sample := self._attempt(_sample, name, draw, index)):
+        if name in self.pending and (sample := self.attempt(_sample, name, draw, index)):
             mark, place, kept = sample
             self.pending[name].append(mark)
             if kept is not None:  # at a new place it is appended, else it replaces an earlier call
                 self.result.kept[name][place : place + 1] = [kept]
 
-    def call(self, name: str, draw: int) -> None:
-        """Calls a row once, and takes no sample."""
-        if sample := self._attempt(_sample, name, draw):
-            self._clocks[name].forget([sample[0]])
-
-    def _attempt(self, call: Callable[..., Any], name: str, *args: Any) -> Any:
+    def attempt(self, call: Callable[..., Any], name: str, *args: Any) -> Any:
         """The result of `call` for a row's step; None where the row has failed, whose samples are then dropped."""
         result, failure = attempt(call, self._steps[name], self._clocks[name], *args)
         if failure:
@@ -337,9 +332,9 @@ def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, 
     return mark, place, None if copies is None else Kept(index, draw, key, copies)
 
 
-def _call(step: Step, clock: Clock) -> None:
-    """Calls a step once as `_sample_again` does, but takes no sample."""
-    clock.forget([_sample_again(step, clock)])
+def _call(step: Step, clock: Clock, draw: int | None = None) -> None:
+    """Calls a step once, and takes no sample. draw: as in `_sample`; None: a new one."""
+    clock.forget([_sample_again(step, clock) if draw is None else _sample(step, clock, draw)[0]])
 
 
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:

@@ -258,18 +258,17 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int)
     # Of several nodes the one whose forward ran last counts; -1, where there is none, lies in no part.
     origins = _enclosing(spans, [(None, max(forward, default=-1.0)) for forward in nodes])
     count = Counter(name for *_, name in spans)
-    total, backward = dict.fromkeys(count, 0.0), dict.fromkeys(count, 0.0)
+    backward = dict.fromkeys(count, 0.0)
     kinds: dict[str, dict[str, float]] = {name: defaultdict(float) for name in count}
     for (kernel, seconds, _), names, origin in zip(launched, inside, origins, strict=True):
         for name in origin:
             backward[name] += seconds
         for name in names:
-            total[name] += seconds
             kinds[name][kind_of(kernel)] += seconds / steps
     parts = (
         Part(
             name=name,
-            total_s=total[name] / steps,
+            total_s=sum(kinds[name].values(), 0.0),
             backward_s=backward[name] / steps,
             count=count[name] / steps,
             kinds=dict(kinds[name]),
