@@ -45,7 +45,6 @@ from lmsys.measure import memory, profile, sensors
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
 
-STEPS = 20  # timed steps of a row, by default
 KERNELS = {  # labels of the kinds of kernels that have a field each; the optimizer's kernels have one of their own
     "matmul": "matmuls",
     "attention": "attention",
@@ -212,7 +211,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         "--size --context --batch --precision --compile --strategy",
         "--world-size --checkpoint --residual --optimizer",
         Axis("model", one_of(*MODELS), ("ours",), help="ours, and beside torch's strategies llama, Hugging Face's"),
-        Axis("steps", positive, STEPS, single=True, help="of each row, timed; their losses must fall"),
+        Axis("steps", positive, StepsCase.steps, single=True, help="of each row, timed; their losses must fall"),
     )
     fields: tuple[Field, ...] = fields.columns(
         "strategy size context batch precision compile",
