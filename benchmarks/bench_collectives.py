@@ -94,7 +94,18 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     rounds, chance = collectives.gather_objects(plan, group)[0]
     drawn = [chance.getrandbits(53) for _ in range(rounds)]
     checked = sorted(chance.sample(range(rounds), min(3, rounds)))
-    samples, kept = _times(call, inputs, drawn, checked, group)
+    room = [torch.empty_like(inputs.out) for _ in checked]  # of copies: allocated before anything is timed
+
+    def keep(result: torch.Tensor, key: int | None) -> torch.Tensor | None:
+        return None if key is None else room.pop().copy_(result)
+
+    samples, kept = ranks.times(
+        Step(lambda _: call(), redraw=inputs.fill, keep=keep),
+        drawn,
+        group,
+        keys=dict.fromkeys(checked, 0),  # `keep` copies the whole result, so any key but None does
+        lead_s=LEAD_S,
+    )
     loop = min(loop, _loop(plain, calls, group))
     for draw, text in _differences(inputs, {drawn[number]: result for number, result in kept.items()}):
         wrong = f"right before it was timed, not in timed call {drawn.index(draw)}: {text}"
@@ -104,24 +115,6 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
         "loop_s": loop,
         "checked": [(number, drawn[number]) for number in checked],
     }
-
-
-def _times(
-    call: Callable[[], torch.Tensor], inputs: "Inputs", drawn: list[int], checked: list[int], group: Any
-) -> tuple[list[float], dict[int, Any]]:
-    """(seconds of each call, {number: a copy of the result} of the checked calls, in memory allocated beforehand)."""
-    room = [torch.empty_like(inputs.out) for _ in checked]
-
-    def keep(result: torch.Tensor, key: int | None) -> torch.Tensor | None:
-        return None if key is None else room.pop().copy_(result)
-
-    return ranks.times(
-        Step(lambda _: call(), redraw=inputs.fill, keep=keep),
-        drawn,
-        group,
-        keys=dict.fromkeys(checked, 0),  # `keep` copies the whole result, so any key but None does
-        lead_s=LEAD_S,
-    )
 
 
 class Inputs:

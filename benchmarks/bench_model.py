@@ -15,8 +15,8 @@ from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
-from benchmarks import models
-from benchmarks.model.cases import AXES, FIELDS, Gate, ModelTest, Row, model_of
+from benchmarks import axes, models
+from benchmarks.model.cases import FIELDS, Gate, ModelTest, Row, model_of
 from benchmarks.model.layout import MODEL as LAYOUT
 from benchmarks.model.rig import Rig, cold_samples
 from lmsys import checkpointing, processes, traits
@@ -49,7 +49,16 @@ class ModelBenchmark(Benchmark):
     """
 
     tables = {"attention": models.MODEL_ROWS}
-    axes: tuple[Axis, ...] = AXES
+    axes: tuple[Axis, ...] = axes.named(
+        "--size --context --batch --precision --mode",
+        "--compile --attention",
+        "--checkpoint --residual",
+        Axis("warmup", int, (None,)),
+        Axis("against", default="", single=True),  # a row that the grid is about: there are no cases without it
+        batch=(4,),
+        compile=("eager", "compiled"),
+        attention=(models.AUTO.name,),
+    )
     clock = "loop"
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ModelTest]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import layouts, models
+from lmsys.attention.contract import DTYPE_NAMES, DTYPES
 from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, bench, fields
 from lmsys.config import ModelConfig
 
@@ -31,7 +32,6 @@ WATCHED = (  # modules of the model whose outputs are looked at, by name
     "ln_final",
     "lm_head",
 )
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def sums(low: torch.dtype, device: str) -> Record:
@@ -41,7 +41,7 @@ def sums(low: torch.dtype, device: str) -> Record:
     The last two agree: no accumulator brings back what the addend lost when it was rounded. But a sum that is itself
     rounded after each step loses far more. The sums are made on a CPU, whatever the device.
     """
-    exact, rounded, name = torch.tensor(ADDEND, dtype=torch.float32), torch.tensor(ADDEND, dtype=low), _name(low)
+    exact, rounded, name = torch.tensor(ADDEND, dtype=torch.float32), torch.tensor(ADDEND, dtype=low), DTYPE_NAMES[low]
     return {
         "addend": ADDEND,
         "times": TIMES,
@@ -87,12 +87,7 @@ def tensors(dtype: torch.dtype, device: str) -> Record:
         "loss": loss.dtype,
         "gradients": weight.grad.dtype,
     }
-    return {"tensors": [{"name": name, "dtype": _name(kept_in)} for name, kept_in in dtypes.items()]}
-
-
-def _name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+    return {"tensors": [{"name": name, "dtype": DTYPE_NAMES[kept_in]} for name, kept_in in dtypes.items()]}
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ class Precision(Benchmark):
             Entry("accumulation", "benchmarks.bench_precision:sums"),
             Entry("autocast", "benchmarks.bench_precision:tensors"),
         ):
-            yield from (Study(study.name, study, settings.device, dtype) for dtype in DTYPES)
+            yield from (Study(study.name, study, settings.device, dtype) for dtype in ("float16", "bfloat16"))
 
     def open(self, candidate: Candidate, setup: None) -> None:
         """Runs the study, whose fields go into the record."""

@@ -45,7 +45,6 @@ from lmsys.measure import memory, profile, sensors
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
 
-STEPS = 20  # timed steps of a row, by default
 KERNELS = {  # labels of the kinds of kernels that have a field each; the optimizer's kernels have one of their own
     "matmul": "matmuls",
     "attention": "attention",
@@ -60,11 +59,7 @@ STAGES = 4  # stretches of the timed steps: the mean loss must fall from each to
 
 
 class TrainingRig(rank.Rig):
-    """A model with its strategy and optimizer that clips gradients, and trains on its first batch alone.
-
-    divided  True: each rank has a part of the gradients, so their norm needs all ranks
-    group    the ranks that train
-    """
+    """A model with its strategy and optimizer that clips gradients, and trains on its first batch alone."""
 
     def __init__(self, case: ParallelCase, seed: int):
         super().__init__(
@@ -74,8 +69,6 @@ class TrainingRig(rank.Rig):
             # A quarter of the usual learning rate for this width, since there is no warm-up.
             {"lr": 0.25 * models.LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)},
         )
-        self.divided = case.traits.shards_gradients and case.world_size > 1
-        self.group = ranks.subgroup(case.world_size)
 
     def update(self) -> None:
         """Clips gradients and steps the optimizer, in place of the base's `update`, which `Rig.step` calls."""
@@ -83,9 +76,8 @@ class TrainingRig(rank.Rig):
             if self.case.traits.fused_adamw:  # this row's parameters are DTensors, whose norm torch can compute
                 torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             else:
-                scale_gradients(
-                    self.optimizer, clip_factor(whole_norm(self.parameters, self.group, self.divided), MAX_NORM)
-                )
+                group, divided = ranks.subgroup(self.case.world_size), self.case.traits.shards_gradients
+                scale_gradients(self.optimizer, clip_factor(whole_norm(self.parameters, group, divided), MAX_NORM))
             super().update()
 
     @property
@@ -212,7 +204,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         "--size --context --batch --precision --compile --strategy",
         "--world-size --checkpoint --residual --optimizer",
         Axis("model", one_of(*MODELS), ("ours",), help="ours, and beside torch's strategies llama, Hugging Face's"),
-        Axis("steps", positive, STEPS, single=True, help="of each row, timed; their losses must fall"),
+        Axis("steps", positive, StepsCase.steps, single=True, help="of each row, timed; their losses must fall"),
     )
     fields: tuple[Field, ...] = fields.columns(
         "strategy size context batch precision compile",

@@ -204,11 +204,6 @@ WHAT_IS_KEPT = (  # fields of a ModelCase's records, which its benchmark declare
 )
 
 
-def config_of(size: str, context: int) -> ModelConfig:
-    """The model of a named size as it is benchmarked."""
-    return model_config(size, context_length=context, **VOCABULARIES.get(size, {}))
-
-
 def attention_row(entry: Entry, case: AttentionCase) -> Entry:
     """The row that computes attention: for AUTO the fastest that can."""
     return ATTENTION.pick(AUTO.name, case) if entry == AUTO else entry
@@ -250,7 +245,7 @@ class ModelCase(Case):
 
     @property
     def config(self) -> ModelConfig:
-        return config_of(self.size, self.context)
+        return model_config(self.size, context_length=self.context, **VOCABULARIES.get(self.size, {}))
 
     @property
     def grad(self) -> bool:

@@ -142,7 +142,8 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
         for slices in (end, exact, plain)
     )
     # The error of plain steps in all parameters together, as a share of how far exact steps move these.
-    share = _norm(ordinary[name] - right[name] for name in right) / _norm(right.values())
+    off = torch.nn.utils.get_total_norm([ordinary[name] - right[name] for name in right]).item()
+    share = off / torch.nn.utils.get_total_norm(right.values()).item()
     if share > 0.5:  # plain steps end nearer to exact ones unless one of the two is broken
         raise RuntimeError(
             f"the bench failed, not the row: plain steps in {case.precision} end {share:.2g} of their way from where"
@@ -162,11 +163,6 @@ def _with_usual_error(right: torch.Tensor, ordinary: torch.Tensor, share: float)
     error = ordinary - right
     size = error.norm().item()
     return right + error * max(1.0, share * right.norm().item() / size) if size else right * (1 + share)
-
-
-def _norm(parts: Iterable[torch.Tensor]) -> float:
-    """The Euclidean norm of all parts as one vector."""
-    return float(sum(x.square().sum().item() for x in parts) ** 0.5)
 
 
 def _slices_of(state: Mapping[str, torch.Tensor], key: int) -> Slices:

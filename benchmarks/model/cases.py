@@ -29,9 +29,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks import axes, models
+from benchmarks import models
 from lmsys import checkpointing, config, testing
-from lmsys.bench import Axis, Candidate, Entry, Field, Record, fields
+from lmsys.bench import Candidate, Entry, Field, Record, fields
 from lmsys.cost import memory, operations
 from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory
@@ -40,16 +40,6 @@ from lmsys.training.prepare import autocast, gpu_memory
 
 Row = tuple[str, str, bool, str, str]  # `ModelTest.row`: blocks, entry, grad, checkpoint, residual
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
-AXES = axes.named(
-    "--size --context --batch --precision --mode",
-    "--compile --attention",
-    "--checkpoint --residual",
-    Axis("warmup", int, (None,)),
-    Axis("against", default="", single=True),  # a row that the grid is about: there are no cases without it
-    batch=(4,),
-    compile=("eager", "compiled"),
-    attention=(models.AUTO.name,),
-)
 FIELDS = fields.columns(
     "size context batch precision mode compile",
     " ".join(SHAPE),

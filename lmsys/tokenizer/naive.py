@@ -64,11 +64,10 @@ def next_merge(counts: Mapping[bytes, int], merges: Sequence[Pair]) -> Pair | No
 
 
 def merge_all(word: bytes, ranks: Mapping[Pair, int]) -> list[bytes]:
-    """The tokens of a word after all merges, each applied once, in the order of their `ranks`."""
-    tokens, last = [bytes([byte]) for byte in word], -1
-    while left := [pair for pair in pairwise(tokens) if ranks.get(pair, -1) > last]:
-        best = min(left, key=ranks.__getitem__)
-        tokens, last = merge(tokens, best), ranks[best]
+    """The tokens of a word: the pair with the lowest rank is merged, until no pair has one."""
+    tokens = [bytes([byte]) for byte in word]
+    while pairs := [pair for pair in pairwise(tokens) if pair in ranks]:
+        tokens = merge(tokens, min(pairs, key=ranks.__getitem__))
     return tokens
 
 
@@ -90,9 +89,6 @@ def encode(text: str, tokenizer: codec.Tokenizer) -> list[int]:
     result: list[int] = []
     for word in split(text, tokenizer.special_tokens):
         if word not in known:
-            tokens = [bytes([byte]) for byte in word.encode()]
-            while pairs := [pair for pair in pairwise(tokens) if pair in ranks]:
-                tokens = merge(tokens, min(pairs, key=ranks.__getitem__))
-            known[word] = [ids[token] for token in tokens]
+            known[word] = [ids[token] for token in merge_all(word.encode(), ranks)]
         result += known[word]
     return result

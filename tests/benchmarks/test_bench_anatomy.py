@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from benchmarks.bench_anatomy import TIMELINE_POINTS, Anatomy, thinned
 from benchmarks.bench_precision import Precision, sums, tensors
-from benchmarks.models import config_of
 from benchmarks.sweeps import SWEEPS
 from lmsys.bench import Settings
 from lmsys.bench.results import Session
+from lmsys.config import model_config
 from lmsys.cost.memory import training_memory
 from lmsys.measure.profile import KINDS
 from tests.support.harness import cases_of, results
@@ -66,7 +66,7 @@ def test_records_tell_time_and_memory(device: str, tmp_path: Path) -> None:
         assert json.loads((tmp_path / f"{record['id']}.json").read_text())["traceEvents"]
         assert (tmp_path / f"{record['id']}.pickle").exists() == (device == "cuda")
     step, inference = measured["step", "naive"], measured["forward", "naive"]
-    predicted = training_memory(config_of("tiny", 16), 1, 16, "fp32")
+    predicted = training_memory(model_config("tiny", context_length=16, vocab_size=1000), 1, 16, "fp32")
     for name in ("parameters", "gradients", "optimizer"):
         assert step[f"{name}_bytes"] == pytest.approx(getattr(predicted, name), rel=0.01)
         assert step[f"predicted_{name}_bytes"] == getattr(predicted, name) and f"{name}_bytes" not in inference

@@ -18,7 +18,7 @@ from benchmarks.axes import MODELS_ONLY, MODES
 from benchmarks.bench_attention import Attention
 from benchmarks.bench_model import Model
 from benchmarks.model.cases import Gate
-from benchmarks.models import LLAMA, MODEL_ROWS, config_of
+from benchmarks.models import LLAMA, MODEL_ROWS
 from benchmarks.sweeps import SWEEPS
 from lmsys import processes
 from lmsys.attention import ATTENTION, vectorized
@@ -27,6 +27,7 @@ from lmsys.attention.naive import naive
 from lmsys.bench import Settings
 from lmsys.bench.fields import filled
 from lmsys.bench.results import Session
+from lmsys.config import model_config
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.model import TransformerLM, functions, fused
@@ -44,6 +45,7 @@ TINY: dict[str, Any] = {  # values of axes
     "compile": ("eager",),
     "attention": ("auto",),
 }
+TINY_MODEL = model_config("tiny", context_length=8, vocab_size=1000)  # the model of these cases
 ONE_CASE = "--size small --context 512 --batch 4 --precision bf16 --mode step --compile eager --attention sdpa_flash"
 VECTORIZED, SDPA_MATH = "lmsys.attention.vectorized.vectorized", "lmsys.attention.peers.sdpa_math"
 needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
@@ -99,7 +101,7 @@ def test_values_of_models_are_refused_by_the_benchmark_of_attention() -> None:
 @pytest.mark.parametrize("precision", few_by_default(["fp32", "bf16", "fp16"], one_in=3))
 def test_every_mode_is_timed_and_has_its_memory_and_operations(precision: str) -> None:
     by_case = records(precision=(precision,))
-    config = config_of("tiny", 8)
+    config = TINY_MODEL
     assert {mode for mode, _, _ in by_case} == set(MODES)
     for (mode, _, _), record in by_case.items():
         assert record["outcome"] == "ok", record["reason"]
@@ -261,7 +263,7 @@ def test_checkpointing_and_narrow_streams_are_compared_with_the_default() -> Non
     for record in by_id.values():
         assert record["outcome"] == "ok" and 0 < record["error_ratio"] <= 1, record["reason"]
         runtime = {"checkpoint_blocks": record["checkpoint"], "residual": record["residual"]}
-        config = replace(config_of("tiny", 8), **runtime)
+        config = replace(TINY_MODEL, **runtime)
         predicted = training_memory(config, 1, 8, "bf16").peak if record["mode"] == "step" else None
         assert record["predicted_bytes"] == predicted
     errors = [record["gradient_error"] for record in steps]
@@ -345,7 +347,7 @@ def test_a_row_that_is_wrong_or_too_large_has_no_time(
 def test_memory_is_predicted_for_attention_that_keeps_no_scores() -> None:
     by_case = records(mode=("step",), attention=("naive", "sdpa_flash"), timed=False)
     assert by_case["step", "eager", "naive"]["predicted_bytes"] is None
-    predicted = training_memory(config_of("tiny", 8), 1, 8, "fp32").peak
+    predicted = training_memory(TINY_MODEL, 1, 8, "fp32").peak
     assert by_case["step", "eager", "sdpa_flash"]["predicted_bytes"] == predicted
 
 
