@@ -45,7 +45,7 @@ hypothesis.settings.load_profile("ci")
 # Files, and rooms (folders of tests/), whose tests start processes or compile; the slowest come first. They are run
 # before all others: if a slow file came last, one worker would still run it when the other workers have nothing left.
 # The room "tests" stands for the files directly in tests/.
-SLOW_FILES = "test_training test_check test_graphs test_plugin test_passes test_isolation".split()
+SLOW_FILES = "test_training test_check test_graphs test_plugin test_passes test_isolation test_notebook".split()
 SLOW_ROOMS = "bench benchmarks attention training parallel check model course tests reports dev fuzz kernels".split()
 
 

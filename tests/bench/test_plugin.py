@@ -25,7 +25,7 @@ from lmsys.bench.plugin import RecordedTimer
 from lmsys.bench.record import seal
 from lmsys.files import claim
 from tests.bench.test_results import result_of
-from tests.support.collected import collect
+from tests.support.collected import RUN, collect
 from tests.support.processes import ENVIRONMENT, PATIENCE_S, PYTEST, ROOT
 
 EXAMPLE = ROOT / "docs" / "examples" / "bench_matmul.py"
@@ -103,46 +103,10 @@ def test_raises(lmsys_device_benchmark):
 """
 
 
-@pytest.fixture(scope="module")
-def without_terminal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The result of the example and of FUNCTIONS, which are run without pytest's plugin "terminal"."""
-    folder = tmp_path_factory.mktemp("quiet")
-    shutil.copy(EXAMPLE, folder)
-    (folder / "test_mine.py").write_text(FUNCTIONS)
-    line = command(*SMALL, "test_mine.py", *QUICK, "-p", "no:terminal", "--benchmark-json", "out.json")
-    line.remove("-q")  # an option of the terminal's
-    ended = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return folder / "out.json"
-
-
-def test_it_is_measured_without_a_terminal(without_terminal: Path) -> None:
-    assert [case["outcome"] for case in record.load(without_terminal)["records"]] == ["ok"] * 4
-
-
-def test_a_function_is_timed_by_the_devices_clock(without_terminal: Path) -> None:
-    entries = json.loads(without_terminal.read_text())["benchmarks"]
-    (entry,) = [entry for entry in entries if entry["name"] == "test_sleep"]
-    assert 0.002 <= entry["stats"]["median"] < 0.1 and entry["extra_info"]["clock"] in ("perf_counter", "cuda_event")
-
-
 WRONG = """
 def row(q, k, v, *, causal=False, scale=None):
     return v.new_ones(*q.shape[:-1], v.shape[-1]) * q.sum()
 """
-
-
-def test_a_wrong_row_of_a_file_comes_with_the_command_that_asks_why(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WRONG)
-    asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--length", "64"
-    few = "-k", "smoke and float32-full-fwd-", "--sweep", "smoke", "--benchmark-only", "--no-isolation"
-    ended = run(ROOT, *asked, *few, "--benchmark-json", tmp_path / "out.json", plugin=False)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    command = f"lmsys check {tmp_path}/mine.py:row --kind=attention --head-dim=32 --dtype=float32"
-    assert f"why row was wrong: {command}" in ended.stdout, ended.stdout
-    assert f"the report of it: lmsys report {tmp_path}/out.json" in ended.stdout
-    (wrong,) = [case for case in record.load(tmp_path / "out.json")["records"] if case["outcome"] == "wrong"]
-    assert wrong["reason"] in ended.stdout
 
 
 @pytest.mark.long
@@ -300,6 +264,8 @@ BAD = {
     "--benchmark-json /proc/x": "cannot write the result to /proc/x: No such file or directory",
     "--sweep fulll": "--sweep 'fulll': must be one of smoke, default, full; did you mean full",
     "--length 0": "--length '0': must be a positive whole number",
+    "--attention llama": "--attention llama: what is selected has no case for these values",  # it is for models
+    "--precision bf16": "--precision bf16: attention has no such axis",
     "--axis lenght=3": "--axis lenght=3: must be one of",
     "--axis length": "--axis 'length': must read NAME=A,B",
     "--memory-limit 24GiB": "this machine has no CUDA device",
@@ -319,19 +285,37 @@ def row(q, k, v, *, causal=False, scale=None):
 """
 
 
+LAYOUT = {"chapters": [{"title": "Products", "blocks": [{"lead": [["pivot", ["tme_s"], ["size"]]]}]}]}
+RUNS = {  # {name: words of a run; {} is the folder of `answers`, and {}.json the result}
+    "without a terminal": (
+        "-p lmsys.bench.plugin {0}/bench_right.py {0}/test_mine.py -p no:terminal " + " ".join((*SMALL[1:], *QUICK))
+    ),
+    "a wrong row": (
+        "benchmarks/bench_attention.py --attention sdpa_math,{0}/wrong.py:row --length 64 --sweep smoke"
+        " -k 'smoke and float32-full-fwd-' --benchmark-only --no-isolation"
+    ),
+    "no case": "benchmarks/bench_attention.py --attention sdpa_math,{0}/wrong.py:row --sweep smoke -k nothing",
+    "a bad layout": "-p lmsys.bench.plugin {0}/bench_layout.py " + " ".join(SMALL[1:]),
+}
+Answers = dict[str, tuple[str, dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
-    """{arguments: (the message that they must give, the answer of `collect`)}.
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """{arguments: (the message that they must give, the answer of `collect`)}, {a name in RUNS: (its result, answer)}.
 
     The arguments are those in BAD, a result that another run is writing, a file that patches the clock when it is
     imported, two of the example in a folder of its own (where pygal is as not installed), and --help.
     """
     folder = tmp_path_factory.mktemp("folder")
-    (folder / "mine.py").write_text(PATCH)
     text = EXAMPLE.read_text()
     line = text[: text.index("in grid.product(")].count("\n") + 1
-    (folder / "bench_matmul.py").write_text(text.replace("in grid.product(", "in grid.no_product("))
-    (folder / "conftest.py").write_text("import sys\nsys.modules['pygal'] = None\n")
+    files = {"mine.py": PATCH, "wrong.py": WRONG, "test_mine.py": FUNCTIONS, "bench_right.py": text}
+    files["bench_matmul.py"] = text.replace("in grid.product(", "in grid.no_product(")
+    files["bench_layout.py"] = text.replace("\n    def cases(", f"\n    layout = {LAYOUT}\n\n    def cases(", 1)
+    files["conftest.py"] = "import sys\nsys.modules['pygal'] = None\n"
+    for name, content in files.items():
+        (folder / name).write_text(content)
     output = folder / "out.json"
     asked = BAD | {
         f"--benchmark-json {output}": f"process {os.getpid()} is writing it; wait for its end, or write elsewhere",
@@ -343,22 +327,64 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, di
         of_example: f" 'no_product' ({folder}/bench_matmul.py, line {line}: for",
         f"{of_example} --benchmark-histogram": "which is not installed: python -m pip install pygal",
     }
+    results = {name: f"{folder}/{name.replace(' ', '_')}.json" for name in RUNS}
+    runs = [f"{RUN} {words.format(folder)} --benchmark-json {results[name]}" for name, words in RUNS.items()]
     release = claim(output)
-    collected = collect([arguments.split(" ") for arguments in asked])
+    collected = collect([shlex.split(arguments) for arguments in (*asked, *runs)])
     release()
-    return {words: (message, answer) for (words, message), answer in zip(asked.items(), collected, strict=True)}
+    return {words: (told, answer) for (words, told), answer in zip((asked | results).items(), collected, strict=True)}
 
 
-def test_a_bad_run_ends_with_one_line(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
+def test_it_is_measured_without_a_terminal(answers: Answers) -> None:
+    result, answer = answers["without a terminal"]
+    assert answer["code"] == 0, answer["said"]
+    assert [case["outcome"] for case in record.load(Path(result))["records"]] == ["ok"] * 4
+
+
+def test_a_function_is_timed_by_the_devices_clock(answers: Answers) -> None:
+    entries = json.loads(Path(answers["without a terminal"][0]).read_text())["benchmarks"]
+    (entry,) = [entry for entry in entries if entry["name"] == "test_sleep"]
+    assert 0.002 <= entry["stats"]["median"] < 0.1 and entry["extra_info"]["clock"] in ("perf_counter", "cuda_event")
+
+
+def test_a_wrong_row_of_a_file_comes_with_the_command_that_asks_why(answers: Answers) -> None:
+    result, answer = answers["a wrong row"]
+    assert answer["code"] == 1, answer["said"]
+    file = Path(result).with_name("wrong.py")
+    command = f"lmsys check {file}:row --kind=attention --head-dim=32 --dtype=float32"
+    assert f"why row was wrong: {command}" in answer["said"], answer["said"]
+    assert f"the report of it: lmsys report {result}" in answer["said"]
+    (wrong,) = [case for case in record.load(Path(result))["records"] if case["outcome"] == "wrong"]
+    assert wrong["reason"] in answer["said"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "sentence"),
+    [
+        ("no case", 5, "-k 'nothing' selects no case. There are, by sections, attention: smoke"),
+        ("a bad layout", 4, "ERROR: the layout of 'matmul', section default, step 'pivot': no field 'tme_s'"),
+    ],
+)
+def test_a_run_that_can_measure_nothing_ends_before_the_machine_is_measured(
+    name: str, code: int, sentence: str, answers: Answers
+) -> None:
+    """The runs have a worker process. Once, the machine was measured before a row from a file was collected."""
+    result, answer = answers[name]
+    assert answer["code"] == code and sentence in answer["said"] and "Traceback" not in answer["said"], answer["said"]
+    assert "measuring what this machine reaches" not in answer["said"] and not Path(result).exists()
+
+
+def test_a_bad_run_ends_with_one_line(answers: Answers) -> None:
     right_on_a_gpu = ("--memory-limit", "--nvtx")
     for words, (message, answer) in answers.items():
-        if "--help" in words or (any(option in words for option in right_on_a_gpu) and os.path.exists("/dev/nvidia0")):
+        is_right = any(option in words for option in right_on_a_gpu) and os.path.exists("/dev/nvidia0")
+        if is_right or words in RUNS or "--help" in words:
             continue
         assert answer["code"] == pytest.ExitCode.USAGE_ERROR, f"{words}: {answer['said']}"
         assert message in answer["said"] and "Traceback" not in answer["said"], f"{words}: {answer['said']}"
 
 
-def test_every_option_is_shown_in_the_help_of_a_checkout(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
+def test_every_option_is_shown_in_the_help_of_a_checkout(answers: Answers) -> None:
     """Options of a run are there by the long name, which they have everywhere, and by the short one."""
     _, answer = answers["benchmarks/bench_attention.py --help"]
     named = [f"{dashes}{name}" for name in OPTIONS for dashes in ("--", "--lmsys-")]

@@ -93,16 +93,9 @@ def test_training_steps_of_ours_and_torchs_have_times_by_kind_of_kernel(content:
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
 
 
-def test_all_tokenizers_encode(content: dict[str, Any]) -> None:
+def test_tokenizers_encode(content: dict[str, Any]) -> None:
     encoded = [
         row for row in content["lmsys"]["records"] if row["benchmark"] == "tokenizer" and row["task"] == "encode"
     ]
-    assert [row["impl"] for row in encoded] == [
-        "lmsys",
-        "lmsys_serial",
-        "gigatoken",
-        "fastokens",
-        "tiktoken",
-        "huggingface",
-    ]
+    assert [row["impl"] for row in encoded] == ["lmsys", "lmsys_serial", "huggingface"]
     assert encoded[0]["outcome"] == "ok" and encoded[0]["peak_bytes"] > 20_000_000

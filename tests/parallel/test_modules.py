@@ -95,9 +95,11 @@ def test_an_operation_just_after_a_step_on_gpus(gpu_ranks: WorkerGroup, strategy
     test_an_operation_just_after_a_step(gpu_ranks, strategy, operation)
 
 
-@pytest.mark.parametrize("strategy", (*STRATEGIES, *BY_COPY_ENGINES))
-@settings(max_examples=6)
-@given(program=st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=12))
+@settings(max_examples=30)
+@given(
+    strategy=st.sampled_from([*STRATEGIES, *BY_COPY_ENGINES]),
+    program=st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=12),
+)
 def test_any_program_is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, program: list[str]) -> None:
     is_as_on_a_plain_module(ranks, strategy, program)
 

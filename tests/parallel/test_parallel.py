@@ -69,7 +69,7 @@ trainings = st.sampled_from([*OWN, *["zero1"] * 3]).flatmap(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(recipe=recipes, training=trainings, seed=st.integers(0, 99))
 def test_equal_to_one_process_on_the_whole_batch(
     ranks: WorkerGroup, recipe: Recipe, training: Training, seed: int

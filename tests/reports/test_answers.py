@@ -4,7 +4,6 @@ Tests make up runs of rows (`comparison`), build a report, and read its tables "
 law that needs no more is an entry of ANSWERS.
 """
 
-import re
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -19,7 +18,7 @@ from benchmarks.sweeps import SWEEPS
 from lmsys.parallel import STRATEGIES
 from lmsys.reports.load import Machine, run_names
 from lmsys.reports.words import number
-from tests.support.records import Record, built, cells, hold_shown, numbers, record, report, save
+from tests.support.records import NOT, Record, built, cells, hold_shown, numbers, record, report, save
 
 LENGTHS = (1024, 2048, 4096)
 
@@ -143,8 +142,27 @@ WIDE = {("auto", "eager"): 4e-3, ("auto", "fused"): 1e-3, ("llama", "eager"): 3e
 FUSED = {"fastest row": "auto, fused (of 2 rows)", "speed": "2.00 × llama, graphed"}
 SLOWER_WAYS = {("auto", "eager"): 4e-3, ("llama", "eager"): 5e-3, ("llama", "compiled"): 6e-3}
 MORE = {"flash_triton": 1e-3, "flash_attn_4": 2e-3, "sdpa": 5e-3, "naive": 6e-3, "vectorized": 7e-3}
+KINDS: dict[str, Record] = {
+    "": {},
+    "documents": {"documents": "mixed"},
+    "Q ≠ K": {"queries": 512},
+    "decoding": {"kv_heads": 2, "queries": 1, "keys": 2048, "offset": 2047},
+    "grouped heads": {"kv_heads": 2},
+    "window 1,024": {"window": 1024},
+}
+FASTEST_OF = dict.fromkeys(KINDS, "flash_gluon") | {"documents": "flash_triton", "decoding": "sdpa_flash"}
+BACKWARD = {"direction": "bwd", "repeatable": True}
+CALM = {"samples_s": [1.0] * 5, "p20_s": 1.0, "p80_s": 1.0, "comparison": "a"}
+
+
+def spread(share: float) -> list[Record]:
+    """Records of two rows. The samples of the slower one spread by this share of their median."""
+    wide = CALM | {"samples_s": [1.5] * 5, "p20_s": 1.5, "p80_s": 1.5 * (1 + share)}
+    return [record("attention", "flash_triton", 1.0, **CALM), record("attention", "sdpa", 1.5, **wide)]
+
+
 # {law: (runs by date, the rows of these tables with some of their cells, lines of text that files have)}
-ANSWERS: dict[str, tuple[list[list[Record]], dict[str, list[dict[str, str]]], dict[str, str]]] = {
+ANSWERS: dict[str, tuple[list[list[Record]], dict[str, list[dict[str, Any]]], dict[str, str]]] = {
     "A later run of few rows does not tell if the rows that it left out are slower": (
         [
             comparison(1024, {"flash_gluon": 1e-3, "flash_triton": 2e-3, "sdpa_flash": 3e-3}),
@@ -258,6 +276,85 @@ ANSWERS: dict[str, tuple[list[list[Record]], dict[str, list[dict[str, str]]], di
             )
         },
     ),
+    "A training step tells the highest MFU of the fastest row's shapes, and explains only ways that lines have": (
+        [
+            [
+                record("model", name, s, mode="step", compile="graphed", mfu=mfu, batch=batch, peer=name == "llama")
+                for name, s, mfu, batch in (
+                    *(("auto", 1e-3, 0.45, 1), ("auto", 2e-3, 0.4, 2)),
+                    *(("llama", 3e-3, 0.5, 1), ("llama", 4e-3, 0.55, 2)),
+                )
+            ]
+        ],
+        {"fastest-step": [{"MFU": "45.0 %"}]},
+        {"index.html": f"Graphed: compiled, and replayed as one CUDA graph.\n{NOT}fused:"},
+    ),
+    "Without samples there is a fastest row and no speed: a ratio of two times may be one of two clocks": (
+        [
+            comparison(1024, {"flash_triton": 1e-3, "sdpa_flash": 2e-3}, samples_s=None)
+            + steps({("auto", "fused"): 1e-3, ("llama", "fused"): 2e-3}, samples_s=None)
+        ],
+        {
+            f"fastest-{word}": [{"fastest row": f"{row} (of 2 rows)", "speed": "", "over the next fastest": None}]
+            for word, row in (("attention", "flash_triton"), ("step", "auto, fused"))
+        },
+        {},
+    ),
+    "A row that is fastest under one pattern need not be so under another, or without one": (
+        [
+            [
+                record("attention", name, 1e-3 if name == FASTEST_OF[kind] else 2e-3, **axes)
+                for kind, axes in KINDS.items()
+                for name in ("flash_gluon", "flash_triton", "sdpa_flash")
+            ]
+        ],
+        {
+            "fastest-attention": [
+                {"setting": kind, "fastest row": f"{row} (of 3 rows)"} for kind, row in FASTEST_OF.items()
+            ]
+        },
+        {},
+    ),
+    # Its baseline is that of the usual mode, `sdpa`; `flex` is the baseline only of patterns.
+    "The deterministic mode has answers and tables of its own": (
+        [
+            [
+                record("attention", name, s * (2 if mode else 1), deterministic=mode, comparison=str(mode), **BACKWARD)
+                for mode in (None, True)
+                for name, s in {"flash_gluon": 1e-3, "sdpa": 2e-3, "flex": 3e-3}.items()
+            ]
+        ],
+        {"fastest-attention": [{"setting": mode, "speed": "2.00 × sdpa"} for mode in ("", "deterministic")]},
+        {f"tables/synthetic-gpu-default-bfloat16-causal-bwd{mode}-time.md": "" for mode in ("", "-deterministic")},
+    ),
+    "Ours alone are no answer": ([comparison(1024, {"flash_triton": 1e-3, "naive": 2e-3})], {"fastest": []}, {}),
+    "Rows are said to be right in a dtype only where all of their cases were": (
+        [
+            [
+                *comparison(1024, {"naive": 1e-3, "mine": 2e-3}),
+                record("attention", "mine", outcome="wrong", queries=2048, keys=2048),
+                record("attention", "mine", dtype="float16"),
+                record("attention", "flex", outcome="unsupported", dtype="float32"),
+            ]
+        ],
+        {},
+        {
+            "index.html": (
+                "Attention that was right in bfloat16, in every case that ran: naive.\n"
+                f"Attention that was right in float16, in every case that ran: mine.\n{NOT}was right in float32"
+            )
+        },
+    ),
+    "A speed of samples that spread is marked": (
+        [spread(0.3)],
+        {"fastest-attention": [{"speed": "1.50 × sdpa¹"}]},
+        {"tables/synthetic-gpu-fastest-attention.md": "Unsteady"},
+    ),
+    "A speed of samples that spread by little is not marked": (
+        [spread(0.1)],
+        {"fastest-attention": [{"speed": "1.50 × sdpa"}]},
+        {"tables/synthetic-gpu-fastest-attention.md": f"{NOT}Unsteady"},
+    ),
     "Rows of another run that took less time in this shape, without turns, are told": (
         [
             comparison(1024, {"flash_gluon": 2e-3, "flex": 3e-3, "sdpa": 4e-3}),
@@ -283,104 +380,8 @@ def test_the_page_answers(law: str, tmp_path: Path) -> None:
     hold_shown(built(tmp_path / "out", *paths), tables, texts)
 
 
-KINDS: dict[str, Record] = {
-    "": {},
-    "documents": {"documents": "mixed"},
-    "window 1,024": {"window": 1024},
-    "grouped heads": {"kv_heads": 2},
-    "decoding": {"kv_heads": 2, "queries": 1, "keys": 2048, "offset": 2047},
-    "Q ≠ K": {"queries": 512},
-}
-
-
-def test_the_deterministic_mode_has_answers_and_tables_of_its_own(tmp_path: Path) -> None:
-    """Its baseline is that of the usual mode, `sdpa`; `flex` is the baseline only of patterns."""
-    seconds = {"flash_gluon": 1e-3, "sdpa": 2e-3, "flex": 3e-3}
-    values = {"direction": "bwd", "repeatable": True}
-    records = [
-        record("attention", name, s * (2 if mode else 1), **values, deterministic=mode, comparison=str(mode))
-        for mode in (None, True)
-        for name, s in seconds.items()
-    ]
-    files = report(tmp_path, records)
-    lines = {line["setting"]: line["speed"] for line in cells(files, "fastest-attention")}
-    assert (
-        set(lines.values()) == {"2.00 × sdpa"}
-        and len(lines) == 2
-        and any("deterministic" in setting for setting in lines)
-    )
-    tables = [name for name in files if name.endswith("time.md")]
-    assert sum("deterministic" in name for name in tables) == 1 == sum("deterministic" not in name for name in tables)
-
-
-def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
-    """The MFU is the highest of the fastest row's shapes. Only ways to compile that lines have are explained."""
-    times = [("auto", 1e-3, 0.4), ("auto", 2e-3, 0.45), ("llama", 3e-3, 0.5), ("llama", 4e-3, 0.55)]
-    records = [
-        record("model", name, s, mode="step", compile="graphed", mfu=mfu, comparison=str(at % 2), peer=name == "llama")
-        for at, (name, s, mfu) in enumerate(times)
-    ]
-    files = report(tmp_path, records)
-    (fastest,) = cells(files, "fastest-step")
-    assert fastest["MFU"] == "45.0 %"
-    page = (tmp_path / "out" / "index.html").read_text()
-    assert "Graphed: compiled, and replayed as one CUDA graph." in page and "fused:" not in page
-
-
-def test_without_samples_there_is_a_fastest_row_and_no_speed(tmp_path: Path) -> None:
-    """A ratio of two times may be one of two clocks, so no speed is given."""
-    records = comparison(1024, {"flash_triton": 1e-3, "sdpa_flash": 2e-3}, samples_s=None)
-    files = report(tmp_path, records + steps({("auto", "fused"): 1e-3, ("llama", "fused"): 2e-3}, samples_s=None))
-    for word, row in (("attention", "flash_triton (of 2 rows)"), ("step", "auto, fused (of 2 rows)")):
-        (fastest,) = cells(files, f"fastest-{word}")
-        assert (fastest["fastest row"], fastest["speed"]) == (row, "") and "over the next fastest" not in fastest
-
-
-def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None:
-    """A row that is fastest under one pattern need not be so under another, or without one."""
-    fast = dict.fromkeys(KINDS, "flash_gluon") | {"documents": "flash_triton", "decoding": "sdpa_flash"}
-    records = [
-        record("attention", name, 1e-3 if name == fast[kind] else 2e-3, **axes)
-        for kind, axes in KINDS.items()
-        for name in ("flash_gluon", "flash_triton", "sdpa_flash")
-    ]
-    lines = cells(report(tmp_path, records), "fastest-attention")
-    answers = {line["setting"].removeprefix("forward").removeprefix(", "): line["fastest row"] for line in lines}
-    assert answers == {kind: f"{row} (of 3 rows)" for kind, row in fast.items()}
-
-
 def test_each_section_has_a_title() -> None:
     grids = [
         grid for sweep in SWEEPS.values() for on_device in sweep.values() for grid in chain(*on_device.grids.values())
     ]
     assert {grid.name for grid in grids} - {"anatomy"} <= WORDS["section"].keys()  # anatomy is a chapter of its own
-
-
-def test_ours_alone_are_no_answer(tmp_path: Path) -> None:
-    assert not [
-        name for name in report(tmp_path, comparison(1024, {"flash_triton": 1e-3, "naive": 2e-3})) if "fastest" in name
-    ]
-
-
-def test_rows_are_said_to_be_right_in_a_dtype_only_where_all_their_cases_were(tmp_path: Path) -> None:
-    records = [
-        *comparison(1024, {"naive": 1e-3, "mine": 2e-3}),
-        record("attention", "mine", outcome="wrong", queries=2048, keys=2048),
-        record("attention", "mine", dtype="float16"),
-        record("attention", "flex", outcome="unsupported", dtype="float32"),
-    ]
-    page = report(tmp_path, records)["index.html"].decode()
-    sentences = re.findall("Attention that was right in (\\w+), in every case that ran: ([^<]*)[.]", page)
-    assert sentences == [("bfloat16", "naive"), ("float16", "mine")]
-
-
-@pytest.mark.parametrize(("spread", "is_marked"), [(0.1, False), (0.3, True)])
-def test_a_speed_of_samples_that_spread_is_marked(spread: float, is_marked: bool, tmp_path: Path) -> None:
-    calm = {"samples_s": [1.0] * 5, "p20_s": 1.0, "p80_s": 1.0, "comparison": "a"}
-    wide = {"samples_s": [1.5] * 5, "p20_s": 1.5, "p80_s": 1.5 * (1 + spread), "comparison": "a"}
-    files = report(
-        tmp_path, [record("attention", "flash_triton", 1.0, **calm), record("attention", "sdpa", 1.5, **wide)]
-    )
-    (fastest,) = cells(files, "fastest-attention")
-    assert fastest["speed"] == "1.50 × sdpa" + "¹" * is_marked
-    assert ("Unsteady" in files["tables/synthetic-gpu-fastest-attention.md"].decode()) is is_marked

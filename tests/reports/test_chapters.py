@@ -13,8 +13,7 @@ import pytest
 from benchmarks.layouts import KEPT
 from lmsys import checkpointing
 from lmsys.reports.page import MOST_OPEN
-from lmsys.reports.words import number
-from tests.support.records import GIB, Record, cells, hold_shown, numbers, part, record, report, sums
+from tests.support.records import GIB, NOT, Record, cells, hold_shown, numbers, part, record, report, sums
 
 ROWS = {"naive": 6e-3, "naive_compiled": 4e-3, "flash_triton": 1e-3, "flash_triton_torch_bwd": 2e-3, "sdpa_flash": 3e-3}
 
@@ -60,30 +59,6 @@ def test_rows_stand_side_by_side_by_head_dimension(attention: dict[str, bytes]) 
 def test_tiers_are_in_order_of_length(attention: dict[str, bytes]) -> None:
     rows = cells(attention, "tiers-bfloat16-causal-fwd-time")
     assert [row["Q×K"] for row in rows] == ["128×64", "256×128", "1,024×512"]
-
-
-@pytest.mark.parametrize("lengths", [[512], [512, 1024]])
-def test_the_grid_of_dtypes_has_a_line_for_each_case(lengths: list[int], tmp_path: Path) -> None:
-    files = report(
-        tmp_path,
-        [
-            record("attention", impl, seconds, section="dtypes", dtype=dtype, direction=direction, queries=s, keys=s)
-            for s in lengths
-            for dtype in ("bfloat16", "float32")
-            for direction in ("fwd", "bwd")
-            for impl, seconds in (("naive", 4e-3), ("sdpa_flash", 2e-3))
-        ],
-    )
-    rows = cells(files, "dtypes-time")
-    assert [(row["direction"], row["dtype"]) for row in rows] == [
-        (direction, dtype)
-        for direction in ("forward", "backward")
-        for dtype in ("bfloat16", "float32")
-        for _ in lengths
-    ]
-    assert ("S" in rows[0]) == (len(lengths) > 1)
-    speedups, count = cells(files, "dtypes-speedup"), 4 * len(lengths)
-    assert [row["naive"] for row in speedups] == ["0.500"] * count + [f"0.500 ({count})"]
 
 
 def test_key_columns_are_in_sort_order(attention: dict[str, bytes]) -> None:
@@ -241,10 +216,13 @@ STEPS = [  # of a batch of 2 on two ranks
     "none", "naive", "bucketed, 25 MiB", "bucketed, auto (25 MiB)", "zero1", "fsdp", "torch_ddp_tuned", "torch_zero1",
     "torch_fsdp2",
 ]  # fmt: skip
+BUSY = "other programs took half of the CPU"
+SENDS_LESS = {"strategy": "bucketed", "comm_dtype": "float16"}
+BESIDE = {"section": "peers", "context": 1024, "compile": "compiled"}
 PEAKS = "held", "forward", "backward", "optimizer"
 PREDICTED = "measured, GiB", "predicted, GiB", "measured / predicted, %", "on paper", "tried"
 RATIOS = "MFU, %", "Short ceiling, %", "Sustained ceiling, %"
-SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, str]]] = {
+SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, Any]]], dict[str, str]]] = {
     # {law: (records, the rows of each of these tables with some of their cells, lines of text that files have)}
     "what is kept and the stream are one table of a single shape": (
         by_way(128),
@@ -566,6 +544,111 @@ SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, 
             ),
         },
     ),
+    **{
+        f"the grid of dtypes has a line for each case, of {len(lengths)} lengths": (
+            [
+                record("attention", impl, seconds, section="dtypes", dtype=dtype, direction=way, queries=s, keys=s)
+                for s in lengths
+                for dtype in ("bfloat16", "float32")
+                for way in ("fwd", "bwd")
+                for impl, seconds in (("naive", 4e-3), ("sdpa_flash", 2e-3))
+            ],
+            {
+                "dtypes-time": [
+                    {"direction": way, "dtype": dtype, "S": told}
+                    for way in ("forward", "backward")
+                    for dtype in ("bfloat16", "float32")
+                    for told in (("512", "1,024") if len(lengths) > 1 else (None,))
+                ],
+                "dtypes-speedup": [
+                    {"naive": ratio} for ratio in (*["0.500"] * 4 * len(lengths), f"0.500 ({4 * len(lengths)})")
+                ],
+            },
+            {},
+        )
+        for lengths in ([512], [512, 1024])
+    },
+    **{
+        f"the line of a chapter says its answer: {answer}": (
+            [record("attention", name, s, time_s=s, disturbed=busy) for name, (s, busy) in rows.items()],
+            {},
+            {"index.html": f'Everyday sizes</h3><span class="gist">Forward, bfloat16, causal: {answer}<'},
+        )
+        for answer, rows in {
+            "best time: sdpa_flash, 1.00 ms": {"naive": (2e-3, None), "sdpa_flash": (1e-3, None)},
+            "best time: naive, 2.00 ms": {"naive": (2e-3, None), "sdpa_flash": (1e-3, BUSY)},  # of undisturbed figures
+            "best time: sdpa_flash, 1.00 ms, disturbed": {"naive": (2e-3, BUSY), "sdpa_flash": (1e-3, BUSY)},
+            "Time, ms": {"naive": (2e-3, None), "flash_triton": (1e-3, None)},  # without a peer no row is the best
+        }.items()
+    },
+    **{
+        f"only graphs say that memory was measured before one was recorded: {way}": (
+            [record("data_parallel", "naive", compile=way)],
+            {},
+            {
+                f"tables/synthetic-gpu-data-parallel-default-small-S512-bf16-{way}-memory.md".replace("-eager", ""): (
+                    f"Optimizer state, GiB\n{'' if way == 'graphed' else NOT}before one is recorded"
+                )
+            },
+        )
+        for way in ("eager", "compiled", "graphed")
+    },
+    # Older files say nothing of bits, attention has no MFU, one process has no chain, and one size no bandwidth.
+    "what would be empty is left out": (
+        [
+            *(record("attention", impl) for impl in ("naive", "sdpa")),
+            training("naive", "none"),
+            record("collectives", "all_reduce"),
+        ],
+        {"same-bits": [], "-mfu": [], "-chain": [], "-fit": []},
+        {f"plots/synthetic-gpu-{STEM}-rate.svg": ""},
+    ),
+    # The row "none" does not synchronize: it trains nothing. A row that sends less is no rival.
+    "the best strategy is one that does what is asked": (
+        [
+            record("data_parallel", name, s, time_s=s, mfu=5e-4 / s)
+            for name, s in {"none": 1e-3, "flat": 2e-3, "torch_ddp": 3e-3}.items()
+        ]
+        + [
+            record("data_parallel", "bucketed-25MiB-float16", 1.5e-3, time_s=1.5e-3, mfu=0.2, **SENDS_LESS),
+        ],
+        {"data-parallel-default-peers": []},
+        {
+            "index.html": (
+                "best step: flat, 2.05 ms\n>highest: 25.0 %, flat, small<\n"
+                f'<td class="best">2.05 ±\n{NOT}<td class="best">1.02 ±'
+            )
+        },
+    ),
+    "our model stands beside a peer's": (
+        [
+            record("model", impl, s, size=size, batch=batch, **BESIDE | more)
+            for size, batch, lost in (("small", 16, {}), ("xl", 4, {"outcome": "oom", "reason": "no room"}))
+            for impl, s, more in (
+                ("auto", 0.1, {"total_bytes": GIB, "held_bytes": GIB, "peak_bytes": GIB, "tokens_per_s": 1e5}),
+                ("llama", 0.12, {"held_bytes": GIB, "peak_bytes": 3 * GIB, "label": "Llama", "peer": True} | lost),
+            )
+        ],
+        {
+            "model-peers-step-beside-llama": [
+                {"size": "small", "batch": "16", "speedup, ×": "1.20", "memory over Llama's, ×": "0.500"}
+                | {"rate, tokens/s": "100,000"},
+                {"size": "xl", "batch": "4", "speedup, ×": "no baseline¹", "Llama rate, tokens/s": "OOM"},
+            ]
+        },
+        {},
+    ),
+    "trainings of other settings stay apart": (
+        [
+            *(training("naive", "bucketed", row=f"bucketed-{mb}MiB", bucket_mb=mb, id=f"{mb}") for mb in (100, 10)),
+            training("naive", "bucketed", memory_limit_bytes=16 * GIB, compile="compiled"),
+        ],
+        {f"{STEM}-rate": [{"bucketed": None}]},
+        {
+            f"tables/synthetic-gpu-{STEM}-rate.md": " | bucketed-10MiB | bucketed-100MiB |",
+            f"tables/synthetic-gpu-{STEM.replace('bf16-', 'bf16-compiled-')}-16gib-rate.md": "blocks compiled",
+        },
+    ),
     "tokenizers stand beside the packages": (
         [
             record("tokenizer", impl, s, section="corpus", task=task)
@@ -616,22 +699,6 @@ def test_a_chapter_shows_its_benchmark(law: str, tmp_path: Path) -> None:
     hold_shown(report(tmp_path, records, drawn="timeline"), tables, texts)
 
 
-def test_what_would_be_empty_is_left_out(tmp_path: Path) -> None:
-    """Older files say nothing of bits, attention has no MFU, one process has no chain, and one size no bandwidth."""
-    records = [*(record("attention", impl) for impl in ("naive", "sdpa")), training("naive", "none")]
-    records.append(record("collectives", "all_reduce"))
-    names = report(tmp_path, records)
-    assert f"plots/synthetic-gpu-{STEM}-rate.svg" in names
-    assert not [name for name in names if re.search("same-bits|-mfu|-chain|-fit", name)]
-
-
-@pytest.mark.parametrize("way", ["eager", "compiled", "graphed"])
-def test_only_graphs_say_that_memory_was_measured_before_one_was_recorded(way: str, tmp_path: Path) -> None:
-    files = report(tmp_path, [record("data_parallel", "naive", compile=way)])
-    (memory,) = (text.decode() for name, text in files.items() if name.endswith("-memory.md"))
-    assert ("before one is recorded" in memory) == (way == "graphed") and "Optimizer state, GiB" in memory
-
-
 @pytest.mark.parametrize(("sections", "is_open"), [(1, True), (4, False)])
 def test_chapters_of_a_long_page_are_lines(sections: int, is_open: bool, tmp_path: Path) -> None:
     records = [record("attention", "naive", section=f"s{number}") for number in range(sections)]
@@ -642,61 +709,12 @@ def test_chapters_of_a_long_page_are_lines(sections: int, is_open: bool, tmp_pat
     )
 
 
-def test_the_line_of_a_chapter_says_its_answer(tmp_path: Path) -> None:
-    """It names the best of undisturbed figures, if there are any. Without a peer no row is called the best."""
-    quiet, busy = {"disturbed": None}, {"disturbed": "other programs took half of the CPU"}
-    for rows, answer in (
-        ({"naive": (2e-3, quiet), "sdpa_flash": (1e-3, quiet)}, "best time: sdpa_flash, 1.00 ms"),
-        ({"naive": (2e-3, quiet), "sdpa_flash": (1e-3, busy)}, "best time: naive, 2.00 ms"),
-        ({"naive": (2e-3, busy), "sdpa_flash": (1e-3, busy)}, "best time: sdpa_flash, 1.00 ms, disturbed"),
-        ({"naive": (2e-3, quiet), "flash_triton": (1e-3, quiet)}, "Time, ms"),
-    ):
-        records = [record("attention", name, time, time_s=time) | facts for name, (time, facts) in rows.items()]
-        files = report(tmp_path, records)
-        (line,) = re.findall(
-            '<h3>Attention: Everyday sizes</h3><span class="gist">([^<]*)<', files["index.html"].decode()
-        )
-        assert line == f"Forward, bfloat16, causal: {answer}"
-
-
-def test_the_best_strategy_is_one_that_does_what_is_asked(tmp_path: Path) -> None:
-    """The row "none" does not synchronize: it trains nothing. A row that sends less is no rival."""
-    times = {"none": 1e-3, "flat": 2e-3, "torch_ddp": 3e-3}
-    records = [record("data_parallel", name, time, time_s=time, mfu=5e-4 / time) for name, time in times.items()]
-    less = {"strategy": "bucketed", "comm_dtype": "float16", "mfu": 0.2, "time_s": 1.5e-3}
-    records.append(record("data_parallel", "bucketed-25MiB-float16", 1.5e-3, **less))
-    files = report(tmp_path, records)
-    page = files["index.html"].decode()
-    assert not [
-        name for name in files if name.endswith("data-parallel-default-peers.md") and b"bucketed" in files[name]
-    ]
-    assert "best step: flat, 2.05 ms" in page and re.search('<td class="best"[^>]*>2.05 ±', page)
-    assert ">highest: 25.0 %, flat, small<" in page
-    assert not re.search('<td class="best"[^>]*>1.02 ±', page)
-
-
 def test_phases_stand_side_by_side_with_the_whole_step(models: dict[str, bytes]) -> None:
     drawing = models["plots/synthetic-gpu-model-sizes-phases-naive-small-S128-B4.svg"].decode()
     phases = re.findall(">(Forward .training.|Backward|Optimizer|Whole step)</text>", drawing)
     assert phases == ["Forward (training)", "Backward", "Optimizer", "Whole step"] and "OOM" not in drawing
     lost = models["plots/synthetic-gpu-model-sizes-phases-naive-xl-S1024-B4.svg"].decode()
     assert 0 < lost.count("OOM<") <= 2 * len(phases)  # fp32, eager and compiled
-
-
-def test_our_model_stands_beside_a_peers(tmp_path: Path) -> None:
-    axes = {"section": "peers", "context": 1024, "compile": "compiled"}
-    peer = {"label": "Hugging Face Llama", "peer": True}
-    records = []
-    for size, batch, lost in (("small", 16, {}), ("xl", 4, {"outcome": "oom", "reason": "no room"})):
-        records.append(record("model", "auto", 0.1, size=size, batch=batch, total_bytes=GIB, **axes))
-        records.append(record("model", "llama", 0.12, size=size, batch=batch, **axes, **peer, **lost))
-    rows = cells(report(tmp_path, records), "model-peers-step-beside-llama")
-    assert [(row["size"], row["batch"]) for row in rows] == [("small", "16"), ("xl", "4")]
-    assert [row["speedup, ×"] for row in rows] == ["1.20", "no baseline¹"]
-    assert float(rows[0]["memory over Llama's, ×"]) == pytest.approx(
-        (records[0]["held_bytes"] + records[0]["peak_bytes"]) / records[1]["total_bytes"], rel=0.01
-    )
-    assert rows[0]["rate, tokens/s"] == number(records[0]["tokens_per_s"]) and rows[1]["Llama rate, tokens/s"] == "OOM"
 
 
 def test_collectives_have_a_fitted_latency_and_bandwidth(tmp_path: Path) -> None:
@@ -714,12 +732,3 @@ def test_collectives_have_a_fitted_latency_and_bandwidth(tmp_path: Path) -> None
     rows = cells(files, "collectives-default-nccl-time")
     assert list(rows[0]) == ["operation", "ranks", "1 MB", "10 MB", "100 MB", "1,000 MB"]
     assert "plots/synthetic-gpu-collectives-default-nccl-W2-bandwidth.svg" in files
-
-
-def test_trainings_of_other_settings_stay_apart(tmp_path: Path) -> None:
-    wide = [training("naive", "bucketed", row=f"bucketed-{mb}MiB", bucket_mb=mb, id=f"{mb}") for mb in (100, 10)]
-    limited = training("naive", "bucketed", memory_limit_bytes=16 * GIB, compile="compiled")
-    files = report(tmp_path, [*wide, limited])
-    assert list(cells(files, f"{STEM}-rate")[0])[1:] == ["bucketed-10MiB", "bucketed-100MiB"]
-    other = STEM.replace("bf16-", "bf16-compiled-") + "-16gib"
-    assert "blocks compiled" in files[f"tables/synthetic-gpu-{other}-rate.md"].decode()

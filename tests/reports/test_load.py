@@ -101,14 +101,6 @@ def test_a_size_may_be_a_word(tmp_path: Path) -> None:
     assert read([save(tmp_path / "r.json", [sized])])[0].records[0]["asked_bucket_mb"] == "auto"
 
 
-def test_a_memory_limit_makes_another_question(tmp_path: Path) -> None:
-    limited = record("attention", "naive", outcome="oom", reason="limit", memory_limit_bytes=24 * 2**30)
-    files = built(tmp_path / "out", save(tmp_path / "r.json", [naive(1), limited]))
-    assert cells(files, f"{STEM}-time")[0]["naive"][0].isdigit()
-    assert cells(files, f"{STEM}-24gib-time")[0]["naive"] == "OOM¹"
-    assert "memory limit 24 GiB" in files[f"tables/synthetic-gpu-{STEM}-24gib-time.md"].decode()
-
-
 def test_a_second_report_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     full, part = save(tmp_path / "full.json", small()), save(tmp_path / "part.json", [naive(1)])
     built(tmp_path / "out", full)

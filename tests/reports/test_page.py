@@ -108,25 +108,6 @@ def test_templates_escape_all_but_what_is_ours() -> None:
     assert "&lt;b&gt;&amp;&#34;" in shown and not re.search("<[bius]>", shown)
 
 
-def test_an_unsteady_figure_is_flagged(tmp_path: Path) -> None:
-    """It is one whose p20 and p80 are more than a fifth of the median apart; without both of them nobody knows."""
-    for low, high, count in ((1.0, 1.19, 0), (1.0, 1.21, 1), (None, 9.0, 0), (0.1, None, 0)):
-        spread = {"p20_s": low and low * 1e-3, "p80_s": high and high * 1e-3}
-        case = record("attention", "naive", 1e-3) | {"time_s": 1e-3} | spread
-        files = built(tmp_path / f"{low}-{high}", save(tmp_path / f"{low}-{high}.json", [case]))
-        text = files["tables/synthetic-gpu-default-bfloat16-causal-fwd-time.md"].decode()
-        assert text.count("Unsteady") == count
-
-
-def test_a_figure_says_its_rounds_spread_error_and_run(tmp_path: Path) -> None:
-    case = record("attention", "naive", 1e-3, error_ratio=0.25)
-    page = built(tmp_path / "out", save(tmp_path / "r.json", [case]))["index.html"].decode()
-    low, high = (f"{1e3 * case[name]:.3g}" for name in ("p20_s", "p80_s"))
-    spreads = re.findall(r'<td title="10 rounds; p20 to p80 (\S+) to (\S+) ms; error 0.250 of what is allowed;', page)
-    assert spreads and all((float(a), float(b)) == (float(low), float(high)) for a, b in spreads)
-    assert "run of 2000-01-02 03:04, commit 0123456789" in page
-
-
 def test_runs_that_began_in_the_same_minute_are_told_with_both_commands(tmp_path: Path) -> None:
     """A figure names its run by minute and commit. If two runs share these, both of their commands are given."""
     at = "2000-01-02T03:04:{}+00:00".format

@@ -14,7 +14,7 @@ from lmsys.reports import plots
 from lmsys.reports.load import read
 from lmsys.reports.views import View, view_of
 from lmsys.reports.words import Style
-from tests.support.records import built, of_everything, record, report, rows_of, save
+from tests.support.records import NOT, built, hold_shown, of_everything, record, report, rows_of, save
 
 
 @pytest.mark.parametrize(("length", "rows"), [(5, 2), (15, 2), (25, 4), (45, 4)])
@@ -100,35 +100,47 @@ def test_the_word_for_a_missing_bar_stands_where_the_bar_would_be(tmp_path: Path
     assert 0 < min(words) < max(words) < 360
 
 
-def test_a_row_without_a_bar_has_its_colour_in_the_legend(tmp_path: Path) -> None:
-    """matplotlib's default colour (#1f77b4) must not appear."""
-    records = [record("attention", "naive", section="tiers", queries=q, keys=64) for q in (64, 128)]
-    records += [
-        case | {"impl": "flex", "id": f"{case['id']}-", "outcome": "unsupported", "reason": "no", "time_s": None}
-        for case in records
-    ]
-    files = report(tmp_path, records, drawn="bars")
-    drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()
-    assert ">flex<" in drawing and "#1f77b4" not in drawing
-    assert rows_of("attention")["flex"]["color"] in drawing.partition(">naive<")[2]
+TIERS = [record("attention", "naive", section="tiers", queries=size, keys=64) for size in (64, 128)]
+UNSUPPORTED = {"impl": "flex", "outcome": "unsupported", "reason": "no", "time_s": None}
+DRAWN = {  # {law: (records, a plot of a forward in bfloat16 with a causal mask, lines that it has)}
+    # The first of matplotlib's default colours is #1f77b4.
+    "a row without a bar has its colour in the legend": (
+        [*TIERS, *(case | UNSUPPORTED | {"id": f"{case['id']}-"} for case in TIERS)],
+        "tiers-{}-bars",
+        f">naive<\n>flex<\n{rows_of('attention')['flex']['color']}\n{NOT}#1f77b4",
+    ),
+    "a heat map keeps rows without any value": (
+        [
+            record("attention", impl, queries=size, keys=size, outcome=outcome)
+            for impl, outcome in (("naive", "ok"), ("sdpa_flash", "ok"), ("sdpa_cudnn", "unsupported"))
+            for size in (512, 1024)
+        ],
+        "default-{}-heat",
+        ">sdpa_cudnn<\n>n/a<",
+    ),
+    # The larger of two values is twice, or 256 times, the smaller one.
+    **{
+        f"a range of 1 to {times} is drawn {way}": (
+            [
+                record("attention", "naive", queries=512 * at, keys=512 * at, peak_bytes=size * 2**20)
+                for at, size in values
+            ],
+            "default-{}-peak",
+            f"{start}>0</text>",
+        )
+        for times, way, values, start in (
+            (2, "from zero", ((1, 2), (2, 4)), ""),
+            (256, "by powers", ((1, 256), (2, 65536)), NOT),
+        )
+    },
+}
 
 
-def test_the_heat_map_keeps_rows_without_any_value(tmp_path: Path) -> None:
-    records = [record("attention", impl, queries=s, keys=s) for impl in ("naive", "sdpa_flash") for s in (512, 1024)]
-    records += [record("attention", "sdpa_cudnn", queries=s, keys=s, outcome="unsupported") for s in (512, 1024)]
-    files = report(tmp_path, records, drawn="bars|heat|peak")
-    drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-heat.svg"].decode()
-    assert ">sdpa_cudnn<" in drawing and drawing.count(">n/a<") == 2
-
-
-@pytest.mark.parametrize(("growth", "from_zero"), [(1, True), (8, False)])
-def test_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zero: bool) -> None:
-    """The larger of two values is 2**growth times the smaller one."""
-    sizes = {s: (s // 256) ** growth * 2**20 for s in (512, 1024)}
-    records = [record("attention", "naive", queries=s, keys=s, peak_bytes=size) for s, size in sizes.items()]
-    files = report(tmp_path, records, drawn="bars|heat|peak")
-    drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-peak.svg"].decode()
-    assert (">0</text>" in drawing) is from_zero
+@pytest.mark.parametrize("law", DRAWN)
+def test_a_plot_shows_what_became_of_its_cases(law: str, tmp_path: Path) -> None:
+    records, plot, lines = DRAWN[law]
+    name = f"plots/synthetic-gpu-{plot.format('bfloat16-causal-fwd')}.svg"
+    hold_shown(report(tmp_path, records, drawn="bars|heat|peak"), {}, {name: lines})
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from lmsys.reports.views import View, view_of
 from lmsys.reports.words import head_of, number, scaled
 from tests.support.records import (
     MACHINE,
+    NOT,
     Record,
     cells,
     fields_of,
@@ -116,7 +117,7 @@ def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> N
 
 ANOTHER_RUN = "¹ measured in another run than sdpa_flash: not comparable within a few per cent"
 # {law: (records, the rows of these tables with some of their cells, lines of text that files have)}
-SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, str]]] = {
+SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, Any]]], dict[str, str]]] = {
     "outcomes are cells with reasons": (
         [
             record("attention", "naive", time_s=1e-3),
@@ -176,6 +177,41 @@ SHOWN: dict[str, tuple[list[Record], dict[str, list[dict[str, str]]], dict[str, 
             f"tables/synthetic-gpu-{STEM}-speedup.md": "Blank: not sampled together with sdpa_flash.",
         },
     ),
+    "a memory limit makes another question": (
+        [
+            record("attention", "naive", time_s=1e-3),
+            record("attention", "naive", outcome="oom", reason="limit", memory_limit_bytes=24 * 2**30),
+        ],
+        {f"{STEM}-time": [{"naive": "1.00"}], f"{STEM}-24gib-time": [{"naive": "OOM¹"}]},
+        {f"tables/synthetic-gpu-{STEM}-24gib-time.md": "memory limit 24 GiB"},
+    ),
+    "a baseline without a time is named as the reason": (
+        [
+            record("attention", "sdpa_flash"),
+            record("attention", "naive"),
+            record("attention", "sdpa_flash", outcome="oom", reason="needs 64 GiB", **LENGTH),
+            record("attention", "naive", **LENGTH),
+            record("attention", "naive", queries=8192, keys=8192),
+        ],
+        {f"{STEM}-speedup": [{}, {"naive": "no baseline¹"}, {"naive": "no baseline³"}, {}]},
+        {
+            f"tables/synthetic-gpu-{STEM}-speedup.md": (
+                f"sdpa_flash has no time here: out of memory (needs 64 GiB)\nsdpa_flash was not run here\n{NOT}Blank"
+            )
+        },
+    ),
+    **{
+        f"there is no speedup where rows are {name}": (
+            [record("attention", first), record("attention", second, **values)],
+            {"speedup": [], "heat": [], "summary": []},
+            {},
+        )
+        for name, first, second, values in (
+            ("none timed", "flash_triton", "naive", {"outcome": "oom"}),
+            ("none beside it", "sdpa_flash", "flash_triton", {"comparison": "another run"}),
+            ("none but it", "sdpa_flash", "naive", {"outcome": "wrong"}),
+        )
+    },
 }
 
 
@@ -213,31 +249,6 @@ def test_a_rate_above_the_measured_ceiling_is_marked(share: float, marked: bool)
     for name in ("flops_per_s", "matmul_ceiling_fraction"):
         assert bool(above_ceiling(name, case)) == marked
     assert above_ceiling("time_s", case) == above_ceiling("bytes_per_s", case) == ""
-
-
-def test_a_baseline_without_a_time_is_named_as_the_reason(tmp_path: Path) -> None:
-    lost = record("attention", "sdpa_flash", outcome="oom", reason="needs 64 GiB", **LENGTH)
-    absent = record("attention", "naive", queries=8192, keys=8192)
-    records = [record("attention", "sdpa_flash"), record("attention", "naive"), lost]
-    files = report(tmp_path, [*records, record("attention", "naive", **LENGTH), absent])
-    assert [row["naive"][:11] for row in cells(files, f"{STEM}-speedup")[1:3]] == ["no baseline"] * 2
-    text = files[f"tables/synthetic-gpu-{STEM}-speedup.md"].decode()
-    assert "sdpa_flash has no time here: out of memory (needs 64 GiB)" in text
-    assert "sdpa_flash was not run here" in text and "Blank" not in text
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [record("attention", "flash_triton"), record("attention", "naive", outcome="oom")],
-        [record("attention", "sdpa_flash"), record("attention", "flash_triton", comparison="another run")],
-        [record("attention", "sdpa_flash"), record("attention", "naive", outcome="wrong")],
-    ],
-    ids=["none timed", "none beside it", "none but it"],
-)
-def test_no_speedups_without_a_baseline_beside_something(tmp_path: Path, records: list[dict]) -> None:
-    files = report(tmp_path, records)
-    assert not [name for name in files if "speedup" in name or "heat" in name or "summary" in name]
 
 
 def test_the_baseline_is_the_tables_or_the_users(tmp_path: Path) -> None:

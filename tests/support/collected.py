@@ -1,8 +1,9 @@
-"""Collects the tests of several pytest commands, without running them, in one new process: `collect`.
+"""Collects the tests of several pytest commands, or runs them, in one new process: `collect`.
 
-Tests of documents and of options call it to see which tests a command selects. As a program, this module is that
-process: it reads a JSON list of argument lists from stdin, and writes for each its exit code, the ids of its tests, and
-its output. To collect with another option of pytest, add it to OPTIONS.
+Tests of documents and of options call it to see which tests a command selects. A command whose first word is RUN is
+run, as by itself: a process of its own would import torch anew. As a program, this module is that process: it reads a
+JSON list of argument lists from stdin, and writes for each its exit code, the ids of its tests, and its output. To
+collect with another option of pytest, add it to OPTIONS.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import pytest
 from tests.support.processes import ENVIRONMENT, PYTEST_OPTIONS, ROOT
 
 # Without the plugin for unraisable exceptions, which collects garbage each time: no test runs, so there are none.
+RUN = "run"
 OPTIONS = ["--collect-only", *PYTEST_OPTIONS, "-p", "no:unraisableexception"]
 
 
@@ -35,7 +37,8 @@ class IdPlugin:
 def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[dict[str, Any]]:
     """For each command, its arguments to pytest: {"code": its exit code, "ids": of its tests, "said": its output}.
 
-    timeout  seconds for all of them
+    commands  one that begins with RUN is run, others are collected
+    timeout   seconds for all of them
     """
     texts = json.dumps([[str(word) for word in command] for command in commands])
     line = [sys.executable, "-m", "tests.support.collected"]
@@ -58,10 +61,12 @@ def strays(arguments: Sequence[str], ids: Sequence[str]) -> list[str]:
 
 
 def collect_here(arguments: list[str]) -> dict[str, Any]:
-    """The answer of `collect` to one command, collected in this process."""
+    """The answer of `collect` to one command, collected or run in this process."""
     plugin, output = IdPlugin(), io.StringIO()
+    is_run = arguments[0] == RUN
+    line = [*arguments[1:], *PYTEST_OPTIONS[1:]] if is_run else [*arguments, *OPTIONS]  # -q is not known everywhere
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = pytest.main([*arguments, *OPTIONS], plugins=[plugin])
+        code = pytest.main(line, plugins=[plugin])
     return {"code": int(code), "ids": plugin.ids, "said": output.getvalue()}
 
 

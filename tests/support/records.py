@@ -267,10 +267,18 @@ def numbers(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(files[f"tables/synthetic-gpu-{name}.csv"].decode())))
 
 
-def hold_shown(files: dict[str, bytes], tables: dict[str, list[dict[str, str]]], texts: dict[str, str]) -> None:
-    """AssertionError unless each table has these rows, of which some cells are given, and each file these lines."""
+NOT = "not: "  # begins a line that a file must not have
+
+
+def hold_shown(files: dict[str, bytes], tables: dict[str, list[dict[str, Any]]], texts: dict[str, str]) -> None:
+    """AssertionError unless each table has these rows, of which some cells are given, and each file these lines.
+
+    A cell None is of a column that the table must not have. Without rows there must be no file of this name.
+    """
     for name, rows in tables.items():
-        for row, expected in zip(cells(files, name), rows, strict=True):
-            assert row.items() >= expected.items(), name
+        assert rows or not [file for file in files if name in file], name
+        for row, expected in zip(cells(files, name) if rows else (), rows, strict=True):
+            assert {head: row.get(head) for head in expected} == expected, (name, row)
     for name, lines in texts.items():
-        assert name in files and all(line in files[name].decode() for line in lines.splitlines()), name
+        for line in lines.splitlines() or ("",):
+            assert (line.removeprefix(NOT) in files[name].decode()) != line.startswith(NOT), (name, line)
