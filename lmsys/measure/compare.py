@@ -167,7 +167,7 @@ def interleave(
         host_s = looks * look_cost.host_s + sum(costs[name].host_s for name in order)
         if turns.together or apart:  # the device is idle; the first call after a wait is slower, so it is no sample
             clock.wait(2 * (host_s + costs[order[0]].host_s))
-            taken.attempt(_call, order[0], draw)
+            taken.attempt(_call, order[0])
         else:
             # 1.25: launching may take longer now than in the trial calls.
             clock.wait(1.25 * host_s - sum(costs[name].device_s for name in order))
@@ -332,9 +332,9 @@ def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, 
     return mark, place, None if copies is None else Kept(index, draw, key, copies)
 
 
-def _call(step: Step, clock: Clock, draw: int | None = None) -> None:
-    """Calls a step once, and takes no sample. draw: as in `_sample`; None: a new one."""
-    clock.forget([_sample_again(step, clock) if draw is None else _sample(step, clock, draw)[0]])
+def _call(step: Step, clock: Clock) -> None:
+    """Calls a step once, on inputs of its own, and takes no sample: a row must not know the inputs of the next one."""
+    clock.forget([_sample_again(step, clock)])
 
 
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:

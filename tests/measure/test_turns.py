@@ -135,7 +135,24 @@ def test_rows_of_both_sides_have_the_same_rounds_and_draws() -> None:
     for name in names:
         rounds = len(ours.samples[name])
         assert rounds == len(theirs.samples[name]) >= 10
-        assert drawn[name][-rounds:] == also_drawn[name][-rounds:]
+        both = [draw for draw in drawn[name] if draw in also_drawn[name]]
+        assert both == [draw for draw in also_drawn[name] if draw in drawn[name]] and len(both) >= rounds
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_row_sees_inputs_twice(apart: bool) -> None:
+    """A row that remembers results by the content of its inputs finds none, also in a call that is no sample.
+
+    apart  the row has a clock of its own, as one in a process of its own has
+    """
+    draws: list[int] = []
+    step = Step(lambda _: None, redraw=draws.append, clock=(lambda _: CpuClock()) if apart else Step.clock)
+    if apart:
+        interleave({"row": step}, CpuClock(), seconds=0.002, min_rounds=10)
+    else:
+        (_, drawn), _ = results_of(*2 * (lambda turns: interleaved(turns, {"row": 10}),))
+        draws += drawn["row"]
+    assert len(set(draws)) == len(draws) >= 20
 
 
 def test_a_row_that_fails_on_one_side_loses_its_own_samples_alone() -> None:
