@@ -6,6 +6,7 @@ lmsys that runs without torch is added to PLAIN.
 """
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,7 +179,8 @@ def test_torchs_compiler_comes_with_what_is_compiled() -> None:
         *{row.target.partition(":")[0] for row in ATTENTION.values() if not row.peer},
     ]
     line = "import sys; [__import__(one) for one in sys.argv[1:]]; sys.exit('torch._dynamo' in sys.modules)"
-    subprocess.run([sys.executable, "-c", line, *modules], cwd=ROOT, check=True)
+    without_startup = os.environ | {"PYTHONPATH": ""}  # tests/support/startup would hide an import by a call
+    subprocess.run([sys.executable, "-c", line, *modules], cwd=ROOT, check=True, env=without_startup)
 
 
 def test_the_rules_would_see_a_forbidden_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,9 +308,9 @@ WINDOW_FAULTS = {
 
 
 SEEDED = [
-    *few_by_default([(AMPERE, FAULTS, name) for name in FAULTS], one_in=10),
+    *few_by_default([(AMPERE, FAULTS, name) for name in FAULTS], one_in=20),
     *few_by_default([(TURING, TURING_FAULTS, name) for name in TURING_FAULTS], one_in=10),
-    *few_by_default([(TURING, FAULTS, name) for name in FAULTS if name not in ON_AMPERE], one_in=10),
+    *few_by_default([(TURING, FAULTS, name) for name in [*FAULTS][::-1] if name not in ON_AMPERE], one_in=20),
     *few_by_default([(AMPERE, WINDOW_FAULTS, name) for name in WINDOW_FAULTS], one_in=13),
 ]
 

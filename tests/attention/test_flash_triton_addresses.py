@@ -69,7 +69,7 @@ def test_kernels_by_addresses_are_right(row: Row, case: AttentionCase, seed: int
     assert_right(lambda: row.run(case, inputs), Oracle(case, inputs))
 
 
-@law(only=("flash_triton",), of=patterned)
+@law(only=("flash_triton",), of=patterned, batch=1)
 def test_kernels_by_addresses_are_right_under_patterns(row: Row, case: AttentionCase, seed: int) -> None:
     """Half of the cases have a NaN that is hidden from some queries: the kernels then compute tiles a second time."""
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)

@@ -266,7 +266,7 @@ MUTANTS = [  # (module, its right source, faulty source): each would give wrong 
     ("backward", "        await_acquired(DQ_ACQUIRED + WG)\n    mbarrier", "        pass\n    mbarrier"),
 ]  # fmt: skip
 # Queries, keys, causal, query heads for each key head.
-SIZES = (600, 600, True, 1), (1500, 60, True, 1), (300, 256, True, 1), (200, 300, False, 1), (200, 200, True, 3)
+SIZES = (200, 300, False, 1), (200, 200, True, 3), (300, 256, True, 1), (600, 600, True, 1), (1500, 60, True, 1)
 # Values of LANDINGS_S: loads land after a while, or only once they are waited for, so that none is in time by chance.
 AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)
 

@@ -19,14 +19,13 @@ from tests.support.patterns import make_pattern, patterned
 lawful = partial(law, of=patterned, only=())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_log_sum_exp_may_be_rounded_where_all_keys_are_far_away(seed: int) -> None:
+def test_a_log_sum_exp_may_be_rounded_where_all_keys_are_far_away() -> None:
     """Under ALiBi, queries far past the last key have scores of minus hundreds, and a log-sum-exp that float32 rounds.
 
     A backward from a log-sum-exp that is off by half a unit in the last place must pass, by 64 units it must fail.
     """
     case = AttentionCase(1, 2, 2, 700, 700, 64, "float32", causal=True, grad=True)
-    pattern, inputs = Pattern(True, alibi=torch.ones(1, 2), key_lengths=torch.tensor([99])), make_inputs(case, seed)
+    pattern, inputs = Pattern(True, alibi=torch.ones(1, 2), key_lengths=torch.tensor([99])), make_inputs(case, 0)
     oracle, (q, k, v) = Oracle(case, inputs, pattern=pattern), inputs.leaves(False)
     o, lse = flash_torch.flash_forward(q, k, v, True, 0.125, pattern=pattern)
     for ulps, right in ((0.5, True), (64, False)):

@@ -88,7 +88,7 @@ def test_a_gradient_is_aligned_before_a_backward_reads_it() -> None:
     assert Probe.found.data_ptr() == right.data_ptr()
 
 
-@pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "sdpa", "sdpa_flash"])
+@pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "flash_triton", "sdpa", "sdpa_flash"])
 def test_a_head_dimension_of_one_has_any_stride(impl: str) -> None:
     q, k, v = (torch.randn(2, 3, 1, 8, requires_grad=True) for _ in range(3))
     found = attention(q.mT, k.mT, v.mT, causal=True, impl=impl)

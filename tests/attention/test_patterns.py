@@ -5,7 +5,6 @@ A pattern is a set of options, such as a window and a bias. Further tests are ab
 files.
 """
 
-import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -153,22 +152,6 @@ def test_packed_documents_equal_documents_alone(row: Row, case: AttentionCase, s
         assert_agree({name: packed[name][:, :, own] for name in found}, found, *oracles)
 
 
-@lawful(documents=True, offset=0, key_lengths=False, mask=False, square=True)
-def test_the_order_of_documents_does_not_matter(row: Row, case: AttentionCase, seed: int) -> None:
-    inputs, lengths = make_inputs(case, seed), document_lengths(case.keys, seed)
-    order = random.Random(seed).sample(range(len(lengths)), len(lengths))
-    tokens = torch.arange(case.keys).split(lengths)
-    tokens = torch.cat([tokens[number] for number in order]).to(case.device)
-    moved = replace(inputs, **{name: getattr(inputs, name)[:, :, tokens] for name in ("q", "k", "v", "do")})
-
-    def under(lengths: list[int]) -> Pattern:
-        return Pattern(case.causal, case.window, documents=Documents(lengths, case.device), softcap=case.softcap)
-
-    found = row.run(case, moved, pattern=under([lengths[number] for number in order]))
-    expected = {name: x[:, :, tokens] for name, x in row.run(case, inputs, pattern=under(lengths)).items()}
-    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=under(lengths))])
-
-
 @lawful(causal=True, window=1, documents=False, mask=False)
 def test_a_window_as_long_as_the_sequence_is_causal(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
@@ -185,14 +168,6 @@ def test_a_window_of_one_is_the_value_at_its_place(row: Row, case: AttentionCase
     o = row.run(case, inputs, pattern=make_pattern(case, seed))["o"]
     expected = inputs.v.repeat_interleave(case.heads // case.kv_heads, dim=1)
     torch.testing.assert_close(o, expected, rtol=2 * torch.finfo(o.dtype).eps, atol=0)
-
-
-@lawful(softcap=2.0**20)
-def test_a_huge_softcap_changes_nothing(row: Row, case: AttentionCase, seed: int) -> None:
-    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
-    plain = replace(pattern, softcap=None)
-    found, expected = (row.run(case, inputs, pattern=each) for each in (pattern, plain))
-    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=plain)])
 
 
 @lawful(key_lengths=True, batch=2, documents=False, mask=False, bias=False)
@@ -221,23 +196,6 @@ def test_decoding_equals_the_last_queries_of_a_whole_forward(row: Row, case: Att
     decoded = parts(inputs, slice(case.keys - last, None), slice(None))
     found = row.run(few, decoded, pattern=decoding)["o"]
     assert_agree({"o": found}, {"o": expected}, *2 * [Oracle(few, decoded, pattern=decoding)])
-
-
-@lawful(only=(*OURS, "sdpa"), mask=True)
-def test_a_mask_of_true_alone_changes_nothing(row: Row, case: AttentionCase, seed: int) -> None:
-    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
-    unmasked = replace(pattern, mask=None)
-    everything = replace(pattern, mask=torch.ones_like(pattern.mask))
-    found, expected = (row.run(case, inputs, pattern=each) for each in (everything, unmasked))
-    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=unmasked)])
-
-
-@lawful(only=(*OURS, "sdpa"), mask=True)
-def test_a_mask_that_broadcasts_equals_the_whole_one(row: Row, case: AttentionCase, seed: int) -> None:
-    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
-    whole = pattern.mask.expand(case.batch, case.heads, case.queries, case.keys).contiguous()
-    found = [row.run(case, inputs, pattern=replace(pattern, mask=mask))["o"] for mask in (pattern.mask, whole)]
-    assert torch.equal(*found)
 
 
 @law(value_dim=24)

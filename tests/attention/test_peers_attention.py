@@ -276,40 +276,7 @@ def test_views_as_programs_have_them(row: Row, kind: str) -> None:
     checked(row, case, replace(inputs, **{name: view(inputs.tensors[name]) for name in names.split()}))
 
 
-@rows
-def test_a_gradient_reaches_a_packed_projection(row: Row) -> None:
-    """flash-attn's packed calls: the gradients of q, k and v are parts of one tensor."""
-    length = by_row(row, [33], [97], [257])[0]
-    case = case_of(row, length, length)
-    inputs = make_inputs(case, seed=2)
-    packed = torch.stack([inputs.q, inputs.k, inputs.v]).requires_grad_()
-    o = attention(*packed, causal=True, impl=row.name)
-    (found,) = torch.autograd.grad(o, packed, inputs.do)
-    apart = row.run(replace(case, causal=True), inputs)
-    assert all(torch.equal(x, apart[name]) for x, name in zip(found, ("dq", "dk", "dv"), strict=True))
-
-
-@rows
-def test_a_head_dimension_of_one_has_any_stride(row: Row) -> None:
-    q = torch.tensor([[[[1.0, 2.0]]]], dtype=torch.float16, device=row.device).mT
-    one = torch.ones(1, 1, 1, 1, dtype=torch.float16, device=row.device)
-    assert torch.equal(attention(q, one, one, impl=row.name), torch.ones_like(q))
-
-
-# Repeats, graphs, refusals -------------------------------------------------------------------------------------------
-
-
-@rows
-@causals
-def test_repeats_have_the_same_bits(row: Row, causal: bool) -> None:
-    """flash-attn's races and deterministic backwards: many batch entries, forward and backward, again and again."""
-    batch, repeats = by_row(row, [(2, 2)], [(4, 5)], [(60, 100)])[0]
-    for queries, keys in by_row(row, [(17, 33)], [(97, 97)], [(1, 239), (239, 1), (257, 257), (1024, 128)]):
-        case = case_of(row, queries, keys, batch=batch, heads=4, kv_heads=4, causal=causal)
-        inputs = make_inputs(case, seed=0)
-        first = row.run(case, inputs)
-        for _ in range(repeats):
-            assert all(torch.equal(x, first[name]) for name, x in row.run(case, inputs).items())
+# Graphs, refusals -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ READERS = {
     "signed checkpoint": Reader(saved, signed),
     "log": Reader(log, lambda path: JsonLines(path, 3).close()),
     "manifest of a report": Reader(manifest, lambda path: fill(path.parent, {"index.html": "y"})),
-    "report": Reader(result, undrawn, one_in=3, refuses_by=InputError),
+    "report": Reader(result, undrawn, one_in=5, refuses_by=InputError),
     "report with plots": Reader(result, report, one_in=100, refuses_by=InputError),
     "tuning cache": Reader(TUNED, in_cache(tuning.KEPT.read)),
     "verdicts on kernels": Reader(VERDICTS, in_cache(trial.KEPT.read)),

@@ -108,11 +108,11 @@ def models(
 ) -> tuple[TransformerLM, TransformerLM, Tensor]:
     """(an eager model, a fused model with equal weights, tokens). residual, attention: as in ModelConfig."""
     sizes = {"vocab_size": 500, "d_ff": 128, "num_kv_heads": 2}  # small: kernels are interpreted
-    config = replace(model_config("tiny", context_length=16), attention=attention, residual=residual, **sizes)
+    config = replace(model_config("tiny", context_length=6), attention=attention, residual=residual, **sizes)
     torch.manual_seed(1)
     plain, other = TransformerLM(config, device), TransformerLM(config, device)
     other.load_state_dict(plain.state_dict())
-    return plain, other.fuse_blocks(), torch.randint(config.vocab_size, (2, 17), device=device)
+    return plain, other.fuse_blocks(), torch.randint(config.vocab_size, (2, 7), device=device)
 
 
 def gradients(model: TransformerLM, tokens: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:

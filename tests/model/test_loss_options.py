@@ -8,6 +8,7 @@ Legend: N tokens, V vocabulary, M d_model.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -206,8 +207,8 @@ def test_a_bad_value_is_named(path: str, options: dict[str, Any], message: str) 
 def test_values_at_ignored_tokens_are_not_read() -> None:
     hidden, weight, targets = inputs()
     targets[2], token_weights = IGNORED, torch.rand(6)
-    token_weights[2] = float("nan")
-    for reduction in REDUCTIONS:
+    for reduction, bad in product(REDUCTIONS, (float("nan"), float("inf"))):
+        token_weights[2] = bad
         for call in (linear_cross_entropy, partial(by_logits, chunk=3)):
             value = call(hidden, weight, targets, token_weights=token_weights, reduction=reduction)
             of_hidden, of_weight = torch.autograd.grad(value.sum(), (hidden, weight))

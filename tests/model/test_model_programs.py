@@ -105,7 +105,7 @@ def test_gradients_of_each_sequence_by_torch_func(row: str) -> None:
         assert_equal_up_to_rounding([x[number] for x in each.values()], usual, right)
 
 
-@pytest.mark.parametrize("row", by_default_all_but(ROWS, "auto", "sdpa_math"))
+@pytest.mark.parametrize("row", by_default_all_but(ROWS, "auto", "sdpa_math", "naive"))
 def test_a_model_is_copied_and_saved_after_a_forward(row: str) -> None:
     tested = model(row).compile_blocks(2, backend="eager")
     with torch.inference_mode():

@@ -1,8 +1,8 @@
 """Ideas of Liger-Kernel's tests of its cross-entropies, restated for ours.
 
 Source: linkedin/Liger-Kernel, test/transformers/test_cross_entropy.py and test_fused_linear_cross_entropy.py.
-docs/kernel.md lists which of them do not apply. `of_head` and `of_logits` call our two losses on equal inputs, and
-`held_to_torch` compares them with torch's cross-entropy in float64.
+docs/kernel.md lists which of them do not apply; those on z-losses and weights of tokens are in the law of
+test_loss_options.py. `of_head` and `of_logits` call our two losses on equal inputs.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lmsys.model.loss import IGNORED, REDUCTIONS, cross_entropy, linear_cross_entropy
 from lmsys.testing import error_ratio
+from tests.model.test_loss_options import formula
 
 WIDTH = 32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -69,17 +70,7 @@ def agree(results: Sequence[Tensor], exact: Sequence[Tensor], low: Sequence[Tens
         assert error_ratio(x, reference, lost.to(dtype)) <= 1
 
 
-def held_to_torch(
-    loss: Loss, inputs: Sequence[Tensor], dtype: torch.dtype, reference: Loss = plain, **more: Any
-) -> None:
-    tested, exact, low = (
-        results(call, precision, inputs, **more)
-        for call, precision in ((loss, dtype), (reference, torch.float64), (reference, dtype))
-    )
-    agree(tested, exact, low, dtype)
-
-
-# Values and gradients, one option after another and some together ---------------------------------------------------
+# Values and gradients, one option after another and some together; test_loss_options.py has the others ----------------
 
 
 SMOOTHED = {"label_smoothing": 0.1, "ignore_index": 1}
@@ -108,78 +99,8 @@ def test_options_alone_and_together_equal_torchs(
         inputs = drawn(device, *shape, dtype)
         if "ignore_index" in options:
             inputs[2][::3] = options["ignore_index"]
-        held_to_torch(loss, inputs, dtype, **options)
-
-
-def with_z(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, **options: Any) -> tuple[Tensor, Tensor]:
-    """(the loss with its z-loss, the z-loss alone): torch's loss of each token plus z_loss · lse², averaged as told."""
-    reduction, ignored = options.pop("reduction", "mean"), options.get("ignore_index", IGNORED)
-    lse = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).logsumexp(dim=-1)
-    z = (z_loss * lse.square()).where(targets != ignored, 0)
-    total = plain(hidden, weight, targets, **options, reduction="none") + z
-    if reduction == "none":
-        return total, z
-    count = (targets != ignored).sum() if reduction == "mean" else 1
-    return total.sum() / count, z.sum() / count
-
-
-@both
-@everywhere
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("others", [{}, SMOOTHED])
-def test_a_z_loss_alone_and_beside_other_options(
-    loss: Loss, device: str, reduction: str, others: dict[str, Any]
-) -> None:
-    for shape in SHAPES[device]:
-        inputs = drawn(device, *shape, torch.float32)
-        inputs[2][::4] = 1
-        options = {"z_loss": 1e-2, "reduction": reduction, **others}
-        held_to_torch(loss, inputs, torch.float32, lambda *x, **o: with_z(*x, **o)[0], **options)
-        value, z = loss(*inputs, return_z_loss=True, **options)
-        assert torch.equal(value, loss(*inputs, **options)) and not z.requires_grad
-        torch.testing.assert_close(z, with_z(*inputs, **options)[1])
-
-
-@both
-@everywhere
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_weights_of_classes_are_weights_of_tokens_by_their_targets(loss: Loss, device: str, reduction: str) -> None:
-    """As in torch, the mean is divided by the sum of the weights of tokens that are not ignored."""
-    for shape in SHAPES[device]:
-        inputs = drawn(device, *shape, torch.float32)
-        of_classes = torch.rand(shape[1], device=device)
-        inputs[2][::5] = 2
-
-        def by_class(*tensors: Any, of_classes: Tensor = of_classes, **options: Any) -> Tensor:
-            return plain(*tensors, weight=of_classes.to(tensors[0].dtype), **options)
-
-        def by_token(*tensors: Any, of_classes: Tensor = of_classes, **options: Any) -> Any:
-            return loss(*tensors, token_weights=of_classes[tensors[2]], **options)
-
-        held_to_torch(by_token, inputs, torch.float32, by_class, reduction=reduction, ignore_index=2, softcap=5.0)
-
-
-@both
-@everywhere
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_tokens_scaled_by_their_probabilities(loss: Loss, device: str, reduction: str) -> None:
-    """Weights depend on the inputs, but have no gradient. The weights of ignored tokens are infinite, and not used."""
-    for tokens, vocabulary in SHAPES[device]:
-        hidden, weight, targets = drawn(device, tokens, vocabulary, torch.float32)
-        targets[::4] = IGNORED
-
-        def scaled(x: Tensor, w: Tensor, t: Tensor, reduction: str) -> Tensor:
-            each = plain(x, w, t, reduction="none")
-            each = each * (-each).exp().detach()
-            return each if reduction == "none" else each.sum()
-
-        probabilities = (-plain(hidden, weight, targets, reduction="none")).exp()
-        probabilities[::4] = float("inf")
-
-        def ours(*tensors: Any, weights: Tensor = probabilities, **options: Any) -> Any:
-            return loss(*tensors, token_weights=weights, **options)
-
-        held_to_torch(ours, (hidden, weight, targets), torch.float32, scaled, reduction=reduction)
+        calls = (loss, dtype), (plain, torch.float64), (plain, dtype)
+        agree(*(results(call, precision, inputs, **options) for call, precision in calls), dtype)
 
 
 # Evaluation, dtypes, what is no class --------------------------------------------------------------------------------
@@ -194,6 +115,7 @@ def test_a_forward_alone_gives_the_same_and_no_gradient(loss: Loss, device: str,
     expected = loss(hidden.requires_grad_(), weight.requires_grad_(), targets, **options)
     with torch.no_grad():
         outputs = loss(hidden, weight, targets, **options)
+        assert torch.equal(outputs[0], loss(hidden, weight, targets, **options | {"return_z_loss": False}))
     assert all(map(torch.equal, outputs, expected)) and not outputs[0].requires_grad
     with pytest.raises(RuntimeError, match="does not require grad"):
         outputs[0].sum().backward()
@@ -262,8 +184,8 @@ def test_under_autocast_from_float32_parameters(loss: Loss, device: str, dtype: 
 
     inputs, options = (hidden, weight, targets), {"label_smoothing": 0.1, "z_loss": 1e-3}
     tested = results(cast, torch.float32, inputs, call=loss, **options)
-    low = results(cast, torch.float32, inputs, call=lambda *x, **o: with_z(*x, **o)[0], **options)
-    exact = results(lambda *x, **o: with_z(*x, **o)[0], torch.float64, inputs, **options)
+    low = results(cast, torch.float32, inputs, call=lambda *x, **o: formula(*x, **o)[0], **options)
+    exact = results(lambda *x, **o: formula(*x, **o)[0], torch.float64, inputs, **options)
     assert all(x.dtype == torch.float32 for x in tested)
     logits = F.linear(hidden.to(dtype), weight.to(dtype)).double()  # only the rounding of logits may be lost
     value = cross_entropy(logits, targets, **options)

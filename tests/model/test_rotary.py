@@ -7,7 +7,7 @@ or a tensor that the batch shares ("s"), or one with positions of each sequence 
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -71,6 +71,7 @@ def test_tensors_of_wrong_shapes_or_positions_are_refused(
 
 
 @needs_triton
+@settings(max_examples=8)
 @given(size=sizes, seed=seeds, dtype=st.sampled_from([torch.float32, torch.float16]), where=st.sampled_from("-sb"))
 def test_the_kernel_equals_the_plain_rotation(
     size: tuple[int, ...], seed: int, dtype: torch.dtype, where: str, device: str
@@ -90,6 +91,7 @@ def test_the_kernel_equals_the_plain_rotation(
 
 
 @needs_triton
+@settings(max_examples=8)
 @given(
     size=sizes, seed=seeds, dtype=st.sampled_from([torch.float32, torch.float16]), positioned=st.booleans(),
     together=st.booleans(),

@@ -1,9 +1,11 @@
-"""A fixture of the tests of training: a text with its tokenizer and tokens."""
+"""Fixtures of the tests of training: a text with its tokenizer and tokens, and two ranks."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lmsys.parallel.group import WorkerGroup
 from lmsys.training import pipeline
 from tests.support.training_runs import config, corpus
 
@@ -14,3 +16,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     assert pipeline.run(config(folder, f"data.corpus={corpus(folder)}"), pipeline.DATA_STEPS) == 0
     return folder
+
+
+@pytest.fixture
+def group(ready_ranks: Callable[[], WorkerGroup]) -> WorkerGroup:
+    """A running group of two processes on the CPU, which other tests use, too."""
+    return ready_ranks()

@@ -53,11 +53,11 @@ def test_a_resumed_training_reads_no_old_copies(tmp_path: Path, precision: str) 
     assert digest(resumed, 2) == expected
 
 
-def test_copies_follow_what_other_ranks_have_stepped(ranks: WorkerGroup, tmp_path: Path) -> None:
+def test_copies_follow_what_other_ranks_have_stepped(group: WorkerGroup, tmp_path: Path) -> None:
     """Parameters from other ranks arrive as parts of flat buffers."""
     settings = "train.strategy=naive", "train.fused=true", "train.precision=bf16"
     runs = (config(tmp_path, *settings, f"train.sharded_optimizer={way}") for way in ("false", "true"))
-    whole, sharded = (ranks.run(fused_anywhere, run, 2, 3)[:2] for run in runs)
+    whole, sharded = (group.run(fused_anywhere, run, 2, 3) for run in runs)
     assert whole == sharded and len({*whole}) == 1
 
 

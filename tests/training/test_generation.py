@@ -32,7 +32,7 @@ def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: obj
 prompt_lists = st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=9), min_size=1, max_size=4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(prompt_lists, st.integers(0, 3), st.sampled_from([None, 1, 2]), st.sampled_from(["naive", "flash_torch"]))
 def test_logits_with_the_cache_equal_those_without(
     prompts: list[list[int]], seed: int, num_kv_heads: int | None, attention: str
@@ -57,12 +57,8 @@ def test_logits_with_the_cache_equal_those_without(
             torch.testing.assert_close(torch.stack([step[row] for step in cached]), alone)
 
 
-@settings(max_examples=15)
-@given(
-    prompt_lists,
-    st.integers(0, 5),
-    st.sampled_from(SAMPLINGS),
-)
+@settings(max_examples=8)
+@given(prompt_lists, st.integers(0, 5), st.sampled_from(SAMPLINGS))
 def test_neither_the_cache_nor_other_prompts_change_what_is_drawn(
     prompts: list[list[int]], seed: int, sampling: Sampling
 ) -> None:
@@ -117,6 +113,7 @@ def test_the_stop_token_ends_a_row_and_no_other() -> None:
     assert generate(model, prompts, 0) == [[], [], []]
 
 
+@settings(max_examples=8)
 @given(st.integers(1, 50))
 def test_only_ids_below_the_vocabulary_of_a_tokenizer_are_drawn(vocab_size: int) -> None:
     """The tokenizer of a short text may have fewer tokens than the model, which has not learned to avoid the others."""

@@ -42,7 +42,7 @@ def examples(request: pytest.FixtureRequest, anywhere: str, monkeypatch: pytest.
     for module in (launch, muon_triton):
         monkeypatch.setattr(module, "by_tma", lambda device: request.param)
     monkeypatch.setattr(launch, "_kernels", {})
-    return 60 if anywhere == "cuda" and request.param else 12
+    return 60 if anywhere == "cuda" and request.param else 6
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str) -> Tensor:

@@ -164,8 +164,8 @@ def test_losses_do_not_depend_on_how_they_are_computed(tmp_path: Path, expected:
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
-def test_ranks_have_the_losses_of_one(ranks: WorkerGroup, tmp_path: Path, expected: list[float], strategy: str) -> None:
-    for losses in ranks.run(first_losses, config(tmp_path, *PACKED, f"train.strategy={strategy}"), 4):
+def test_ranks_have_the_losses_of_one(group: WorkerGroup, tmp_path: Path, expected: list[float], strategy: str) -> None:
+    for losses in group.run(first_losses, config(tmp_path, *PACKED, f"train.strategy={strategy}"), 4):
         assert np.allclose(losses, expected, rtol=1e-5)
 
 

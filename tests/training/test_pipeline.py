@@ -190,15 +190,6 @@ def test_a_checkpoint_is_not_taken_for_another_training(saved: str, asked: str, 
         trainer(config(tmp_path, asked), resume=True)
 
 
-@pytest.mark.parametrize("step", ["evaluate", "generate"])
-def test_a_step_on_another_model_than_the_trained_one_is_refused(
-    step: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert pipeline.run(config(copy_of(data, tmp_path / "run")), ("train",)) == 0
-    line = error_line(capsys, tmp_path, step, "--set", "model.num_heads=1")
-    assert "saved with model.num_heads=2" in line and "this run has 1" in line
-
-
 def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:
     """A machine without a GPU makes tokens for one that has some."""
     run = config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}", "train.graph=true", "train.fused=true")

@@ -76,6 +76,8 @@ REFUSED = (  # options after those of `ended`
 )
 # {options: a part of the message}
 TOLD = {
+    **{f"{step} --set model.d_ff=64": "saved with model.d_ff=32; this run has 64" for step in pipeline.STEPS[-3:]},
+    "--corpus missing.txt": "must be stdlib, tinystories or the path of a text file",
     "--corpus other.txt": "run: holds a training on other text: name another --output for this",
     "--set train.lr=1e38": "train: lr=1e+38 must be at least 0 and at most 1,000,000,000",
     "--set train.optimizer=muon --set train.matrix_lr=1e38": "train: matrix_lr=1e+38 must be at least 0 and at most 1",

@@ -64,12 +64,6 @@ def nothing_goes_on() -> Iterator[None]:
     end_all()
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup]:
-    with WorkerGroup(2, "gloo") as ranks:
-        yield ranks
-
-
 @given(
     st.integers(1, 10**6), st.floats(1e-8, 1), st.booleans(), st.none() | st.integers(1, 9), st.text(max_size=9),
     st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
@@ -279,12 +273,8 @@ def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.Ca
         assert main([step, *options]) == 0
     assert not (tmp_path / "earlier").samefile(folder / "config.json"), "it is replaced: a kill leaves no half of it"
     assert len(losses(folder)) == 8, "a run that is done is not trained again"
-    assert main(["train", *options, "--set", "model.d_ff=64"]) == 2
-    assert "saved with model.d_ff=32; this run has 64" in capsys.readouterr().err
     assert main(["train", *options, "--output", str(tmp_path / "new")]) == 2
     assert "there is no tokenizer; make one" in capsys.readouterr().err
-    assert main(["tokenizer", *options, "--corpus", "gone.txt", "--output", str(tmp_path / "new")]) == 2
-    assert "must be stdlib, tinystories or the path of a text file" in capsys.readouterr().err
 
 
 UNDECAYED = "train.undecayed=ln|embeddings", "train.weight_decay=0.9"
