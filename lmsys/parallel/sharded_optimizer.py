@@ -27,9 +27,13 @@ from lmsys.parallel import buckets, collectives, part, structure
 
 CHUNK = 2**26  # elements of a rank's segment that one all-gather sends, about
 # Algorithms, by words in the names of their classes, in which the step of an element depends on others: on elements of
-# all parameters, or on those of its own parameter. Any other optimizer is taken to work element by element.
+# all parameters, or on those of its own parameter. Any other optimizer is taken to work element by element. A
+# word with a space behind it must end the name: an AdamPlain is no AdamP.
 OF_ALL = "LBFGS", "Prodigy", "DAdapt"
-OF_WHOLE = "Adafactor", "Adam_mini", "GaLore", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"
+OF_WHOLE = (
+    *("Adafactor", "Adam_mini", "AdamMini", "AdamP ", "GaLore", "Lamb", "LAMB", "LARS", "SGDP ", "Shampoo", "SOAP"),
+    "StableAdam",
+)
 
 
 @dataclass

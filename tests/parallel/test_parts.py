@@ -137,7 +137,7 @@ def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str)
         assert "unit" in more[0] and "several param groups" in more[1] and "before any other" in more[2]
         assert more[3] == "nothing raised"  # a step that was refused leaves nothing behind
         assert "Adafactor looks at whole parameters" in more[4] and "ByNorm looks at whole parameters" in more[5]
-        assert "Prodigy looks at all gradients" in more[6]
+        assert "AdamP looks at whole parameters" in more[6] and "Prodigy looks at all gradients" in more[7]
 
 
 def test_a_state_that_is_known_of_no_single_parameter_is_refused(ranks: WorkerGroup) -> None:

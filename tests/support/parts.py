@@ -385,6 +385,9 @@ class Lamb(torch.optim.SGD): ...
 class ByNorm(Lamb): ...
 
 
+class AdamP(torch.optim.Adam): ...
+
+
 class Prodigy(torch.optim.SGD): ...
 
 
@@ -474,7 +477,7 @@ def refused_states(strategy: str) -> list[str]:
         errors += [error_of(run.step, 1), error_of(lambda: run.model.make_optimizer(AdamW, groups=decayed))]
         run.optimizer = run.model.make_optimizer(AdamW)
         errors.append(error_of(run.step, 2))
-        for step, cls in enumerate((torch.optim.Adafactor, ByNorm, Prodigy), start=3):
+        for step, cls in enumerate((torch.optim.Adafactor, ByNorm, AdamP, Prodigy), start=3):
             run.optimizer = cls(run.model.parameters())
             errors.append(error_of(run.step, step))
     return errors
