@@ -197,9 +197,12 @@ class Trial:
             step.redraw_late(self.settings.seed)
             return energy.of_step(step, sensors, wait)
 
+        conditions = self.runner.conditions()
         measured, failure = candidate.watched(measure)
         failure = failure or self.impossible(case, measured.call_s, cached=True)
-        return {"energy_note": failure[1]} if failure else measured.record(self.benchmark.tokens(case))
+        if failure:
+            return {"energy_note": failure[1]}
+        return measured.record(self.benchmark.tokens(case), conditions.record([sensors.read()])["disturbed"])
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """The function that draws the inputs of a step: its own `redraw` if it has one, else the benchmark's."""

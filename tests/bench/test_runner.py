@@ -7,6 +7,7 @@ The last tests are of energy and conditions, on a device that is made up (`FakeD
 measures energy in a pass of its own after the samples, by `lmsys.measure.energy`.
 """
 
+import os
 import runpy
 import time
 import weakref
@@ -238,6 +239,19 @@ def test_energy_is_a_pass_of_its_own_behind_the_samples(passes: Mock) -> None:
     assert benchmark.called[inspected : inspected + 6] == [
         "inspect right", "step right", "redraw", "inspect also", "step also", "redraw",
     ]  # fmt: skip
+
+
+def test_energy_says_what_disturbed_its_pass(passes: Mock) -> None:
+    device = FakeDevice()
+
+    def another(*_: Any) -> Energy:
+        device.others = [os.getpid(), 1]
+        return OF_A_PASS
+
+    passes.side_effect = another
+    record = with_energy(Counting(), device)["right"]
+    assert "1 other process" not in (record["disturbed"] or "")
+    assert "while its energy was measured 1 other process had the device" in record["energy_note"]
 
 
 def test_without_the_option_nothing_is_run_for_it(passes: Mock) -> None:
