@@ -457,7 +457,7 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
     return replace(
         shift,
         error=math.hypot(shift.error, between_runs),
-        # This part of the error counts as known: the larger its part of the error, the more degrees (Satterthwaite 1946).
+        # This part of the error counts as known: the larger it is, the more degrees (Satterthwaite 1946).
         freedom=shift.freedom * (1 + (between_runs / max(shift.error, 1e-9)) ** 2) ** 2,
     )
 

@@ -76,7 +76,10 @@ def claim_of(optimizer: Any) -> Claim:
         if fits
     ]
     values.hold(
-        (not other, f"{name} looks like {other.strip()}, for which there is no formula: AdamW, Adam and SGD can be checked"),
+        (
+            not other,
+            f"{name} looks like {other.strip()}, for which there is no formula: AdamW, Adam and SGD can be checked",
+        ),
         (
             fitting,
             f"no formula is known for {name}, which takes {', '.join(parameters) or 'no settings'}: an AdamW or Adam"
