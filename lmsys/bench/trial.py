@@ -387,6 +387,8 @@ class Trial:
         benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
         outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None
+        if samples is not None and not samples:
+            reason = "its benchmark has taken no samples"
         if outcome == "ok" and samples is None and reason is None:
             reason = INTERPRETED if candidate.interpreted else IN_RANGES if self.settings.nvtx else NOT_TIMED
         record: Record = {

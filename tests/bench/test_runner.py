@@ -277,6 +277,19 @@ class Apart(Counting):
             trial.measurements[case.id].samples = [1.0] * 10
 
 
+class Empty(Counting):
+    """As a benchmark that times calls by itself, and had no time for any."""
+
+    def sample(self, turn: Any, trial: Any) -> None:
+        for case in turn:
+            trial.measurements[case.id].samples = []
+
+
+def test_a_right_row_without_samples_says_why() -> None:
+    found = records(benchmark := Empty(), cases_of(benchmark))
+    assert {record["reason"] for record in found.values()} == {"its benchmark has taken no samples"}
+
+
 BACK, FAST = "the counter of energy went back", "faster than this machine can be"
 
 
