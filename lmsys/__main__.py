@@ -4,6 +4,7 @@ Imports no torch: a command is imported when it runs. To add a command, add it t
 """
 
 import argparse
+import os
 import runpy
 import sys
 
@@ -24,6 +25,11 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    opened = os.open(os.devnull, os.O_RDWR)  # takes the least number that is free
+    while opened <= 2:  # a closed stdin, stdout or stderr: what took its number would be lost in other processes
+        os.set_inheritable(opened, True)
+        opened = os.open(os.devnull, os.O_RDWR)
+    os.close(opened)
     name = parser.parse_args(sys.argv[1:2]).command  # None: `lmsys` alone
     del sys.argv[1:2]  # the command parses the remaining words itself
     try:

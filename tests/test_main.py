@@ -23,7 +23,7 @@ from lmsys import commands, here
 from lmsys.bench.__main__ import line_of, main
 from lmsys.here import USES, evidence, remedy
 from lmsys.registry import Entry
-from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT
 
 
 def supports(case: SimpleNamespace) -> str | None:
@@ -94,6 +94,12 @@ def test_a_closed_pipe_gives_no_traceback() -> None:
     line = f"{sys.executable} -u -m lmsys | head -n 1"
     done = subprocess.run(line, shell=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("name") and "Traceback" not in done.stderr and not done.stderr.strip(), done.stderr
+
+
+def test_a_check_ends_where_standard_files_are_closed() -> None:
+    """The connection to its process took their numbers, and it waited for ever."""
+    line = f"{sys.executable} -m lmsys check naive --dtype float32 --forward --head-dim 16 <&- >&-"
+    assert subprocess.run(line, shell=True, cwd=ROOT, env=ENVIRONMENT, timeout=PATIENCE_S).returncode == 0
 
 
 # A program that runs `lmsys` with each of several lists of words, as if some packages were not installed, and prints

@@ -453,12 +453,22 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
         shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
     else:
         return between(_logarithms(old), _logarithms(new))
+    between_runs = math.hypot(between_runs, *map(_rounding, (old, new, *(anchor or ()))))
     return replace(
         shift,
         error=math.hypot(shift.error, between_runs),
-        # `between_runs` counts as known: the larger its part of the error, the more degrees (Satterthwaite 1946).
+        # This part of the error counts as known: the larger it is, the more degrees (Satterthwaite 1946).
         freedom=shift.freedom * (1 + (between_runs / max(shift.error, 1e-9)) ** 2) ** 2,
     )
+
+
+def _rounding(case: fields.Record) -> float:
+    """The error of the case's time by the tick of its clock, which is the least distance of two of its samples.
+
+    Where nearly all samples are equal, no rank tells it. The rest of a division by the tick is taken to be uniform.
+    """
+    tick = np.diff(np.unique(case["samples_s"])).min(initial=math.inf)
+    return float(tick / median(case["samples_s"])) / math.sqrt(12) if tick < math.inf else 0.0
 
 
 def _spreads(*records: fields.Record) -> list[float]:

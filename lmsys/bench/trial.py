@@ -197,9 +197,12 @@ class Trial:
             step.redraw_late(self.settings.seed)
             return energy.of_step(step, sensors, wait)
 
+        conditions = self.runner.conditions()
         measured, failure = candidate.watched(measure)
         failure = failure or self.impossible(case, measured.call_s, cached=True)
-        return {"energy_note": failure[1]} if failure else measured.record(self.benchmark.tokens(case))
+        if failure:
+            return {"energy_note": failure[1]}
+        return measured.record(self.benchmark.tokens(case), conditions.record([sensors.read()])["disturbed"])
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """The function that draws the inputs of a step: its own `redraw` if it has one, else the benchmark's."""
@@ -384,6 +387,8 @@ class Trial:
         benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
         outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None
+        if samples is not None and not samples:
+            reason = "its benchmark has taken no samples"
         if outcome == "ok" and samples is None and reason is None:
             reason = INTERPRETED if candidate.interpreted else IN_RANGES if self.settings.nvtx else NOT_TIMED
         record: Record = {

@@ -16,11 +16,13 @@ from lmsys import draws, values
 from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
 
-# Algorithms without a formula here, by their names in class names that may also have Adam or SGD in them.
+# Algorithms without a formula here, by their names in class names that may also have Adam or SGD in them. A name with a
+# space behind it must end the class's name: an AdamPlain is no AdamP.
 OTHERS = (
     *("AdaBelief", "Adafactor", "AdaMax", "Adamax", "Adam_mini", "AdaMod", "Adan", "Cautious", "DAdapt", "GaLore"),
     *("Lamb", "LAMB", "Lion", "NAdam", "QHAdam", "RAdam", "SparseAdam", "ScheduleFree", "SignSGD", "Signum", "LARS"),
     *("Muon", "Prodigy", "RMSprop", "Shampoo", "SOAP", "Sophia", "StableAdam"),
+    *("AdamMini", "AdamP ", "ASGD ", "SGDP ", "SGDW "),
 )
 
 
@@ -62,7 +64,7 @@ def claim_of(optimizer: Any) -> Claim:
     values.hold((inspect.isclass(optimizer), f"{optimizer!r} is no class: name the class of the optimizer"))
     parameters, name = _parameters(optimizer), optimizer.__name__
     names = [cls.__name__ for cls in optimizer.__mro__]  # this class's name, then those of its bases
-    other = next((algorithm for algorithm in OTHERS if algorithm in " ".join(names)), None)
+    other = next((algorithm for algorithm in OTHERS if algorithm in " ".join(names)), "")
     nearest = next((x.lower() for x in names if "adam" in x.lower()), "") if "betas" in parameters else ""
     fitting = [
         (algorithm, why)
@@ -74,7 +76,10 @@ def claim_of(optimizer: Any) -> Claim:
         if fits
     ]
     values.hold(
-        (not other, f"{name} looks like {other}, for which there is no formula: AdamW, Adam and SGD can be checked"),
+        (
+            not other,
+            f"{name} looks like {other.strip()}, for which there is no formula: AdamW, Adam and SGD can be checked",
+        ),
         (
             fitting,
             f"no formula is known for {name}, which takes {', '.join(parameters) or 'no settings'}: an AdamW or Adam"

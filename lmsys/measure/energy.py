@@ -70,15 +70,20 @@ class Energy:
             raise Failed("error", f"the call takes less than can be told from its untimed part of {part.joules:.3g} J")
         return rest
 
-    def record(self, tokens: int | None) -> dict[str, Any]:
-        """The fields of a record. tokens: how many a call works on; None: no energy of a token is given."""
+    def record(self, tokens: int | None, disturbed: str | None = None) -> dict[str, Any]:
+        """The fields of a record.
+
+        tokens     how many a call works on; None: no energy of a token is given
+        disturbed  what disturbed the device meanwhile, as a clause; None: nothing
+        """
+        notes = self.doubt(), disturbed and f"while its energy was measured {disturbed}"
         return {
             "energy_j": self.joules,
             "energy_integral_j": self.integral_j,
             "energy_per_token_j": self.joules / tokens if tokens else None,
             "energy_power_w": self.joules / self.call_s,
             "energy_call_s": self.call_s,
-            "energy_note": self.doubt(),
+            "energy_note": "; ".join(filter(None, notes)) or None,
         }
 
     def doubt(self) -> str | None:

@@ -112,10 +112,15 @@ def _stamps(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
     return {id(weight): (weight._version, weight.data_ptr()) for weight in weights}
 
 
+# A compiler of a step would trace the count, and drop it: compiled code breaks here.
+_count_up = torch._disable_dynamo(torch.autograd.graph.increment_version)
+
+
 def _count_fused_steps(optimizer: Optimizer, *_: Any) -> None:
     """Counts up the versions of weights that one of torch's fused optimizers has stepped: its kernels do not."""
-    groups = (group["params"] for group in optimizer.param_groups if group.get("fused"))
-    torch.autograd.graph.increment_version(list(chain(*groups)))
+    weights = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
+    if weights:
+        _count_up(weights)
 
 
 register_optimizer_step_post_hook(_count_fused_steps)  # of all optimizers of this process

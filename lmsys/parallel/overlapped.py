@@ -319,5 +319,5 @@ class Bucketed(Overlapped):
         """MiB of a bucket that bucket_mb="auto" takes for `total` bytes of gradients."""
         if self.world_size == 1 or not total:
             return 25  # as by default: nothing is sent
-        latency_s, bytes_per_s = latency_and_bandwidth(self.group, self.trainable[0].device)
+        latency_s, bytes_per_s = latency_and_bandwidth(collectives.unwrapped(self.group), self.trainable[0].device)
         return optimal_bucket_bytes(total, latency_s, bytes_per_s) / buckets.MIB

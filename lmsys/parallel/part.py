@@ -153,6 +153,6 @@ def divided(x: Tensor, group: Group) -> Tensor:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh: Any = DeviceMesh.from_group(dist.group.WORLD if group is None else group, x.device.type)
+    mesh: Any = DeviceMesh.from_group(unwrapped(group) or dist.group.WORLD, x.device.type)
     # src_data_rank=None: nothing is sent, and the part is a view of x until it is cloned.
     return distribute_tensor(x, mesh, [Shard(0) if x.dim() else Replicate()], src_data_rank=None).clone()

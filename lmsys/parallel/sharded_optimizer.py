@@ -20,16 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lmsys import values
 from lmsys.parallel import buckets, collectives, part, structure
 
 CHUNK = 2**26  # elements of a rank's segment that one all-gather sends, about
 # Algorithms, by words in the names of their classes, in which the step of an element depends on others: on elements of
-# all parameters, or on those of its own parameter. Any other optimizer is taken to work element by element.
+# all parameters, or on those of its own parameter. Any other optimizer is taken to work element by element. A
+# word with a space behind it must end the name: an AdamPlain is no AdamP.
 OF_ALL = "LBFGS", "Prodigy", "DAdapt"
-OF_WHOLE = "Adafactor", "Adam_mini", "GaLore", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"
+OF_WHOLE = (
+    *("Adafactor", "Adam_mini", "AdamMini", "AdamP ", "GaLore", "Lamb", "LAMB", "LARS", "SGDP ", "Shampoo", "SOAP"),
+    "StableAdam",
+)
 
 
 @dataclass
@@ -258,6 +262,8 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
     ValueError where they are of another number of flat parts than the module has, or where NAdam or ASGD has left a
     parameter out of some steps and not of all: of its own "mu_product" or "eta" nothing is known.
     """
+    for share in shares:
+        _check_states(share)
     flats, numbers = _laid_out(module, groups)
     held = sum(_lengths(shares[0]["param_groups"]))
     values.hold(
@@ -301,6 +307,7 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
     A parameter that has no state, as it never had a gradient, gets zeros. `FlatShard.put_back` explains
     "left_out".
     """
+    _check_states(state)
     flats, numbers = _laid_out(module, groups)
     scalars = {"step"} | {  # names of what is not of each element, such as NAdam's mu_product
         name
@@ -326,6 +333,19 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
         "state": {flat: some for flat, some in share.items() if some},
         "param_groups": [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)],
     }
+
+
+def _check_states(state: State) -> None:
+    """ValueError for tensors inside of dicts or lists: of these it is not known how they lie in a flat part."""
+    entries = chain.from_iterable(some.items() for key, some in state["state"].items() if not isinstance(key, str))
+    for name, x in entries:
+        values.hold(
+            (
+                isinstance(x, Tensor) or not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(x)),
+                f"the optimizer's state has tensors inside {name!r}, which fsdp cannot divide: let it keep each as an"
+                " entry of its own",
+            )
+        )
 
 
 def is_unused(state: State) -> bool:

@@ -173,6 +173,7 @@ class Wrapper(nn.Module):
 
         The form is that of torch's `get_optimizer_state_dict`. As there, where no rank's optimizer has state the result
         has one, here of zeros, which torch.distributed.checkpoint can load into; the optimizer itself stays as it is.
+        ValueError for a state that has entries of no parameter.
         """
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
@@ -185,13 +186,23 @@ class Wrapper(nn.Module):
         )
         if not begun:
             before = [dict(group) for group in optimizer.param_groups]
-            _init_optim_state(optimizer)
-            for group, settings in zip(optimizer.param_groups, before, strict=True):
-                group.update(settings)  # an optimizer may count its steps there
+            try:
+                _init_optim_state(optimizer)
+            except BaseException:
+                optimizer.state.clear()
+                optimizer.zero_grad()
+                raise
+            finally:
+                for group, settings in zip(optimizer.param_groups, before, strict=True):
+                    group.update(settings)  # its rate is 0 in that step, and an optimizer may count its steps there
+        other = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
         if not begun:  # torch's function has made a step, after which the values are not those of before it
             optimizer.state.clear()
             state["state"] = tree_map(lambda x: 0 * x if isinstance(x, Tensor | int | float) else x, state["state"])
+        hold(
+            (other is None, f"the optimizer's state has the key {other!r}, where a whole state has names of parameters")
+        )
         return {
             "state": {names[number]: x for number, x in state["state"].items()},
             "param_groups": [

@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (checkpoint.SaveError, ConnectionError) as error:
         return _failed(FAILED, str(error))
     except WorkerError as error:
-        codes = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE, "SaveError": FAILED}
+        codes = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE, "SaveError": FAILED, "ConnectionError": FAILED}
         # [1]: the reason in one line.
         return _failed(codes.get(error.kind, FAILED), error.failure[1] if error.kind in codes else str(error))
     except Exception as error:

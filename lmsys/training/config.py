@@ -32,7 +32,10 @@ def _sha256(name: str, text: str) -> None:
 
 
 def _url_of_a_file(name: str, url: str) -> None:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"{name}={url!r} is no address: {error}") from error
     is_file = parts.scheme in ("http", "https") and parts.netloc and file_of(url) not in ("", ".", "..")
     values.hold((is_file, f"{name}={url!r} must begin with http:// or https:// and end in a file's name"))
 

@@ -209,7 +209,7 @@ class Trainer:
         sums[0], sums[-1] = loss.double() / self.world_size, ~norm.isfinite()
         if stop:
             sums[stop] = 1.0
-        torch.distributed.all_reduce(sums, group=self.group)
+        torch.distributed.all_reduce(sums, group=collectives.unwrapped(self.group))
         mean, *stops, infinite = sums.tolist()
         return mean, not infinite, max((number for number, count in enumerate(stops, start=1) if count), default=0)
 

@@ -25,7 +25,7 @@ import torch
 
 from lmsys.deterministic import deterministic_mode
 from lmsys.kernels import HAS_TRITON
-from lmsys.parallel.collectives import Group, size_and_rank
+from lmsys.parallel.collectives import Group, size_and_rank, unwrapped
 
 BITS = 62  # of a sum of whole numbers: int64 does not overflow
 
@@ -85,7 +85,7 @@ def exact_norm(gradients: Sequence[torch.Tensor], count: int, group: Group = Non
             largest = torch.stack(torch._foreach_norm(list(gradients), math.inf)).max().double()
         largest.nan_to_num_(nan=math.inf, posinf=math.inf)  # NCCL's maximum may pass over NaN
     if divided and size_and_rank(group)[0] > 1:
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=unwrapped(group))
     top = largest.item()
     if top == 0 or not math.isfinite(top):
         return top
@@ -95,7 +95,7 @@ def exact_norm(gradients: Sequence[torch.Tensor], count: int, group: Group = Non
     second = math.ldexp(1.0, room)
     sums = _whole_squares(gradients, torch.tensor([first, second], dtype=torch.float64, device=device))
     if divided and size_and_rank(group)[0] > 1:
-        torch.distributed.all_reduce(sums, group=group)
+        torch.distributed.all_reduce(sums, group=unwrapped(group))
     high, low = sums.tolist()
     return math.sqrt((high * int(second) + low) / int(second) / first)
 

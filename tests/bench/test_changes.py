@@ -118,6 +118,16 @@ def test_a_row_that_ran_alone_has_no_verdict() -> None:
 OURS, BESIDE_A_PEER = {"mine": False, "other": False}, {"mine": False, "sdpa": True}
 
 
+@pytest.mark.parametrize(("slower", "verdict"), [(1.0, UNCLEAR), (1.1, UNCLEAR), (1.4, SLOWER)])
+def test_a_change_by_a_tick_of_a_coarse_clock_is_not_known(slower: float, verdict: str) -> None:
+    """A clock of 0.1 us that reads 1.1 in place of 1.0 may have been given 1.051 in place of 1.049."""
+    old, new = (run(seed, groups=1, rows=BESIDE_A_PEER) for seed in (1, 2))
+    for record, factor in zip(old + new, (1.0, 1.0, slower, 1.0), strict=True):
+        steps = [1.0] * 20 if record["peer"] else [factor] * 18 + [factor + 0.1] * 2
+        record["samples_s"] = [1e-6 * step for step in steps]
+    assert verdicts(compare(old, new))["mine"] == {verdict}
+
+
 @pytest.mark.parametrize(
     ("rows", "fact", "slower", "found"),
     [

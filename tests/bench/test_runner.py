@@ -7,6 +7,7 @@ The last tests are of energy and conditions, on a device that is made up (`FakeD
 measures energy in a pass of its own after the samples, by `lmsys.measure.energy`.
 """
 
+import os
 import runpy
 import time
 import weakref
@@ -240,6 +241,19 @@ def test_energy_is_a_pass_of_its_own_behind_the_samples(passes: Mock) -> None:
     ]  # fmt: skip
 
 
+def test_energy_says_what_disturbed_its_pass(passes: Mock) -> None:
+    device = FakeDevice()
+
+    def another(*_: Any) -> Energy:
+        device.others = [os.getpid(), 1]
+        return OF_A_PASS
+
+    passes.side_effect = another
+    record = with_energy(Counting(), device)["right"]
+    assert "1 other process" not in (record["disturbed"] or "")
+    assert "while its energy was measured 1 other process had the device" in record["energy_note"]
+
+
 def test_without_the_option_nothing_is_run_for_it(passes: Mock) -> None:
     bench = runner()
     bench.__dict__["sensors"] = FakeDevice(temperature_c=50.0, reasons=0x44)
@@ -261,6 +275,19 @@ class Apart(Counting):
     def sample(self, turn: Any, trial: Any) -> None:
         for case in turn:
             trial.measurements[case.id].samples = [1.0] * 10
+
+
+class Empty(Counting):
+    """As a benchmark that times calls by itself, and had no time for any."""
+
+    def sample(self, turn: Any, trial: Any) -> None:
+        for case in turn:
+            trial.measurements[case.id].samples = []
+
+
+def test_a_right_row_without_samples_says_why() -> None:
+    found = records(benchmark := Empty(), cases_of(benchmark))
+    assert {record["reason"] for record in found.values()} == {"its benchmark has taken no samples"}
 
 
 BACK, FAST = "the counter of energy went back", "faster than this machine can be"

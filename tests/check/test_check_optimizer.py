@@ -178,13 +178,13 @@ def test_the_algorithm_is_told_by_base_class_and_name() -> None:
 
     DerivesFromAdamW.__name__ = "Mine"
 
-    class PlainAdam(torch.optim.AdamW): ...
+    class AdamPlain(torch.optim.AdamW): ...
 
     class CustomSGD(torch.optim.Optimizer):
         def __init__(self, params: object, lr: float = 0.1): ...
 
     assert claim_of(MyAdamW).algorithm == "AdamW" and "AdamW is in its name" in str(claim_of(MyAdamW))
-    assert claim_of(DerivesFromAdamW).algorithm == "AdamW" and claim_of(PlainAdam).algorithm == "Adam"
+    assert claim_of(DerivesFromAdamW).algorithm == "AdamW" and claim_of(AdamPlain).algorithm == "Adam"
     assert claim_of(Mine).algorithm == "Adam" and {"lr", "betas", "eps", "weight_decay"} <= claim_of(Mine).settings
     assert claim_of(museum.Masters).masters == {"master_weights": True} and claim_of(MyAdamW).masters is None
     assert claim_of(museum.Sgd).algorithm == claim_of(CustomSGD).algorithm == "SGD" and kind_of(MyAdamW) == "optimizer"
@@ -200,6 +200,12 @@ class TinyMuon(torch.optim.SGD): ...
 
 
 class GaLoreAdamW(torch.optim.AdamW): ...
+
+
+class FastAdamP(torch.optim.Adam): ...
+
+
+class SGDP(torch.optim.SGD): ...
 
 
 class AdEMAMix(torch.optim.Optimizer):
@@ -232,6 +238,9 @@ def test_a_function_that_makes_an_optimizer_is_not_taken_for_attention() -> None
         (TinyMuon, "TinyMuon looks like Muon"),
         (GaLoreAdamW, "GaLoreAdamW looks like GaLore"),
         (torch.optim.RMSprop, "RMSprop looks like RMSprop"),
+        (FastAdamP, "FastAdamP looks like AdamP, for"),
+        (SGDP, "SGDP looks like SGDP"),
+        (torch.optim.ASGD, "ASGD looks like ASGD"),
         (AdEMAMix, "no formula is known for AdEMAMix, which takes lr, betas: .* put its algorithm into its name"),
         (Tiger, "no formula is known for Tiger, which takes lr, momentum: "),
         (BareAdam, "no formula is known for BareAdam, which takes lr: "),

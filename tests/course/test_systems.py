@@ -60,7 +60,7 @@ class Mine(torch.optim.AdamW):
 
 def test_a_students_optimizer_is_asked_as_adamw_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tests.adapters", SimpleNamespace(get_adamw_cls=lambda: Mine))
-    assert optimizer_runs.claim_of(systems.adamw).algorithm == "AdamW"
+    assert optimizer_runs.claim_of(systems.adamw).algorithm == "AdamW" and systems.adamw.__name__ == "Mine (AdamW)"
 
 
 class WithoutLse(torch.autograd.Function):

@@ -137,6 +137,15 @@ def test_copies_are_never_older_than_their_weights(change: Any, more: list[Any])
     assert all(map(torch.equal, gradients(model), gradients(casting(model))))
 
 
+def test_a_compiled_step_of_a_fused_optimizer_counts_as_a_change(model: TransformerLM) -> None:
+    """A compiler took the count out of the step."""
+    model.loss(*2 * [torch.zeros(1, 8, dtype=torch.int64)]).backward()
+    step = torch.compile(torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step, backend="aot_eager")
+    for _ in range(2):  # the first call compiles
+        step()
+        assert all(map(torch.equal, gradients(model), gradients(casting(model))))
+
+
 def pairs_of(model: TransformerLM) -> list[tuple[Tensor, Tensor]]:
     """(weight, its copy) of each weight that has one."""
     return [(p, copy) for p in model.parameters() if (copy := model.rounded.of(p)) is not None]

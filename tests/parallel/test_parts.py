@@ -137,7 +137,30 @@ def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str)
         assert "unit" in more[0] and "several param groups" in more[1] and "before any other" in more[2]
         assert more[3] == "nothing raised"  # a step that was refused leaves nothing behind
         assert "Adafactor looks at whole parameters" in more[4] and "ByNorm looks at whole parameters" in more[5]
-        assert "Prodigy looks at all gradients" in more[6]
+        assert "AdamP looks at whole parameters" in more[6] and "Prodigy looks at all gradients" in more[7]
+
+
+@pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
+def test_a_state_that_cannot_be_divided_is_refused_by_name(ranks: WorkerGroup, strategy: str) -> None:
+    for key, nested, loaded in on_two_ranks(ranks, parts.refused_keys, strategy):
+        assert key.startswith("ValueError: the optimizer's state has the key 'steps'"), key
+        if strategy == "fsdp":
+            assert nested == loaded and nested.startswith(
+                "ValueError: the optimizer's state has tensors inside 'inner'"
+            )
+        else:
+            assert nested == loaded == "nothing raised"
+
+
+@pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
+def test_a_state_that_could_not_be_made_leaves_the_optimizer_as_it_was(ranks: WorkerGroup, strategy: str) -> None:
+    """Its rate stayed at 0."""
+    for found in on_two_ranks(ranks, parts.after_a_failed_state, strategy):
+        assert found == ("MemoryError: ", 0.1, 0, False)
+
+
+def test_parts_in_a_group_of_tree_sums(ranks: WorkerGroup) -> None:
+    assert on_two_ranks(ranks, parts.in_tree_sums, None) == [[True, 10**0.5]] * 2
 
 
 def test_a_state_that_is_known_of_no_single_parameter_is_refused(ranks: WorkerGroup) -> None:

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from lmsys.parallel import STRATEGIES
+from lmsys.parallel.collectives import TreeSums
 from lmsys.parallel.group import device
 from lmsys.parallel.peers import TorchFSDP2
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.wrapper import whole
 from lmsys.training.optimizer import AdamW, clip_grad_norm
+from lmsys.training.reproducible import exact_norm
 from tests.support.modules import deferred
 from tests.support.ranks import (
     Net,
@@ -385,6 +388,9 @@ class Lamb(torch.optim.SGD): ...
 class ByNorm(Lamb): ...
 
 
+class AdamP(torch.optim.Adam): ...
+
+
 class Prodigy(torch.optim.SGD): ...
 
 
@@ -474,10 +480,55 @@ def refused_states(strategy: str) -> list[str]:
         errors += [error_of(run.step, 1), error_of(lambda: run.model.make_optimizer(AdamW, groups=decayed))]
         run.optimizer = run.model.make_optimizer(AdamW)
         errors.append(error_of(run.step, 2))
-        for step, cls in enumerate((torch.optim.Adafactor, ByNorm, Prodigy), start=3):
+        for step, cls in enumerate((torch.optim.Adafactor, ByNorm, AdamP, Prodigy), start=3):
             run.optimizer = cls(run.model.parameters())
             errors.append(error_of(run.step, step))
     return errors
+
+
+class Nested(AdamW):
+    """It keeps an average of each parameter in a dict of its own, inside of the parameter's state."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for p, state in self.state.items():
+            state["inner"] = {"average": p.detach().clone()}
+
+
+def refused_keys(strategy: str) -> list[str]:
+    """The errors of whole states: with a key that is no parameter, with tensors in a dict, and of loading the last."""
+    plain, nested, naive = made(strategy, Plain), made(strategy, Nested), made("naive", Nested)
+    for run in (plain, nested, naive):
+        run.step(0)
+    state = naive.model.full_optimizer_state_dict(naive.optimizer)
+    return [
+        error_of(plain.model.full_optimizer_state_dict, plain.optimizer),
+        error_of(nested.model.full_optimizer_state_dict, nested.optimizer),
+        error_of(nested.model.load_optimizer_state_dict, nested.optimizer, state),
+    ]
+
+
+class Failing(AdamW):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise MemoryError
+
+
+def after_a_failed_state(strategy: str) -> tuple[str, float, int, bool]:
+    """The error of a whole state before the first step; then the optimizer's rate, states, and if it has gradients."""
+    run = made(strategy, Failing)
+    error = error_of(run.model.full_optimizer_state_dict, run.optimizer)
+    (group,) = run.optimizer.param_groups
+    return error, group["lr"], len(run.optimizer.state), any(p.grad is not None for p in group["params"])
+
+
+def in_tree_sums(_: Any) -> list[Any]:
+    """Of fsdp whose sums are trees: a weight, as a checkpoint has its part, whole; and the exact norm of two parts."""
+    run = made("fsdp", group=TreeSums(group_of(2)))
+    part = torch.full((2,), 1.0 + dist.get_rank())
+    state = run.model.sharded_state_dict()
+    same = [torch.equal(whole(state[name]), x) for name, x in run.model.full_state_dict().items()]
+    return [all(same), exact_norm([part], 4, TreeSums(group_of(2)), divided=True)]
 
 
 def refused_modules(strategy: str) -> list[str]:

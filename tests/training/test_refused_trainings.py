@@ -8,9 +8,11 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from lmsys.parallel.group import WorkerError
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
 from lmsys.training.loop import Trainer
@@ -154,3 +156,14 @@ def test_a_right_command_changes_the_training_which_no_other_may_do_meanwhile(
         assert (tmp_path / f"run/checkpoints/step-{steps:08}.json").is_file()
     assert {name for name, state in tree(tmp_path).items() if before.get(name) != state} >= {"run/log.jsonl"}
     assert [line["step"] for line in read_lines(tmp_path / "run/log.jsonl") if "loss" in line] == list(range(1, 11))
+
+
+def test_a_lost_connection_of_a_rank_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = "Traceback (most recent call last):\n  ...\nConnectionError: http://host/a.txt: refused, in 3 tries"
+    error = WorkerError(1, "ConnectionError", f"rank 1 failed in 'tokenizer':\n{trace}")
+    monkeypatch.setattr("lmsys.training.__main__.start", Mock(side_effect=error))
+    assert main([]) == 1
+    line = "rank 1 failed in 'tokenizer': ConnectionError: http://host/a.txt: refused, in 3 tries"
+    assert capsys.readouterr().err == f"lmsys train: {line}\n"

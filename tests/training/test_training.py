@@ -117,6 +117,7 @@ def test_a_config_goes_through_json(
         ('{"data": {"valid_url": "https://host/"}}', "data: valid_url='https://host/' must .* end in a file's name"),
         ('{"data": {"url": "https://host/.."}}', "data: url='https://host/..' must .* end in a file's name"),
         ('{"data": {"url": "https:///a.txt"}}', "data: url='https:///a.txt' must begin"),
+        ('{"data": {"url": "http://[::1/a.txt"}}', "data: url='http://\\[::1/a.txt' is no address: Invalid IPv6 URL"),
         ('{"data": {"url": "http://a/x", "valid_url": "http://b/x?v"}}', "url='http://a/x' and .* in different names"),
         ('{"data": {"sha256": "abc"}}', "data: sha256='abc' must be 64 hexadecimal digits, or null"),
         ('{"data": {"valid_sha256": 3}}', "data.valid_sha256: must be a string or null; got 3"),
