@@ -463,12 +463,15 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
 
 
 def _rounding(case: fields.Record) -> float:
-    """The error of the case's time by the tick of its clock, which is the least distance of two of its samples.
+    """The error of the time by the tick of its clock, a share of the time; ranks of equal samples do not tell it.
 
-    Where nearly all samples are equal, no rank tells it. The rest of a division by the tick is taken to be uniform.
+    The tick is the least distance of two samples. Where none are equal, the clock is finer than that, and the error is
+    0; also where all are equal, since nothing then tells the tick. What a tick cuts off is taken to be uniform.
     """
-    tick = np.diff(np.unique(case["samples_s"])).min(initial=math.inf)
-    return float(tick / median(case["samples_s"])) / math.sqrt(12) if tick < math.inf else 0.0
+    values = np.unique(case["samples_s"])
+    if len(values) in (1, len(case["samples_s"])):
+        return 0.0
+    return float(np.diff(values).min() / median(case["samples_s"])) / math.sqrt(12)
 
 
 def _spreads(*records: fields.Record) -> list[float]:
