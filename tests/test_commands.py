@@ -75,7 +75,11 @@ SMALL = {
 ALONE = re.compile(r"\S+ -m (reports|lmsys|lmsys check naive)")
 ON_ANY_PAGE: list[list[str]] = []
 # Files that a reader writes, from the first block of a kind.
-FILES = {"docs/cs336.md": ("leaderboard.json", "json"), "docs/strategy.md": ("train.py", "python")}
+FILES = {
+    "docs/cs336.md": ("leaderboard.json", "json"),
+    "docs/strategy.md": ("train.py", "python"),
+    "docs/targets.md": ("mine.py", "python"),
+}
 # Makes out.json for a page that reads it and does not make it, as the page before does.
 FIRST = "python -m pytest benchmarks/bench_attention.py --sweep smoke --attention naive --benchmark-json out.json"
 

@@ -9,36 +9,31 @@ configuration on each card, 1 one does not, 2 an unknown target or option.
 """
 
 import argparse
+import importlib.util
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from dev.targets import cards
-from dev.targets.answers import Answer, answers_on, load
-from lmsys import values
+from dev.targets.answers import Answer, answers_by_card
+from dev.targets.cards import CARDS, KIB
+from lmsys import commands, values
 
 SCHEMA = 1  # the version of the JSON lines: docs/targets.md
-USAGE = 2  # exit code
+DTYPES, HEADS = ("float16", "bfloat16", "float32"), 4  # of attention's tensors: those to choose from, and how many
 # Options of the compiler, as the table names them.
 NAMES = {"num_warps": "warps", "num_stages": "stages", "num_ctas": "CTAs"}
-NUMBERS = "registers", "spills", "tensor cores", "copies", "blocks"  # columns, named after fields of an `Answer`
+NUMBERS = "registers", "spills", "tensor cores", "copies", "blocks"  # columns, named after facts of an `Answer`
 HEAD = "card", "kernel", "fits", "shared KiB", *NUMBERS
 WIDTHS = 7, 24, 8, 10, 9, 9, 12, 6, 6, 0  # of the columns; the last is the configuration, without a name in HEAD
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dev.targets", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", metavar="TARGET", help="path.py:attribute, or a row of attention by its name")
-    parser.add_argument("--card", metavar="CARDS", help=f"those to compile for, of {','.join(cards.CARDS)}")
+    parser.add_argument("--card", default=",".join(CARDS), metavar="CARDS", help=f"of {','.join(CARDS)}; default: all")
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="of attention; default: 64")
     parser.add_argument("--length", type=int, default=1024, metavar="N", help="of its sequences; default: 1024")
     parser.add_argument("--dtype", default="float16", metavar="DTYPE", help="of its tensors; default: float16")
@@ -48,69 +43,59 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     answers: list[Answer] = []
     try:
-        chosen = cards.select(given.card)
-        values.choice(given.dtype, ("float16", "bfloat16", "float32"), "--dtype ")
+        values.hold(
+            (importlib.util.find_spec("triton"), f"Triton is not installed here: {commands.with_extra('triton')}")
+        )
+        chosen = [CARDS[values.one_of("--card", name, CARDS)] for name in dict.fromkeys(given.card.split(","))]
+        values.one_of("--dtype", given.dtype, DTYPES)
         values.whole("--head-dim", given.head_dim, least=1, most=512)
         values.whole("--length", given.length, least=1, most=2**16)
-        shape = 1, 4, given.length, given.head_dim
-        target = partial(load, given.target, shape, given.dtype, not given.forward)
-        if not given.json:
-            print(_line(HEAD), flush=True)
-        for of_card in _answers_by_card(chosen, target):
-            if not of_card:
-                raise ValueError(f"{given.target} launches no kernel of Triton")
-            objects = [json.dumps({"schema": SCHEMA, **asdict(answer)}) for answer in of_card]
-            print("\n".join(objects if given.json else _table(of_card, given.all)), flush=True)
+        shape = 1, HEADS, given.length, given.head_dim
+        for of_card in answers_by_card(chosen, given.target, shape, given.dtype, not given.forward):
+            if given.json:
+                print(*(json.dumps({"schema": SCHEMA, **answer}) for answer in of_card), sep="\n", flush=True)
+            else:
+                print(*_table(of_card, given.all, begins=not answers), sep="\n", flush=True)
             answers += of_card
     except ValueError as error:
         print(f"python -m dev.targets: error: {error}", file=sys.stderr)
-        return USAGE
-    kernels = {(x.card, x.kernel) for x in answers}
-    return int(kernels > {(x.card, x.kernel) for x in answers if x.reason is None})
+        return commands.USAGE
+    kernels = {(x["card"], x["kernel"]) for x in answers}
+    return int(kernels > {(x["card"], x["kernel"]) for x in answers if x["reason"] is None})
 
 
-def _answers_by_card(chosen: Sequence[cards.Card], target: Callable[[], Any]) -> Iterator[list[Answer]]:
-    """The answers for each card, in the order of the cards; kernels are compiled for several cards at once."""
-    # In a new folder no row has tuned anything, so it launches all the tiles that it would time.
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as threads:
-        yield from threads.map(lambda card: answers_on(card, target, Path(folder)), chosen)
-
-
-def _table(answers: list[Answer], each: bool) -> list[str]:
+def _table(answers: list[Answer], each: bool, begins: bool) -> list[str]:
     """The lines of a card: one for each kernel, or with `each` one for each configuration of a kernel.
 
-    A line says how many configurations fit and their numbers. Below it stands why the others do not fit.
+    A line says how many configurations fit and their numbers. Below it stands why the others do not fit. With `begins`
+    the head of the table comes first.
     """
     groups: dict[Any, list[Answer]] = {}
     for number, x in enumerate(answers):
-        groups.setdefault(number if each else x.kernel, []).append(x)
-    lines = []
+        groups.setdefault(number if each else x["kernel"], []).append(x)
+    lines = [_line(HEAD)] if begins else []
     for group in groups.values():
-        fit = [x for x in group if x.reason is None]
+        first, fit = group[0], [x for x in group if x["reason"] is None]
         shown = fit or group
-        cells = [_range([x.needs and x.needs / cards.KIB for x in shown])]
-        cells += [_range([getattr(x, name.replace(" ", "_")) for x in shown]) for name in NUMBERS]
-        first = group[0]
-        fits = f"{len(fit)} of {len(group)}"
-        lines.append(_line((first.card, first.kernel, fits, *cells, _configuration(first) if each else "")))
-        lacking = {f"{first.card} has no {x.lacks} in hardware" for x in group if x.lacks}
-        lines += [f"    {text}" for text in (*dict.fromkeys(x.reason for x in group if x.reason), *lacking)]
+        cells = [_range([x["needs"] and x["needs"] / KIB for x in shown])]
+        cells += [_range([x[name.replace(" ", "_")] for x in shown]) for name in NUMBERS]
+        configuration = _configuration(first["constants"]) if each else ""
+        lines.append(_line([first["card"], first["kernel"], f"{len(fit)} of {len(group)}", *cells, configuration]))
+        lacking = {f"{first['card']} has no {x['lacks']} in hardware" for x in group if x["lacks"]}
+        lines += [f"    {text}" for text in (*dict.fromkeys(x["reason"] for x in group if x["reason"]), *lacking)]
     return lines
 
 
-def _configuration(answer: Answer) -> str:
-    """A kernel's constants in words, such as "BLOCK 64, warps 4"."""
-    shown = {name: value for name, value in answer.constants.items() if (name, value) != ("num_ctas", 1)}
-    return ", ".join(f"{NAMES.get(name, name)} {value}" for name, value in shown.items())
+def _configuration(constants: dict[str, Any]) -> str:
+    """A kernel's constants in words, such as "BLOCK 64, warps 4"; a single CTA is not named."""
+    return ", ".join(f"{NAMES.get(name, name)} {x}" for name, x in constants.items() if (name, x) != ("num_ctas", 1))
 
 
 def _range(numbers: list[Any]) -> str:
     """The least and the most of the numbers, without None, such as "4-8", or "4" if all are equal; "" without any."""
     known = sorted(x for x in numbers if x is not None)
-    if not known:
-        return ""
-    least, most = (("no", "yes")[x] if isinstance(x, bool) else f"{x:.0f}" for x in (known[0], known[-1]))
-    return least if least == most else f"{least}-{most}"
+    texts = [("no", "yes")[x] if isinstance(x, bool) else f"{x:.0f}" for x in known[:1] + known[-1:]]
+    return "-".join(dict.fromkeys(texts))
 
 
 def _line(cells: Sequence[str]) -> str:

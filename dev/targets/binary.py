@@ -1,58 +1,49 @@
 """Reads the binaries that Triton's compiler makes: instructions, registers and shared memory.
 
-`answers.py` calls `read`; tests of our own kernels count instructions by `count`, `loops` and `number`.
+`recording.py` calls `read`; tests of our own kernels count instructions by `loops` and `number`.
 """
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import triton
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # NVIDIA's tools that come with Triton
-# DOT is a regular expression of a matmul in Triton's intermediate language, SPILLS are mnemonics. NVIDIA and AMD have
-# regular expressions of mnemonics, by the field that they count for.
+TOOLS = "ptxas", "cuobjdump", "nvdisasm"  # of NVIDIA; Triton's wheels bring them, and Triton itself calls the first
+# Patterns: of a matmul in Triton's intermediate language; and of instructions, first NVIDIA's, then those of AMD's data
+# center cards (CDNA; other cards of AMD have other ones).
 DOT = r"\b(?:tt\.dot|tt\.dot_scaled|ttng\.warp_group_dot|ttng\.tc_gen5_mma\w*)\b"
-SPILLS = "LDL", "STL"
-NVIDIA = {
-    "tensor_cores": r"(?:[HIDQO]MMA|[HIQ]GMMA|UTC[HIQO]MMA)\b",
-    "copies": r"(?:LDGSTS|UTMALDG|UBLKCP)\b",  # asynchronous, so that the next tiles load while others are computed
-}
-# MFMA, the matmul instructions of AMD's data center cards (CDNA); other cards of AMD have other ones.
-AMD = {"tensor_cores": "v_s?mfmac?", "copies": r"(?:buffer|global)_load_\w*lds"}
+TENSOR_CORES = r"\b(?:(?:[HIDQO]MMA|[HIQ]GMMA|UTC[HIQO]MMA)\b|v_s?mfmac?)"
+COPIES = r"\b(?:(?:LDGSTS|UTMALDG|UBLKCP)\b|(?:buffer|global)_load_\w*lds)"  # the next tiles load during a computation
+SPILLS = "LDL", "STL"  # mnemonics of NVIDIA's
 
 
 def read(kernel: Any) -> dict[str, Any]:
-    """The facts about a compiled kernel, by fields of `answers.Answer`.
+    """The facts about a compiled kernel, by names of `answers.ANSWER`.
 
     Spills are instructions in loops on NVIDIA's cards, and spilled registers on AMD's.
     """
     if "cubin" in kernel.asm:
-        sass = disassembled(kernel)
-        counts = count(NVIDIA, sass)
-        registers, spills = registers_of(kernel), sum(number(loop, *SPILLS) for loop in loops(sass))
+        code = disassembled(kernel)
+        registers, spills = registers_of(kernel), sum(number(loop, *SPILLS) for loop in loops(code))
     else:
         code = kernel.asm["amdgcn"]
-        counts = count(AMD, code)
         registers, spills = _number(r"\.vgpr_count:\s+(\d+)", code), _number(r"\.vgpr_spill_count:\s+(\d+)", code)
     source = kernel.asm.get("ttir") or kernel.asm["ttgir"]  # Gluon's kernels have only the latter
     return {
         "needs": kernel.metadata.shared,
         "registers": registers,
         "spills": spills,
-        "tensor_cores": counts["tensor_cores"] > 0 if re.search(DOT, source) else None,
-        "copies": counts["copies"],
+        "tensor_cores": re.search(TENSOR_CORES, code) is not None if re.search(DOT, source) else None,
+        "copies": len(re.findall(COPIES, code)),
     }
 
 
 def _number(pattern: str, text: str) -> int:
-    match = re.search(pattern, text)
-    if match is None:
-        raise ValueError(f"the compiler's output has no {pattern!r}")
-    return int(match[1])
+    """The number in the first match of a pattern, which the compiler's output always has."""
+    return int(re.findall(pattern, text)[0])
 
 
 def disassembled(kernel: Any) -> str:
@@ -67,17 +58,23 @@ def registers_of(kernel: Any) -> int:
     return _number(r"REG:(\d+)", _printed(kernel, "cuobjdump", "-res-usage"))
 
 
-def _printed(kernel: Any, tool: str, *options: str) -> str:
+def tool(name: str) -> str:
+    """The path of one of TOOLS, where Triton looks for it. ValueError where there is none."""
+    try:
+        return str(getattr(triton.knobs.nvidia, name).path)
+    except RuntimeError:
+        raise ValueError(
+            f"this Triton has no {name}, which its wheels on PyPI bring: install one of them, or name"
+            f" a {name} of CUDA's toolkit by TRITON_{name.upper()}_PATH"
+        ) from None
+
+
+def _printed(kernel: Any, name: str, *options: str) -> str:
     """The output of one of CUDA's tools on the kernel's binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        return subprocess.run([TOOLS / tool, *options, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def count(mnemonics: Mapping[str, str], sass: str) -> dict[str, int]:
-    """By key, how many words of the code `sass`, which may also be AMD's, begin with its pattern."""
-    return {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
+        return subprocess.run([tool(name), *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def loops(sass: str) -> Iterator[list[str]]:

@@ -6,9 +6,8 @@ instruction set architecture, chapter 3; the numbers of multiprocessors are from
 
 from dataclasses import dataclass
 
-from lmsys.values import choice
-
 KIB = 1024
+FLOAT8 = "float8_e4m3fn", "float8_e5m2"
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,13 @@ class Card:
 CARDS = {
     card.arch: card
     for card in (
-        Card("sm_75", "T4, RTX 2080", 64 * KIB, 64 * KIB, 1024, 16, 40, ("bfloat16",)),
-        Card("sm_80", "A100, A30", 163 * KIB, 164 * KIB, 2048, 32, 108),
-        Card("sm_86", "RTX 3090, A10, A6000", 99 * KIB, 100 * KIB, 1536, 16, 82),
+        Card("sm_75", "T4, RTX 2080", 64 * KIB, 64 * KIB, 1024, 16, 40, ("bfloat16", *FLOAT8)),
+        Card("sm_80", "A100, A30", 163 * KIB, 164 * KIB, 2048, 32, 108, FLOAT8),
+        Card("sm_86", "RTX 3090, A10, A6000", 99 * KIB, 100 * KIB, 1536, 16, 82, FLOAT8),
         Card("sm_89", "RTX 4090, L4, L40S", 99 * KIB, 100 * KIB, 1536, 24, 128),
         Card("sm_90", "H100, H200", 227 * KIB, 228 * KIB, 2048, 32, 132),
         Card("sm_100", "B200, GB200", 227 * KIB, 228 * KIB, 2048, 32, 148),
         Card("sm_120", "RTX 5090", 99 * KIB, 100 * KIB, 1536, 24, 170),
-        Card("gfx942", "MI300X", 64 * KIB, 64 * KIB, 2048, 32, 304),
+        Card("gfx942", "MI300X", 64 * KIB, 64 * KIB, 2048, 32, 304, FLOAT8),
     )
 }
-
-
-def select(names: str | None) -> list[Card]:
-    """The cards with these `arch`s, which are separated by commas; None: all cards. ValueError for an unknown name."""
-    return [CARDS[choice(name, CARDS)] for name in (names.split(",") if names else CARDS)]

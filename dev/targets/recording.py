@@ -1,13 +1,16 @@
 """Records launches of Triton kernels instead of running them, and compiles them for a card.
 
-`answers.py` calls `install`, `record` and `compiled`, in a process for each card (kind of GPU). To the code that
-launches kernels, tensors of the CPU seem to be on such a card (`lmsys.check.laptop`). Results of kernels are whatever
-was in memory. An autotuner launches every configuration that its pruning leaves.
+`answers.py` starts a process for each card (kind of GPU), which calls `begin` and `answer`. To the code that launches
+kernels, tensors of the CPU seem to be on such a card (`lmsys.check.laptop`). Results of kernels are whatever was in
+memory. An autotuner launches every configuration that its pruning leaves.
 """
 
+import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,46 +22,87 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import lmsys.kernels.launch as ours
 from dev.targets import binary
+from dev.targets.answers import Answer, compiler_error, shorten
 from dev.targets.cards import Card
+from lmsys import registry, signature, values
+from lmsys.attention import ATTENTION, Pattern, attention, contract
 from lmsys.check import laptop
 
 _run, _impl = JITFunction.run, Library.impl  # the originals of functions that `install` replaces
-NUMBERS = "num_warps", "num_stages", "num_ctas"  # options of the compiler that an answer shows
+OPTIONS = "num_warps", "num_stages", "num_ctas"  # options of the compiler that an answer shows
 MOST_THREADS = 1024  # in a block
 MEMORY_BYTES = 16 * 2**30  # the GPU memory that every card claims to have
 # The dispatch keys for which custom operators register implementations, and the keys that they are given here instead.
 KEYS = {"CUDA": "CPU", "CompositeExplicitAutograd": "CompositeExplicitAutograd"}
+# By the text of a kernel as an answer has it: (that kernel, a function that compiles it), of those recorded here.
+launches: dict[str, tuple[Answer, Callable[[], Any]]] = {}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A call of a kernel: the function, its arguments, its constants and the compiler's options."""
+def begin(card: Card, target: tuple[Any, ...]) -> tuple[list[Answer], str | None]:
+    """Records the launches of a target: (their kernels, the exception that the target raised, or None).
 
-    function: Any
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return str(self.function.fn.__name__)
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """By name, the constants of the kernel that are numbers or words, and its warps, stages and CTAs."""
-        given = dict(zip(self.function.arg_names, self.args, strict=False)) | self.options
-        names = [x.name for x in self.function.params if x.is_constexpr]
-        plain = {x: given[x] for x in names if isinstance(given.get(x, ...), bool | int | float | str | None)}
-        return plain | {name: given[name] for name in NUMBERS if name in given}
-
-    @property
-    def dtypes(self) -> set[str]:
-        """The names of its tensors' dtypes."""
-        tensors = (getattr(x, "base", x) for x in (*self.args, *self.options.values()))
-        return {str(x.dtype).removeprefix("torch.") for x in tensors if isinstance(x, torch.Tensor)}
+    target  the arguments of `load`, whose exceptions are not caught. ValueError where it launches nothing
+    """
+    os.dup2(2, 1)  # what the target prints must not mix with the answers
+    if card.is_nvidia:
+        for name in binary.TOOLS:
+            binary.tool(name)  # ValueError where it is missing
+    install(card)
+    laptop.running.append(target)  # so that backwards run in `Laptop`, too
+    raised = None
+    with laptop.Laptop():
+        call = load(*target)
+        try:
+            call()
+        except Exception as error:
+            raised = shorten(f"raises {type(error).__name__}: {error}{registry.place_of(error)}")
+    values.hold((launches or raised, f"{target[0]} launches no kernel of Triton on {card.arch}: --card names others"))
+    return [kernel for kernel, _ in launches.values()], raised
 
 
-launches: list[Launch] = []  # those recorded in this process
+def answer(card: Card, target: tuple[Any, ...], number: int, log: Path) -> Answer:
+    """Facts about kernel `number` of those that `begin` returned. The compiler's output goes to `log`."""
+    if not launches:  # the compiler has ended the process that recorded them
+        begin(card, target)
+    _, compiled = list(launches.values())[number]
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        kernel = compiled()
+        facts = binary.read(kernel)
+    except Exception as error:
+        return {"reason": f"does not compile: {type(error).__name__}: {compiler_error(log, error)}"}
+    needs, has = facts["needs"], card.block_bytes
+    reason = f"needs {needs} bytes of shared memory, has {has}" if needs > has else None
+    return facts | {"reason": reason, "blocks": card.held(facts["registers"], needs, kernel.metadata.num_warps)}
+
+
+def load(target: str, shape: tuple[int, ...], dtype: str, grad: bool) -> Callable[[], Any]:
+    """A function without parameters that launches a target's kernels. Attention is called on q, k, v of this shape.
+
+    ValueError for a target that cannot be called so.
+    """
+    if ".py" in target:
+        function = registry.Table("target", []).select([target])[0].load()
+    else:
+        function = partial(attention, impl=ATTENTION[target].name)
+    taken = signature.parameters_of(function)
+    if all(x.default is not x.empty or x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in taken.values()):
+        return function
+    advice = "name a function of q, k, v, or one without parameters that makes its own tensors and calls your kernels"
+    values.hold((len(taken) >= 3, f"{target} takes ({', '.join(taken)}): {advice}"))
+    return partial(_attend, function, shape, dtype, grad)
+
+
+def _attend(function: Callable[..., Any], shape: tuple[int, ...], dtype: str, grad: bool) -> None:
+    """Calls attention on random q, k and v of this shape, causal if it can be, with `grad` also its backward."""
+    q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype), device="cuda", requires_grad=grad) for _ in range(3))
+    lacks_causal = contract.why_not_called(function, contract.case_of(q, k, v, Pattern(causal=True)))
+    o = contract.only_o(contract.adapt(function)(q, k, v, causal=lacks_causal is None, scale=None))
+    if o.requires_grad:
+        o.backward(torch.ones_like(o))
 
 
 def install(card: Card) -> None:
@@ -67,61 +111,36 @@ def install(card: Card) -> None:
     A process can have only one card, since code may cache facts about its device.
     """
     laptop.install()
-    import lmsys.kernels.launch as ours
-
     vars(ours).update(Kernel=ours.PublicKernel, DirectKernel=ours.PublicKernel, raw_stream=_always(0))
+    major, minor = card.capability
     properties = SimpleNamespace(
-        name=card.names, multi_processor_count=card.processors, gcnArchName=card.arch, major=card.capability[0],
-        minor=card.capability[1], total_memory=MEMORY_BYTES, warp_size=card.warp,
-        max_threads_per_multi_processor=card.threads, regs_per_multiprocessor=2**16,
-        shared_memory_per_block_optin=card.block_bytes, shared_memory_per_multiprocessor=card.shared_bytes,
+        name=card.names, multi_processor_count=card.processors, gcnArchName=card.arch, major=major, minor=minor,
+        total_memory=MEMORY_BYTES, warp_size=card.warp, max_threads_per_multi_processor=card.threads,
+        regs_per_multiprocessor=2**16, shared_memory_per_block_optin=card.block_bytes,
+        shared_memory_per_multiprocessor=card.shared_bytes,
     )  # fmt: skip
-    answers = {
-        "get_device_capability": card.capability,
-        "get_device_properties": properties,
-        "get_device_name": card.names,
-        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
-        "is_current_stream_capturing": False,
-        "device_count": 1,
-    }
-    vars(torch.cuda).update({name: _always(value) for name, value in answers.items()})
+    vars(torch.cuda).update(
+        get_device_capability=_always(card.capability),
+        get_device_properties=_always(properties),
+        get_device_name=_always(card.names),
+        mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)),
+        is_current_stream_capturing=_always(False),
+        device_count=_always(1),
+    )
     vars(torch.version).update(cuda="12.8" if card.is_nvidia else None, hip=None if card.is_nvidia else "6.4")
+    arch = 10 * major + minor if card.is_nvidia else card.arch
     limits = {
         "multiprocessor_count": card.processors, "max_shared_mem": card.block_bytes, "max_num_regs": 2**16,
         "warpSize": card.warp,
     }  # fmt: skip
-    arch = 10 * card.capability[0] + card.capability[1] if card.is_nvidia else card.arch
-    target = GPUTarget("cuda" if card.is_nvidia else "hip", arch, card.warp)
-    driver = triton.runtime.driver.active
-    driver.get_current_target = _always(target)
-    driver.utils = SimpleNamespace(get_device_properties=_always(limits))
+    vars(triton.runtime.driver.active).update(
+        get_current_target=_always(GPUTarget("cuda" if card.is_nvidia else "hip", arch, card.warp)),
+        get_benchmarker=_always(_call_once),
+        utils=SimpleNamespace(get_device_properties=_always(limits)),
+    )
     vars(triton.testing).update(do_bench=_call_once, do_bench_cudagraph=_call_once)
-    driver.get_benchmarker = _always(_call_once)
     warnings.filterwarnings("ignore", "Warning only once for all operators")  # `_register` registers a key twice
     JITFunction.run, Autotuner.run, Library.impl = _record, _record_each, _register
-
-
-def record(load: Callable[[], Callable[[], Any]]) -> Exception | None:
-    """Calls load()() and fills `launches`, without duplicates. Returns the exception that the call raised, or None.
-
-    Exceptions of `load` itself are not caught.
-    """
-    laptop.running.append(load)  # so that backwards run in `Laptop`, too
-    raised = None
-    with laptop.Laptop():
-        call = load()
-        try:
-            call()
-        except Exception as error:
-            raised = error
-    distinct = {(x.name, str(x.constants), str(sorted(x.dtypes))): x for x in launches}
-    launches[:] = distinct.values()
-    return raised
-
-
-def compiled(launch: Launch) -> Any:
-    """The kernel of a launch, compiled for the card of this process. It raises what Triton's compiler raises."""
-    return _run(launch.function, *launch.args, grid=(1, 1, 1), warmup=True, **launch.options)
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -137,15 +156,27 @@ def _call_once(call: Callable[[], Any], *_: Any, **__: Any) -> float:
 
 def _record(self: Any, *args: Any, grid: Any = None, warmup: bool = False, stream: Any = None, **options: Any) -> Any:
     """Replaces JITFunction.run: a launch is recorded; with `warmup` the kernel is compiled as well, and returned."""
-    launch = Launch(self, tuple(map(_snapshot, args)), {name: _snapshot(x) for name, x in options.items()})
-    launches.append(launch)
+    args, options = tuple(map(_snapshot, args)), {name: _snapshot(x) for name, x in options.items()}
+    described = _described(self, args, options)
+    compiled = partial(_run, self, *args, grid=(1, 1, 1), warmup=True, **options)  # raises what the compiler raises
+    launches[str(described)] = described, compiled
     if not warmup:
         return None
-    kernel = compiled(launch)  # it must look loaded: the caller may read the registers that it needs, and launch it
+    kernel = compiled()  # it must look loaded: the caller may read the registers that it needs, and launch it
     facts = binary.read(kernel)
     loaded = {"n_regs": facts["registers"], "n_spills": facts["spills"], "n_max_threads": MOST_THREADS}
     vars(kernel).update(loaded, module=self, _run=_always(None))
     return kernel
+
+
+def _described(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Answer:
+    """A kernel as an answer has it: its name, those of its constants that are numbers or words, its tensors' dtypes."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | options
+    names = [*(x.name for x in kernel.params if x.is_constexpr), *OPTIONS]
+    constants = {x: given[x] for x in names if isinstance(given.get(x, ...), bool | int | float | str | None)}
+    tensors = (getattr(x, "base", x) for x in given.values())
+    dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors if isinstance(x, torch.Tensor)}
+    return {"kernel": kernel.fn.__name__, "constants": constants, "dtypes": sorted(dtypes)}
 
 
 def _snapshot(x: Any) -> Any:

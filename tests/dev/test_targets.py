@@ -8,6 +8,7 @@ does.
 
 import json
 import re
+import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -16,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile kernels")
+triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile kernels")
 
-from dev.targets import cards  # noqa: E402
+from dev.targets import binary, cards  # noqa: E402
 from dev.targets.__main__ import main  # noqa: E402
 from dev.targets.cards import CARDS, KIB  # noqa: E402
+from lmsys import commands  # noqa: E402
 
 KERNELS = "tests/support/kernels_for_cards.py"
 
@@ -82,18 +84,31 @@ def test_a_target_sees_its_card(capfd: pytest.CaptureFixture[str], monkeypatch: 
     assert [x["constants"]["BLOCK"] for x in lines] == [64, 32, 16, 128] * 2
 
 
-def test_a_target_that_ends_its_process_has_an_answer() -> None:
-    status, (line,) = answers_to(f"{KERNELS}:end_the_process", "--card", "sm_90")
-    assert status == 1 and line["kernel"] == "its caller" and "SIGABRT" in line["reason"]
+@pytest.mark.parametrize(("target", "blocks"), [("copied", [64]), ("Copied", [64, 32])])
+def test_attention_is_called_as_it_is_written(target: str, blocks: list[int]) -> None:
+    """A function without a mask is called without one, an autograd Function by its `apply`."""
+    status, lines = answers_to(f"{KERNELS}:{target}", "--card", "sm_86", "--dtype", "float32")
+    assert status == 0 and [x["constants"]["BLOCK"] for x in lines] == blocks
+    assert all(x["dtypes"] == ["float32"] for x in lines)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("end_the_process", "a worker process died: killed by SIGABRT"), ("leave", "SystemExit: enough .*process\\)")],
+)
+def test_a_target_that_ends_its_process_has_an_answer(target: str, reason: str) -> None:
+    status, (line,) = answers_to(f"{KERNELS}:{target}", "--card", "sm_90")
+    assert status == 1 and line["kernel"] == "its caller" and re.fullmatch(reason, line["reason"])
 
 
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
+        ("GIVEN", [], "must name a function or a class; it is \\["),
         ("launch_nothing", [], "launches no kernel of Triton"),
         ("takes_too_little", [], r"takes \(x\): name a function of q, k, v, or one without parameters"),
-        ("launch_products", ["--card", "sm_87"], "must be one of sm_75"),
-        ("launch_products", ["--dtype", "int8"], "--dtype must be one of"),
+        ("launch_products", ["--card", "sm_90,sm_87"], "--card='sm_87' must be one of sm_75"),
+        ("launch_products", ["--dtype", "int8"], "--dtype='int8' must be one of"),
         ("launch_products", ["--head-dim", "0"], "--head-dim=0 must be"),
     ],
 )
@@ -102,6 +117,19 @@ def test_bad_input_is_refused(
 ) -> None:
     assert main([f"{KERNELS}:{target}", "--card", "sm_90", *options]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton the error names the extra; a tool of NVIDIA is looked for where Triton looks for it."""
+    nvdisasm = vars(type(triton.knobs.nvidia))["nvdisasm"]
+    with monkeypatch.context() as patches:
+        patches.delenv("TRITON_NVDISASM_PATH", raising=False)
+        patches.setattr(nvdisasm, "default_path", "/nowhere")
+        with pytest.raises(ValueError, match="no nvdisasm, which its wheels .* by TRITON_NVDISASM_PATH"):
+            binary.tool("nvdisasm")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert main([f"{KERNELS}:launch_products"]) == 2
+    assert commands.with_extra("triton") in capsys.readouterr().err
 
 
 def test_a_row_of_ours_launches_all_tiles_that_it_would_time() -> None:
@@ -149,4 +177,7 @@ def test_a_compiler_that_ends_its_process_fails_one_kernel_alone() -> None:
     status, (ended, behind, caller) = answers_to(f"{KERNELS}:launch_what_ends_the_compiler", "--card", "sm_86")
     assert status == 1 and ended["reason"] == "its compiler ends: LLVM ERROR: Cannot select: intrinsic"
     assert behind["kernel"] == "double" and behind["reason"] is None
-    assert (caller["kernel"], caller["reason"]) == ("its caller", "raises RuntimeError: no such card")
+    assert caller["kernel"] == "its caller"
+    assert re.fullmatch(
+        r"raises RuntimeError: no such card \(.*kernels_for_cards.py, line \d+: raise .*\)", caller["reason"]
+    )

@@ -15,7 +15,8 @@ be asked about it, of `why_not`.
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -25,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dev.targets.binary import count, disassembled, loops, number, registers_of
+from dev.targets.binary import disassembled, loops, number, registers_of
 from dev.targets.cards import CARDS
 from lmsys.attention import AttentionCase, flash_triton, flash_triton_decode
 from lmsys.attention.tuning import Tile, candidates
@@ -148,6 +149,11 @@ def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int 
     types["q_desc"] = tiles(dtype, [1, plan.heads, plan.queries, head_dim], arch)
     types |= dict.fromkeys(("k_desc", "v_desc"), tiles(dtype, [1, 1, plan.block_k, head_dim], arch))
     return compiled(kernel, types, constants, head_dim, plan.num_warps, plan.num_stages, arch)
+
+
+def count(mnemonics: Mapping[str, str], sass: str) -> dict[str, int]:
+    """By key, how many words of the code begin with its pattern."""
+    return {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
 
 
 def resources(kernel: Any, sass: str | None = None) -> dict[str, int]:

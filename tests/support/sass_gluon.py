@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from dev.plan_cases import SHORT, candidates
-from dev.targets.binary import count, disassembled
+from dev.targets.binary import disassembled
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.launch import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options, layout
@@ -39,7 +39,7 @@ from lmsys.attention.flash_gluon.plans import (
 from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel
 from lmsys.kernels.launch import FUSED
 from lmsys.values import choice
-from tests.support.sass import TRITON_NAMES, resources
+from tests.support.sass import TRITON_NAMES, count, resources
 
 # {argument: type} of the pointers that are not to float32; BOUNDS are those of a pattern.
 BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dev.targets.binary import TOOLS, disassembled, loops
+from dev.targets.binary import disassembled, loops, tool
 from lmsys.attention.flash_gluon.plans import BackwardPlan, backward_plan
 from tests.support.sass_gluon import backward
 
@@ -36,7 +36,7 @@ def kinds(loop: list[str]) -> Counter[str]:
 
 def main(arguments: list[str]) -> None:
     if arguments and Path(arguments[0]).exists():
-        command = [TOOLS / "nvdisasm", "-c", "-ndf", arguments[0]]
+        command = [tool("nvdisasm"), "-c", "-ndf", arguments[0]]
         texts = {"": subprocess.run(command, capture_output=True, text=True, check=True).stdout}
     else:
         step = dict.fromkeys(arguments, True)
