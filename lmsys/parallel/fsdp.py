@@ -275,12 +275,13 @@ class Fsdp(wrapper.Wrapper):
                     " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)",
                 ),
                 (
-                    self.world_size == 1 or not sharded_optimizer.is_any(optimizer, sharded_optimizer.OF_ALL),
+                    self.world_size == 1
+                    or not sharded_optimizer.algorithm_of(type(optimizer), sharded_optimizer.OF_ALL),
                     f"{type(optimizer).__name__} looks at all gradients at once, and here each rank steps its own"
                     " parts",
                 ),
                 (
-                    not sharded_optimizer.is_any(optimizer, sharded_optimizer.OF_WHOLE),
+                    not sharded_optimizer.algorithm_of(type(optimizer), sharded_optimizer.OF_WHOLE),
                     f"{type(optimizer).__name__} looks at whole parameters, of which fsdp has flat parts: take"
                     " ShardedOptimizer with another strategy, such as bucketed",
                 ),

@@ -14,6 +14,7 @@ each param group. Checkpoints (`lmsys.training.training_state`) and `Fsdp` call 
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, count, islice
 from typing import Any
 
@@ -158,7 +159,7 @@ class ShardedOptimizer(Optimizer):
                 " first, or write into the parameter by copy_()",
             ),
             (
-                self.world_size == 1 or not is_any(self._local, OF_ALL),
+                self.world_size == 1 or not algorithm_of(type(self._local), OF_ALL),
                 f"{type(self._local).__name__} looks at all gradients at once, and here each rank steps its own"
                 " parameters",
             ),
@@ -206,10 +207,11 @@ class ShardedOptimizer(Optimizer):
         self.state = self._local.state
 
 
-def is_any(optimizer: Optimizer, algorithms: Iterable[str]) -> bool:
-    """True if the name of the optimizer's class, or of one that it derives from, has one of these words in it."""
-    names = " ".join(cls.__name__ for cls in type(optimizer).__mro__)
-    return any(word in names for word in algorithms)
+@cache  # every step asks it
+def algorithm_of(optimizer_cls: type, algorithms: tuple[str, ...]) -> str:
+    """The first of these words that is in the name of the class, or of one that it derives from; "" where none is."""
+    names = " ".join(cls.__name__ for cls in optimizer_cls.__mro__)
+    return next((word for word in algorithms if word in names), "")
 
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
