@@ -90,7 +90,7 @@ class ShardedOptimizer(Optimizer):
     itself; `load_state_dict` takes either. All ranks call the constructor, `step` and `full_state_dict`.
 
     torch's constructor, which runs within this one, calls `add_param_group` for each group. A subclass overrides
-    `_flatten`, which `add_param_group` calls for parameters that no flat buffer has.
+    `_flatten`, which `add_param_group` calls for parameters that no flat buffer has, and `_gather`.
     """
 
     def __init__(
@@ -140,15 +140,7 @@ class ShardedOptimizer(Optimizer):
         return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps this rank's parameters, then gathers all ranks'. Takes the arguments of `optimizer_cls.step`."""
-        loss = self.step_own(*args, **kwargs)
-        for pending in [buffer.gather(self.group) for buffer in self.flat_buffers]:
-            pending.wait()
-        torch.autograd.graph.increment_version(list(self.owners))  # the gather wrote them through their flat buffers
-        return loss
-
-    def step_own(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps this rank's parameters without gathering the others, which keep their old values here.
+        """Steps this rank's parameters, then gathers all ranks'. Takes the arguments of `optimizer_cls.step`.
 
         ValueError where a parameter has left its flat buffer: what is gathered would not reach it.
         """
@@ -171,7 +163,14 @@ class ShardedOptimizer(Optimizer):
         loss = self._local.step(*args, **kwargs)
         for group, local in both:
             group.update(without(local, "params"))  # an optimizer may keep counters in its param groups
+        self._gather()
         return loss
+
+    def _gather(self) -> None:
+        """Called when this rank's parameters have been stepped: gathers those of all ranks."""
+        for pending in [buffer.gather(self.group) for buffer in self.flat_buffers]:
+            pending.wait()
+        torch.autograd.graph.increment_version(list(self.owners))  # the gather wrote them through their flat buffers
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share: state by the parameter's number over all groups; the groups say by `shard` whose it is."""
