@@ -274,12 +274,12 @@ class Fsdp(wrapper.Wrapper):
                 ),
                 (
                     self.world_size == 1
-                    or not sharded_optimizer.algorithm_of(type(optimizer), sharded_optimizer.OF_ALL),
+                    or not sharded_optimizer.algorithm_of(optimizer.__class__, sharded_optimizer.OF_ALL),
                     f"{type(optimizer).__name__} looks at all gradients at once, and here each rank steps its own"
                     " parts",
                 ),
                 (
-                    not sharded_optimizer.algorithm_of(type(optimizer), sharded_optimizer.OF_WHOLE),
+                    not sharded_optimizer.algorithm_of(optimizer.__class__, sharded_optimizer.OF_WHOLE),
                     f"{type(optimizer).__name__} looks at whole parameters, of which fsdp has flat parts: take"
                     " ShardedOptimizer with another strategy, such as bucketed",
                 ),

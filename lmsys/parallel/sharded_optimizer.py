@@ -151,7 +151,7 @@ class ShardedOptimizer(Optimizer):
                 " first, or write into the parameter by copy_()",
             ),
             (
-                self.world_size == 1 or not algorithm_of(type(self._local), OF_ALL),
+                self.world_size == 1 or not algorithm_of(self._local.__class__, OF_ALL),
                 f"{type(self._local).__name__} looks at all gradients at once, and here each rank steps its own"
                 " parameters",
             ),
