@@ -143,6 +143,11 @@ def check_private(path: Path) -> None:
             )
 
 
+def digest_of(content: object) -> str:
+    """The SHA-256, in hexadecimal digits, of content as JSON with keys in order."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:

@@ -18,7 +18,6 @@ While a run lasts, the same content is appended to a journal, `<result>.partial`
 then one for each record.
 """
 
-import hashlib
 import json
 import os
 import statistics
@@ -68,22 +67,18 @@ def today(record: fields.Record) -> fields.Record:
 
 def seal(record: fields.Record) -> str:
     """SHA-256, in hexadecimal, of the JSON, keys in order, of a record or of all under "lmsys", without its seal."""
-    return _digest({name: value for name, value in record.items() if name != "seal"})
+    return files.digest_of({name: value for name, value in record.items() if name != "seal"})
 
 
 def others_seal(file: fields.Record) -> str:
     """SHA-256, in hexadecimal, of pytest-benchmark's part of a result file: all but what lies under "lmsys"."""
     # Through JSON, as a reader will find it.
-    return _digest(json.loads(json.dumps({name: value for name, value in file.items() if name != "lmsys"})))
+    return files.digest_of(json.loads(json.dumps({name: value for name, value in file.items() if name != "lmsys"})))
 
 
 def older_file_seal(content: fields.Record) -> str:
     """The seal of files of lmsys 0.1: of the machine and the seals of the records, in their order."""
-    return _digest([content["machine"], [record.get("seal") for record in content["records"]]])
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return files.digest_of([content["machine"], [record.get("seal") for record in content["records"]]])
 
 
 def summarize(samples_s: Sequence[float]) -> fields.Record:

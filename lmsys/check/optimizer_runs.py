@@ -15,14 +15,14 @@ import torch
 from lmsys import draws, values
 from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
+from lmsys.parallel import sharded_optimizer
 
 # Algorithms without a formula here, by their names in class names that may also have Adam or SGD in them. A name with a
 # space behind it must end the class's name: an AdamPlain is no AdamP.
 OTHERS = (
-    *("AdaBelief", "Adafactor", "AdaMax", "Adamax", "Adam_mini", "AdaMod", "Adan", "Cautious", "DAdapt", "GaLore"),
-    *("Lamb", "LAMB", "Lion", "NAdam", "QHAdam", "RAdam", "SparseAdam", "ScheduleFree", "SignSGD", "Signum", "LARS"),
-    *("Muon", "Prodigy", "RMSprop", "Shampoo", "SOAP", "Sophia", "StableAdam"),
-    *("AdamMini", "AdamP ", "ASGD ", "SGDP ", "SGDW "),
+    *sharded_optimizer.OF_WHOLE,
+    *("AdaBelief", "AdaMax", "Adamax", "AdaMod", "Adan", "Cautious", "DAdapt", "Lion", "NAdam", "QHAdam", "RAdam"),
+    *("SparseAdam", "ScheduleFree", "SignSGD", "Signum", "Muon", "Prodigy", "RMSprop", "Sophia", "ASGD ", "SGDW "),
 )
 
 
@@ -64,7 +64,7 @@ def claim_of(optimizer: Any) -> Claim:
     values.hold((inspect.isclass(optimizer), f"{optimizer!r} is no class: name the class of the optimizer"))
     parameters, name = _parameters(optimizer), optimizer.__name__
     names = [cls.__name__ for cls in optimizer.__mro__]  # this class's name, then those of its bases
-    other = next((algorithm for algorithm in OTHERS if algorithm in " ".join(names)), "")
+    other = sharded_optimizer.algorithm_of(optimizer, OTHERS)
     nearest = next((x.lower() for x in names if "adam" in x.lower()), "") if "betas" in parameters else ""
     fitting = [
         (algorithm, why)

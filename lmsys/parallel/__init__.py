@@ -12,8 +12,10 @@ __all__ = ["STRATEGIES", "StrategyTraits"]
 
 def _row(name: str, target: str, label: str, color: str, supports: str = "") -> Entry:
     """A row by its name, where its class is, its label and its color in plots. `supports`: as in `Entry`."""
-    is_peer = target.startswith("peers:")
-    return Entry(name, f"lmsys.parallel.{target}", label, is_peer, supports, traits={"color": color})
+    return Entry(
+        name, f"lmsys.parallel.{target}", label, peer=target.startswith("peers:"), supports=supports,
+        traits={"color": color},
+    )  # fmt: skip
 
 
 # `supports` of rows that need GPUs.

@@ -377,13 +377,14 @@ class Walk:
     release_first  True: the unit behind is released before the unit ahead is gathered; False: after that
     seen           the units in the order in which they were used
     visits         the units that a backward will come back to, in the order of the forward
+    forwards       of a backward: the walks of the forwards that it has come to
     strayed        True once a unit was used that was not expected
     """
 
     def __init__(self, order: Iterable[Unit], release: Callable[[Unit], Any], release_first: bool = False):
         self.order, self._release, self._release_first = list(order), release, release_first
         self._at = -1  # the place in `order` of the present use; -1 before the first
-        self.seen, self.visits, self.strayed = list[Unit](), list[Unit](), False
+        self.seen, self.visits, self.forwards, self.strayed = list[Unit](), list[Unit](), list[Walk](), False
 
     def enter(self, unit: Unit) -> None:
         """Called when a use of a unit begins: begins to gather it, and the unit that is expected next."""

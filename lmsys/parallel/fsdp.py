@@ -17,7 +17,7 @@ order of their calls: it gathers them again, and reduce-scatters their gradients
   backward's walk are appended the units of each forward that it comes to, the last one first. A unit whose last use is
   over is released: in a forward before the next one is gathered (`release_first`), in a backward after that. A walk
   keeps the units that were used, in order (`seen`), those that a backward will come back to (`visits`), and whether a
-  unit was not expected (`strayed`).
+  unit was not expected (`strayed`). A backward's walk keeps those of the forwards that it has come to (`forwards`).
 
 wrapper.py says when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward` and
 `_leave_forward`; a backward that comes to the output of a block calls `_return_to`. `structure.weakly` makes a hook of
@@ -104,7 +104,6 @@ class Fsdp(wrapper.Wrapper):
         self._other_order: list[flat_shard.Unit] = []  # another order, in which a forward has used them
         self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
         self._back = flat_shard.Walk((), KEEP)  # the backward's; that of a forward is `_walk`, a field of `Wrapper`
-        self._begun = WeakSet[flat_shard.Walk]()  # forwards that this backward has come to
         # Units whose gradients this backward has yet to reduce; those whose reduction has begun, the earliest first.
         self._to_reduce, self._reducing = set[flat_shard.Unit](), list[flat_shard.Unit]()
         for block, unit in zip(structure.blocks_of(module), self._order, strict=True):
@@ -183,8 +182,7 @@ class Fsdp(wrapper.Wrapper):
         self._begin_forward(KEEP if again else flat_shard.Unit.free)
         if self._dtype is not None and not self._autocasts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-        device = next(self._flats()).whole.device.type if self._autocasts else "cpu"
-        with torch.autocast(device, self._dtype, enabled=True) if self._autocasts else nullcontext():
+        with torch.autocast(next(self._flats()).whole.device.type, self._dtype) if self._autocasts else nullcontext():
             try:
                 output = super().forward(*args, **kwargs)
             finally:
@@ -275,12 +273,13 @@ class Fsdp(wrapper.Wrapper):
                     " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)",
                 ),
                 (
-                    self.world_size == 1 or not sharded_optimizer.is_any(optimizer, sharded_optimizer.OF_ALL),
+                    self.world_size == 1
+                    or not sharded_optimizer.algorithm_of(optimizer.__class__, sharded_optimizer.OF_ALL),
                     f"{type(optimizer).__name__} looks at all gradients at once, and here each rank steps its own"
                     " parts",
                 ),
                 (
-                    not sharded_optimizer.is_any(optimizer, sharded_optimizer.OF_WHOLE),
+                    not sharded_optimizer.algorithm_of(optimizer.__class__, sharded_optimizer.OF_WHOLE),
                     f"{type(optimizer).__name__} looks at whole parameters, of which fsdp has flat parts: take"
                     " ShardedOptimizer with another strategy, such as bucketed",
                 ),
@@ -420,8 +419,8 @@ class Fsdp(wrapper.Wrapper):
 
     def _enter_backward(self, walk: flat_shard.Walk | None, *_: Any) -> None:
         super()._enter_backward(walk)
-        if walk is not None and walk not in self._begun:
-            self._begun.add(walk)
+        if walk is not None and walk not in self._back.forwards:
+            self._back.forwards.append(walk)
             self._back.end()  # the backward of a later forward is over
             self._to_come.discard(walk)
             self._back.order += walk.visits[::-1]
@@ -430,7 +429,6 @@ class Fsdp(wrapper.Wrapper):
 
     def _begin_backward(self) -> None:
         self._back = flat_shard.Walk((), structure.weakly(self._is_over))
-        self._begun.clear()
         self._to_reduce = set(self._unit_of)
         self._pin(self._units[0])
 

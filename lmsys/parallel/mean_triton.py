@@ -26,10 +26,8 @@ def _mean_kernel(
     for rank in tl.static_range(WORLD_SIZE):
         if rank == RANK:
             x = tl.load(OWN + place, mask=mask, other=0.0)
-        elif rank < RANK:
-            x = tl.load(OTHERS + rank * tl.cast(between, tl.int64) + place, mask=mask, other=0.0)
-        else:
-            x = tl.load(OTHERS + (rank - 1) * tl.cast(between, tl.int64) + place, mask=mask, other=0.0)
+        else:  # the others are without OWN
+            x = tl.load(OTHERS + (rank - (rank > RANK)) * tl.cast(between, tl.int64) + place, mask=mask, other=0.0)
         total += x.to(WIDE)
     tl.store(OUT + place, (total / WORLD_SIZE).to(OUT.dtype.element_ty), mask=mask)
 

@@ -12,7 +12,7 @@ Source: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
 """
 
 import math
-import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -247,31 +247,32 @@ def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tup
     """
     sizes = SIZES[device.type]
     least = torch.full((len(sizes),), float("inf"), dtype=torch.float64, device=device)
-    for left in reversed(range(ROUNDS)):
+    for _ in range(ROUNDS):
         times = [_seconds(torch.zeros(size // 4, device=device), group) for size in sizes]
         least = torch.minimum(least, least.new_tensor(times))
         slowest = least.clone()
         torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX, group=group)
         seconds = slowest.tolist()
-        if seconds == sorted(seconds) or not left:  # all ranks decide alike, by the same `seconds`
+        if seconds == sorted(seconds):  # all ranks decide alike, by the same `seconds`
             break
     return fit_latency_bandwidth(sizes, seconds)
 
 
 def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
     """The least time of CALLS all-reduces of x, after one that connects the ranks."""
-    samples = []
-    for _ in range(1 + CALLS):
+
+    def wait() -> None:
         if collectives.is_nccl(group, x):
             torch.cuda.synchronize(x.device)
         else:
             torch.distributed.barrier(group)
-        start = time.perf_counter()
+
+    def call() -> None:
         torch.distributed.all_reduce(x, group=group)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
-        samples.append(time.perf_counter() - start)
-    return min(samples[1:])
+
+    return min(timeit.repeat(call, wait, number=1, repeat=1 + CALLS)[1:])
 
 
 class Bucketed(Overlapped):

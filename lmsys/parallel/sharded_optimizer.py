@@ -14,6 +14,7 @@ each param group. Checkpoints (`lmsys.training.training_state`) and `Fsdp` call 
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, count, islice
 from typing import Any
 
@@ -93,7 +94,7 @@ class ShardedOptimizer(Optimizer):
     itself; `load_state_dict` takes either. All ranks call the constructor, `step` and `full_state_dict`.
 
     torch's constructor, which runs within this one, calls `add_param_group` for each group. A subclass overrides
-    `_flatten`, which `add_param_group` calls for parameters that no flat buffer has.
+    `_flatten`, which `add_param_group` calls for parameters that no flat buffer has, and `_gather`.
     """
 
     def __init__(
@@ -143,15 +144,7 @@ class ShardedOptimizer(Optimizer):
         return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps this rank's parameters, then gathers all ranks'. Takes the arguments of `optimizer_cls.step`."""
-        loss = self.step_own(*args, **kwargs)
-        for pending in [buffer.gather(self.group) for buffer in self.flat_buffers]:
-            pending.wait()
-        torch.autograd.graph.increment_version(list(self.owners))  # the gather wrote them through their flat buffers
-        return loss
-
-    def step_own(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps this rank's parameters without gathering the others, which keep their old values here.
+        """Steps this rank's parameters, then gathers all ranks'. Takes the arguments of `optimizer_cls.step`.
 
         ValueError where a parameter has left its flat buffer: what is gathered would not reach it.
         """
@@ -162,7 +155,7 @@ class ShardedOptimizer(Optimizer):
                 " first, or write into the parameter by copy_()",
             ),
             (
-                self.world_size == 1 or not is_any(self._local, OF_ALL),
+                self.world_size == 1 or not algorithm_of(self._local.__class__, OF_ALL),
                 f"{type(self._local).__name__} looks at all gradients at once, and here each rank steps its own"
                 " parameters",
             ),
@@ -174,7 +167,14 @@ class ShardedOptimizer(Optimizer):
         loss = self._local.step(*args, **kwargs)
         for group, local in both:
             group.update(without(local, "params"))  # an optimizer may keep counters in its param groups
+        self._gather()
         return loss
+
+    def _gather(self) -> None:
+        """Called when this rank's parameters have been stepped: gathers those of all ranks."""
+        for pending in [buffer.gather(self.group) for buffer in self.flat_buffers]:
+            pending.wait()
+        torch.autograd.graph.increment_version(list(self.owners))  # the gather wrote them through their flat buffers
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share: state by the parameter's number over all groups; the groups say by `shard` whose it is."""
@@ -210,10 +210,11 @@ class ShardedOptimizer(Optimizer):
         self.state = self._local.state
 
 
-def is_any(optimizer: Optimizer, algorithms: Iterable[str]) -> bool:
-    """True if the name of the optimizer's class, or of one that it derives from, has one of these words in it."""
-    names = " ".join(cls.__name__ for cls in type(optimizer).__mro__)
-    return any(word in names for word in algorithms)
+@cache  # every step asks it
+def algorithm_of(optimizer_cls: type, algorithms: tuple[str, ...]) -> str:
+    """The first of these words that is in the name of the class, or of one that it derives from; "" where none is."""
+    names = " ".join(cls.__name__ for cls in optimizer_cls.__mro__)
+    return next((word for word in algorithms if word in names), "")
 
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -298,12 +298,10 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def _gather(self) -> None:
         wrapper = self._wrapper()
         assert wrapper is not None, "the strategy that this optimizer belongs to is gone"
-        loss = self.step_own(*args, **kwargs)
         wrapper.stepped()
-        return loss
 
 
 class CopyEngineZero1(copy_engine.ByCopyEngines, Zero1):

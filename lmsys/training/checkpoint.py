@@ -9,7 +9,6 @@ The training loop calls `save`, and the pipeline `newest`, which gives a `Checkp
 in the parts. For a loop of your own `save_checkpoint` writes one file, without checksums.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -173,7 +172,10 @@ def read(manifest: Path) -> Checkpoint:
         values.path("manifest", manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict
     )
     values.hold(
-        (content.pop("sha256") == _digest(content), f"{manifest}: its SHA-256 is not the one that it was saved with"),
+        (
+            content.pop("sha256") == files.digest_of(content),
+            f"{manifest}: its SHA-256 is not the one that it was saved with",
+        ),
         (
             content["format"] == _FORMAT,
             f"{manifest}: format {content['format']} is not the {_FORMAT} of this version; update lmsys",
@@ -210,15 +212,10 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[st
 
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
-    """Writes the manifest, with its own SHA-256."""
+    """Writes the manifest; its entry "sha256" is that of its other content."""
     _sync_folder(manifest.parent)  # the names of the parts are on the disk before that of the manifest
-    files.write_json(manifest, {**content, "sha256": _digest(content)})
+    files.write_json(manifest, {**content, "sha256": files.digest_of(content)})
     _sync_folder(manifest.parent)
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest's content, without the entry "sha256" that holds it."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

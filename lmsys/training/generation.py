@@ -40,12 +40,10 @@ class Sampling(strict_json.Checked):
         Among equally likely ids the lower comes first.
         """
         ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
-        if self.temperature == 0:
-            ordered[:, 1:] = -torch.inf
-        else:
-            ordered = (ordered - ordered[:, :1]) / self.temperature  # the largest is 0, so that none overflows
-        if self.top_k is not None:
-            ordered[:, self.top_k :] = -torch.inf
+        ordered = (ordered - ordered[:, :1]) / (self.temperature or 1.0)  # the largest is 0, so that none overflows
+        top_k = self.top_k if self.temperature else 1
+        if top_k is not None:
+            ordered[:, top_k:] = -torch.inf
         kept = torch.softmax(ordered, dim=-1)
         if self.top_p < 1:
             kept = kept.masked_fill(kept.cumsum(dim=-1) - kept >= self.top_p, 0.0)

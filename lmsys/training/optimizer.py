@@ -103,12 +103,14 @@ class AdamW(Optimizer):
         """ValueError for options of a param group that are wrong."""
         for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
             finite(name, value, least=0)
-        are_right = (
-            isinstance(betas, Sequence)
-            and len(betas) == 2
-            and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
+        hold(
+            (
+                isinstance(betas, Sequence)
+                and len(betas) == 2
+                and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas),
+                f"{betas=} must be two numbers in [0, 1)",
+            )
         )
-        hold((are_right, f"{betas=} must be two numbers in [0, 1)"))
 
     @torch._disable_dynamo  # compiled code breaks here: torch.compile cannot trace the call of torch's function
     @torch.no_grad()

@@ -35,6 +35,17 @@ register_kernels(r"^_whole_squares_kernel$", "reduction")
 
 
 @triton.jit
+def _block(SIZES, OWNERS, CHUNKS, BLOCK: tl.constexpr):
+    """The elements that this program owns: (their tensor, the first, how many the tensor has from there, 0 to BLOCK-1).
+
+    The first three arguments are the tables of `chunks_of`.
+    """
+    tensor = tl.load(OWNERS + tl.program_id(0))
+    first = tl.load(CHUNKS + tl.program_id(0)).to(tl.int64) * BLOCK
+    return tensor, first, tl.load(SIZES + tensor) - first, tl.arange(0, BLOCK)
+
+
+@triton.jit
 def _address(
     ADDRESSES, row: tl.constexpr, tensor, num_tensors, ALIGNED: tl.constexpr, dtype: tl.constexpr = tl.float32
 ):
@@ -107,10 +118,7 @@ def _adamw_kernel(
     if FOUND_INF is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
         if tl.load(FOUND_INF) == 1:
             return
-    tensor = tl.load(OWNERS + tl.program_id(0))
-    first = tl.load(CHUNKS + tl.program_id(0)).to(tl.int64) * BLOCK
-    left = tl.load(SIZES + tensor) - first
-    within = tl.arange(0, BLOCK)
+    tensor, first, left, within = _block(SIZES, OWNERS, CHUNKS, BLOCK)
     p = _address(ADDRESSES, P, tensor, num_tensors, ALIGNED) + first + within
     g = _address(ADDRESSES, G, tensor, num_tensors, ALIGNED) + first + within
     m = _address(ADDRESSES, M, tensor, num_tensors, ALIGNED) + first + within
@@ -196,10 +204,7 @@ def _whole_squares_kernel(ADDRESSES, SIZES, OWNERS, CHUNKS, SCALES, SUMS, BLOCK:
     The numbers are whole, and their sum is the same in any order, so that programs may add to one place as they end.
     ADDRESSES (num_tensors) int64 are those of the tensors; SCALES is `scales`.
     """
-    tensor = tl.load(OWNERS + tl.program_id(0))
-    first = tl.load(CHUNKS + tl.program_id(0)).to(tl.int64) * BLOCK
-    left = tl.load(SIZES + tensor) - first
-    within = tl.arange(0, BLOCK)
+    tensor, first, left, within = _block(SIZES, OWNERS, CHUNKS, BLOCK)
     x_at = tl.load(ADDRESSES + tensor).to(tl.pointer_type(tl.float32)) + first + within
     x = tl.load(x_at, mask=within < left, other=0.0).to(tl.float64)
     scaled = x * x * tl.load(SCALES)

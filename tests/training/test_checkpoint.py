@@ -22,6 +22,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lmsys import files
 from lmsys.config import ModelConfig
 from lmsys.training import checkpoint
 from lmsys.training.checkpoint import SaveError, newest, read, save
@@ -88,7 +89,7 @@ def sign_anew(manifest: Path, **changes: Any) -> None:
     """Changes a manifest, and gives it the right checksum."""
     content = json.loads(manifest.read_text()) | changes
     del content["sha256"]
-    manifest.write_text(json.dumps({**content, "sha256": checkpoint._digest(content)}))
+    manifest.write_text(json.dumps({**content, "sha256": files.digest_of(content)}))
 
 
 @pytest.mark.parametrize(
