@@ -242,14 +242,12 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
     )
 
 
-def compare_in_turns(records: Iterable[fields.Record], margin: float | None = None) -> list[Change]:
+def compare_in_turns(records: Iterable[fields.Record], margin: float) -> list[Change]:
     """The changes in a run with --against, in which rows took turns with their own earlier state.
 
-    margin  a change of less than this share is none; None: the largest margin that the records have
+    margin  a change of less than this share is none
     """
-    pairs = in_turns(records)
-    of_file = max((old["against"]["margin"] for old, _ in pairs), default=0.0)
-    return _judged([_change(old, new) for old, new in pairs], of_file if margin is None else margin)
+    return _judged([_change(old, new) for old, new in in_turns(records)], margin)
 
 
 def in_turns(records: Iterable[fields.Record]) -> list[Pair]:

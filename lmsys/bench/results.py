@@ -125,10 +125,14 @@ class Session:
             )
         )
         if self.checkout:
-            for key, other in ((key, self._other(key)) for key in keys):
-                hold((other in keys, f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}"))
-                if key not in self.carried or other not in self.carried:  # the two are measured in turns, or not at all
-                    self.carried.pop(key, None)
+            suffix = f"@{self.checkout.name}"
+            for benchmark, name in keys:
+                other = name.removesuffix(suffix) if name.endswith(suffix) else name + suffix
+                hold(
+                    ((benchmark, other) in keys, f"--against {self.checkout.text}: select {other}, too, beside {name}")
+                )
+                if not {(benchmark, name), (benchmark, other)} <= self.carried.keys():
+                    self.carried.pop((benchmark, name), None)  # the two are measured in turns, or not at all
         asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
         self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
@@ -158,12 +162,6 @@ class Session:
         """The names of fields that say what a case is, such as axes, and that all these cases, one or more, have."""
         shared = set.intersection(*(set(self._cases[key].axes) for key in keys))
         return ["benchmark", "section", "impl", "device", *sorted(shared)]
-
-    def _other(self, key: Key) -> Key:
-        """The key of the same case in the earlier state of the code; for an earlier one, the key of today's."""
-        assert self.checkout is not None
-        (benchmark, name), suffix = key, f"@{self.checkout.name}"
-        return benchmark, name.removesuffix(suffix) if name.endswith(suffix) else name + suffix
 
     def result(self, key: Key) -> Record:
         """The case's record; the first of a group to ask has the whole group run."""

@@ -6,7 +6,6 @@ its answers. To change when two rows count as equally fast, edit NEAR.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from statistics import geometric_mean, median
 
@@ -15,20 +14,6 @@ from lmsys.bench import fields, record
 NEAR = 1.02  # a row that takes at most this times the fastest row's time counts as equally fast
 FAILED = "wrong", "error"  # outcomes that `failed` lists
 NEAR_TEXT = f"{100 * (NEAR - 1):.0f} %"  # for sentences of reports
-
-
-@dataclass(frozen=True)
-class Fastest:
-    """The fastest row.
-
-    row          its name
-    first        in how many comparisons it took at most NEAR times the time of the fastest row there
-    comparisons  in how many it was sampled
-    """
-
-    row: str
-    first: int
-    comparisons: int
 
 
 def undisturbed(cases: Sequence[fields.Record]) -> Sequence[fields.Record]:
@@ -61,8 +46,11 @@ def ratio_of(ours: fields.Record, theirs: fields.Record) -> float | None:
     return median(ratios) if ratios else None
 
 
-def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> Fastest:
-    """The row that the fewest other rows beat, by geometric means over shared comparisons; ties go to more comparisons.
+def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> tuple[str, int, int]:
+    """(the fastest row, in how many comparisons it was first or near, in how many it was sampled).
+
+    The fastest row is the one that the fewest other rows beat, by geometric means over shared comparisons; ties go to
+    more comparisons. It is near where it took at most NEAR times the time of the fastest row of the comparison.
 
     comparisons  timed cases that were sampled together; of a row that has several the fastest counts
     """
@@ -84,7 +72,7 @@ def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> Fastest:
 
     row = min(sorted(set().union(*rows)), key=rank)
     shared = [cases for cases in rows if row in cases]
-    return Fastest(row, sum(over_fastest(row, cases) <= NEAR for cases in shared), len(shared))
+    return row, sum(over_fastest(row, cases) <= NEAR for cases in shared), len(shared)
 
 
 def _slowness(ours: fields.Record, theirs: fields.Record) -> float:

@@ -37,9 +37,8 @@ WAYS = {  # {value of the field `compile`: how a model's steps ran, for the capt
     "fused": "by kernels of lmsys in place of a compiler, and replayed",
     "eager": "PyTorch's own kernels, one after another",
 }
-# The columns of the tables of `fastest_of`. `_texts` returns the second to the sixth, in this order. `fastest_of`
-# counts on the first two being keys and the third being the time: `keys=2`, `best` and `details` there.
-COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest", "MFU", "run"]
+# Columns of the tables of `fastest_of` that are empty in a line without a fastest row.
+FIGURES = ["time", "rate", "speed", "over the next fastest"]
 OPTIONAL = {"over the next fastest", "MFU"}  # columns that a table leaves out where all lines are empty there
 LINE_IN = 0.29  # height of a plot's strip for one setting, in inches
 KEYS = {  # fields that say what a training step was, and the heads of their columns
@@ -125,13 +124,12 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
     shown = _shown_keys(question, lines, list(settings))
     heads = [_setting(machine, question, line, shown) for line in lines]
-    marks, texts = cells.Notes(), list[list[str]]()  # texts: by line those of COLUMNS, in order
+    marks, texts = cells.Notes(), list[dict[str, str]]()  # texts: by line those of its columns
     for head, line in zip(heads, lines, strict=True):
         mfu = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if question.mfu and line["mfu"] else ""
-        texts.append([head] + _texts(line, marks) + [mfu, runs[line["run"]]])
-    columns = dict(zip(COLUMNS, zip(*texts, strict=True), strict=True))
-    columns = {head: column for head, column in columns.items() if any(column) or head not in OPTIONAL}
-    rows = list(zip(*columns.values(), strict=True))
+        texts.append({"setting": head} | _texts(line, marks) | {"MFU": mfu, "run": runs[line["run"]]})
+    columns = [column for column in texts[0] if column not in OPTIONAL or any(line[column] for line in texts)]
+    rows = [[line[column] for column in columns] for line in texts]
     name = f"{machine.slug}-fastest-{load.file_name(question.word)}"
     dates_of, commands = load.run_names(machine, runs), load.commands(machine, runs)
     # A line may have several ways, as "compiled or graphed": so each name is looked for in the text of all lines.
@@ -145,7 +143,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         + question.about
         + f" {ways}." * bool(ways)
         + " MFU is that of the fastest row, in the shape where it is highest." * ("MFU" in columns),
-        columns=list(columns),
+        columns=columns,
         rows=rows,
         data=tables.lines_of(lines, [name for name in lines[0] if name not in INNER]),
         notes=cells.below(marks, rows)
@@ -153,7 +151,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         + load.legend(machine, question.kind, set[str]().union(*map(itemgetter("named"), lines))),
         keys=2,
         source=machine.about(sum(settings.values(), [])),  # the cases of all settings
-        # Column 2 of COLUMNS is the time: the best figure; columns 0 and 1 are keys, and all others have details.
+        # Column 2 is the time: the best figure; columns 0 and 1 are keys, and all others have details.
         best=frozenset((at, 2) for at, line in enumerate(lines) if line["fastest"]),
         details={(at, column): line["details"] for at, line in enumerate(lines) for column in range(2, len(columns))},
         plot=standing(machine, lines, heads, question.title, name, question.kind),
@@ -182,24 +180,22 @@ def _setting(machine: load.Machine, question: Question, line: fields.Record, nam
     return ", ".join(filter(None, texts))
 
 
-def _texts(line: fields.Record, notes: cells.Notes) -> list[str]:
-    """The texts of a line, of the second to the sixth of COLUMNS, in their order.
-
-    They are the row, its time, its rate, its speed over the base, and that over the next fastest row unless that is
-    the base.
-    """
+def _texts(line: fields.Record, notes: cells.Notes) -> dict[str, str]:
+    """The texts of a line by column: the row, its time, its rate, its speed over the base, and that over the next
+    fastest row unless that is the base."""
     disturbed = ", all of them disturbed" * (line["disturbed"] == "all")
     if line["disturbed"] == "some":
         disturbed = cells.mark(notes, DISTURBED)
     if not line["fastest"]:  # each row was slower than another one, as may be where samples spread
-        return [f"not settled{disturbed}", "", "", "", ""]
+        return {"fastest row": f"not settled{disturbed}"} | dict.fromkeys(FIGURES, "")
     row = line["called"] + f" (of {line['rows']} rows)" * (line["rows"] < FEW) + disturbed
     if line["rivals"]:
         row += cells.mark(notes, RIVALS.format(", ".join(line["rivals"])))
     speed = _times(line["speedup"], line["over_as"])
     if speed and line["unsteady"]:
         speed += cells.mark(notes, UNSTEADY)
-    return [row] + line["measured"] + [speed, _times(line["lead"], line["next_as"]) * (line["next"] != line["over"])]
+    figures = line["measured"] + [speed, _times(line["lead"], line["next_as"]) * (line["next"] != line["over"])]
+    return {"fastest row": row} | dict(zip(FIGURES, figures, strict=True))
 
 
 def _times(speed: float | None, name: str) -> str:

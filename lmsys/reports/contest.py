@@ -168,28 +168,28 @@ class Contest:
         standing              by row its speed as a share of the fastest row's, from 0 to 1
         details, over_as, ... texts for the table
         """
-        winner = verdict.fastest(self.comparisons)
-        best = best_of([[case for case in rows if case["impl"] == winner.row] for rows in self.comparisons], winner.row)
-        run, speed, figures = best[0]["run"], self._speed(winner.row), self._figures(best)
+        row, first, comparisons = verdict.fastest(self.comparisons)
+        best = best_of([[case for case in rows if case["impl"] == row] for rows in self.comparisons], row)
+        run, speed, figures = best[0]["run"], self._speed(row), self._figures(best)
         over, following = best_of(self.comparisons, speed["over"]), best_of(self.comparisons, speed["next"])
         called = {", ".join((self.machine.called(case),) + self.run_as(case)[1:]) for case in best}
         rows = sorted(set(map(ROW, self.cases)))
-        shapes = f"{winner.comparisons} shape" + "s" * (winner.comparisons != 1)
+        shapes = f"{comparisons} shape" + "s" * (comparisons != 1)
         details = [
             load.run_told(self.machine.runs[self.cases[0]["run"]]),
             f"{', '.join(rows)} took turns",
-            f"in {winner.first} of {shapes} no other was more than {verdict.NEAR_TEXT} faster",
+            f"in {first} of {shapes} no other was more than {verdict.NEAR_TEXT} faster",
             f"time and rate in its longest shape: {figures['shape']}" * bool(figures["shape"]),
         ]
         names = sorted({str(case.get("strategy") or case["impl"]) for case in self.cases})
-        means = {name: cells.geometric_mean(self.ratios(name, winner.row)) for name in names}
+        means = {name: cells.geometric_mean(self.ratios(name, row)) for name in names}
         ways = " or ".join(sorted({str(case.get(self.way)) for case in best}))
         return {
-            "row": winner.row,
+            "row": row,
             "called": " or ".join(sorted(called)),
             **({self.way: ways} if self.way else {}),
-            "fastest": winner.first,
-            "comparisons": winner.comparisons,
+            "fastest": first,
+            "comparisons": comparisons,
             "rows": len(rows),
             **speed,
             "mfu": max((float(case.get("mfu") or 0) for case in best), default=0) or None,

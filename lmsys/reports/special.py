@@ -342,7 +342,7 @@ def rivals(
     names        templates of the beginning and of the end of a line's name, with names of fields in braces
     word, title  the end of the file's name, and the title, with names of fields in braces
     """
-    data, by_end = list[fields.Record](), dict[str, list[fields.Record]]()
+    data = list[fields.Record]()
     pairs: dict[str, tuple[str, str]] = {}
     for ours, row in view.table("strategy").items():
         pairs |= {f"{ours} / {theirs}": (ours, theirs) for theirs in row.get("rivals") or ()}
@@ -350,16 +350,15 @@ def rivals(
         ratios = {head: contest.ratio_of_best(part.cases, *pair) for head, pair in pairs.items()}
         if any(ratios.values()):
             start, end = (words.filled(text, part.first) for text in names)
-            data.append({"training": start + end} | ratios)
-            by_end.setdefault(end, []).append(ratios)
+            data.append({"training": start + end, "end": end} | ratios)
     heads = list(filter(view.of(data).has_any, pairs))  # of the pairs that were timed
     if not heads:
         return None
     rows = []
     for line in data:
         rows.append([line["training"]] + [words.number(line[head]) if line[head] else "" for head in heads])
-    for end, lines in by_end.items():
-        rows.append([f"geometric mean, {end}"] + [cells.mean_text(view.of(lines).column(head)) for head in heads])
+    for (end,), part in view.of(data).groups(["end"]).items():
+        rows.append([f"geometric mean, {end}"] + [cells.mean_text(part.column(head)) for head in heads])
     return items.Table(
         name=view.file(words.filled(word, view.first)),
         title=words.filled(title, view.first),

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from textwrap import wrap
 
-from lmsys.bench import fields, verdict
+from lmsys.bench import fields, record, verdict
 from lmsys.reports import cells, load, tables, views, words
 
 MOST = 20  # the most lines of a benchmark, unless `every` case is asked for
@@ -91,11 +91,9 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list
     """
     names = part.identifying(["impl"])
     contenders = part.only("time_s and contends").cases
-    rows = {_words(part, case, names): case for case in part.cases}
-    today = {  # by a case's id: the case of today's row, which is itself unless it is of an earlier state
-        case["id"]: rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
-        for case in part.cases
-    }
+    by_id = {case["id"]: case for case in part.cases}
+    # By a case's id: the case of today's row, which is itself unless it is of an earlier state.
+    today = {name: by_id.get(record.today(case)["id"], case) for name, case in by_id.items()}
 
     def place(case: fields.Record) -> tuple[object, ...]:
         """A key that sorts by time; at the end disturbed rows, rows that do other work, and rows without a time."""

@@ -233,13 +233,16 @@ def test_the_same_runs_give_the_same_verdicts() -> None:
     ]
 
 
-def in_turns(seed: int, margin: float = 0.02, noise: float = 0.005, **factors: float) -> list[Record]:
+MARGIN = 0.02  # of the runs that `in_turns` makes
+
+
+def in_turns(seed: int, noise: float = 0.005, **factors: float) -> list[Record]:
     """A run that measured each row as it was and as it is today, in turns, while the clock moved much.
 
     noise    the spread of today's samples
     factors  {row: a factor on its times today}
     """
-    against = {"name": "0123456789", "commit": "0123456789abcdef", "margin": margin}
+    against = {"name": "0123456789", "commit": "0123456789abcdef", "margin": MARGIN}
     rng, records = random.Random(seed), []
     for old in run(seed, clock=1 + seed):
         samples = [rng.gauss(1, noise) * factors.get(old["impl"], 1.0) * sample for sample in old["samples_s"]]
@@ -249,21 +252,16 @@ def in_turns(seed: int, margin: float = 0.02, noise: float = 0.005, **factors: f
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.03, SLOWER), (1 / 1.03, FASTER), (1.005, SAME)])
 def test_rows_that_took_turns_with_themselves_need_no_peer(factor: float, verdict: str) -> None:
-    changes = compare_in_turns(in_turns(1, mine=factor))
+    changes = compare_in_turns(in_turns(1, mine=factor), MARGIN)
     by_row = verdicts(changes)
     assert by_row.pop("mine") == {verdict} and set().union(*by_row.values()) == {SAME}
     assert len(changes) == 40 and {change.beside for change in changes} == {f"{row}@0123456789" for row in ROWS}
     assert verdict == SAME or changes[0].ratio == pytest.approx(factor, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("of_run", "asked", "verdict"),
-    [(0.02, (), SLOWER), (0.06, (), SAME), (0.06, (0.01,), SLOWER), (0.06, (0.0,), SLOWER)],
-)
-def test_the_margin_is_that_of_the_run_unless_another_is_asked_for(
-    of_run: float, asked: tuple[float, ...], verdict: str
-) -> None:
-    assert verdicts(compare_in_turns(in_turns(1, of_run, mine=1.03), *asked))["mine"] == {verdict}
+@pytest.mark.parametrize(("margin", "verdict"), [(0.02, SLOWER), (0.06, SAME), (0.0, SLOWER)])
+def test_a_change_within_the_margin_is_none(margin: float, verdict: str) -> None:
+    assert verdicts(compare_in_turns(in_turns(1, mine=1.03), margin))["mine"] == {verdict}
 
 
 @pytest.mark.parametrize(
@@ -290,25 +288,25 @@ def test_a_row_that_was_wrong_is_mended_and_one_that_is_now_is_broken(
     records = in_turns(1)
     for number, (outcome, reason) in ended.items():
         records[number] |= {"outcome": outcome, "samples_s": None, "reason": reason}
-    found = list(lines(compare_in_turns(records), 0.02))
+    found = list(lines(compare_in_turns(records, MARGIN), MARGIN))
     assert {number: " ".join(found[number].split()) for number in printed} == printed
 
 
 def test_cases_of_other_runs_took_no_turns() -> None:
     """After `--resume` a file has cases of two runs. A record's `comparison` names its run."""
     records = [record | ({"comparison": "another"} if record.get("against") else {}) for record in in_turns(1)]
-    assert not compare_in_turns(records)
+    assert not compare_in_turns(records, MARGIN)
 
 
 def test_what_looks_changed_once_and_not_again_is_no_change() -> None:
     """Two processes of the same code may differ by the place of their memory, and the next two may not."""
     same, slower, also_slower = in_turns(1), in_turns(2, mine=1.04), in_turns(3, mine=1.04)
     assert look_changed(slower) and not look_changed(same)
-    assert verdicts(compare_in_turns(slower))["mine"] == {SLOWER}
+    assert verdicts(compare_in_turns(slower, MARGIN))["mine"] == {SLOWER}
     once = learnt(slower, spreads_between([same, slower]))
-    assert SLOWER not in verdicts(compare_in_turns(once))["mine"]
+    assert SLOWER not in verdicts(compare_in_turns(once, MARGIN))["mine"]
     twice = learnt(also_slower, spreads_between([slower, also_slower]))
-    assert verdicts(compare_in_turns(twice))["mine"] == {SLOWER}
+    assert verdicts(compare_in_turns(twice, MARGIN))["mine"] == {SLOWER}
 
 
 def test_a_file_with_rows_as_they_were_is_compared_to_others_by_those_of_today() -> None:

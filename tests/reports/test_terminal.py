@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lmsys.bench import verdict
+from lmsys.bench.record import earlier
 from lmsys.reports.answers import fastest_of, questions
 from lmsys.reports.items import Table
 from lmsys.reports.load import by_name, machines_of
@@ -146,9 +147,12 @@ def test_speedups_are_over_the_best_peer_and_a_wrong_row_says_why() -> None:
 
 def test_an_earlier_state_of_a_row_follows_it_with_its_speedup_over_it() -> None:
     """`--against` measures an earlier state of a row, which is named ROW@STATE."""
-    times = {"naive": 4e-3, "sdpa": 2e-3, "flex": 3e-3, "sdpa@1a2b3c": 1e-3, "naive@1a2b3c": 8e-3}
+    against = {"name": "1a2b3c", "commit": "1a2b3c", "margin": 0.02}
+    times = {"naive": 4e-3, "sdpa": 2e-3, "flex": 3e-3}
     records = [record("attention", name, seconds) for name, seconds in times.items()]
-    printed = lines(content_of(records), False, lambda case: "@" not in case["impl"], 120)
+    for name, seconds in {"sdpa": 1e-3, "naive": 8e-3}.items():
+        records.append(earlier(record("attention", name, seconds), against))
+    printed = lines(content_of(records), False, lambda case: not case["against"], 120)
     (table,) = tables(list(printed))
     assert [line.split()[0] for line in table] == ["sdpa", "sdpa@1a2b3c", "flex", "naive", "naive@1a2b3c"]
     assert "2.00 × sdpa" in table[1] and "0.500 × naive" in table[4]
