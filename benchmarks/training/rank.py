@@ -20,6 +20,7 @@ from lmsys import config, traits, values
 from lmsys.attention import ATTENTION
 from lmsys.bench import Entry, Failed, Record, findings, ranks
 from lmsys.measure import clock, memory, sensors
+from lmsys.measure.step import nothing
 from lmsys.parallel import STRATEGIES, group
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
 from lmsys.training import corpora, data, loop, reproducible
@@ -286,6 +287,8 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
         """The next step, unless a kernel was interpreted in the step before."""
         if not launched:
             _TRAINER[0].train_step()
+            if group.device().type == "cpu":  # there memory is profiled: see `memory.phases`
+                getattr(_TRAINER[0].strategy.wrapper, "wait", nothing)()
 
     try:
         with findings.interpreted_kernels() as launched:

@@ -105,7 +105,8 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
 
     peak_bytes is the most that was live during the step, live_bytes what is live at its end, both above what was live
     before the first step. A step's result is dropped; it must keep by itself what the next step needs. After a forward,
-    live_bytes is what the backward needs and the output: the activations.
+    live_bytes is what the backward needs and the output: the activations. On a CPU each step is profiled, and must wait
+    for its collectives: one of gloo that is under way when a profile ends crashes the process when it is freed.
     """
     memory: dict[str, dict[str, int]] = {}
     live = 0

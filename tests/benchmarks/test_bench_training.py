@@ -194,6 +194,31 @@ def test_all_supported_strategies_have_one_loss_curve(two_ranks: Ranks) -> None:
     assert sum("the reference: naive attention" in line for line in lines) == 1
 
 
+def under_way(case: TrainingCase, text: rank.Tokens) -> int:
+    """How many gathers of ZeRO-1 go on on this rank when a profiled step has ended, of those that it has begun."""
+    seen = list[int]()
+
+    def first_steps(make: Any, step: Any, device: str) -> Any:
+        make()
+        step()
+        gathers = rank._TRAINER[0].strategy.wrapper._gathering
+        assert gathers
+        seen.append(sum(gather.work is not None for gather in gathers))
+        return 0.0, {"step": {"peak_bytes": 0}}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank.memory, "first_steps", first_steps)
+        rank.inspect(case, text, 0)
+    return seen[0]
+
+
+def test_no_collective_is_under_way_when_a_profile_ends(two_ranks: Ranks) -> None:
+    """torch's profiler crashes on it, some time later."""
+    (case,) = cases_of(strategy=("zero1",))
+    text = tokens_of(case.tokens, case.val_tokens, case.vocab_size)
+    assert two_ranks.run(2, "gloo", under_way, case, text) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
