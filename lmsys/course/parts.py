@@ -102,7 +102,7 @@ def saved_lse(call: Callable[..., Tensor], inputs: testing.Inputs, grad: bool) -
     """
     o, shape = call(*inputs.leaves(True)), (inputs.q.shape[0] * inputs.q.shape[1], inputs.q.shape[2])
     node: Any = o.grad_fn
-    while not hasattr(node, "saved_tensors") and node.next_functions:
+    while not hasattr(node, "saved_tensors") and getattr(node, "next_functions", None):  # a node may be None
         node = node.next_functions[0][0]
     saved = [x for x in getattr(node, "saved_tensors", ()) if x is not None and x.shape == shape]
     if len(saved) != 1:

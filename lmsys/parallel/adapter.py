@@ -76,7 +76,7 @@ def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any])
     if "process_group" in taken:
         given["process_group"] = group
     if "bucket_size_mb" in taken:
-        given["bucket_size_mb"] = given.pop("bucket_mb", 25)  # MiB, the default of `Bucketed`
+        given.setdefault("bucket_size_mb", given.pop("bucket_mb", 25))  # MiB, the default of `Bucketed`
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     unknown = sorted(given.keys() - taken.keys())
     hold((takes_all or not unknown, f"{strategy.__name__} does not take {', '.join(unknown)}"))

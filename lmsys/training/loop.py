@@ -195,7 +195,8 @@ class Trainer:
             return optimizer.whole_norm(self._parameters, self.group, self._divided)
         grads = [p.grad for p in self._parameters if p.grad is not None]
         count = sum(p.numel() for p in self.model.parameters())
-        return torch.tensor(reproducible.exact_norm(grads, count, self.group, self._divided), device=self.device)
+        norm = reproducible.exact_norm(grads, count, self.group, self._divided, self.device)
+        return torch.tensor(norm, device=self.device)
 
     def _batch(self, step: int, micro: int) -> tuple[Any, ...]:
         return evaluation.model_inputs(*self.batches.batch(step, micro), self.device)

@@ -27,6 +27,7 @@ from lmsys.deterministic import deterministic_mode
 from lmsys.kernels import HAS_TRITON
 from lmsys.parallel.collectives import Group, size_and_rank, unwrapped
 
+CPU = torch.device("cpu")
 BITS = 62  # of a sum of whole numbers: int64 does not overflow
 
 
@@ -68,16 +69,23 @@ class Tree:
         return gradients
 
 
-def exact_norm(gradients: Sequence[torch.Tensor], count: int, group: Group = None, divided: bool = False) -> float:
+def exact_norm(
+    gradients: Sequence[torch.Tensor],
+    count: int,
+    group: Group = None,
+    divided: bool = False,
+    device: torch.device = CPU,
+) -> float:
     """The L2 norm of all gradients as one vector, bitwise equal for any order and any division among ranks.
 
     count    elements of the whole gradient on all ranks, or more
     divided  True: the ranks of `group` have parts of it, and their sums are added
+    device   of the gradients, for a rank that has none
     It is inf where a gradient is not finite. Each square is rounded down, by less than 2^(-120) count² times the
     largest square of all.
     """
     gradients = [x for x in gradients if x.numel()]
-    device = gradients[0].device if gradients else torch.device("cpu")
+    device = gradients[0].device if gradients else device
     largest = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         # Under some strategies gradients are of the class `Part`, a part of a gradient, which refuses norms.

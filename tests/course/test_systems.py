@@ -93,6 +93,8 @@ def test_attention_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = verdicts(WithoutLse)
     assert forward["verdict"] == parts.REFUSED and "one saved tensor of shape (batch, queries)" in forward["text"]
     assert backward["verdict"] == parts.WRONG and "dk" in backward["text"]
+    forward, _ = verdicts(lambda q, k, v, is_causal=False: FlashTorch.apply(q, k, v, is_causal).detach())
+    assert forward["verdict"] == parts.REFUSED and "there are 0" in forward["text"]
 
 
 def test_a_function_without_a_triton_kernel_counts_as_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.group import WorkerGroup
+from lmsys.training import reproducible
 from lmsys.training.config import TrainConfig
 from lmsys.training.optimizer_triton import whole_squares
 from lmsys.training.reproducible import Tree, exact_norm
@@ -205,6 +206,16 @@ def test_one_launch_sums_the_same_whole_numbers(seed: int, count: int, parts: in
 def test_a_gradient_that_is_not_finite_has_no_finite_norm(value: float) -> None:
     assert not math.isfinite(exact_norm([torch.tensor([1.0, value]), torch.ones(3)], 5))
     assert exact_norm([], 5) == exact_norm([torch.zeros(2)], 5) == 0
+
+
+def test_a_rank_without_gradients_joins_on_the_device_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no tensor of the host."""
+    seen = list[str]()
+    monkeypatch.setattr(reproducible, "size_and_rank", lambda group: (2, 0))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, *_, **__: seen.append(x.device.type))
+    with pytest.raises(RuntimeError):  # a meta tensor has no value
+        exact_norm([], 5, divided=True, device=torch.device("meta"))
+    assert seen == ["meta"]
 
 
 @given(st.integers(0, 4), st.integers(0, 99))
