@@ -451,7 +451,7 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
         shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
     else:
         return between(_logarithms(old), _logarithms(new))
-    between_runs = math.hypot(between_runs, *map(_rounding, (old, new, *(anchor or ()))))
+    between_runs = math.hypot(between_runs, *(_rounding(*pair) for pair in ((old, new), anchor) if pair))
     return replace(
         shift,
         error=math.hypot(shift.error, between_runs),
@@ -460,16 +460,18 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
     )
 
 
-def _rounding(case: fields.Record) -> float:
-    """The error of the time by the tick of its clock, a share of the time; ranks of equal samples do not tell it.
+def _rounding(*cases: fields.Record) -> float:
+    """The error of the ratio of two times by the tick of their clock, a share; ranks of equal samples do not tell it.
 
     The tick is the least distance of two samples. Where none are equal, the clock is finer than that, and the error is
     0; also where all are equal, since nothing then tells the tick. What a tick cuts off is taken to be uniform.
     """
-    values = np.unique(case["samples_s"])
-    if len(values) in (1, len(case["samples_s"])):
+    samples = [sample for case in cases for sample in case["samples_s"]]
+    values = np.unique(samples)
+    if len(values) in (1, len(samples)):
         return 0.0
-    return float(np.diff(values).min() / median(case["samples_s"])) / math.sqrt(12)
+    tick = float(np.diff(values).min())
+    return math.hypot(*(tick / median(case["samples_s"]) for case in cases)) / math.sqrt(12)
 
 
 def _spreads(*records: fields.Record) -> list[float]:

@@ -65,8 +65,8 @@ MARGIN_SHARES = {"answer_s": (0.25, 0.1), "copy_s": (1.0, 0.0)}
 LEAD_S = 5e-3
 MOST_BYTES, MOST_S = 2**16, 600.0  # of an answer
 # Environment variables of a row's process. Without them glibc gives freed memory back to the system, and each call
-# takes it anew, by hundreds of page faults; the heap of the process that runs our own rows is larger, and seldom ends
-# in free memory.
+# takes it anew, by hundreds of page faults; the heap of the bench's own process is larger, and seldom ends in free
+# memory.
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 # The ways to call a row, by the direction that is timed. One more, "forward", comes before "backward" and is not timed.
 WAYS = {"fwd": "inference", "bwd": "backward", "fwdbwd": "both"}

@@ -118,13 +118,21 @@ def test_a_row_that_ran_alone_has_no_verdict() -> None:
 OURS, BESIDE_A_PEER = {"mine": False, "other": False}, {"mine": False, "sdpa": True}
 
 
-@pytest.mark.parametrize(("slower", "verdict"), [(1.0, UNCLEAR), (1.1, UNCLEAR), (1.4, SLOWER)])
-def test_a_change_by_a_tick_of_a_coarse_clock_is_not_known(slower: float, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([10] * 18 + [11] * 2, [10] * 18 + [11] * 2, UNCLEAR),
+        ([10] * 18 + [11] * 2, [11] * 18 + [12] * 2, UNCLEAR),
+        ([10] * 20, [11] * 20, UNCLEAR),
+        ([10] * 20, [10] * 2 + [11] * 18, UNCLEAR),
+        ([10] * 18 + [11] * 2, [14] * 18 + [15] * 2, SLOWER),
+    ],
+)
+def test_a_change_by_a_tick_of_a_coarse_clock_is_not_known(before: list[int], after: list[int], verdict: str) -> None:
     """A clock of 0.1 us that reads 1.1 in place of 1.0 may have been given 1.051 in place of 1.049."""
     old, new = (run(seed, groups=1, rows=BESIDE_A_PEER) for seed in (1, 2))
-    for record, factor in zip(old + new, (1.0, 1.0, slower, 1.0), strict=True):
-        steps = [1.0] * 20 if record["peer"] else [factor] * 18 + [factor + 0.1] * 2
-        record["samples_s"] = [1e-6 * step for step in steps]
+    for record, ticks in zip(old + new, (before, [10] * 20, after, [10] * 20), strict=True):
+        record["samples_s"] = [1e-7 * count for count in ticks]
     assert verdicts(compare(old, new))["mine"] == {verdict}
 
 
