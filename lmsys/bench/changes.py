@@ -451,7 +451,8 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
         shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
     else:
         return between(_logarithms(old), _logarithms(new))
-    between_runs = math.hypot(between_runs, *(_rounding(*pair) for pair in ((old, new), anchor) if pair))
+    pairs = [(old, new)] if old.get("against") or anchor is None else [(old, new), anchor]
+    between_runs = math.hypot(between_runs, *(_rounding(*pair) for pair in pairs))
     return replace(
         shift,
         error=math.hypot(shift.error, between_runs),

@@ -39,16 +39,17 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, reduction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lmsys import processes, traits
+from lmsys import deterministic, processes, traits
 from lmsys.attention import contract, pattern
 from lmsys.bench import Entry, Record, Settings, Step, findings, plain, watch
 from lmsys.measure import clock, compare, memory
@@ -58,8 +59,9 @@ from lmsys.registry import load_target
 # The judge may wait for a row longer than for `null` by these margins: MARGIN_S seconds, and shares of the wait for
 # `null` and of the time that the row's process says (behind a call it frees the last call's memory). On two busy cores
 # of a virtual machine, waits for honest calls of 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the
-# median. DOUBT: how many more calls may be late than early, in standard deviations of as many throws of a fair coin.
-MARGIN_S, DOUBT = 1e-4, 3.0
+# median. DOUBT: how far calls may lean to being late, see `leaning`. MOST_LATE: the share of calls, of 0.29 that such
+# an estimate of ratios stands.
+MARGIN_S, DOUBT, MOST_LATE = 1e-4, 3.0, 0.25
 MARGIN_SHARES = {"answer_s": (0.25, 0.1), "copy_s": (1.0, 0.0)}
 # On a GPU, how long the device idles before a call's inputs arrive: so the row's process launches ahead of the device.
 LEAD_S = 5e-3
@@ -164,11 +166,13 @@ class _Row:
             name: (flat, x.detach().requires_grad_()) for name, (flat, x) in self._own[key].items()
         }
 
-    def tell(self, options: dict[str, Any], arrived: bytes | None) -> None:
+    def tell(self, options: dict[str, Any], arrived: bytes | None, mode: list[bool]) -> None:
         """Takes the keywords of all calls that follow. Frees memory.
 
         arrived  of timed calls on a GPU: the handle of the judge's event behind the copies of inputs; else None
+        mode     torch's deterministic mode in the judge, which calls are made in
         """
+        deterministic.set_mode(mode)
         self._options, self._kept = options, None
         compare.release_memory()
         self._arrive: Callable[..., Any] = nothing
@@ -357,7 +361,7 @@ class Process:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Calls the row outside of all timing; the results are this process's, and their backward asks the row."""
         is_pair = options.get("return_lse") or getattr(options.get("pattern"), "return_lse", False)
-        self.ask("tell", options, None)
+        self.ask("tell", options, None, deterministic.mode())
         results = _Remote.apply(self, torch.is_grad_enabled() and q.requires_grad, is_pair, q, k, v)
         return results if is_pair else results[0]
 
@@ -378,7 +382,7 @@ class Process:
         blocks = {group: self.put(group, xs, null) for group, xs in (drawn | wanted).items()}
         arrived = torch.cuda.Event(interprocess=True) if self.settings.device == "cuda" else None
         for row in (null, self):
-            row.ask("tell", options, arrived and arrived.ipc_handle())
+            row.ask("tell", options, arrived and arrived.ipc_handle(), deterministic.mode())
         call = partial(self._timed_call, null, blocks, drawn, arrived)
         parts: dict[str, Any] = {"run": partial(call, WAYS[direction]), "clock": partial(ApartClock, null, self)} | (
             {"prepare": partial(call, "forward"), "like": partial(call, "inference")} if direction == "bwd" else {}
@@ -482,11 +486,26 @@ class Seen(clock.Reading):
     answer_s: tuple[float, float]
     copy_s: tuple[float, float]
 
-    def is_late(self, name: str, by: int = 1) -> bool:
-        """True if this wait for the row is longer than that for `null` by more than the margin; by=-1: the reverse."""
-        longer_s, shorter_s = getattr(self, name)[::by]
+    def late_s(self, name: str) -> float:
+        """How much longer this wait was for the row than for `null`; negative: shorter; 0.0 within the margin."""
+        of_row, of_null = getattr(self, name)
         of_wait, of_call = MARGIN_SHARES[name]
-        return bool(longer_s - shorter_s > MARGIN_S + of_wait * shorter_s + of_call * self.run_s)
+        most_s = MARGIN_S + of_wait * min(of_row, of_null) + of_call * self.run_s
+        return of_row - of_null if abs(of_row - of_null) > most_s else 0.0
+
+
+def leaning(late_s: Sequence[float]) -> float:
+    """How far values lean to one side, in standard deviations of as many throws of a fair coin; 0.0 if all are 0.
+
+    It is the larger of two sums: of the signs, and of the signs times the ranks of sizes (Wilcoxon 1945). Many small
+    values on one side do not hide larger ones on the other, and one that is huge counts as one.
+    """
+    values = np.array([x for x in late_s if x])
+    if not len(values):
+        return 0.0
+    signs, sizes = np.sign(values), np.abs(values)
+    ranks = np.searchsorted(np.sort(sizes), sizes, "right")  # equal sizes have one rank
+    return float(max(signs.sum() / len(values) ** 0.5, signs @ ranks / np.linalg.norm(ranks)))
 
 
 class ApartClock(clock.CpuClock):
@@ -516,15 +535,16 @@ class ApartClock(clock.CpuClock):
 
         An honest row's calls differ from those of `null`, which come right before, by chance: by little on a calm
         machine, by more on a busy one. So most of its calls are within the margin or, on a busy machine, as many are
-        late as early. A row is refused if more than half of its calls are late, and far more than are early: a row that
-        works outside of fewer calls has an honest median, which is its time.
+        late as early, and by as much. A row is refused if MOST_LATE of its calls are late, and calls lean that way by
+        more than DOUBT. Fewer lies move neither its time, a median, nor ratios of times (Hodges and Lehmann 1963).
         """
         for name, text in {
             "answer_s": "works outside of its calls",
             "copy_s": "makes its results after its calls",
         }.items():
-            late, early = (sum(seen.is_late(name, by) for seen in pending) for by in (1, -1))
-            if not trusted and 2 * late > len(pending) and late - early > DOUBT * (late + early) ** 0.5:
+            late_s = [seen.late_s(name) for seen in pending]
+            late = sum(x > 0 for x in late_s)
+            if not trusted and late >= MOST_LATE * len(pending) and leaning(late_s) > DOUBT:
                 by_s = statistics.median(of_row - of_null for of_row, of_null in (getattr(x, name) for x in pending))
                 raise clock.ClockError(
                     f"it {text}: {late} of {len(pending)} took {by_s * 1e6:.0f} us longer than it says"
@@ -563,7 +583,7 @@ class Foreign(Entry):
         return process_of(self, self.settings).start()
 
     def why_not(self, case: Any) -> str | None:
-        return self.missing or (load_target(self.supports)(case) if self.supports else None)
+        return (load_target(self.supports)(case) if self.supports else None) or self.missing or None
 
 
 _processes = dict[str, Process]()  # by target

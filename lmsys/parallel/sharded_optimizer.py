@@ -14,7 +14,6 @@ each param group. Checkpoints (`lmsys.training.training_state`) and `Fsdp` call 
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain, count, islice
 from typing import Any
 
@@ -35,6 +34,8 @@ OF_WHOLE = (
     *("Adafactor", "Adam_mini", "AdamMini", "AdamP ", "GaLore", "Lamb", "LAMB", "LARS", "SGDP ", "Shampoo", "SOAP"),
     "StableAdam",
 )
+# The answers of `algorithm_of`, which every step asks. torch.compile warns of a function that functools caches.
+_algorithms: dict[tuple[type, tuple[str, ...]], str] = {}
 
 
 @dataclass
@@ -210,11 +211,13 @@ class ShardedOptimizer(Optimizer):
         self.state = self._local.state
 
 
-@cache  # every step asks it
 def algorithm_of(optimizer_cls: type, algorithms: tuple[str, ...]) -> str:
     """The first of these words that is in the name of the class, or of one that it derives from; "" where none is."""
-    names = " ".join(cls.__name__ for cls in optimizer_cls.__mro__)
-    return next((word for word in algorithms if word in names), "")
+    key = optimizer_cls, algorithms
+    if key not in _algorithms:
+        names = " ".join(cls.__name__ for cls in optimizer_cls.__mro__)
+        _algorithms[key] = next((word for word in algorithms if word in names), "")
+    return _algorithms[key]
 
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:

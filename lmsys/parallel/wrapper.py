@@ -195,14 +195,21 @@ class Wrapper(nn.Module):
             finally:
                 for group, settings in zip(optimizer.param_groups, before, strict=True):
                     group.update(settings)  # its rate is 0 in that step, and an optimizer may count its steps there
-        other = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
+        others = [repr(key) for key in optimizer.state if not isinstance(key, Tensor)]
+        others = list(chain(*collectives.gather_objects(others, self.group)))
+        if others and not begun:
+            optimizer.state.clear()
+        hold(
+            (
+                not others,
+                f"the optimizer's state has the key {' or '.join(others[:1])}, where a whole state has names of"
+                " parameters",
+            )
+        )
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
         if not begun:  # torch's function has made a step, after which the values are not those of before it
             optimizer.state.clear()
             state["state"] = tree_map(lambda x: 0 * x if isinstance(x, Tensor | int | float) else x, state["state"])
-        hold(
-            (other is None, f"the optimizer's state has the key {other!r}, where a whole state has names of parameters")
-        )
         return {
             "state": {names[number]: x for number, x in state["state"].items()},
             "param_groups": [

@@ -298,9 +298,12 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._wrapper() is not None, "the strategy that this optimizer belongs to is gone"
+        return super().step(*args, **kwargs)
+
     def _gather(self) -> None:
-        wrapper = self._wrapper()
-        assert wrapper is not None, "the strategy that this optimizer belongs to is gone"
+        wrapper: Any = self._wrapper()
         wrapper.stepped()
 
 

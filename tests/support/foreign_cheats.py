@@ -267,6 +267,38 @@ POSTPONED = {  # "call": before the process answers. "copy": when the judge asks
 }
 
 
+@cheat(LATE_RESULTS)
+def is_early_in_one_call_of_three(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Makes its results when they are copied, but in some calls works on its own, and has them copied beforehand.
+
+    The judge waits for nothing in those: they are early by little, and must not excuse the others.
+    """
+    row = loop()
+    if "early" not in _last:
+        _last["early"], real_read, real_copy = {"is": False}, row.read, row.copy
+
+        def read(owner: str, way: str) -> Any:
+            _last["early"] = {"is": asked() % 3 == 0 and way == "inference", "owner": owner}
+            return None if _last["early"]["is"] else real_read(owner, way)
+
+        def copy(owner: str, way: str) -> Any:
+            if _last["early"]["is"]:
+                return None
+            if "todo" in _last:
+                _last.pop("todo")()
+            return real_copy(owner, way)
+
+        row.read, row.copy, _last["real"] = read, copy, real_read
+    if torch.is_grad_enabled():
+        return slow(q, k, v, **options)
+    if not _last["early"]["is"]:
+        return later(q, k, v, in_thread=False, **options)
+    _last["real"](_last["early"]["owner"], "inference")
+    o = slow(q, k, v, **options)
+    row._shared[_last["early"]["owner"], "results"]["o"][1].copy_(o)
+    return o
+
+
 @cheat("allowed error")
 def computes_in_a_thread_that_nobody_waits_for(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Its process is stopped before the thread is done, and the results have been copied by then."""

@@ -496,12 +496,22 @@ class Nested(AdamW):
 
 
 def refused_keys(strategy: str) -> list[str]:
-    """The errors of whole states: with a key that is no parameter, with tensors in a dict, and of loading the last."""
+    """The errors of whole states: with a key that is no parameter, with tensors in a dict, and of loading the last.
+
+    Behind them, of optimizers on which rank 0 alone has another key, an entry for it or none.
+    """
     plain, nested, naive = made(strategy, Plain), made(strategy, Nested), made("naive", Nested)
     for run in (plain, nested, naive):
         run.step(0)
     state = naive.model.full_optimizer_state_dict(naive.optimizer)
+    others: list[tuple[Any, Any]] = [("count", 3), (("a", 1), {})]
+    of_rank_0 = [made(strategy) for _ in others]
+    for run, (key, entry) in zip(of_rank_0, others, strict=True):
+        run.step(0)
+        if dist.get_rank() == 0:
+            run.optimizer.state[key] = entry
     return [
+        *(error_of(run.model.full_optimizer_state_dict, run.optimizer) for run in of_rank_0),
         error_of(plain.model.full_optimizer_state_dict, plain.optimizer),
         error_of(nested.model.full_optimizer_state_dict, nested.optimizer),
         error_of(nested.model.load_optimizer_state_dict, nested.optimizer, state),
