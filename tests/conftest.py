@@ -32,6 +32,8 @@ from lmsys.parallel.group import WorkerGroup
 from tests.support.processes import STARTUP, smoke_sweep
 
 torch.set_num_threads(1)  # in this process, in case that torch was imported before OMP_NUM_THREADS was set
+# The stand-in for torch's compiler that STARTUP has would hide faults which only a user's process shows. Trainings that
+# tests start as a command (`start` of tests/support/training_runs.py) do without it, also on two ranks.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # "ci" draws the same few examples every time; --hypothesis-profile explore draws others, and more.

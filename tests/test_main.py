@@ -98,7 +98,7 @@ def test_a_closed_pipe_gives_no_traceback() -> None:
 
 def test_a_check_ends_where_standard_files_are_closed() -> None:
     """The connection to its process took their numbers, and it waited for ever."""
-    line = f"{sys.executable} -m lmsys check naive --dtype float32 --forward --head-dim 16 <&- >&-"
+    line = f"exec {sys.executable} -m lmsys check naive --dtype float32 --forward --head-dim 16 <&- >&-"
     assert subprocess.run(line, shell=True, cwd=ROOT, env=ENVIRONMENT, timeout=PATIENCE_S).returncode == 0
 
 

@@ -21,12 +21,14 @@ from tests.support.attention_rows import Row, skip_unless_it_runs
 from tests.support.patterns import SHAPES, make_pattern, spelled
 
 NAMES = "flash_torch", "flash_triton"
+ON_A_GPU = [pytest.param(Row(name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in NAMES]
+on_a_gpu = pytest.mark.parametrize("row", ON_A_GPU)
 rows = pytest.mark.parametrize(
     "row",
     [
         pytest.param(Row("flash_torch", "cpu"), id="flash_torch-cpu"),
         pytest.param(Row("flash_triton", "cpu"), id="flash_triton-cpu", marks=pytest.mark.on_request),  # interpreted
-        *(pytest.param(Row(name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in NAMES),
+        *ON_A_GPU,
     ],
 )
 causals = pytest.mark.parametrize("causal", [False, True])
@@ -276,12 +278,30 @@ def test_views_as_programs_have_them(row: Row, kind: str) -> None:
     checked(row, case, replace(inputs, **{name: view(inputs.tensors[name]) for name in names.split()}))
 
 
-# Graphs, refusals -----------------------------------------------------------------------------------------------------
+@on_a_gpu
+def test_a_head_dimension_of_one_has_any_stride(row: Row) -> None:
+    """test_memory.py asks this of rows on a CPU."""
+    q = torch.tensor([[[[1.0, 2.0]]]], dtype=torch.float16, device=row.device).mT
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float16, device=row.device)
+    assert torch.equal(attention(q, one, one, impl=row.name), torch.ones_like(q))
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(Row(name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in NAMES]
-)
+# Repeats, graphs, refusals -------------------------------------------------------------------------------------------
+
+
+@on_a_gpu
+@causals
+def test_repeats_have_the_same_bits(row: Row, causal: bool) -> None:
+    """flash-attn's races and deterministic backwards: many batch entries, forward and backward, again and again."""
+    for queries, keys in ((1, 239), (239, 1), (257, 257), (1024, 128)):
+        case = case_of(row, queries, keys, batch=60, heads=4, kv_heads=4, causal=causal)
+        inputs = make_inputs(case, seed=0)
+        first = row.run(case, inputs)
+        for _ in range(100):
+            assert all(torch.equal(x, first[name]) for name, x in row.run(case, inputs).items())
+
+
+@on_a_gpu
 @causals
 def test_a_cuda_graph_gives_the_same_bits_and_reads_new_inputs(row: Row, causal: bool) -> None:
     """torch: captured forward and backward, replayed."""

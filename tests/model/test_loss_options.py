@@ -6,6 +6,7 @@ and `cases`, and its bad values to BAD.
 Legend: N tokens, V vocabulary, M d_model.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -23,6 +24,8 @@ from lmsys.model.loss import IGNORED, MOST_SOFTCAP, REDUCTIONS, cross_entropy, l
 from lmsys.testing import error_ratio
 
 WIDTH = 16
+FEW = 12  # tokens, or chunks of them
+MOST_LOGITS = 2**24  # of a case: in float64, 128 MiB
 Loss = Callable[..., Any]
 
 
@@ -67,19 +70,24 @@ PATHS: dict[str, Loss] = {
 
 
 @st.composite
-def cases(draw: Any, *dtypes: torch.dtype, vocabularies: tuple[int, ...] = (1, 2, 33, 517, 1100)) -> dict[str, Any]:
-    """Sizes, a dtype and options of a loss.
+def cases(
+    draw: Any, *dtypes: torch.dtype, vocabularies: tuple[int, ...] = (1, 2, 33, 517, 1100), most_tokens: int = FEW
+) -> dict[str, Any]:
+    """Sizes, a dtype and options of a loss. Many tokens are drawn as often as a few.
 
     std    the standard deviation of hidden states
     small  drawn weights of tokens are so small that in float16 gradients of logits would be 0 with them
     """
+    vocabulary = draw(st.sampled_from(vocabularies))
+    most = draw(st.sampled_from([FEW, min(most_tokens, MOST_LOGITS // vocabulary)]))
+    tokens = draw(st.integers(1, most))
     return {
-        "tokens": draw(st.integers(1, 12)),
-        "vocabulary": draw(st.sampled_from(vocabularies)),
+        "tokens": tokens,
+        "vocabulary": vocabulary,
         "dtype": draw(st.sampled_from(dtypes)),
         "ignored": draw(st.sampled_from(["none", "some", "all"])),
         "weights": draw(st.sampled_from([None, None, "drawn", "with a gradient"])),
-        "chunk": draw(st.none() | st.integers(1, 13)),
+        "chunk": draw(st.none() | st.integers(math.ceil(tokens / FEW), tokens + 1)),
         "seed": draw(st.integers(0, 2**31)),
         "std": draw(st.sampled_from([0.1, 1.0, 4.0])),
         "small": draw(st.booleans()),
@@ -104,7 +112,8 @@ def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
     small = 2.0**-23 if case["small"] and case["weights"] == "drawn" else 1.0
     token_weights = (torch.rand(tokens, generator=generator).to(device) + 0.1) * small if case["weights"] else None
     upstream = torch.randn(tokens if options["reduction"] == "none" else (), generator=generator).to(device)
-    upstream /= 1.0 if options["reduction"] == "mean" else small  # a mean divides by the weights
+    many = max(1.0, tokens / FEW)  # by which sums over tokens are divided, as they would overflow float16
+    upstream /= 1.0 if options["reduction"] == "mean" else small * many  # a mean divides by the weights
 
     def results(compute: torch.dtype, call: Loss, **more: Any) -> list[Tensor]:
         """[the loss, its z-loss, the gradients] of a call with inputs in the dtype `compute`."""
@@ -124,7 +133,8 @@ def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
         return
     judged = torch.float32 if dtype == torch.float64 else dtype
     # The gradient of a token's weight in a mean is a difference of losses over a sum, which may cancel to nothing.
-    sizes = [1.0, 1.0, 1.0, 1.0, 10 * max(1.0, exact[0].abs().max().item())]
+    total = many if options["reduction"] == "sum" else 1.0
+    sizes = [total, total, 1.0, 1.0, 10 * max(1.0, exact[0].abs().max().item())]
     for x, reference, low, size in zip(tested, exact, plain, sizes[: len(tested)], strict=True):
         assert error_ratio(x / size, reference / size, (low / size).to(judged)) <= 1
 
@@ -168,12 +178,17 @@ def test_all_options_together_equal_the_formula(path: str, case: dict[str, Any])
 
 
 @pytest.mark.gpu
-@settings(max_examples=300)
+@pytest.mark.parametrize("path", ["chunked", "logits"])
+@settings(max_examples=200)
 @given(
-    case=cases(torch.float32, torch.float16, torch.bfloat16, torch.float64, vocabularies=(1, 33, 517, 10_000, 50_000))
+    case=cases(
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+        vocabularies=(1, 33, 517, 10_000, 32_000, 50_000),
+        most_tokens=1300,
+    )
 )
-def test_on_a_gpu_too(case: dict[str, Any]) -> None:
-    holds(linear_cross_entropy, "cuda", case)
+def test_on_a_gpu_too(path: str, case: dict[str, Any]) -> None:
+    holds(PATHS[path], "cuda", case)
 
 
 def inputs(vocabulary: int = 20, tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:

@@ -129,7 +129,7 @@ def test_a_run_alone_needs_rows_as_they_were_and_takes_no_margin(
 
 def run_of_both(path: Path, factor: float) -> Path:
     """Writes a result file of a run that measured earlier rows, and today's, of which one is slower by a factor."""
-    against = {"name": "aaaaaaaaaa", "commit": "a" * 40, "margin": 0.02}
+    against = {"name": "aaaaaaaaaa", "commit": "a" * 40, "margin": 0.03}
     return save(path, [*(earlier(case, against) for case in timed(1)), *timed(1, factor)])
 
 
@@ -137,9 +137,9 @@ def test_a_run_that_measured_both_states_is_compared_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The margin is that of the run. The usual report begins with the verdicts, and its chapters have today's rows."""
-    result = run_of_both(tmp_path / "both.json", 1.03)
+    result = run_of_both(tmp_path / "both.json", 1.06)
     assert compared(tmp_path / "out", result) == 1
-    assert capsys.readouterr().out.startswith("3 slower, 6 same, by a margin of 0.02\n")
+    assert capsys.readouterr().out.startswith("3 slower, 6 same, by a margin of 0.03\n")
     assert compared(tmp_path / "wide", result, "--margin", "0.1") == 0
     assert compared(tmp_path / "faster", run_of_both(tmp_path / "faster.json", 0.9)) == 0
     pages = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.records import NOT, Record, hold_shown, record, report
+from tests.support.records import NOT, ONCE, Record, hold_shown, record, report
 
 CASE = {
     "energy_j": 0.512, "energy_integral_j": 0.51, "energy_per_token_j": 0.512 / 2048, "energy_power_w": 640.0,
@@ -79,7 +79,7 @@ SHOWN: dict[str, tuple[list[Record], Record, dict[str, list[Record]], dict[str, 
         {},
         {f"{FORWARD}-time": [{"naive": "1.00¹", "flex": "1.00"}]},
         {
-            f"tables/synthetic-gpu-{FORWARD}-time.md": f"¹ Disturbed: {THROTTLED}.",
+            f"tables/synthetic-gpu-{FORWARD}-time.md": f"{ONCE}¹ Disturbed: {THROTTLED}.",
             f"tables/synthetic-gpu-{FORWARD}-peak.md": f"{NOT}Disturbed",
         },
     ),

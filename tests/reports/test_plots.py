@@ -14,7 +14,7 @@ from lmsys.reports import plots
 from lmsys.reports.load import read
 from lmsys.reports.views import View, view_of
 from lmsys.reports.words import Style
-from tests.support.records import NOT, built, hold_shown, of_everything, record, report, rows_of, save
+from tests.support.records import NOT, TWICE, built, hold_shown, of_everything, record, report, rows_of, save
 
 
 @pytest.mark.parametrize(("length", "rows"), [(5, 2), (15, 2), (25, 4), (45, 4)])
@@ -116,7 +116,7 @@ DRAWN = {  # {law: (records, a plot of a forward in bfloat16 with a causal mask,
             for size in (512, 1024)
         ],
         "default-{}-heat",
-        ">sdpa_cudnn<\n>n/a<",
+        f">sdpa_cudnn<\n{TWICE}>n/a<",
     ),
     # The larger of two values is twice, or 256 times, the smaller one.
     **{

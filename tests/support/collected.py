@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ENVIRONMENT, PYTEST_OPTIONS, ROOT
+from tests.support.processes import ENVIRONMENT, PATIENCE_S, PYTEST_OPTIONS, ROOT
 
 # Without the plugin for unraisable exceptions, which collects garbage each time: no test runs, so there are none.
 RUN = "run"
@@ -34,7 +34,7 @@ class IdPlugin:
         self.ids = [item.name for item in session.items]
 
 
-def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[dict[str, Any]]:
+def collect(commands: Sequence[Sequence[object]], timeout: float = PATIENCE_S) -> list[dict[str, Any]]:
     """For each command, its arguments to pytest: {"code": its exit code, "ids": of its tests, "said": its output}.
 
     commands  one that begins with RUN is run, others are collected

@@ -267,7 +267,8 @@ def numbers(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(files[f"tables/synthetic-gpu-{name}.csv"].decode())))
 
 
-NOT = "not: "  # begins a line that a file must not have
+NOT, ONCE, TWICE = "not: ", "once: ", "twice: "  # begin lines that a file must have so often; others, once or more
+TIMES = {NOT: 0, ONCE: 1, TWICE: 2}
 
 
 def hold_shown(files: dict[str, bytes], tables: dict[str, list[dict[str, Any]]], texts: dict[str, str]) -> None:
@@ -281,4 +282,6 @@ def hold_shown(files: dict[str, bytes], tables: dict[str, list[dict[str, Any]]],
             assert {head: row.get(head) for head in expected} == expected, (name, row)
     for name, lines in texts.items():
         for line in lines.splitlines() or ("",):
-            assert (line.removeprefix(NOT) in files[name].decode()) != line.startswith(NOT), (name, line)
+            prefix = next((prefix for prefix in TIMES if line.startswith(prefix)), "")
+            count = files[name].decode().count(line.removeprefix(prefix))
+            assert count == TIMES.get(prefix, max(count, 1)), (name, line, count)

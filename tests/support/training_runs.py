@@ -28,6 +28,7 @@ from lmsys.training.config import RunConfig
 from lmsys.training.data import fixed_windows
 from lmsys.training.loop import Trainer
 from lmsys.training.reproducible import Tree, weights_sha256
+from tests.support.processes import STARTUP
 from tests.support.ranks import group_of, use
 
 # The model and the settings of every run. Tests depend on them. A run gets others by `config(output, *settings)`.
@@ -237,12 +238,16 @@ def is_alive(pid: int) -> bool:
 
 
 def start(output: Path, *options: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Starts `python -m lmsys.training`, or `python LAUNCHER -m lmsys.training`, in another process, as a user does."""
+    """Starts `python -m lmsys.training`, or `python LAUNCHER -m lmsys.training`, in another process, as a user does.
+
+    Its path lacks STARTUP, so that it imports torch's compiler where a user's process does.
+    """
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     line = [sys.executable, *launcher, "-m", "lmsys.training", *settings, "--output", str(output), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != str(STARTUP)]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    STARTED.append(subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **pipes))
+    STARTED.append(subprocess.Popen(line, cwd=ROOT, env=os.environ | variables, start_new_session=True, **pipes))
     return STARTED[-1]
 
 

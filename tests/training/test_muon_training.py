@@ -45,10 +45,10 @@ def test_settings_reach_the_param_groups(tmp_path: Path) -> None:
         assert group["weight_decay"] == (0.0 if any("ln" in name or "embeddings" in name for name in held) else 0.1)
 
 
-@pytest.mark.parametrize("strategy", ["bucketed+sharded", "zero1", "torch_ddp", "torch_zero1"])
+@pytest.mark.parametrize("strategy", ["bucketed+sharded", "zero1", "fsdp", "torch_ddp", "torch_zero1"])
 def test_a_resumed_run_equals_an_uninterrupted_one(group: WorkerGroup, tmp_path: Path, strategy: str) -> None:
-    """It resumes on two ranks, as before. By default Muon steps several matrices in one batch. test_fp16.py has fsdp,
-    and test_muon.py a process alone."""
+    """It resumes on two ranks, as before. By default Muon steps several matrices in one batch. test_muon.py has a
+    process alone."""
     run = config(tmp_path, *MUON, *on(strategy))
     uninterrupted = group.run(reproduced, run, 2, STEPS)
     for steps in (2, STEPS):

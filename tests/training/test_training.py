@@ -440,7 +440,7 @@ def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, grou
     ("ranks", "number", "times"),
     [
         (None, signal.SIGTERM, 2),
-        pytest.param(2, signal.SIGINT, 1, marks=pytest.mark.long),
+        (2, signal.SIGINT, 1),
         pytest.param(None, signal.SIGTERM, 1, marks=pytest.mark.on_request),
         pytest.param(2, signal.SIGINT, 2, marks=pytest.mark.on_request),
     ],
