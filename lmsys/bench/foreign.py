@@ -172,7 +172,8 @@ class _Row:
         arrived  of timed calls on a GPU: the handle of the judge's event behind the copies of inputs; else None
         mode     torch's deterministic mode in the judge, which calls are made in
         """
-        deterministic.set_mode(mode)
+        if mode != deterministic.mode():  # setting it may load torch's compiler
+            deterministic.set_mode(mode)
         self._options, self._kept = options, None
         compare.release_memory()
         self._arrive: Callable[..., Any] = nothing
