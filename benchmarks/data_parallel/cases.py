@@ -103,10 +103,10 @@ class ParallelCase(TrainedCase):
         """True if steps of both add the same numbers in the same order, so that no bit of the weights may differ.
 
         That holds only on a CPU, in eager mode, for one precision, one residual stream and one number of ranks. There
-        the level of checkpointing changes no number. Nor does the strategy if both have the trait `halves_sums`, in
-        fp32 on at most two ranks: two numbers have the same sum in either order, as long as none is rounded before.
-        This is not said of Muon: its matrices are orthogonalized in batches, which may round otherwise where a rank
-        owns fewer.
+        the level of checkpointing changes no number. Nor does the strategy if both have the trait `halves_sums` (the
+        mean over two ranks is half of their sum), in fp32 on at most two ranks: two numbers have the same sum in either
+        order, as long as none is rounded before. With Muon strategies may differ: its matrices are orthogonalized in
+        batches, which may round otherwise where a rank owns fewer.
         """
         settings = [(case.device, case.compile, case.world_size, case.residual) for case in (self, other)]
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
@@ -171,7 +171,7 @@ class Steps:
 def agreement(first: Steps, second: Steps) -> tuple[str, str]:
     """(how the weights of two rows agree: BITS, TOLERANCE, WRONG or UNKNOWN; the reason of the last two, else "").
 
-    WRONG, too, if one of them is beyond its tolerance.
+    The answer is WRONG where bits that must be equal differ, and where they may differ and an error is over its budget.
     """
     if first.bits == second.bits:
         return BITS, ""
@@ -287,14 +287,14 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         "timeline": list(map(list, seen.communication.timeline)),
     }
     alike = [timed for timed in rows if timed.passes and timed.case.optimizer == case.optimizer]
-    # {number of ranks: a row that does not synchronize}
+    # {number of ranks: a row that never synchronizes}; `row.alone` has the row's own steps without synchronization
     alone = {timed.case.world_size: timed for timed in alike if not timed.case.traits.synchronizes}
     if 1 in alone:
         record["scaling_efficiency"] = statistics.median(alone[1].samples) / time_s
     if case.world_size == 1 or not case.traits.synchronizes:
         return record
     if row.alone or case.world_size in alone:
-        other = alone.get(case.world_size, row)  # where it is `row` it is not read, since `row.alone` has samples
+        other = alone.get(case.world_size, row)  # read only if `row.alone` is empty; then it is a row of `alone`
         steps, by = (row.alone, "no_sync") if row.alone else (other.samples, other.case.impl)
         record |= {"unsynchronized_s": statistics.median(steps), "unsynchronized_by": by}
     # A rank that comes early waits inside of a collective: the rank that waits least shows how long it takes.
@@ -327,7 +327,10 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def memory(row: Row) -> Record:
-    """Bytes by field, of the rank with most; and the bytes that ZeRO predicts where the strategy says its stage."""
+    """Fields about memory: the bytes of each kind on the rank that has the most of it, and what ZeRO predicts.
+
+    The predictions are left out for a strategy without the trait `zero_stage`.
+    """
     case, num_parameters = row.case, model_parameters(row.case.config)
     state_bytes = 8 * num_parameters  # two float32 moments of each; Muon's matrices have one
     if case.optimizer == "muon":

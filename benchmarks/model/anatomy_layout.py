@@ -1,9 +1,12 @@
 """The report on a model's anatomy: where time goes, by kernel and part of the model; where memory goes, by phase.
 
 `bench_anatomy.py` declares ANATOMY as its `layout`, and result files carry it. TIME_GOES and MEMORY_GOES are the blocks
-of the two chapters. `benchmarks/layouts.py` has the legend of steps, `word` and the signs in lists of fields. The step
-["unfolded", field, fields] puts in place of a case one for each entry of a list in its record, such as `parts`, and
-declares the entries' fields.
+of the two chapters. `lmsys/reports/layout.py` explains the keys of layouts and blocks ("place", "of", "lead", "more"),
+and `benchmarks/layouts.py` the steps, `word` and the signs in lists of fields. An item of "lead" or "more" is a step
+that draws, or a list of steps of which the last one draws.
+
+The step ["unfolded", field, fields] reads a list in the record of each case, such as `parts`, and puts a case for each
+entry of the list in place of the case. It also declares the entries' fields.
 
 The arguments of "listing" are, in this order: the fields of the first columns, those of the other columns, `word`, the
 title, the text about the table, and the fields of its data (the argument `data` of "pivot").
@@ -41,7 +44,8 @@ OF_A_SETTING = [
 def parts_of(mode: str, word: str) -> list[Any]:
     """Steps that draw the table of the parts of a model in one kind of call.
 
-    mode  the kind of call, "step" or "forward"; `word`: what its column is called, such as "inference"
+    mode  the kind of call, "step" or "forward"
+    word  the name of such a call in the table's title, such as "inference"
     """
     return [
         ["only", f'mode == "{mode}"'],
@@ -210,7 +214,7 @@ MEMORY_GOES = [  # the blocks of the chapter on memory
     {
         "lead": [
             [
-                # Puts the memory held before a call first among the phases; cases without a profile get phases, too.
+                # Makes the memory held before a call the first phase. Cases without a profile get phases without peaks.
                 ["with_held"],
                 ["joined", "mode_text", ["mode"]],
                 [

@@ -38,12 +38,12 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     multiplies without tensor cores, so SDPA's memory-efficient kernel comes first. With options, and for a forward of
     few queries on more keys, `flash_triton` comes first, in float32 too: it skips hidden tiles, keeps NaN in hidden
     keys out of the results by itself, and divides the keys of few queries among programs. The exception is a forward
-    of few queries, without options, on 1 GiB of keys and values or more: there cuDNN comes first. On a CPU no row is
-    tried that Triton would interpret.
+    of few queries, without options, on 1 GiB of keys and values or more: there cuDNN comes first. A name may stand
+    twice. On a CPU no row is tried that Triton would interpret.
 
     On other GPUs options, such as windows and documents, are an exception: SDPA needs a mask of Q x K bytes for them,
-    and skips no tile. There, except on AMD's, `flash_triton` comes first: it is known to compile without spills, but
-    how fast it is, is not known.
+    and skips no tile. With options `flash_triton` comes first there, except on AMD's: it is known to compile without
+    spills, but its speed is not known.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"

@@ -294,8 +294,8 @@ class State:
     def mend(self) -> str | None:
         """Puts back what has changed. Returns a sentence that names it, or None. It takes some 20 us.
 
-        Environment variables that were added are removed. The sentence names them, too, but there is none for them
-        alone: honest libraries add some when they are imported.
+        Environment variables that were added are removed. The sentence names them beside other changes; alone they
+        give no sentence, since honest libraries add some when they are imported.
         Raises Lost, which ends the worker, if something cannot be put back.
         """
         parts, (changed, added) = list(self._mend_parts()), self._mend_variables()
@@ -317,7 +317,10 @@ class State:
             yield change
 
     def _mend_variables(self) -> tuple[list[str], list[str]]:
-        """(names that had other values or were missing, names that were added)"""
+        """Puts back environment variables, but for those of OF_COMPILERS.
+
+        Returns (names that had other values or were missing, names that were added).
+        """
         if self._raw_variables == _raw_variables():
             return [], []
         names = {
@@ -335,7 +338,7 @@ class State:
 
 
 def _read(part: Part) -> Any:
-    """The value of the part; as text the error if it cannot be read."""
+    """Returns the value of the part, or the error, as text, if it cannot be read."""
     try:
         return part.get()
     except Exception as error:  # torch refuses to say some settings after others were made

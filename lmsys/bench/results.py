@@ -114,7 +114,7 @@ class Session:
         """Keeps the cases that pytest has selected, by -k and the like; a group consists of these alone.
 
         ValueError where, with --against, a case is selected without its earlier counterpart; and where records are
-        carried over from a benchmark that this run does not collect, so that it cannot rate them.
+        carried over from a benchmark that this run does not collect, so that it cannot compute their rates again.
         """
         unknown, keys = sorted({name for name, _ in self.carried} - self.benchmarks.keys()), dict.fromkeys(keys)
         hold(
@@ -133,6 +133,7 @@ class Session:
                 )
                 if not {(benchmark, name), (benchmark, other)} <= self.carried.keys():
                     self.carried.pop((benchmark, name), None)  # the two are measured in turns, or not at all
+        # Ids with the suffix of --against are left out: the runner measures a case in both states of the code.
         asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
         self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
@@ -159,7 +160,10 @@ class Session:
         return "; ".join(f"{name}: {', '.join(dict.fromkeys(several))}" for name, several in sections.items())
 
     def facts(self, keys: Iterable[Key]) -> list[str]:
-        """The names of fields that say what a case is, such as axes, and that all these cases, one or more, have."""
+        """The names of the fields that say what a case is, with the axes that all of these cases have in common.
+
+        keys  one case or more
+        """
         shared = set.intersection(*(set(self._cases[key].axes) for key in keys))
         return ["benchmark", "section", "impl", "device", *sorted(shared)]
 
@@ -185,7 +189,8 @@ class Session:
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         count = {" ".join(key): len(members) for key, members in self._groups.items()}
-        # Until one of the sweep's groups has run on this machine, their seconds on another machine tell nothing.
+        # The sweep's seconds are of some other machine: they are no guide until this machine's pace is known, that is,
+        # until a group has run here.
         usual = self._usual if self._took or self._earlier.keys() & self.sweep.took_s.keys() else self._earlier
         left = time_left(self._took, count, usual, doubt=" if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
@@ -212,7 +217,8 @@ class Session:
         """
         runs: list[list[Record]] = []
         try:
-            # Processes of the same code differ, too, by where their memory lies: a change is measured in a second one.
+            # Two processes of the same code can differ in time, too, since their memory lies elsewhere: so a group in
+            # which a case looks changed is measured again, in fresh processes.
             while len(runs) < self.repeats or (self.checkout and len(runs) == 1 and _changes().look_changed(runs[0])):
                 if runs:
                     self.runner.close()
@@ -235,7 +241,10 @@ class Session:
 
     @cached_property
     def _usual(self) -> dict[str, float]:
-        """Seconds that groups should take: as in their last run on this machine, else by its pace and the sweep's."""
+        """Seconds that groups should take: those of a group's last run on this machine, where it has run here.
+
+        For other groups they are the sweep's seconds, scaled by the pace of this machine.
+        """
         pace = pace_of(self._earlier, self.sweep.took_s)
         return {name: pace * seconds for name, seconds in self.sweep.took_s.items()} | self._earlier
 
@@ -355,6 +364,7 @@ class Session:
         pytest-benchmark's `entries` have of records, in `extra_info`, are replaced in place.
         """
         held = self.carried | self.results
+        # Rates are computed under the names of today's rows; `record.earlier` gives records of --against theirs again.
         asked = {
             key: (self.benchmarks[key[0]], case, record.today(answer))
             for key, answer in held.items()
@@ -441,7 +451,10 @@ class Session:
                 yield f"why {impl} was {outcome}: lmsys check {shlex.join([row, f'--kind={kind}', *asked])}"
 
     def contends(self, answer: Record) -> bool:
-        """True of a row of today that does the same work as the others of its comparison."""
+        """True for a record of a selectable case that does the same work as the others of its comparison.
+
+        False for records of the earlier state of the code (--against).
+        """
         case = self._cases.get((answer["benchmark"], answer["id"]))
         return case is not None and not answer.get("against") and self.benchmarks[answer["benchmark"]].contends(case)
 
@@ -474,7 +487,10 @@ def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mappin
 
 
 def pace_of(took: Mapping[str, float], usual: Mapping[str, float]) -> float:
-    """How many times as long as usual groups took: the median, since one group that had to compile is no guide."""
+    """The seconds that groups took over their usual seconds; 1 if no group has both.
+
+    It is the median over groups, since one group that had to compile is no guide.
+    """
     ratios = [math.log(seconds / usual[name]) for name, seconds in took.items() if seconds and usual.get(name)]
     return math.exp(median(ratios)) if ratios else 1.0
 

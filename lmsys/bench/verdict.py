@@ -24,9 +24,9 @@ def undisturbed(cases: Sequence[fields.Record]) -> Sequence[fields.Record]:
 def deciding(
     comparisons: Iterable[Sequence[fields.Record]], says_something: Callable[[Sequence[fields.Record]], bool]
 ) -> list[Sequence[fields.Record]]:
-    """The cases of comparisons that answer a question: the undisturbed ones, or all if there is no undisturbed one.
+    """The undisturbed cases of each comparison; all of its cases if no case of any comparison was undisturbed.
 
-    says_something  True for cases that are enough for an answer; comparisons with fewer are left out
+    says_something  True for cases that are enough for an answer; comparisons whose remaining cases are not are left out
     """
     several = [cases for cases in comparisons if says_something(cases)]
     kept = {id(case) for case in undisturbed([case for cases in several for case in cases])}

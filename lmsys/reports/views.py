@@ -131,9 +131,10 @@ class View:
         """Yields the parts of the view by the fields that the two templates name in braces, and by memory limit.
 
         `cut("loss-N{tokens}", "{section}[, {precision}]")` makes a view for each section, precision and number of
-        tokens. `heading` goes before each part's heading, filled with the words for its values, and `stem` behind the
-        beginning of its file names (with `tail` at their end), filled with the stored values. A part of a template in
-        brackets is left out where the field in it does not vary. KeyError for a name that is no field's.
+        tokens. Its heading is `heading`, with words in place of the names, followed by the heading of this view. Its
+        file names get `stem`, with stored values in place of the names, behind their beginning; with `tail`, at their
+        end. Text in brackets is left out of a template where the field in it does not vary. KeyError for a name that is
+        no field's.
         """
         stem, heading = (OPTIONAL.sub(lambda part: part[1] * self.varies(part[2]), text) for text in (stem, heading))
         in_stem, in_heading = words.NAMES.findall(stem), words.NAMES.findall(heading)
@@ -204,7 +205,10 @@ class View:
         return replace(self, fields=known, cases=cases)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
-        """Gives each value of the field `name` a colour and a marker: those of the row that the field `row` names."""
+        """Gives each value of the field `name` a colour and a marker: those of the row that the field `row` names.
+
+        `label` is a field: its values in the cases are the labels there; "" for none.
+        """
         row = row or name
         return replace(
             self, styles={**self.styles, name: words.styles_of(self.cases, name, row, label, self.table(row))}
@@ -252,12 +256,12 @@ class View:
     def chosen(self, names: Sequence[str]) -> list[str]:
         """The fields that some names stand for.
 
-        "a?"  a, if it varies               "*"  all metrics that no other of these names
-        "a!"  a, if any case has it         "@"  all axes that no other of these names; "@?": those that vary
-        "a+"  a, if any case has more of it than 0
-        "-a"  nothing: left out of "*" and "@"
-        "a|"  a, if no other was chosen
-        "a~b" a, unless all cases have b of it
+        "a?"  a, if it varies               "*"  all metrics that are not in `names` themselves
+        "a!"  a, if any case has it         "@"  all axes that are not in `names` themselves; "@?": those that vary
+        "a+"  a, if any case has a value of it other than 0 and empty
+        "-a"  nothing; "*" and "@" leave a out
+        "a|"  a, if no field was chosen before it
+        "a~b" a, unless its value is b in all cases
         """
         known = {name.strip("-?!+|") for name in names}
         axes = [name for name in self.axes() if name not in known.union(("section",) + OF_THE_ROW)]
@@ -281,7 +285,7 @@ class View:
         return chosen
 
     def filled(self, text: str) -> str:
-        """The text with values in place of names in braces: {name} of a field that does not vary, {lines} of cases."""
+        """The text with values in place of names in braces: fields that do not vary; {lines} is the number of cases."""
         names = filter(self.fields.__contains__, words.NAMES.findall(text))
         return words.filled(text, {"lines": len(self.cases), **self.constants(names)})
 
@@ -327,7 +331,7 @@ class View:
         return {name: self.text(name, self.first[name]) for name in names if not self.varies(name)}
 
     def style(self, name: str, value: Any) -> Style:
-        """The look of a value. Its label is that of these cases: of "auto: A" and "auto: B" it is "auto: A or B"."""
+        """The look of a value. Its label joins the labels in these cases: "auto: A", "auto: B" give "auto: A or B"."""
         style, part = self.styles[name][value], self.having(name, [value])
         labels = list(filter(None, part.column(style.said_by)))
         if name == "impl" and not labels:
