@@ -94,10 +94,10 @@ UNITS = {  # of memory
 
 
 def add_options(parser: pytest.Parser, prefix: str = "--", axes: Iterable[fields.Axis] = ()) -> None:
-    """Adds all options: the plugin by their long names, such as --lmsys-sweep, which no other plugin has.
+    """Adds all options, with `prefix` before their names, and an option for each of `axes`.
 
-    A conftest whose folder holds benchmarks calls it in its pytest_addoption, and has the short names too: --sweep.
-    Each of `axes` gets its own option.
+    The plugin calls it with LONG: no other plugin has names such as --lmsys-sweep. A conftest whose folder holds
+    benchmarks calls it in its pytest_addoption, so that there the short names, such as --sweep, work too.
     """
     group = parser.getgroup("lmsys", "benchmarks (comma lists; an axis not named keeps its sweep's values)")
     for name, more in OPTIONS.items():
@@ -218,7 +218,9 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
 
 
 def own_process(config: pytest.Config, device: str, on_ranks: bool) -> bool:
-    """True if --own-process is given and rows run. ValueError where they cannot have processes of their own.
+    """True if --own-process is given and pytest does more than collect.
+
+    ValueError where it is given and rows cannot have processes of their own.
 
     on_ranks  torchrun has started this process
     """
@@ -236,7 +238,9 @@ def own_process(config: pytest.Config, device: str, on_ranks: bool) -> bool:
 
 
 def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
-    """The earlier state of the code that --against names, unpacked until pytest ends; None without --against.
+    """The earlier state of the code that --against names, or None. Its folder is removed when pytest ends.
+
+    ValueError for --margin without --against, and for options that exclude --against.
 
     on_ranks  torchrun has started this process
     """
@@ -286,7 +290,10 @@ def memory_limit(text: str | None, device: str) -> int | None:
 
 
 def output(config: pytest.Config) -> Path | None:
-    """The file of the result. pytest-benchmark 5.2, which GPU images still have, gives a file that it has opened."""
+    """The file of the result: that of --benchmark-json, else that of --resume; None if neither is given.
+
+    For --benchmark-json pytest-benchmark 5.2, which GPU images still have, gives a file that it has opened.
+    """
     given = config.getoption("benchmark_json") or config.getoption("lmsys_resume")
     return given if given is None or isinstance(given, Path) else Path(getattr(given, "name", given))
 
@@ -321,7 +328,7 @@ def check_free(output: Path, command: str) -> None:
 def claim_writable(output: Path) -> Callable[[], None]:
     """Makes this process the only one that writes the output. Returns the function that ends this claim.
 
-    It calls `lmsys.files.claim` before anything is measured. ValueError where the output cannot be written, or where
+    The plugin calls it before anything is measured. ValueError where the output cannot be written, or where
     another process writes it.
     """
     hold(

@@ -23,7 +23,7 @@ APART = (
 )
 END, LONGEST = -1, 10_000  # in an Agreement: the number that ends a step, and how many of a step are remembered
 Group = Any  # a torch ProcessGroup, None for the default one, or `TreeSums` of either
-_UNWRAPPED = dist.ProcessGroup | None  # made once, as each collective looks its group up
+_UNWRAPPED = dist.ProcessGroup | None  # made once, since every collective checks its group against it
 
 # Renamed in torch 2.13; the older names warn there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -186,8 +186,8 @@ class Agreement:
     def on(self, number: int) -> None:
         """Called before the collective of this number; a number below 0 stands for no collective.
 
-        RuntimeError on all ranks unless all have the same number, and from then on in every call: a rank may still have
-        collectives to begin, as at the end of the forward that the error has ended, in which others would not join.
+        RuntimeError on all ranks unless all have the same number. From then on every call raises it: a rank may still
+        come to collectives, as at the end of the forward that the error has ended, and the others would not join them.
         """
         if self._are_apart:
             raise RuntimeError(APART)
@@ -208,7 +208,10 @@ class Agreement:
             raise RuntimeError(APART)
 
     def end(self) -> None:
-        """Called after the last collective of a step, where ranks always compare. RuntimeError as in `on`."""
+        """Called after the last collective of a step. RuntimeError as in `on`.
+
+        Here ranks always compare, since the known order never has END in it.
+        """
         self.on(END)
         self._order = self.since[:-1] if self.since == self._before else []
         self._before, self.since = self.since, []

@@ -49,10 +49,10 @@ class Bucket:
 
 
 class Collectives:
-    """The transport by collectives: all-reduces, or for buckets that ranks share out reduce-scatters and all-gathers.
+    """The transport by collectives: reduce-scatters and all-gathers for buckets that ranks share out, else all-reduces.
 
-    Each step's buckets are in memory of their own. `Overlapped` calls `reduce` and `settle`, and `Zero1` also `zeros`
-    and `gather`. `CopyEngines` of copy_engine.py overrides all four.
+    Each step allocates its buckets anew. `Overlapped` calls `reduce` and `settle`, and `Zero1` also `zeros` and
+    `gather`. `CopyEngines` of copy_engine.py overrides all four.
     """
 
     outside_bytes = 0  # bytes of GPU memory that torch's allocator does not count
@@ -106,7 +106,8 @@ class Overlapped(wrapper.Wrapper):
 
     `Wrapper` calls the methods that are overridden here: `_watch` when a forward has ended, `_begin_backward` before a
     backward, `_gradient_is_ready` for each gradient of it, and `_synchronize` in `finish_gradient_synchronization`. The
-    constructor calls `_partition` and `_bucket`, which subclasses override, and the first `_synchronize` does again.
+    constructor plans the buckets by `_partition` and `_bucket`, which subclasses override. The first `_synchronize`
+    plans them again.
     """
 
     halves_sums = True  # a trait of the row: `lmsys.traits` explains all of them
@@ -155,7 +156,7 @@ class Overlapped(wrapper.Wrapper):
         self._absent: list[int] = []  # gradients that were missing when their bucket was sent
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
-        """As `Wrapper._watch`. ValueError where the output has no such tensor, and may have some that are hidden."""
+        """As `Wrapper._watch`. ValueError where no tensor was found in the output, but it may hide some."""
         values.hold(
             (
                 tensors or not hidden or not self.trainable,
@@ -168,7 +169,7 @@ class Overlapped(wrapper.Wrapper):
     def _begin_backward(self) -> None:
         """First synchronizes the gradients of an earlier backward: adding to what is being sent would corrupt it.
 
-        Then has hooks of the user, which may change gradients, called before those that send them.
+        Then moves this wrapper's hooks, which send gradients, behind the user's hooks, which may change them.
         """
         if self._unfinished and self.world_size > 1:
             self._synchronize()
@@ -178,8 +179,8 @@ class Overlapped(wrapper.Wrapper):
     def _gradient_is_ready(self, index: int) -> None:
         """Sends the buckets that are complete with this gradient and next in the order of sending.
 
-        RuntimeError where another strategy sends gradients of the same parameters in this backward, which need not come
-        from a forward of this one.
+        RuntimeError where another wrapper would send gradients of the same parameters in this backward, or where a
+        parameter gets a second gradient in it. The backward may have begun from a forward of that other wrapper.
         """
         if self.world_size == 1:
             return
@@ -220,7 +221,8 @@ class Overlapped(wrapper.Wrapper):
         bucket = self.buckets[len(self._sent)]
         self._absent += [index for index in bucket.indices if self.trainable[index].grad is None]
         if bucket is self.buckets[-1]:  # all gradients that will come have come
-            # 1 or 0 for each gradient, and flags; when it has arrived, the means: the share of ranks with the gradient.
+            # 1 or 0 for each gradient, and flags. The all-reduce turns each into its mean over ranks: for a gradient,
+            # the share of the ranks that have it.
             self._used = self._use(self._absent)
             self._use_pending = collectives.all_reduce_mean(self._used, self.group)
         self._sent.append(self.transport.reduce(bucket))

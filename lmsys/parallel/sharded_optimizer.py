@@ -88,8 +88,9 @@ class ShardedOptimizer(Optimizer):
     """`optimizer_cls` over the parameters that this rank owns; its param groups hold the parameters of all ranks.
 
     params        tensors or param groups, equal on every rank
-    flat_buffers  where a strategy has made them; None: made here, balanced by size, or by `optimizer_cls.cost` where
-                  there is one: cost(parameter, **options of its group), as of `lmsys.training.muon.Muon`
+    flat_buffers  those that a strategy has made; None: this class makes them, and balances ranks by the parameters'
+                  sizes, or by `optimizer_cls.cost(parameter, **options of its group)` where the class has it, as
+                  `lmsys.training.muon.Muon` does
     kwargs        options of `optimizer_cls`
     `state_dict` is this rank's share. `full_state_dict` is whole, and loads at any world size and into `optimizer_cls`
     itself; `load_state_dict` takes either. All ranks call the constructor, `step` and `full_state_dict`.
@@ -111,8 +112,8 @@ class ShardedOptimizer(Optimizer):
         self.flat_buffers = values.several("flat_buffers", [] if flat_buffers is None else flat_buffers, FlatBuffer)
         self.owners = owners_in(self.flat_buffers)
         self._cost = getattr(values.instance("optimizer_cls", optimizer_cls, Callable), "cost", None)
-        self._loads = [0] * self.world_size  # what ranks bear of costs so far: `plan_segments` updates it
-        self._local: Any = None  # becomes this rank's `optimizer_cls`; `add_param_group` is called before
+        self._loads = [0] * self.world_size  # the cost that each rank bears so far: `plan_segments` updates it
+        self._local: Any = None  # this rank's `optimizer_cls`; torch's constructor calls `add_param_group` before that
         super().__init__(values.instance("params", params, Iterable), kwargs)
         self._local = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
@@ -263,8 +264,13 @@ State = dict[str, Any]  # an optimizer's state dict, or the state of one paramet
 def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any]) -> State:
     """The state dict of an optimizer over whole parameters, from `shares`, one for the flat parts of each rank.
 
-    ValueError where they are of another number of flat parts than the module has, or where NAdam or ASGD has left a
-    parameter out of some steps and not of all: of its own "mu_product" or "eta" nothing is known.
+    The entry "left_out" of a flat part's state counts for each of its parameters the steps that left it out. The
+    parameter's "step" is smaller by so many than the flat part's. A parameter that took part in no step gets no state,
+    except under Adagrad (see `is_unused`).
+
+    ValueError where the shares have another number of flat parts, or of param groups, than there are here, or where an
+    entry has tensors inside. ValueError, too, where NAdam or ASGD has left a parameter out of some steps but not of
+    all: the flat part's "mu_product" or "eta" is not that parameter's.
     """
     for share in shares:
         _check_states(share)
@@ -291,7 +297,7 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
         left_out = held_parts[0].pop("left_out", [0] * len(params)) if held_parts else []
         states = [State() for _ in left_out]
         for name, value in held_parts[0].items() if held_parts else ():
-            parts = [copy.deepcopy(value) for _ in params]  # optimizers add to a counter in place
+            parts = [copy.deepcopy(value) for _ in params]  # copies, since optimizers add to a counter in place
             if isinstance(value, Tensor) and value.dim() and name != "step":  # flat, as the parts are
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
@@ -308,12 +314,13 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
 def flat_share(state: State, module: nn.Module, rank: int, world_size: int, groups: Sequence[Any]) -> State:
     """The state dict of an optimizer over this rank's flat parts, from `state`, the one over whole parameters.
 
-    A parameter that has no state, as it never had a gradient, gets zeros. `FlatShard.put_back` explains
-    "left_out".
+    A flat part takes what is not of each element, such as "step", from its parameter with the most steps. "left_out"
+    says by how many steps each parameter is behind that one. A parameter that has no state, as it never had a gradient,
+    gets zeros. ValueError where an entry has tensors inside, or for another number of param groups.
     """
     _check_states(state)
     flats, numbers = _laid_out(module, groups)
-    scalars = {"step"} | {  # names of what is not of each element, such as NAdam's mu_product
+    scalars = {"step"} | {  # names of entries with one number for a whole parameter, such as NAdam's mu_product
         name
         for p, number in numbers.items()
         for name, value in state["state"].get(number, {}).items()
@@ -353,9 +360,10 @@ def _check_states(state: State) -> None:
 
 
 def is_unused(state: State) -> bool:
-    """True for the state of a parameter that no step has used: its counter is 0, or all tensors where there is none.
+    """True for the state of a parameter that no step has used: "step" is 0, or where it has none all tensors are 0.
 
-    Never for Adagrad's, which alone holds a "sum": it begins with a value of its choice, and is there before any step.
+    It is never true for Adagrad's state, which alone holds a "sum": that is there before any step, and begins with a
+    value of the user's choice.
     """
     return "sum" not in state and not (
         state["step"] if "step" in state else any(isinstance(x, Tensor) and x.any() for x in state.values())

@@ -108,7 +108,8 @@ def html(parts: Sequence[items.Part], notes: Sequence[str], single_file: bool = 
         is_short=sum(len(chapters) for _, _, chapters in parts) <= MOST_OPEN,
         letters=dict.fromkeys(layout["letters"] for layout in shown if "letters" in layout),
         rows=sorted({str(case["impl"]) for machine in machines for case in machine.records}),
-        # Commands by a run's words in the details of a figure; runs of one minute may share these words.
+        # The details of a figure name a run by these words. The page looks its commands up by them: a list, since runs
+        # of one minute may share the words.
         commands=grouped((load.run_told(run), str(run["command"])) for run in runs if run.get("command")),
     )
 
@@ -121,9 +122,9 @@ def render(name: str, **values: object) -> str:
 def fill(out: Path, files: Mapping[str, str]) -> None:
     """Writes these files, texts by relative name, into the folder `out`, in place of those of an earlier report.
 
-    A file is a report's while it has the SHA-256 that the manifest says; any other stays, and a line on stderr names it
-    where the manifest does. ValueError, before anything is changed, where that would touch a file of somebody else's;
-    OSError where it fails.
+    A file belongs to a report while it has the SHA-256 that the manifest has for it. Any other file stays; if the
+    manifest names it, a line on stderr says that it was left. ValueError, before anything is changed, where a file of
+    somebody else's or a link is in the way; OSError where writing fails.
     """
     hold(
         *((re.fullmatch(NAME, x), f"a file {x[:80]!r} cannot be written: its name must match {NAME}") for x in files),
@@ -195,7 +196,11 @@ class Figures:
         return is_new
 
     def caption(self, caption: str, anchor: str) -> tuple[str, str, str]:
-        """(the first line of a caption, the anchor to link to in place of a long line shown before or "", the rest)."""
+        """(the first line of the caption, an anchor or "", the other lines).
+
+        Where the first line is long and another figure has shown it, the anchor is that figure's: the page links to it
+        in place of the line.
+        """
         about, _, rest = caption.partition("\n")
         first = self._explained.setdefault(about, anchor)
         return about, first if first != anchor and len(about) > BRIEF else "", rest
@@ -224,7 +229,10 @@ def names(figures: Iterable[items.Table | items.Plot]) -> str:
 
 
 def _without_repeats(item: items.Table | items.Plot, heading: str, known: set[str]) -> items.Table | items.Plot:
-    """The figure without sentences that its block's heading or a figure above it has; adds its own to `known`."""
+    """The figure without sentences that its block's heading or a figure above it has; adds its own to `known`.
+
+    A table keeps the first line of its caption, and of its notes loses only those that begin with LEFT_OUT.
+    """
     about, *rest = item.caption.splitlines() or [""]
     lines = [line for line in rest if line not in known]
     if isinstance(item, items.Table):
@@ -239,7 +247,7 @@ def _without_repeats(item: items.Table | items.Plot, heading: str, known: set[st
 
 
 def marks(table: items.Table) -> list[str]:
-    """The footnotes of a table: the notes that begin with a number, as a superscript."""
+    """The footnotes of a table: those of its notes that begin with a digit, which is a superscript."""
     return [note for note in table.notes if note[0].isdigit()]
 
 

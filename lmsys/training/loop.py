@@ -50,15 +50,15 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
         "batch_size": train.batch_size,
         "seed": train.seed,
         "undecayed": train.undecayed,  # the optimizer numbers parameters by group
-        "train.optimizer": train.optimizer if train.optimizer != "adamw" else None,  # checkpoints from before have none
-        "packing": packing if packing == "documents" else None,  # checkpoints from before this setting have none
+        "train.optimizer": train.optimizer if train.optimizer != "adamw" else None,  # older checkpoints lack this fact
+        "packing": packing if packing == "documents" else None,  # older checkpoints lack this one, too
     }
 
 
 @dataclass(frozen=True)
 class Step:
     """loss: mean over the global batch; norm: of the gradient before clipping; lr: the learning rate; scale: what the
-    loss was multiplied by, 1 but in fp16; taken: False if loss or norm was not finite, and weights have not changed."""
+    loss was multiplied by, 1 except in fp16; taken: False if loss or norm was not finite: weights have not changed."""
 
     loss: float
     norm: float
@@ -104,8 +104,8 @@ class Trainer:
         )  # fmt: skip
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
-        # Steps done; those not taken; such steps in a row, which train.max_nonfinite limits; the seconds of all steps,
-        # without evaluations and checkpoints.
+        # Steps done; those of them that were not taken; how many of these came last in a row (`train_step` says which
+        # count), which train.max_nonfinite limits; the seconds of all steps, without evaluations and checkpoints.
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | values.instance("facts", {} if facts is None else facts, dict)
         shared = None
@@ -171,7 +171,7 @@ class Trainer:
             if train.clip_norm:
                 optimizer.scale_gradients(self.optimizer, optimizer.clip_factor(gradient_norm, train.clip_norm))
             mean, finite, stop = self._agree(total, gradient_norm, stop)
-            # The host waits here.
+            # `_agree` has made the host wait for the device.
             step = Step(mean, float(gradient_norm), lr, self.scaler.get_scale(), finite and math.isfinite(mean))
             if step.taken:
                 self.optimizer.step()
@@ -205,7 +205,8 @@ class Trainer:
         """(mean over ranks of the loss, True if the norm is finite on all, the largest `stop` of any rank)."""
         if self.world_size == 1:
             return loss.item(), math.isfinite(norm), stop
-        # The loss; ranks that ask, by stop; ranks whose norm is not finite.
+        # At 0 the loss; at each `stop` from 1 to _TIME the number of ranks that ask for it; at the end the number of
+        # ranks whose norm is not finite.
         sums = torch.zeros(2 + _TIME, dtype=torch.float64, device=self.device)
         sums[0], sums[-1] = loss.double() / self.world_size, ~norm.isfinite()
         if stop:
@@ -271,7 +272,7 @@ class Trainer:
                 evaluates = last or _due(self.step, self.config.evaluate.interval)
                 # While steps are left out, weights may be NaN already: such saves would replace the good ones.
                 saves = last or (taken.taken and _due(self.step, self.config.checkpoint.interval))
-                if evaluates or saves:  # these would wait for the rest of the step, whose time is the step's
+                if evaluates or saves:  # else the wait for the rest of the step would count as theirs
                     clock.synchronize(self.device.type)
                 self.seconds += time.perf_counter() - start
                 self._tell(taken, write, say, progress)
@@ -336,7 +337,7 @@ class Trainer:
         return f"first not finite: {name}; " if name else ""
 
 
-_TIME = 64  # the `stop` of a speedrun whose time is over: larger than the number of any signal
+_TIME = 64  # the `stop` of a run whose train.max_seconds are over: larger than the number of any signal
 
 
 def _due(step: int, interval: int) -> bool:

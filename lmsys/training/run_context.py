@@ -75,7 +75,7 @@ class RunContext:
 
     @cached_property
     def prompt(self) -> list[int]:
-        """The ids of generate.prompt; an end of text where it is empty. ValueError where it is too long."""
+        """The ids of generate.prompt, or of END_OF_TEXT where it is empty. ValueError where it is too long."""
         prompt, most = self.config.generate.prompt, self.config.model.context_length
         ids = self.tokenizer.encode(prompt or corpora.END_OF_TEXT)
         values.hold(

@@ -85,9 +85,10 @@ def _load_tiles(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, last, H, Q_PADDED,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """(dq_tile, place) after loading the queries of steps [first, last), which follow the tile at `place`, (bh, m).
+    """Loads the queries of steps [first, last): the tiles that come after the one at `place`, (bh, m).
 
-    In the deterministic mode it also releases and acquires tiles of dq.
+    In the deterministic mode it also releases and acquires tiles of dq; `dq_tile` is the (bh, m) of the next to
+    release. Returns dq_tile and place as they are afterwards.
     """
     bh, m = place
     for step in range(first, last):
@@ -105,7 +106,7 @@ def _producer(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q: gl.constexpr,
     CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Loads all tiles of queries but the first.
+    """Loads all tiles of queries but the first, which the kernel loads before `warp_specialize`.
 
     In the deterministic mode it also acquires and releases dq's tiles for the consumers. Otherwise it writes zeros into
     dq for a later head, once the ring is full.
@@ -137,7 +138,7 @@ def _producer(
 
 @gluon.jit
 def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
-    """(key head among all B Hkv, key tile) of a CTA.
+    """(key head among all B Hkv, key tile) of a CTA. CTAs work on `at_once` heads at a time, which share the L2 cache.
 
     Causal heads begin with the key tile that most queries see, and in the deterministic mode with the one that fewest
     see. In that mode a CTA waits only for CTAs of its head that come before it in this order. They have lower numbers,
@@ -157,7 +158,11 @@ def _consumer(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Computes dk and dv of its 64 keys of the CTA's key tile, and adds its part to dq."""
+    """Computes dk and dv of its 64 keys of the CTA's key tile, and adds its part to dq.
+
+    Before it first adds to dq it waits for the producer: outside the deterministic mode here, once, until all of this
+    head's dq is zero (`clear_ahead`); in that mode in `walk_over`, for each tile.
+    """
     DTYPE: gl.constexpr = dk_desc.dtype
     k = kvs.ks.slice(WG * 64, 64)
     v = kvs.vs.slice(WG * 64, 64)
