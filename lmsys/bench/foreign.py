@@ -59,8 +59,8 @@ from lmsys.registry import load_target
 # The judge may wait for a row longer than for `null` by these margins: MARGIN_S seconds, and shares of the wait for
 # `null` and of the time that the row's process says (behind a call it frees the last call's memory). On two busy cores
 # of a virtual machine, waits for honest calls of 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the
-# median. DOUBT: how far calls may lean to being late, see `leaning`. MOST_LATE: the share of calls, of 0.29 that such
-# an estimate of ratios stands.
+# median. DOUBT: how far calls may lean to being late, see `leaning`. MOST_LATE: the share of calls that may be late; an
+# estimate of ratios breaks if 0.29 of its calls are wrong.
 MARGIN_S, DOUBT, MOST_LATE = 1e-4, 3.0, 0.25
 MARGIN_SHARES = {"answer_s": (0.25, 0.1), "copy_s": (1.0, 0.0)}
 # On a GPU, how long the device idles before a call's inputs arrive: so the row's process launches ahead of the device.
@@ -537,7 +537,7 @@ class ApartClock(clock.CpuClock):
         An honest row's calls differ from those of `null`, which come right before, by chance: by little on a calm
         machine, by more on a busy one. So most of its calls are within the margin or, on a busy machine, as many are
         late as early, and by as much. A row is refused if MOST_LATE of its calls are late, and calls lean that way by
-        more than DOUBT. Fewer lies move neither its time, a median, nor ratios of times (Hodges and Lehmann 1963).
+        more than DOUBT. Fewer lies hardly move its time, a median, and ratios of times (Hodges and Lehmann 1963).
         """
         for name, text in {
             "answer_s": "works outside of its calls",
@@ -546,7 +546,7 @@ class ApartClock(clock.CpuClock):
             late_s = [seen.late_s(name) for seen in pending]
             late = sum(x > 0 for x in late_s)
             if not trusted and late >= MOST_LATE * len(pending) and leaning(late_s) > DOUBT:
-                by_s = statistics.median(of_row - of_null for of_row, of_null in (getattr(x, name) for x in pending))
+                by_s = statistics.median(x for x in late_s if x > 0)
                 raise clock.ClockError(
                     f"it {text}: {late} of {len(pending)} took {by_s * 1e6:.0f} us longer than it says"
                 )
@@ -555,7 +555,7 @@ class ApartClock(clock.CpuClock):
 
 @dataclass(frozen=True)
 class Foreign(Entry):
-    """A row whose code this process never imports.
+    """A row whose calls are made in a process of its own.
 
     settings  of the run
     missing   why the row cannot run here, as users read it; empty: it can
