@@ -268,7 +268,7 @@ POSTPONED = {  # "call": before the process answers. "copy": when the judge asks
 
 
 @cheat(LATE_RESULTS)
-def is_early_in_one_call_of_three(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def is_early_in_one_call_of_four(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Makes its results when they are copied, but in some calls works on its own, and has them copied beforehand.
 
     The judge waits for nothing in those: they are early by little, and must not excuse the others.
@@ -278,7 +278,7 @@ def is_early_in_one_call_of_three(q: Tensor, k: Tensor, v: Tensor, **options: An
         _last["early"], real_read, real_copy = {"is": False}, row.read, row.copy
 
         def read(owner: str, way: str) -> Any:
-            _last["early"] = {"is": asked() % 3 == 0 and way == "inference", "owner": owner}
+            _last["early"] = {"is": asked() % 4 == 0 and way == "inference", "owner": owner}
             return None if _last["early"]["is"] else real_read(owner, way)
 
         def copy(owner: str, way: str) -> Any:
