@@ -142,8 +142,8 @@ class Rig:
 
     def finish(self) -> None:
         """Waits for communication that goes on after a step, such as ZeRO-1's gather; after a CUDA graph none does."""
-        if not isinstance(self.gradients, gradients.GraphedGradients) and hasattr(self.strategy.wrapper, "wait"):
-            self.strategy.wrapper.wait()
+        if not isinstance(self.gradients, gradients.GraphedGradients):
+            self.strategy.wait()
 
     @property
     def can_stay_local(self) -> bool:

@@ -20,7 +20,6 @@ from lmsys import config, traits, values
 from lmsys.attention import ATTENTION
 from lmsys.bench import Entry, Failed, Record, findings, ranks
 from lmsys.measure import clock, memory, sensors
-from lmsys.measure.step import nothing
 from lmsys.parallel import STRATEGIES, group
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
 from lmsys.training import corpora, data, loop, reproducible
@@ -288,7 +287,7 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
         if not launched:
             _TRAINER[0].train_step()
             if group.device().type == "cpu":  # there memory is profiled: see `memory.phases`
-                getattr(_TRAINER[0].strategy.wrapper, "wait", nothing)()
+                _TRAINER[0].strategy.wait()
 
     try:
         with findings.interpreted_kernels() as launched:

@@ -25,8 +25,8 @@ class Adapter:
     options   its keyword arguments
 
     Attributes: `wrapper` is the container; `finish` its finish_gradient_synchronization; `can_stay_local` tells if it
-    has `no_sync`; `no_sync` and `full_state_dict` are the container's, else a context that does nothing and the
-    module's state dict.
+    has `no_sync`; `no_sync`, `wait` and `full_state_dict` are the container's, else a context and a function that do
+    nothing, and the module's state dict. `wait` waits for communication that goes on after a step, such as ZeRO-1's.
     ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
     """
 
@@ -42,6 +42,7 @@ class Adapter:
         self.finish = self.wrapper.finish_gradient_synchronization
         self.can_stay_local = hasattr(self.wrapper, "no_sync")  # it has steps without synchronization
         self.no_sync: Any = getattr(self.wrapper, "no_sync", nullcontext)
+        self.wait: Any = getattr(self.wrapper, "wait", lambda: None)
         self.full_state_dict: Any = getattr(self.wrapper, "full_state_dict", module.state_dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

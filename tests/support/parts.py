@@ -533,7 +533,7 @@ def after_a_failed_state(strategy: str) -> tuple[str, float, int, bool]:
 
 
 def in_tree_sums(_: Any) -> list[Any]:
-    """Of fsdp whose sums are trees: a weight, as a checkpoint has its part, whole; and the exact norm of two parts."""
+    """[True if the parts of a checkpoint make the whole weights, the exact norm of two parts]; sums are trees."""
     run = made("fsdp", group=TreeSums(group_of(2)))
     part = torch.full((2,), 1.0 + dist.get_rank())
     state = run.model.sharded_state_dict()
