@@ -1,6 +1,7 @@
 """CONTRIBUTING.md's section "Add a kernel: two places" is followed, in a copy of the repository.
 
-The copy gets the file and the table's row that the section shows, and no more: then all tests of rows must pass.
+The copy gets the file and the table's row that the section shows, and no more: then all tests of rows must pass. Of the
+section about a strategy only the row is tried.
 """
 
 import os
@@ -13,8 +14,17 @@ from textwrap import dedent
 
 import pytest
 
+from lmsys import parallel
+
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a kernel: two places")[2].partition("\n## ")[0]
+
+
+def section(title: str) -> str:
+    """The section of CONTRIBUTING.md with this title."""
+    return (ROOT / "CONTRIBUTING.md").read_text().partition(f"## {title}")[2].partition("\n## ")[0]
+
+
+TEXT = section("Add a kernel: two places")
 OF_WHOLE_TABLE = (  # files with tests that look at all rows of the table
     "tests/attention/test_attention_traits.py",
     "tests/attention/test_auto_order.py",
@@ -55,6 +65,13 @@ def test_a_file_and_a_row_add_a_kernel(tree: Path) -> None:
     of_all_rows = "states_every_trait or single_rows or colors_of_their_own or is_documented"
     output = pytest_output(tree, "tests/attention/test_attention_traits.py", "tests/test_docs.py", "-k", of_all_rows)
     assert "test_every_row_states_every_trait[exp2] PASSED" in output
+
+
+def test_the_row_of_a_strategy_is_one_of_its_table() -> None:
+    (row,) = re.findall(r"`(_row\(.*?\))`", section("Add a strategy: four places"))
+    entry = eval(row, vars(parallel))
+    assert (entry.name, entry.target) == ("reverse", "lmsys.parallel.reverse:Reverse")
+    assert entry.traits.keys() == parallel.STRATEGIES["naive"].traits.keys()
 
 
 @pytest.mark.on_request

@@ -10,7 +10,7 @@ from lmsys.traits import StrategyTraits
 __all__ = ["STRATEGIES", "StrategyTraits"]
 
 
-def _row(name: str, target: str, label: str, color: str, supports: str = "") -> Entry:
+def _row(name: str, target: str, label: str, color: str = "", supports: str = "") -> Entry:
     """A row by its name, where its class is, its label and its color in plots. `supports`: as in `Entry`."""
     return Entry(
         name, f"lmsys.parallel.{target}", label, peer=target.startswith("peers:"), supports=supports,
