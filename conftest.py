@@ -1,8 +1,9 @@
-"""pytest's configuration for this repository: tests and benchmarks alike.
+"""pytest's configuration for this repository: pytest loads it for tests and for benchmarks.
 
-It sets environment variables that must stand before Triton or CUDA start, tells the plugin `lmsys.bench.plugin` this
-repository's options and sweeps, and deselects tests that a plain run leaves out: those with the marks in HOW. A new
-mark of this kind is a line in HOW and a name in ASKED. Helpers and fixtures of tests alone are in tests/conftest.py.
+It sets environment variables that Triton and CUDA read when they start, gives the plugin `lmsys.bench.plugin` this
+repository's options and sweeps, and deselects tests that a plain run leaves out: those with the marks in HOW. To add
+such a mark, declare it in pyproject.toml, and add a line to HOW and a name to ASKED. Helpers and fixtures that only
+tests use are in tests/conftest.py.
 """
 
 import gc
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # kernels are then interpreted; triton reads the variable when it is imported
+# Without a GPU Triton's kernels run in its interpreter. Triton reads the variable when it is imported, so the imports
+# below must come after this line.
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from benchmarks.axes import NAMED
@@ -22,7 +25,7 @@ from lmsys.bench.fields import Sweep, given_axes
 from lmsys.bench.options import add_options, texts
 from lmsys.deterministic import CUBLAS_WORKSPACE
 
-pytest_plugins = ["lmsys.bench.plugin"]  # also where the package is not installed
+pytest_plugins = ["lmsys.bench.plugin"]  # an installed lmsys has an entry point for it; a bare checkout has none
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """For --deterministic, sets cuBLAS's workspace now: a process reads the variable before its first matmul."""
+    """With --deterministic, sets cuBLAS's workspace now: the variable is read only once, at the first matmul."""
     axis = [axis for axis in NAMED if axis.name == "deterministic"]
     with suppress(ValueError):  # a wrong value is reported later, when cases are collected
         if any(given_axes(axis, texts(config)).get("deterministic", ())):
@@ -38,12 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Saves half a second at exit: Python no longer searches the objects that torch holds for garbage."""
+    """Saves half a second at exit: Python's garbage collector then skips the objects that torch holds."""
     gc.freeze()
 
 
 def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
-    """The sweeps that --sweep names, those of a GPU without bfloat16 in other dtypes."""
+    """The sweeps that --sweep can name, {name: {device: sweep}}; for a GPU without bfloat16, in other dtypes.
+
+    It is a hook of the plugin `lmsys.bench.plugin`.
+    """
     from benchmarks.sweeps import SWEEPS, without_bfloat16
 
     if has_bfloat16():
@@ -52,7 +58,7 @@ def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
 
 
 def pytest_report_header() -> list[str]:
-    """Says that sweeps are other ones where the GPU has no bfloat16."""
+    """A line that says which dtypes sweeps take if the GPU has no bfloat16."""
     if has_bfloat16():
         return []
     instead = "in its place sweeps take float16, and float32 where a benchmark scales no loss"
@@ -64,22 +70,22 @@ def has_bfloat16() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
-LEFT_OUT = pytest.StashKey[dict[str, int]]()  # by mark: the number of tests that were left out
-HOW = {  # by mark: the end of the summary's line, "tests left out, ...", with what the tests need and how to run them
+LEFT_OUT = pytest.StashKey[dict[str, int]]()  # in `config.stash`: {mark: number of tests that were left out}
+HOW = {  # by mark: the end of the line "tests left out, ..." in pytest's summary; {} is their number
     "gpu": "which need a GPU: {} (python -m pytest -m gpu, where there is one)",
     "long": "which compile, or start many processes: {} (python3 -m nox -s long, as CI does)",
     "on_request": "which take minutes: {} (python -m pytest -m on_request)",
     "browser": "which open pages in a browser: {} (python3 -m nox -s browser)",
 }
 
-ASKED = "on_request", "long", "browser"  # marks of tests that run only where -m names the mark
+ASKED = "on_request", "long", "browser"  # tests with one of these marks run only if -m names the mark
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests that have a mark in ASKED which -m does not name, and without a GPU those marked `gpu`.
+    """Deselects tests with a mark in ASKED that -m does not name and, without a GPU, tests with the mark `gpu`.
 
-    Without a GPU, -m gpu selects the latter, and they are skipped.
+    With -m gpu on a machine without a GPU, tests with the mark `gpu` are not deselected but skipped.
     """
     has_gpu, asked = torch.cuda.is_available(), config.option.markexpr or ""
     left_out: dict[str, list[pytest.Item]] = {mark: [] for mark in HOW}
@@ -97,14 +103,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In a worker of xdist, passes the counts on to the process that prints the summary."""
+    """In a worker process of pytest-xdist, sends the counts to the main process, which prints the summary."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes the counts from any worker of xdist, since each collects all tests. A worker that died has sent none."""
+    """In the main process, takes the counts of a worker of pytest-xdist that ends.
+
+    Any worker will do, since each collects all tests. A worker that died has sent none.
+    """
     if left_out := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[LEFT_OUT] = left_out
 

@@ -7,7 +7,7 @@
 On request, by `python3 -m nox -s NAME`, run: long, gpu, newest, tritons, fuzz, commands, browser, report, docs, site,
 package. Each session makes a virtual environment and runs commands that docs/install.md explains, so that they also run
 without nox. `python3 -m nox -s bench -- --sweep full` passes what follows `--` to the command. A new session is a
-function here; .ci/run says which sessions continuous integration runs.
+function here. Continuous integration runs the sessions that .ci/run and .github/workflows name.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def newest(session: nox.Session) -> None:
-    """Tests with the versions of torch, Triton and numpy that pip installs today, as README's commands do."""
+    """Runs some tests with the newest torch, Triton and numpy that pip finds, as README's commands install them."""
     session.install("--upgrade", "-e", ".[bench]", *nox.project.dependency_groups(PROJECT, "test"))
     session.run("lmsys")
     session.run("lmsys", "check", "flash_triton")
@@ -91,10 +91,10 @@ def newest(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("triton", TRITONS)
 def tritons(session: nox.Session, triton: str) -> None:
-    """Runs the tests of a version of Triton that need no GPU: simulation, SASS, launches, exact numbers."""
+    """Runs tests of kernels with one version of Triton, without a GPU: simulation, SASS, launches, exact numbers."""
     session.install(TORCH)
     session.install("-e", ".", *nox.project.dependency_groups(PROJECT, "test"))
-    session.install("--no-deps", f"triton=={triton}")  # whichever a CUDA build of this torch asks for
+    session.install("--no-deps", f"triton=={triton}")  # --no-deps: torch may require another version
     tests = "tests/kernels", "tests/attention/test_gluon_kernels.py", "tests/attention/test_sass.py"
     pytest = "python", "-m", "pytest", "-n", "2", "--dist", "loadfile"
     session.run(*pytest, *(session.posargs or tests))
@@ -136,7 +136,7 @@ def bench(session: nox.Session) -> None:
     result.parent.mkdir(parents=True, exist_ok=True)
     try:
         session.run("python", "-m", "pytest", "benchmarks", "--benchmark-only", f"--benchmark-json={result}", *options)
-    finally:  # also where a wrong row has failed the run: the page shows it
+    finally:  # also if a wrong row has made the command fail: the page shows this row
         if result.is_file():
             build(session, result.with_suffix(""), str(result))
 

@@ -17,7 +17,7 @@ from lmsys.cost import memory, operations
 
 DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
-END = -1  # a value of the axis `offset` that stands for K - Q; `bench_attention.py` replaces it
+END = -1  # a value of the axis `offset` that stands for keys - queries; `bench_attention.py` replaces it
 MODELS_ONLY = (
     "auto",
     "llama",
@@ -26,12 +26,12 @@ MODELS_ONLY = (
 
 
 def square(text: str) -> tuple[int, int]:
-    """(queries, keys) of one length."""
+    """(queries, keys), both of the length that the text states."""
     return positive(text), positive(text)
 
 
 def tier(text: str) -> tuple[int, int]:
-    """(queries, keys) of "128:64"."""
+    """(queries, keys) of a text such as "128:64", both powers of two."""
     parts = text.split(":")
     values.hold(
         (
@@ -43,7 +43,7 @@ def tier(text: str) -> tuple[int, int]:
 
 
 def head_pair(text: str) -> tuple[int, int]:
-    """(query heads, key/value heads) of "32:8"; "32" stands for 32:32."""
+    """(query heads, key/value heads) of a text such as "32:8"; "32" stands for "32:32"."""
     heads, _, kv_heads = text.partition(":")
     pair = positive(heads), positive(kv_heads or heads)
     values.hold((pair[0] % pair[1] == 0, "query heads must be a multiple of key/value heads, as in 32:8"))
@@ -64,7 +64,7 @@ def softcap(text: str) -> float:
 
 
 def asked(text: str) -> bool | None:
-    """True for yes, None for no, as in result files that are older than the axis and have no value for it."""
+    """True for yes. None for no: result files that are older than the axis have no value for it, and mean no."""
     return yes_no(text) or None
 
 
@@ -99,14 +99,17 @@ def checkpointing(text: str) -> str:
 
 
 def checkpointings(text: str) -> Iterator[str]:
-    """Yields the settings of a list. Neighbouring parts with numbers are one setting, as in attention*12,matmuls*22."""
+    """Yields the settings of a list; neighbouring parts with numbers are one setting.
+
+    So "none,attention*12,matmuls*22" has two settings, "none" and "attention*12,matmuls*22".
+    """
     for has_number, parts in groupby(map(str.strip, text.split(",")), lambda part: "*" in part):
         texts = list(parts)
         yield from [",".join(texts)] if has_number else texts
 
 
 def bucket_size(text: str) -> int | str:
-    """MiB of a bucket; `auto` and `all` (one bucket) stay texts."""
+    """MiB of a bucket; `auto` (the strategy chooses the size) and `all` (one bucket) stay texts."""
     return text if text in ("auto", "all") else positive(text)
 
 
@@ -260,7 +263,7 @@ def named(*parts: str | Axis, **defaults: object) -> tuple[Axis, ...]:
 
     defaults  other default values, by axis name
 
-    axes = named("--size --batch", Axis("warmup", int, (None,)), batch=(4,))
+    named("--size --batch", Axis("warmup", int, (None,)), batch=(4,)) has three axes, the second with the default (4,).
     """
     known = {axis.option: axis for axis in NAMED}
     axes: list[Axis] = []

@@ -3,8 +3,7 @@
 Calls are first timed as in `bench_model.py`, and then profiled in calls of their own, since a profiler slows the host.
 `anatomy_of` makes the fields of a record. The runner calls the methods of `Anatomy`: they override hooks of
 `lmsys.bench.Benchmark`, which says when each is called and what it returns; `bench_model.ModelBenchmark` has the other
-hooks. To show one more figure, add a `Field` to `Anatomy.fields`, and
-its value to what `anatomy_of` returns.
+hooks. To show one more figure, add a `Field` to `Anatomy.fields`, and its value to what `anatomy_of` returns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,14 +82,15 @@ class Anatomy(bench_model.ModelBenchmark):
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AnatomyTest]:
         """The cases of the model that are forwards or whole steps, and are not replayed as CUDA graphs.
 
-        A backward or an optimizer's update is profiled as a part of the whole step. A graph replays the same kernels.
+        A backward or an optimizer's update is profiled as a part of the whole step. A CUDA graph replays the kernels of
+        the case without one.
         """
         for case in super().cases(grid, settings):
             if case.mode in sweeps.ANATOMY_MODES and not case.replayed:
                 yield AnatomyTest(**vars(case), traces=grid["traces"])
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> bench_model.Setup:
-        """As the base's. Before that it registers names of kernels, so that profiles know those of attention."""
+        """Makes the base's setup, after registering the names by which profiles know the kernels of attention."""
         for row in tuple(ATTENTION.values()) + tuple(case.entry for case in cases):
             profile.register_kernels(Traits.of(row).kernels, "attention")
         return super().setup(cases, settings)
@@ -161,7 +161,7 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     rig.base.zero_grad(set_to_none=True)
     # Empties the cache: the GPU's allocator may hand out a cached block that is too large, and counts all of it.
     compare.release_memory()
-    model, optimizer = rig.model(case), rig.optimizers.get(case.peer)  # ours and peers' models have one each
+    model, optimizer = rig.model(case), rig.optimizers.get(case.peer)  # one for our models, one for peers'
     held = sum(memory.breakdown(model, optimizer).values())
     by_phase = memory.phases(phases, case.device)
     record: Record = {
@@ -187,7 +187,7 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
 
 
 def thinned(points: Sequence[tuple[float, int]], keep: int) -> list[tuple[float, int]]:
-    """At most `keep` (two or more) of the points (time_s, bytes): of each stretch, those of least and most bytes."""
+    """At most `keep` (two or more) of the points (time_s, bytes): of each stretch those with least and most bytes."""
     if len(points) <= keep:
         return list(points)
     stretch, kept = -(-len(points) // (keep // 2)), []

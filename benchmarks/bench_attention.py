@@ -4,9 +4,10 @@ The sizes are in `benchmarks/sweeps.py`, the rows in `lmsys.attention.ATTENTION`
 `benchmarks.attention.check`, and the report in `benchmarks.attention.layout`. The runner calls the methods of
 `Attention`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
 
-A new axis is a field of `AttentionTest` and an entry of `Attention.axes`. `Attention.fields` and `Attention.cases` name
-it, `cases` at its place among the fields of `AttentionTest`, and so does `group`, if its values need inputs of their
-own. Options of the pattern are named in `patterns.OPTIONS` in place of these three.
+To add an axis, make it a field of `AttentionTest` and an `Axis` of `Attention.axes`. Then name it in three places: in
+`Attention.fields`; in `Attention.cases`, where names are in the order of the fields of `AttentionTest`; and in
+`AttentionTest.group`, if its values need inputs of their own. An option of the pattern is named in `patterns.OPTIONS`
+in place of these three.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,7 +73,7 @@ class AttentionTest(Case):
 
     @property
     def group(self) -> str:
-        """All rows and directions of a shape, which share inputs."""
+        """The name of the cases that share inputs: they differ in rows and directions alone."""
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}kv{self.kv_heads}"
         mask = "causal" if self.causal else "full"
         shape = f"B{self.batch}{heads}Q{self.queries}K{self.keys}D{self.head_dim}"
@@ -81,7 +82,7 @@ class AttentionTest(Case):
 
     @property
     def comparison(self) -> str:
-        """All rows of a shape in one direction, which are sampled in turns."""
+        """The name of the cases that are sampled in turns: all rows of a group in one direction."""
         return f"{self.group}-{self.direction}"
 
     @property
@@ -99,7 +100,7 @@ class AttentionTest(Case):
 
     @property
     def asked(self) -> AttentionCase:
-        """The case as rows know it, for their `supports`."""
+        """The case in the form that a row's `supports` takes."""
         return AttentionCase(
             **self.shape,
             dtype=self.dtype,
@@ -117,8 +118,11 @@ class AttentionTest(Case):
 
     @property
     def visible(self) -> tuple[float | None, float]:
-        """(pairs of a query and a key it sees, or None where `causal` alone decides; keys that some query sees), of
-        one head."""
+        """(visible pairs, keys that some query sees), both of one head.
+
+        A visible pair is a query and a key that it sees. The number of pairs is None for a case without options, where
+        `causal` and the lengths decide.
+        """
         if not self.options:
             return None, min(self.queries, self.keys) if self.causal else self.keys
         return patterns.visible(self.batch, self.queries, self.keys, causal=self.causal, **self.options)
@@ -203,7 +207,7 @@ class Attention(Benchmark):
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> check.Spots:
         """Inputs that all rows of a shape share; with gradients if any of the cases needs them.
 
-        They are in a `check.Spots`, which also judges parts of timed calls on them.
+        Returns a `check.Spots`, which holds them, and judges parts of timed calls on them.
         """
         case = replace(cases[0].asked, grad=any(test.asked.grad for test in cases))
         inputs, pattern = testing.make_inputs(case, settings.seed), cases[0].pattern
@@ -214,21 +218,21 @@ class Attention(Benchmark):
         testing.run(candidate.call, setup.inputs, pattern=setup.pattern, grad=candidate.case.asked.grad)
 
     def check_all(self, candidates: Sequence[Candidate], setup: check.Spots, runner: Any) -> None:
-        """Checks rows in float32 first, once for all cases of a setup, since an error of 1 % shows there.
+        """Checks rows in float32 first, then in the dtype of the cases, and then in small cases (`check.check_small`).
 
-        A row that cannot run in float32, or not in this memory, must meet the stricter root-mean-square rule in its own
-        dtype. Then rows are checked in small cases: all rows with extreme scores, rows from files in all of them.
+        In float32 an error of 1 % shows, and in bfloat16 it does not. A row that cannot run in float32, or not in this
+        memory, must meet a stricter rule in its own dtype: a bound of the error in root mean square.
         """
         seed = runner.settings.seed
-        # `redraw_` changes the inputs' seed, so a setup is checked in float32 once.
+        # `redraw_` changes the inputs' seed, so only the first check of a setup has this part.
         if setup.inputs.seed == seed:
             setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
                 check.check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
                 compare.release_memory()
         elif setup.draws.extreme is not None:
-            # The last timed draw has left a unit of extreme values in the inputs (`lmsys.extremes.attention`). It would
-            # widen the gate's budget, which is one for all units. What `redraw_` draws has no extreme unit.
+            # The last timed draw has left a unit with extreme values in the inputs (`lmsys.extremes.attention`). It
+            # would widen the gate's budget, which is one for all units. Inputs that `redraw_` draws have no such unit.
             setup.inputs.redraw_(seed + 2)
         in_own_dtype = check.Gate(setup.inputs, setup.case, setup.pattern)
         for candidate in candidates:
@@ -250,9 +254,9 @@ class Attention(Benchmark):
         yield from check.repeat(case, record["direction"] != "fwd", record["proof"], call, make)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Step:
-        """Times fwd without gradients, as in inference, and of bwd the backward alone, after an untimed forward.
+        """Times "fwd" without gradients, as in inference, and in "bwd" the backward alone, after an untimed forward.
 
-        `prepare` makes the o that `run` gets. `do` is drawn after that forward, which therefore cannot use it.
+        In "bwd" `prepare` makes the o that `run` gets. `do` is drawn after that forward, which therefore cannot use it.
         """
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
@@ -298,7 +302,10 @@ class Attention(Benchmark):
         return 1 if Traits.of(entry).compiles or entry.why_not(alone) else candidate.case.batch
 
     def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
-        """A forward has two products, and a backward four, as the forward may keep its scores. Inputs are read once."""
+        """(operations, dtype, bytes read) of the least work that a right row does.
+
+        A forward has two products, and a backward four, as the forward may keep its scores. Inputs are read once.
+        """
         products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of a forward's two
         rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.visible[1]
         return (
@@ -308,8 +315,11 @@ class Attention(Benchmark):
         )
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Record:
-        """Peak bytes of the timed call above what was live before, bytes that a forward saves for its backward, and the
-        time to make masks and the like before any call."""
+        """Memory of a call, and the time to make masks and the like before any call (`patterns.made_before_calls`).
+
+        peak_bytes   peak of the timed call above what was live before
+        saved_bytes  bytes that a forward saves for its backward; None for "fwd"
+        """
         if isinstance(candidate.call, foreign.Process):
             return candidate.call.bytes(case.direction)
         step = self.step(case, candidate, setup)
@@ -358,7 +368,7 @@ def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
 def rows_of(grid: Grid, apart: Callable[[Entry], Entry] | None = None) -> list[Entry]:
     """The rows that the command line names, in its order; else those of the grid, by default all, without `without`.
 
-    apart  makes each row again, as `Table.select` says
+    apart  None, or a function that makes of a row one that runs in a process of its own (`lmsys.bench.foreign`)
     """
     if "attention" in grid.given:
         return ATTENTION.select((name for name in grid["attention"] if name not in axes.MODELS_ONLY), apart)

@@ -3,8 +3,9 @@
 The result of each is checked. Then it is timed twice: by calls of `lmsys.parallel.collectives` ("ours"), and by calls
 of torch.distributed in a plain loop. `measure` runs on the ranks; `Collectives` asks for it and makes the record. The
 runner calls the methods of `Collectives`: they override hooks of `lmsys.bench.Benchmark`, which says when each is
-called and what it returns. A new operation is a row of OPERATIONS, with its call in `_plain` and its result in
-`Inputs.expected`.
+called and what it returns. A new operation is a row of OPERATIONS, with torch's call in `_plain`, its right result in
+`Inputs.expected`, and a factor in `lmsys.cost.communication.BUS_FACTORS`. If it averages over ranks, MEANS names it. If
+it takes other tensors than all-reduce does, `Inputs` and `_ours` say which.
 """
 
 import random
@@ -133,9 +134,10 @@ class Inputs:
         self.fill = self.draws_of(self.rank, self.drawn)
 
     def draws_of(self, rank: int, x: torch.Tensor) -> Callable[[int], None]:
-        """A function that writes a rank's input in a draw into x: whole numbers of 16 bits, of both signs.
+        """Returns fill(draw), which writes the input that `rank` has in that draw into x.
 
-        Their sum is exact in any order, and inexact in a narrower dtype. Each rank can compute those of the others.
+        Inputs are whole numbers of 16 bits, of both signs: in float32 their sum is exact in any order, in a narrower
+        dtype it is not. Each rank can compute the inputs of the others.
         """
         name = f"rank {rank}"
         stream = draws.Draws({name: x}, self.seed, below={name: 2**16})
@@ -180,8 +182,10 @@ def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], torc
 def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], Any]:
     """A function that makes one call of torch.distributed, as its documentation shows it.
 
-    x  the whole tensor. gloo has no average, so there the call sums; its all-reduce begins with zeros, since sums of
-       sums would overflow
+    With gloo, which has no average, the call sums. all_reduce changes its tensor in place: with gloo the tensor is set
+    to zeros before each call, since sums of sums would overflow.
+
+    x  the whole tensor
     """
     part = x.chunk(case.world_size)[dist.get_rank()].clone()
     out = torch.empty_like(x)
@@ -196,16 +200,17 @@ def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], An
 
 
 def _differences(inputs: Inputs, results: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, str]]:
-    """Yields (draw, what is wrong with its result) for each result that is wrong. results: by draw."""
+    """Yields (draw, what is wrong with its result) for each result that is wrong. results: {draw: result}."""
     scale = inputs.case.world_size if inputs.case.impl in MEANS else 1
     for draw, expected in inputs.expected(results).items():
-        off = ((results[draw] * scale).round() - expected).abs().max().item() / scale  # only the division rounds
+        # A right mean times the number of ranks is a whole number again, but for the rounding of the division.
+        off = ((results[draw] * scale).round() - expected).abs().max().item() / scale
         if off != 0:
             yield draw, f"rank {inputs.rank}: the result of {inputs.case.impl} is off by {off:.3g}"
 
 
 def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
-    """Seconds of one call in a loop of so many, on the slowest rank."""
+    """Seconds of one call, on the slowest rank, in a loop of `calls` calls with one wait at its end."""
     dist.barrier(group)
     synchronize(device().type)
     start = perf_counter()

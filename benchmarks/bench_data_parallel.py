@@ -1,9 +1,9 @@
 """Data parallel training of the language model: a step, by strategy, size, batch, number of ranks and bucket size.
 
-The strategies are the rows of `lmsys.parallel.STRATEGIES`. This file runs in the bench's process and asks the ranks:
-`data_parallel/check.py` checks a strategy before timing, `data_parallel/rank.py` times a pass,
-`data_parallel/passes.py` judges it, `data_parallel/cases.py` computes the fields of records. A *pass* is a
-series of training steps of one row; the rows take turns pass by pass.
+The strategies are the rows of `lmsys.parallel.STRATEGIES`. This file runs in the bench's process and calls functions
+on the ranks: `data_parallel/check.py` checks a strategy before timing, `data_parallel/rank.py` times a pass,
+`data_parallel/passes.py` judges it. A *pass* is a series of training steps of one row; the rows take turns pass by
+pass. A new field of records is declared in `DataParallel.fields`, and computed in `data_parallel/cases.py`.
 
 The runner calls the methods of `DataParallel`: they override hooks of `lmsys.bench.Benchmark`, which says when each is
 called and what it returns. `ask(case, function, *args)` of `runner.ranks` returns what the function returns on each of
@@ -39,7 +39,8 @@ from lmsys.cost.operations import model_flops, model_parameters
 
 # The number of passes of each row, by backend. A GPU's clock moves between passes, so rows are compared within one.
 PASSES = {"gloo": 2, "nccl": 3}
-# After the timed steps, reading the weights may take as long as these steps and so many seconds more.
+# After the timed steps, reading the weights may take as long as these steps and so many seconds more. A row that takes
+# longer has put off work until after them.
 LATE_S = 0.05
 
 
@@ -57,8 +58,11 @@ class ParallelBenchmark(OnRanks):
         return why_not(case)
 
     def metrics(self, case: ParallelCase, record: Record, machine: Record) -> Record:
-        """Parameters and nodes. If the record has a time, also operations of a step and tokens/s, of all ranks, and a
-        rank's rate with its share of measured and stated peaks."""
+        """Numbers of parameters and nodes, and rates if the record has a time.
+
+        Operations of a step and tokens/s are of all ranks together. The rate, and its shares of measured and stated
+        peaks, are of one rank.
+        """
         work: Record = {"num_parameters": model_parameters(case.config), "num_nodes": ranks.num_nodes()}
         if time_s := record.get("time_s"):
             tokens = case.world_size * case.batch * case.context
@@ -72,9 +76,9 @@ class DataParallel(ParallelBenchmark):
     """Training steps of each strategy, after two kinds of checks.
 
     Before timing, each row alone is compared with training in one process, tuned, and inspected for memory and
-    communication. Then all rows are timed, pass after pass in turns. After a pass all ranks must have one model. In one
-    pass, drawn afterwards, it must also be the model that *plain steps* lead to: those of a plain training on the same
-    batches, without the strategy (`data_parallel/passes.py`).
+    communication. Then all rows are timed, pass after pass in turns. After a pass all ranks must have the same weights.
+    In one pass, which is chosen at random afterwards, they must also be the weights that *plain steps* lead to: the
+    steps of a plain training on the same batches, without the strategy (`data_parallel/passes.py`).
     """
 
     name = "data_parallel"
@@ -192,7 +196,7 @@ class DataParallel(ParallelBenchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
-        """A case for each model, number of ranks, row and choice of options; one value where the row has no choice.
+        """A case for each model, number of ranks, row and combination of the options that the row takes.
 
         On one rank there are only rows without synchronization: the scaling of the others is measured against these.
         """
@@ -214,7 +218,7 @@ class DataParallel(ParallelBenchmark):
                 yield ParallelCase(*asked, checkpoint=kept, residual=stream, optimizer=optimizer)
 
     def contends(self, case: ParallelCase) -> bool:
-        """True for a row that synchronizes: one that does not does less work, so it is not called the fastest."""
+        """True for a row that synchronizes. Other rows do less work, so they cannot be called the fastest."""
         return bool(case.traits.synchronizes)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
@@ -266,11 +270,12 @@ class DataParallel(ParallelBenchmark):
             trial.measurements[name].record = communication(row, list(rows.values())) | memory(row)
 
     def _run_pass(self, candidate: Candidate, asked: Pass, number: int, runner: Any) -> None:
-        """Runs pass `number` of a row, and keeps its times, of the slowest rank, and its bits in `candidate.state`.
+        """Runs pass `number` of a row. Keeps in `candidate.state` its times, of the slowest rank, and its `bits`.
 
-        A pass that is run again replaces its times and bits; the times of its steps without synchronization (`alone`)
-        are added to those of the first run. The row is wrong if ranks end with different parameters, or if its weights
-        come so late that work must have been put off until after the timed steps.
+        `bits` is the sha256 of slices of the weights. A pass that is run again replaces its times and bits; the times
+        of its steps without synchronization (`alone`) are added to those of the first run. The row is wrong if ranks
+        end with different parameters, or if its weights come so late that work must have been put off until after the
+        timed steps.
         """
         row = candidate.state
         taken = runner.ranks.ask(row.case, take_pass, asked)
@@ -288,9 +293,10 @@ class DataParallel(ParallelBenchmark):
             )
 
     def _check_pass(self, turn: Sequence[ParallelCase], passes: Sequence[Pass], trial: Any) -> None:
-        """Compares all rows with plain steps, in one of the passes; it is drawn only now, after all of them have run.
+        """Compares all rows with plain steps, in one pass, which is chosen only now, after all passes have run.
 
-        Then rows are compared with one another: `held_by` says of each pair what holds them together.
+        Then rows are compared with one another: `held_by` says for each pair how their weights agree
+        (`cases.agreement`).
         """
         number, taken = _entropy(turn, trial) % len(passes), list[Steps]()
         for case in turn:
@@ -337,7 +343,8 @@ class DataParallel(ParallelBenchmark):
                 )
             ]
         )
-        # The index of the pass's last step in `row.samples`: the first steps of all passes, the second ones, ...
+        # The index of the pass's last step in `row.samples`, which has the first steps of all passes, then the second
+        # steps of all passes, ...
         call = (asked.steps - 1) * len(row.passes) + number
         trial.measurements[case.id].proof.append({"call": call, "error_ratios": worst} | asdict(asked))
         before = candidate.error_ratio or 0.0

@@ -56,7 +56,7 @@ from lmsys.measure import memory
 
 UNCHUNKED = "benchmarks.loss:unchunked"
 PEERS = "benchmarks.loss_peers:"
-_cut = partial(  # makes the entries of one package
+_cut = partial(  # makes the entries of Apple's Cut Cross-Entropy
     Entry,
     peer=True,
     supports=f"{PEERS}cut_cross_entropy_supports",
@@ -169,7 +169,7 @@ class Loss(Benchmark):
         setup.inputs.run(candidate.call)
 
     def check_all(self, candidates: Sequence[Candidate], setup: LossDraws, runner: Any) -> None:
-        # Not in the check of a row: if this fails, the benchmark fails, and no row is called wrong.
+        # Made here and not in `check`: if this fails, the benchmark fails, and no row is called wrong.
         for x in (setup.inputs, setup.odd):
             x.exact, x.plain = references(x.in_blocks)
         super().check_all(candidates, setup, runner)
@@ -203,7 +203,7 @@ class Loss(Benchmark):
         return dict(zip(OUTPUTS, setup.inputs.run(candidate.call), strict=True))
 
     def least_work(self, case: LossTest) -> tuple[float, str, float]:
-        """Three matmuls of 2 N M V operations each; hidden states and weight are read once."""
+        """(operations, dtype, bytes read): three matmuls, 2 N M V operations each; hidden states and weight, once."""
         return (
             6 * case.tokens * case.d_model * case.vocab_size,
             models.DTYPES[case.precision],

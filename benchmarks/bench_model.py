@@ -1,8 +1,9 @@
 """The language model: inference, a training step and its phases, by size, context, batch, precision and row.
 
-A row is a kernel of attention in our model, or somebody else's whole model. `model/cases.py` holds the case and the
-check before timing (`Gate`), `model/rig.py` the calls that are timed, `model/spots.py` the checks of timed calls.
-`bench_anatomy.py` profiles the same cases.
+A row is a kernel of attention in our model, or somebody else's whole model: `benchmarks.models.MODEL_ROWS` lists them.
+`model/cases.py` holds the case and the check before timing (`Gate`), `model/rig.py` the calls that are timed,
+`model/spots.py` the checks of timed calls. `bench_anatomy.py` profiles the same cases. A new metric is a `Field` of
+`Model.fields`, and its value in `Model.metrics`.
 
 The runner calls the methods of `ModelBenchmark` and `Model`: they override hooks of `lmsys.bench.Benchmark`, which says
 when each is called and what it returns.
@@ -42,10 +43,10 @@ class Setup:
 
 
 class ModelBenchmark(Benchmark):
-    """The base of `Model` and `bench_anatomy.Anatomy`. A row is compiled and checked once for all modes with gradients,
-    and once for inference.
+    """The base of `Model` and `bench_anatomy.Anatomy`.
 
-    Before a case is sampled it runs once with no other case in memory: this run decides whether it is out of memory.
+    A row is compiled and checked once for all modes with gradients, and once for inference. Before a case is sampled it
+    runs once with no other case in memory: this run decides whether it is out of memory.
     """
 
     tables = {"attention": models.MODEL_ROWS}
@@ -119,7 +120,9 @@ class ModelBenchmark(Benchmark):
             candidate.notes["levels"] = str(candidate.case.computed.checkpoint_blocks)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
-        if setup.gate is None:  # a second check is asked for cold starts alone, which `cold_samples` has judged
+        # The runner checks rows again if none of their timed calls was checked. That happens only to cold starts, which
+        # `cold_samples` has judged.
+        if setup.gate is None:
             return
         setup.gate.check(candidates)
         setup.gate = None

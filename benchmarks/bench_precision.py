@@ -17,7 +17,7 @@ from lmsys.attention.contract import DTYPE_NAMES, DTYPES
 from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, bench, fields
 from lmsys.config import ModelConfig
 
-ADDEND, TIMES = 0.01, 1000  # the sum is 10
+ADDEND, TIMES = 0.01, 1000  # without rounding the sum is 10
 CONFIG = ModelConfig(
     d_model=64, d_ff=128, num_layers=1, num_heads=2, vocab_size=97, context_length=16, attention="sdpa_math"
 )
@@ -35,11 +35,12 @@ WATCHED = (  # modules of the model whose outputs are looked at, by name
 
 
 def sums(low: torch.dtype, device: str) -> Record:
-    """ADDEND added TIMES times in four ways: all in float32, all in `low`, and a float32 sum of `low` values, cast by
-    torch or by hand.
+    """The sum of TIMES times ADDEND, computed in four ways.
 
-    The last two agree: no accumulator brings back what the addend lost when it was rounded. But a sum that is itself
-    rounded after each step loses far more. The sums are made on a CPU, whatever the device.
+    They are: all in float32; all in `low`; a float32 sum of `low` values, which torch casts; and a float32 sum of `low`
+    values that are cast by hand. The last two agree: no accumulator brings back what the addend lost when it was
+    rounded. But a sum that is itself rounded after each step loses far more. The sums are made on a CPU, whatever the
+    device.
     """
     exact, rounded, name = torch.tensor(ADDEND, dtype=torch.float32), torch.tensor(ADDEND, dtype=low), DTYPE_NAMES[low]
     return {
@@ -98,7 +99,7 @@ class Study(Case):
 
     @property
     def impl(self) -> str:
-        """The dtype, in place of the row: the entry of a case is its study, which is its section, too."""
+        """The dtype, where other benchmarks have the row's name: here the entry, like the section, is the study."""
         return self.dtype
 
     @property

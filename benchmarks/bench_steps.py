@@ -1,8 +1,9 @@
-"""Training steps of large models, each row with the GPUs to itself: time, MFU, memory, and where the time goes.
+"""Training steps of large models, one strategy at a time on the GPUs: time, MFU, memory, and where the time goes.
 
-Two rows of a model of 8 billion parameters do not fit in memory together, so each is measured alone. A row is first
-checked against training in one process, as in `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step
-after step, and its loss must fall. It clips gradients, and its learning rate depends on the model's width.
+The rows are strategies of `lmsys.parallel.STRATEGIES`. Two rows of a model of 8 billion parameters do not fit in memory
+together, so each is measured alone. A row is first checked against training in one process, as in
+`benchmarks/bench_data_parallel.py`. Then it trains on one batch, step after step, and its loss must fall. Gradients are
+clipped, and the learning rate depends on the model's width.
 `train_alone` runs on the ranks and measures; `TrainingSteps` asks the ranks and makes the record. The runner calls the
 methods of `TrainingSteps`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it
 returns.
@@ -53,13 +54,13 @@ KERNELS = {  # labels of the kinds of kernels that have a field each; the optimi
     "copy": "copies",
     "other": "other kernels",
 }
-MAX_NORM = 1.0  # gradients are scaled down to this norm
+MAX_NORM = 1.0  # gradients of a larger norm are scaled down to this one
 UPDATE = "optimizer"  # the name, in a profile, of the part of a step that clips gradients and updates weights
 STAGES = 4  # stretches of the timed steps: the mean loss must fall from each to the next
 
 
 class TrainingRig(rank.Rig):
-    """A model with its strategy and optimizer that clips gradients, and trains on its first batch alone."""
+    """A model with its strategy and optimizer. Its steps clip gradients, and are all on the first batch."""
 
     def __init__(self, case: ParallelCase, seed: int):
         super().__init__(
@@ -137,7 +138,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
         def timed(_: object) -> None:
             losses.append(rig.step())
-            if kind == "cuda":  # meanwhile the GPU works; on a CPU the reading would be timed as a part of the step
+            if kind == "cuda":  # the GPU works meanwhile; on a CPU a reading here would count as time of the step
                 readings.append(device_sensors.read())
 
         # `range(steps)` stands for the seeds of draws, which are not used: all steps have one batch.

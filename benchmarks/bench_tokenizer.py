@@ -47,26 +47,27 @@ FIRST_MERGES = 30  # the most merges, from the first on, that are compared with 
 
 
 class Texts:
-    """A text in a file, which each `write` replaces by the lines of the first text in another order. Ends of documents
-    go with their lines.
+    """A text in a file; each `write` replaces it by the lines of the first text in another order.
+
+    The special token between two documents is part of a line, and moves with it.
 
     path       the file
     small      another file, of about SMALL_BYTES, which the definition can train on in a second
     tokenizer  trained on the first text; rows and the definition encode with it
-    partly     True: each text leaves some lines of the first one out, as texts to train on do
-    drawn      the text that was written last, and what is right for it
+    partly     True: each text leaves out some lines of the first one; that is done for texts to train on
+    drawn      the text that was written last, with the right results for it
     """
 
     def __init__(self, path: Path, small: Path, tokenizer: Tokenizer, partly: bool):
         self.path, self.small, self.tokenizer = path, small, tokenizer
         self._lines = path.read_bytes().split(b"\n")
-        # One line of 16 is left out of texts to train on: pre-tokens then have other counts in each.
+        # One line of 16 is left out of texts to train on: so the counts of pre-tokens differ from text to text.
         self._num_lines = len(self._lines) - (len(self._lines) // 16 if partly else 0)
         self.end_of_text = tokenizer.encode(END_OF_TEXT)[0]
 
     def write(self, draw: int) -> None:
         """Writes the text of a draw into the file, and sets `drawn`."""
-        # Random numbers, four for each counter of Philox: the lines are sorted by them.
+        # A random number for each line, by which the lines are sorted. Philox makes four for each counter.
         words = draws.philox(draw, 0, -(-len(self._lines) // 4))[: len(self._lines)]
         text = b"\n".join(map(self._lines.__getitem__, words.argsort(stable=True)[: self._num_lines].tolist()))
         self.path.write_bytes(text)
@@ -85,7 +86,7 @@ class Drawn:
         self._ids: dict[int, list[int]] = {}
 
     def chosen(self, key: int) -> list[int]:
-        """The numbers of documents that are drawn by the key, until they hold 100 kB in all."""
+        """The numbers of some documents, which the key chooses: as many as it takes to hold 100 kB in all."""
         order = random.Random(key).sample(range(len(self.documents)), len(self.documents))
         sizes = accumulate(len(self.documents[number]) for number in order)
         return order[: 1 + sum(size < 100_000 for size in sizes)]
@@ -93,7 +94,8 @@ class Drawn:
     def difference(self, count: int, ids: Mapping[int, Sequence[int]]) -> str | None:
         """Says what is wrong with the number of documents, or with the ids of some; None if all is right.
 
-        count  the number of documents that a row has encoded; `ids`: {number of a document: its ids}
+        count  the number of documents that a row has encoded
+        ids    {number of a document: the ids that the row gave it}
         """
         if count != len(self.documents):
             return f"ids of {count:,} documents, by definition {len(self.documents):,}"
@@ -105,9 +107,13 @@ class Drawn:
         return None
 
     def difference_of_merges(self, merges: Sequence[naive.Pair], num_merges: int, key: int | None) -> str | None:
-        """Says what is wrong with the first merges, with the number of merges, or with one that the key draws.
+        """Says what is wrong with the first merges, with the number of merges, or with one that the key chooses.
 
-        None if all is right. Without a key no merge is drawn.
+        None if all is right.
+
+        merges      the merges of a row
+        num_merges  the number of merges that were asked for
+        key         None: no merge is chosen, and only the first ones and the number are judged
         """
         first = self.first_merges[:num_merges]
         if words := first_difference("merge", merges[: len(first)], first):
@@ -172,19 +178,19 @@ TOKENIZERS = registry.Table(
 )
 
 SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
-SMALLEST = 257  # a vocabulary without merges
+SMALLEST = 257  # the vocabulary without merges: 256 bytes and END_OF_TEXT
 # By task: the name of an element of its result.
 WHAT = {"train": "merge", "encode": "id"}
 
 
 @dataclass(frozen=True)
 class TokenizerCase(Case):
-    """A task on a text, and who does it.
+    """A task that a row does on a text.
 
     task        "train" or "encode"
-    text_bytes  about how much of the text; None: all of it
-    vocab_size  of the tokenizer that is trained, or encodes
-    processes   processes of ours, threads of the others
+    text_bytes  about how many bytes of the text are used; None: all of it
+    vocab_size  vocabulary of the tokenizer that is trained, or that encodes
+    processes   for our rows the number of processes, for the others that of threads
     min_rounds  samples of each row at least
     """
 
@@ -205,18 +211,19 @@ class TokenizerCase(Case):
 
 
 def _beginning(parts: tuple[chunks.Chunk, ...], num_bytes: int | None, path: Path) -> Path:
-    """Writes the text of the parts into the file `path`, of each about so many bytes (None: all). Returns `path`."""
+    """Writes about the first `num_bytes` bytes (None: all) of each part into the file `path`. Returns `path`."""
     cut = partial(chunks.chunks, pretokenizer=pretokens.Pretokenizer([END_OF_TEXT]))
     path.write_bytes(b"".join(next(cut([part], size=num_bytes or part.size)).read() for part in parts))
     return path
 
 
 class Tokenizers(Benchmark):
-    """Every call has a text that none saw before. A row that encodes must give the ids of the definition: of a whole
-    text before it is timed, and in timed calls of some documents.
+    """Training and encoding by each row; every call has a text that no call saw before.
 
-    Ours must learn the merges of the definition: all of a small text, and in timed calls the first and one of the
-    others. Merges of other rows are not judged, since these break ties in other ways.
+    A row that encodes must give the ids of the definition: for a whole text before it is timed, and in timed calls for
+    some documents. Our rows must learn the merges of the definition: all merges of a small text before timing, and in
+    timed calls the first merges and one of the others. Merges of other packages are not judged, since these break ties
+    in other ways.
     """
 
     name = "tokenizer"
@@ -294,7 +301,7 @@ class Tokenizers(Benchmark):
             setup.write(draw)
 
     def step(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Step:
-        """Each call has another text. Before the timed part a row may read into memory what it needs of the text."""
+        """A call on a new text. Before the timed part a row may read into memory what it needs of the text."""
         asked = setup.tokenizer if case.task == "encode" else case.vocab_size
         call_of = partial(rows.call_of, case.entry.load(), case.task, setup.path, asked, case.processes)
 
@@ -316,7 +323,8 @@ class Tokenizers(Benchmark):
         if case.task == "encode":
             difference = setup.drawn.difference(*kept.result)
         else:
-            key = kept.key if candidate.state is None else None  # takes longest: once for each row
+            # A merge that the key chooses takes longest to judge: that is done once for each row.
+            key = kept.key if candidate.state is None else None
             candidate.state = "a later merge was judged"
             difference = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, key)
         if difference:
@@ -337,7 +345,7 @@ class Tokenizers(Benchmark):
 
 
 def by_definition(task: str, texts: Texts) -> list[Any]:
-    """The right answer: the ids of the text, or the merges of the small text, by the task."""
+    """The right answer, by the definition: for "encode" the ids of the text, for "train" merges of the small text."""
     return (
         naive.encode(texts.path.read_bytes().decode(), texts.tokenizer)
         if task == "encode"

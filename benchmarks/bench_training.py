@@ -1,11 +1,13 @@
-"""Whole trainings on text: attention rows by parallel strategies, held to the curve of one plain process.
+"""Whole trainings on text, of attention rows with parallel strategies, each compared with one plain process.
 
-All cases see the same tokens in the same order from the same weights, so all have one curve. The reference is one
-process with naive attention that accumulates the batches of all ranks; a case whose losses leave its curve, or whose
-first gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`. `benchmarks/training/rank.py`
-holds the case and the functions that run on the ranks; this file asks the ranks epoch by epoch and makes the record.
-The runner calls the methods of `Training`: they override hooks of `lmsys.bench.Benchmark`, which says when each is
-called and what it returns.
+All cases begin with the same weights and see the same tokens in the same order, so their losses must follow one curve.
+The reference is one process with naive attention that accumulates the batches of all ranks. A case is wrong as soon as
+its losses are too far from the reference's, or the norm of its first gradient is: `lmsys.testing` has the bounds.
+
+`benchmarks/training/rank.py` holds the case and the functions that run on the ranks; this file calls them, epoch by
+epoch, and makes the record. The runner calls the methods of `Training`: they override hooks of `lmsys.bench.Benchmark`,
+which says when each is called and what it returns. A new metric is a `Field` of `Training.fields`, and its value in
+`Training.metrics`.
 """
 
 import math
@@ -32,8 +34,9 @@ CURVE_POINTS = 100  # the most points of a curve that a record holds, beside the
 class Curve:
     """Results of a training: losses over the global batch and gradient norms by step, and the final held-out loss.
 
-    weights  of the reference alone, from the reproducible trainings: {attention row: (sha256 of the weights after the
-             last epoch of the training that ended first, the `row` of that training)}
+    weights  kept in the reference alone, as all reproducible trainings with an attention row must end with the same
+             weights: {attention row: (sha256 of the weights after the last epoch of the training that ended first,
+             the `row` of that training)}
     """
 
     losses: list[float] = field(default_factory=list)
@@ -47,7 +50,10 @@ class Curve:
         self.norms += epoch.norms
 
     def fields(self, reference: "Curve", dtype: str) -> Record:
-        """Fields of a record: evenly spaced losses and the last one, and differences as far as the reference goes."""
+        """Fields of a record: evenly spaced losses and the last one, and how far they are from the reference's.
+
+        There are differences only for the first steps, as many as the reference has.
+        """
         apart = [a - b for a, b in zip(self.losses[: testing.CURVE_STEPS], reference.losses, strict=False)]
         number = len(self.losses)
         places = sorted({number - 1}.union(range(0, number, -(-number // CURVE_POINTS))))
@@ -65,8 +71,11 @@ class Curve:
 
 
 class Training(Benchmark):
-    """One case after another: first steps are measured apart (`inspect`), then it is trained, and each epoch is held to
-    the reference before the next. The first epoch is not timed, the others are the samples."""
+    """Trains one case after another.
+
+    A case's first steps are measured in a run of their own (`inspect`). Then it is trained, and after each epoch its
+    losses are compared with the reference's. The first epoch is not timed; the others are the samples.
+    """
 
     name = "training"
     layout = LAYOUT
@@ -128,9 +137,10 @@ class Training(Benchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[TrainingCase]:
-        """On one rank there is only the strategy that does not synchronize.
+        """A case for each model, number of ranks, attention row, strategy and choice of options.
 
-        ValueError for numbers of tokens on the command line that fill no step or window.
+        On one rank there is only the strategy that does not synchronize. ValueError for numbers of tokens on the
+        command line that fill no step or window.
         """
         text = {name: grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")}
         for ((size, context, batch, precision, compile), num_ranks), row, entry in product(
@@ -184,7 +194,7 @@ class Training(Benchmark):
         return Curve()
 
     def check_all(self, candidates: Sequence[Candidate], reference: Curve, runner: Any) -> None:
-        """Makes the reference, once: there is none to compare with where it fails."""
+        """Trains the reference, once. If that fails, all candidates fail: there is nothing to compare them with."""
         if reference.losses:
             return
         runner.say(f"  the reference: naive attention, one process, {CORPUS}")
@@ -194,7 +204,7 @@ class Training(Benchmark):
                 candidate.failed(failure[0], f"the bench failed, not the row: the reference: {failure[1]}")
 
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
-        """Trains the reference for as many steps as curves are compared."""
+        """Trains the reference for the steps in which curves are compared, CURVE_STEPS at most."""
         run, steps = partial(_on_ranks, plain, runner), min(testing.CURVE_STEPS, plain.epochs * plain.steps)
         run(begin, tokens_of(plain.tokens, plain.val_tokens, plain.vocab_size), runner.settings.seed)
         while steps > len(reference.losses):

@@ -1,11 +1,11 @@
-"""Layouts of benchmarks that are one file, and the words and steps that several layouts share.
+"""The layouts of four benchmarks' reports, words and steps that several layouts share, and a legend for all layouts.
 
-A benchmark declares its layout as `layout`: `bench_loss.py` LOSS, `bench_tokenizer.py` TOKENIZER,
-`bench_collectives.py` COLLECTIVES, `bench_precision.py` PRECISION. Other layouts are beside their benchmarks' modules,
-such as `model/layout.py`, and import the words and steps. A layout says, as plain data, which tables and plots a report
-makes of a benchmark's records; it travels with the results. `lmsys.reports.layout` explains its keys: "of" are steps
-for a block of the page, "lead" and "more" are lists of tables and plots, of which the page shows the first ones of
-"lead" and folds the others.
+A *layout* is plain data that says which tables and plots `lmsys report` makes of a benchmark's records; it travels with
+the results. A benchmark declares it as `layout`: `bench_loss.py` LOSS, `bench_tokenizer.py` TOKENIZER,
+`bench_collectives.py` COLLECTIVES, `bench_precision.py` PRECISION. The layouts of other benchmarks are in their
+folders, such as `model/layout.py`, and import the words and steps from here. `lmsys.reports.layout` explains the keys
+of a layout: "of" are steps for a block of the page, "lead" and "more" are lists of tables and plots, of which the page
+shows the first ones of "lead" and folds the others.
 
 A step is a list: its first word names the step, and the rest are the arguments of the function that
 `lmsys.reports.steps.STEPS` has under this name; a mapping at the end holds keyword arguments. Each table or plot is a
@@ -19,12 +19,19 @@ list of steps, of which the last draws it. These draw in several layouts:
     ["bars", metrics, axis, by, word, head, about]        a plot of each metric: a group of bars for a value of `axis`
     ["lines", metrics, axis]                              a plot of each metric against the axis
 
-`word` ends the name of the file, and `data` are fields of the CSV. In lists of fields "a?" stands for a, if it varies;
-"a!" for a, if any case has it; "a+" for a, if any case has more of it than 0; "a|" for a, if no other field was chosen;
-"*" for all metrics that no other of the names stands for, and "-a" leaves a out of these (`View.chosen`). Names in
-braces stand for fields of the cases; texts under "of" and those of "only" and "where" are expressions of
-`lmsys.reports.expressions`. Change captions (`title`, `label`, `about`) freely; `python -m dev.layouts` gives stored
-results the new ones. A new section of a sweep gets its title in WORDS.
+`word` ends the name of the table's or plot's file, and `data` are the fields of its CSV. In lists of fields
+(`View.chosen`):
+
+    "a?"  the field a, if it varies
+    "a!"  a, if any case has it
+    "a+"  a, if any case has more of it than 0
+    "a|"  a, if no field was chosen before it
+    "*"   all metrics that the list does not name
+    "-a"  leaves a out of "*"
+
+Names in braces stand for values of the cases' fields. The texts of "only" and "where", and those under "of" in
+declarations of fields, are expressions of `lmsys.reports.expressions`. Change captions (`title`, `label`, `about`)
+freely; `python -m dev.layouts` gives stored results the new ones. A new section of a sweep gets its title in WORDS.
 """
 
 from typing import Any
@@ -81,14 +88,15 @@ COMPILED = [
         ' ", fused blocks as one CUDA graph" if compile == "fused" else f", blocks {compile}"',
     },
 ]
-# Steps that give cases of older result files, which lack both fields, a value: the field, the value, and the values
-# that follow it in reading order.
+# Steps that fill in two fields that older result files lack. Each names the field, the value that is filled in, and the
+# values that follow it in reading order.
 KEPT = [
     ["defaulted", "checkpoint", "none", ["matmuls", "attention", "whole"]],
     ["defaulted", "residual", "wide"],
 ]
 LIMIT = "memory_limit_bytes"  # a field: the limit under which a case ran
-# Each `checked` refuses cases in which a field of its first list is no number, or one of its second no text.
+# In all layouts, "checked" refuses cases in which a field of the first list is not a number, or a field of the second
+# is not a text.
 LOSS: Layout = {
     "place": 30,  # the page has the benchmarks in the order of these numbers
     "words": WORDS,
@@ -143,8 +151,8 @@ TOKENIZER: Layout = {
                         ]
                     ],
                     "lead": [
-                        # "same": compared with the baseline's case of the same task; "otherwise": where no baseline was
-                        # timed, with a peer's.
+                        # "same": a case is compared with the baseline's case of the same task. "otherwise": where no
+                        # baseline was timed, it is compared with a peer's, that is, somebody else's row.
                         [
                             "over_bases",
                             ["task", "impl", "processes"],
@@ -223,7 +231,7 @@ PRECISION: Layout = {
     "words": WORDS,
     "prepare": [
         ["read_as", "impl", [["float32", "float32"], ["float16", "float16"], ["bfloat16", "bfloat16"]]],
-        ["unstyled"],  # no colours: dtypes are no rows of a table
+        ["unstyled"],  # no colours: these cases have dtypes in place of a table's rows, which have colours
         ["named", "precision"],  # goes into file names
         ["ordered", "impl"],
     ],
@@ -234,7 +242,7 @@ PRECISION: Layout = {
                 {
                     "lead": [
                         [
-                            ["only", "sums"],  # an expression: cases of the study that has sums
+                            ["only", "sums"],  # an expression: the cases that have a field `sums`
                             [
                                 "fields",
                                 [
@@ -242,7 +250,7 @@ PRECISION: Layout = {
                                     {"name": "exact", "role": "detail", "of": 'f"{addend * times:g}"'},
                                 ],
                             ],
-                            [  # in place of a case one for each entry of its list `sums`, which has these fields
+                            [  # replaces a case by one for each entry of its list `sums`; entries have these fields
                                 "unfolded",
                                 "sums",
                                 [

@@ -9,8 +9,8 @@ and `benchmarks.loss_peers` has other people's. An implementation maps hidden st
     afterwards      `repeat` judges the part of a timed call that a record holds, for `lmsys verify`, without a GPU
 
 `benchmarks.models` computes budgets, the errors that are allowed. Some tokens are extreme (`lmsys.extremes.loss`).
-These tokens, and the classes whose gradients they add to, have a budget of their own, so that other tokens' is not
-wider.
+These tokens, and the classes whose gradients they add to, have a budget of their own, so that they do not widen the
+budget of all others.
 
 Of a timed call the loss and some rows of both gradients are judged. `slices_of` chooses them by a key that no
 implementation knows beforehand; some are rows of extreme tokens and their classes. A row of the gradient of hidden
@@ -150,7 +150,7 @@ class Inputs:
         return ratios(kept.result, exact, plain, groups, self.precision)
 
     def arithmetic(self, exact: bool) -> tuple[torch.dtype, str]:
-        """(dtype of the leaves, precision of the computation) of a reference."""
+        """(dtype of hidden and weight, precision of the computation) of a reference."""
         return (torch.float64, "fp32") if exact else (torch.float32, self.precision)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -236,9 +236,10 @@ MOST_ELEMENTS = 2**25  # the largest weight or hidden states that `repeat` draws
 
 
 def slices_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
-    """(slices of tokens, slices of classes) that the key chooses. Indices would have to be copied to the device.
+    """(slices of tokens, slices of classes) that the key chooses.
 
-    The first slice of tokens holds an extreme token, and the first of classes a class of such a token.
+    They are slices, and no lists of indices, since these would have to be copied to the device. The first slice of
+    tokens holds an extreme token, and the first of classes a class of such a token, if there are any.
     """
     chance = random.Random(key)
 
@@ -325,7 +326,7 @@ def repeat(record: Record, call: Record) -> Iterator[str | int]:
         yield f"not recomputed: a weight or hidden states of {size:,} elements (at most {MOST_ELEMENTS:,} here)"
         return
     inputs = _inputs_of(record, call)
-    # Only the gradient of hidden is judged. `sampled_answer` needs some class, so that of class 0 is computed, too.
+    # Only the gradient of hidden is judged. `sampled_answer` needs one class at least, so it gets class 0.
     exact, plain = (
         answer[1] for answer in references(partial(sampled_answer, inputs, list(range(len(inputs.targets))), [0]))
     )
@@ -349,7 +350,7 @@ def repeat(record: Record, call: Record) -> Iterator[str | int]:
 def _inputs_of(record: Record, call: Record) -> Inputs:
     """The inputs of a timed call, drawn again on the CPU: the whole weight, but only the sampled tokens.
 
-    `scale` is that of the call times the share of these tokens, as gradients are of the mean over all tokens.
+    `scale` is that of the call times the share of these tokens in all, since the call's loss is the mean over all.
     """
     num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
     whole = Inputs(num_tokens, d_model, vocab_size, record["precision"], "cpu")

@@ -3,7 +3,8 @@
 docs/measurement.md says which of their settings are chosen here. A row maps hidden states (N tokens, M features), a
 weight (V classes, M), both float32, and targets (N) to the mean loss. In bf16 and fp16 it is called under autocast; a
 row that autocast does not reach casts its inputs itself. `<row>_supports` returns None, or why the row cannot run a
-case. Packages are imported on first use, as most machines have none of them.
+case. A new row is a function here, with its `_supports`, and an `Entry` of LOSSES. Packages are imported on first use,
+as most machines have none of them.
 """
 
 import importlib

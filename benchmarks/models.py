@@ -1,11 +1,12 @@
 """Language models as benchmarks make them: precisions, the rows that models take, their weights, and their batches.
 
-A row is an implementation of attention, from its table; benchmarks compare models that differ in it.
-The benchmarks of models, steps, anatomy, data parallelism and training share this file. A new way to run a model
-(`--compile`) begins at `ModelCase`; a whole model of somebody else's is a row of MODEL_ROWS.
+A row is an implementation of attention, an entry of the table ATTENTION; benchmarks compare models that differ in it.
+The benchmarks of models, steps, anatomy, data parallelism and training share this file; the benchmark of losses takes
+its precisions and budgets. To add a way to run a model (a value of `--compile`), begin at `ModelCase`. To compare with
+somebody else's whole model, add it to MODEL_ROWS.
 
-Precisions are as a user names them. fp32 and tf32 keep float32 tensors and differ in their matmuls; bf16 is autocast,
-and fp16 is autocast with a scaled loss.
+A precision has the name that a user gives it on the command line. fp32 and tf32 keep float32 tensors and differ in
+their matmuls; bf16 is autocast, and fp16 is autocast with a scaled loss.
 """
 
 import copy
@@ -28,7 +29,8 @@ from lmsys.training.prepare import AUTOCAST, run_blocks
 
 # By precision: the dtype that matmuls read.
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# By precision: the dtype of the machine's large matmul that rates are shares of; None: no shares.
+# By precision: the dtype of the large matmul, measured on this machine, whose rate is 100 % in reports. None: it is not
+# measured.
 MEASURED = DTYPES | {"tf32": None}
 # By precision: a dtype that rounds as its matmuls do. The mantissa of float16 is as long as that of TF32.
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}
@@ -40,14 +42,17 @@ RECOMPILE_LIMIT = 64  # how often torch may compile one function: each row compi
 
 
 def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None:
-    """None, or why the device does not compute in this precision, or why no code can be compiled for it."""
+    """The reason why the device cannot compute in this precision, or None.
+
+    compiles  True: a missing compiler for the device is a reason, too
+    """
     reason = "TF32 is an arithmetic of CUDA devices" if precision == "tf32" and device == "cpu" else None
     return reason or (compiled.why_no_compiler(device) if compiles else None)
 
 
 @contextmanager
 def arithmetic(precision: str) -> Iterator[None]:
-    """A context in which matmuls are as `matmuls` sets them; after it all compiled code is dropped."""
+    """A context of `matmuls` in which many rows can be compiled; at its end all compiled code is dropped."""
     try:
         with matmuls(precision), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             yield
@@ -67,9 +72,10 @@ def matmuls(precision: str) -> Iterator[None]:
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
-    """The logits in float32, in which losses are computed, or in float64 if they have it.
+    """The logits as float32, in which losses are computed; float64 logits stay float64.
 
-    This function is not in lmsys.model: under --against lmsys.model is an earlier state's, which may lack it.
+    The function is here and not in `lmsys.model`, because `--against` runs this file with the `lmsys.model` of an
+    earlier commit, which may lack it.
     """
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -83,24 +89,26 @@ def ratio_by_group(
     lines: Sequence[int] | None = None,
     times: float = 2,
 ) -> float:
-    """The largest error ratio (`lmsys.testing.ratio_of`) of any group of lines, the slices x[i].
+    """The largest error ratio (`lmsys.testing.ratio_of`) of any group of lines; line i is the slice x[i].
 
-    Lines of extreme inputs are groups of their own, so that they neither widen the budget of others nor share it. Plain
-    PyTorch may be exact in them, so only ordinary lines must also meet the root-mean-square rule.
+    An error ratio is an error over its budget. Lines with extreme inputs are groups of their own, with budgets of their
+    own: otherwise their large errors would widen the budget of ordinary lines. Plain PyTorch may be exact in extreme
+    lines, so only ordinary lines must also meet the rule for root mean squares.
 
     x          the result to judge
     reference  the same tensor in float64
     plain      the same tensor by plain PyTorch: its error, when it is rounded to `dtype`, makes the budget
     groups     a number for each line; 0 for ordinary lines
-    lines      numbers of the lines of `reference`, `plain` and `groups` that x holds; None: all. The budget of an
-               extreme group is that of all its lines: in a single one, plain PyTorch may round well or badly by chance
-    times      how many times plain PyTorch's error, in root mean square, is allowed; SPOT_TIMES of `lmsys.testing` for
-               parts
+    lines      if x holds some lines only: their numbers in `reference`, `plain` and `groups`; None: x holds all. The
+               budget of an extreme group comes from all its lines even then: in a single line, plain PyTorch may round
+               well or badly by chance
+    times      how many times plain PyTorch's error, in root mean square, is allowed; for parts of a result it is
+               SPOT_TIMES of `lmsys.testing`
     """
     groups = groups.to(x.device)
     judged = torch.arange(len(groups), device=x.device) if lines is None else torch.tensor(lines, device=x.device)
     whole = reference.to(torch.promote_types(x.dtype, reference.dtype), copy=True)
-    whole[judged] = x.to(whole.dtype)  # lines that are not judged count as right
+    whole[judged] = x.to(whole.dtype)  # all other lines are those of the reference, and have no error
     ratios = []
     for group in groups[judged].unique().tolist():
         part = judged[groups[judged] == 0] if group == 0 else groups == group
@@ -111,17 +119,17 @@ def ratio_by_group(
 def mean_ratio(
     mean: torch.Tensor, terms: torch.Tensor, plain: torch.Tensor, groups: torch.Tensor | None = None
 ) -> float:
-    """|mean - terms.mean()| / budget, of the scalar `mean`; inf if that is not finite.
+    """The error ratio of a scalar `mean`, |mean - terms.mean()| / budget; inf if the ratio is not finite.
 
         budget = sum over groups of (size of the group / number of terms) · testing.rms_budget(its terms, its plain)
 
-    No mean of errors is larger than their root mean square, of which `rms_budget` allows a multiple. The error of the
-    plain mean itself is no budget, as errors of both signs may cancel. Large terms in a small group widen the budget
-    less than they would in one group of all.
+    The mean of the terms' errors is at most their root mean square, and `rms_budget` allows a multiple of that of plain
+    PyTorch. The error of the plain mean itself would be a wrong budget, since errors of both signs may cancel in it.
+    Large terms in a small group widen the budget less than they would if all terms were one group.
 
-    terms   the numbers whose mean is right, in float64
+    terms   the exact numbers: their mean is the right result
     plain   the same numbers by plain PyTorch
-    groups  a number for each term; None: all are one group
+    groups  the number of the group of each term; None: all terms are one group
     """
     terms, plain = terms.double(), plain.double()
     groups = torch.zeros_like(terms) if groups is None else groups.to(terms.device)
@@ -139,11 +147,11 @@ def finite(value: float) -> float | None:
 def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Record:
     """Fields of a record: the rate of `flops` operations in `time_s` seconds, and its shares of a large matmul's rates.
 
-    dtype    of the tensors, or a precision by its name
+    dtype    the dtype of the tensors, or the name of a precision
     machine  the record of this run's machine, which has the rates of the large matmul
 
-    The "ceiling" is the rate of a matmul that ran for a moment, "sustained" the rate of one that ran until the clocks
-    had settled. A share is None if no such rate was measured.
+    The "ceiling" is the rate of a matmul that ran for a moment; "sustained" is the rate of one that ran until the GPU's
+    clocks had settled. A share is None if this rate was not measured.
     """
     reached = machine["ceilings"]["matmul_flops_per_s"].get(MEASURED.get(dtype, dtype))
     sustained = (machine.get("sustained") or {}).get("matmul_flops_per_s", {}).get(MEASURED.get(dtype, dtype))
@@ -155,19 +163,22 @@ def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Re
 
 
 def model_rates(flops: float, time_s: float, precision: str, machine: Record) -> Record:
-    """`matmul_rates` of a model, and "mfu": the share of the peak that the device's maker states, None if unknown."""
+    """The fields of `matmul_rates`, and "mfu", the share of the peak on the GPU's data sheet (None: unknown peak)."""
     stated = peak_flops_per_s(machine["gpu"], precision)
     return matmul_rates(flops, time_s, precision, machine) | {"mfu": flops / time_s / stated if stated else None}
 
 
-COMPILED = ("compiled", "graphed")  # ways to run blocks that need a compiler
+COMPILED = ("compiled", "graphed")  # values of `ModelCase.compile` that need torch.compile
 
 
-NUM_BLOCKS = BLOCKS_PER_GRAPH  # blocks of a model that is checked: as many as one compiled graph holds
-MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
-# Learning rate times d_model: the rate that suits Adam falls as 1 / width (Yang et al. 2022, arXiv 2203.03466).
+# Checks before timing run a model of so many blocks: all that one compiled graph holds. All graphs share their code.
+NUM_BLOCKS = BLOCKS_PER_GRAPH
+# Naive attention, the reference, may hold so many scores (batch x heads x queries x keys) in one block: 2 GiB in
+# float64. Checks and references take smaller batches to stay below.
+MAX_SCORES = 2**28
+# The learning rate times d_model: the rate that suits Adam falls as 1 / width (Yang et al. 2022, arXiv 2203.03466).
 LR_BY_WIDTH = 0.256
-# By size: a vocabulary other than the default one. With that one, embeddings would be 5/6 of the parameters of tiny.
+# By size: a smaller vocabulary than the default, with which embeddings would be 5/6 of the parameters of "tiny".
 VOCABULARIES = {"tiny": {"vocab_size": 1000}}
 
 
@@ -175,13 +186,14 @@ VOCABULARIES = {"tiny": {"vocab_size": 1000}}
 class ModelTraits(traits.AttentionTraits):
     """Traits of a row of MODEL_ROWS: those of an attention row, and one more.
 
-    whole_model  the row is a model of its own, not the attention of ours
+    whole_model  the row is a whole model by itself, and not an attention that our model calls
     """
 
     whole_model: bool = False
 
 
-# Beside attention rows, models take AUTO, which stands for the choice of a row, and whole models of other people.
+# Besides attention rows, benchmarks of models take AUTO, for which `attention_row` picks the fastest row, and whole
+# models of other people.
 AUTO = Entry("auto", "lmsys.attention:attention", "the fastest attention row that can run it")
 whole_model = partial(Entry, peer=True, extra="peers", traits=ModelTraits(whole_model=True))
 LLAMA = whole_model("llama", "benchmarks.model.llama:Llama", "Hugging Face Llama")
@@ -205,12 +217,12 @@ WHAT_IS_KEPT = (  # fields of a ModelCase's records, which its benchmark declare
 
 
 def attention_row(entry: Entry, case: AttentionCase) -> Entry:
-    """The row that computes attention: for AUTO the fastest that can."""
+    """The row that computes attention: `entry` itself, or for AUTO the fastest row that can run the case."""
     return ATTENTION.pick(AUTO.name, case) if entry == AUTO else entry
 
 
 def why_not(entry: Entry, case: "ModelCase") -> str | None:
-    """None, or why the case's model cannot run with this row of attention."""
+    """The reason why the case's model cannot run with the row `entry`, or None."""
     return why_no_arithmetic(case.precision, case.device, compiles=case.compile in COMPILED) or (
         entry.why_not(case.asked)
         if entry in MODEL_ROWS.values()
@@ -222,12 +234,18 @@ def why_not(entry: Entry, case: "ModelCase") -> str | None:
 class ModelCase(Case):
     """A language model at work: the base of the cases of the benchmarks of models, steps, anatomy and training.
 
-    The runner reads `comparison`, `axes` and `id` of a `Case`. A subclass puts `keeps` into its id.
+    The runner reads `comparison`, `axes` and `id` of a `Case`. A subclass that varies checkpointing or the residual
+    stream puts `keeps` into its id, since `comparison` lacks it.
 
-    compile     how blocks run. "eager"; "compiled": block by block; "graphed": compiled, and replayed as a CUDA graph;
-                "fused": by our kernels, and replayed as a CUDA graph
-    checkpoint  what blocks keep for their backward, as `ModelConfig.checkpoint_blocks`
-    residual    as `ModelConfig.residual`
+    size        the name of a model size, such as "small" (`lmsys.config.model_config`)
+    context     tokens of a sequence
+    batch       sequences; where ranks train, of each rank
+    precision   "fp32", "tf32", "bf16" or "fp16"
+    compile     how blocks run. "eager"; "compiled": by torch.compile, block by block; "graphed": compiled, and replayed
+                as a CUDA graph; "fused": by our fused kernels, and replayed as a CUDA graph
+    checkpoint  activation checkpointing, which says what blocks keep for their backward; the values are those of
+                `ModelConfig.checkpoint_blocks`, as text
+    residual    the dtype of the residual stream, "wide" or "narrow", as `ModelConfig.residual`
     """
 
     size: str
@@ -254,7 +272,7 @@ class ModelCase(Case):
 
     @property
     def asked(self) -> AttentionCase:
-        """The case that the model makes for an attention row."""
+        """The attention problem (shapes, dtype, device) that the model gives to an attention row."""
         return transformer.attention_case(
             self.config,
             self.batch,
@@ -266,7 +284,7 @@ class ModelCase(Case):
 
     @property
     def blocks(self) -> str:
-        """How blocks are run, without CUDA graphs (`replayed`): "eager", "compiled" or "fused"."""
+        """How blocks compute: "eager", "compiled" or "fused". `replayed` says if a CUDA graph replays them."""
         return "compiled" if self.compile in COMPILED else self.compile
 
     @property
@@ -278,7 +296,7 @@ class ModelCase(Case):
     def keeps(self) -> str:
         """The part of an id that names checkpointing and the residual stream; empty for the defaults.
 
-        It has the first letters of levels, such as "-Ca12m22" for "attention*12,matmuls*22".
+        Each level is its first letter and the number of blocks, such as "-Ca12m22" for "attention*12,matmuls*22".
         """
         runs = [run.partition("*") for run in self.checkpoint.split(",")]
         levels = (
@@ -290,9 +308,10 @@ class ModelCase(Case):
 
     @property
     def runtime(self) -> dict[str, Any]:
-        """The fields of a config for checkpointing and the residual stream, without those that have their default.
+        """The fields of a ModelConfig for checkpointing and the residual stream, without those that have their default.
 
-        Under --against an earlier state of lmsys makes the model, and may not know these fields.
+        Defaults are left out because under `--against` the lmsys of an earlier commit makes the model, and may not have
+        these fields.
         """
         blocks = int(self.checkpoint) if self.checkpoint.isdecimal() else self.checkpoint
         fields = {"checkpoint_blocks": (blocks, "none"), "residual": (self.residual, "wide")}
@@ -300,15 +319,15 @@ class ModelCase(Case):
 
     @property
     def why_not_runtime(self) -> str | None:
-        """None, or why the device cannot compute the model with this checkpointing and residual stream.
+        """The reason why the device cannot run the model with this checkpointing and residual stream, or None.
 
-        ValueError for levels of another number of blocks.
+        ValueError for a checkpointing whose number of blocks is not the model's.
         """
         if self.residual == "narrow" and self.precision not in AUTOCAST:
             return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
         return (
             "what fits is chosen for a GPU: the memory of a CPU is others' too"
-            # A config may refuse the levels, on any device.
+            # `replace` checks the levels, and may raise ValueError on any device.
             if replace(self.config, **self.runtime).checkpoint_blocks == checkpointing.FIT and self.device != "cuda"
             else None
         )
@@ -316,9 +335,9 @@ class ModelCase(Case):
 
 @dataclass(frozen=True)
 class TrainedCase(ModelCase):
-    """A model that a strategy, the `entry`, trains on ranks with a batch each.
+    """A model that a data-parallel strategy, the `entry`, trains on ranks, each with a batch of its own.
 
-    The base of the cases of data parallelism, of steps and of training.
+    It is the base of the cases of the benchmarks of data parallelism, steps and training.
     """
 
     @property
@@ -336,7 +355,7 @@ class TrainedCase(ModelCase):
 
 @dataclass(frozen=True)
 class Batch:
-    """Random token ids and what comes after each, both (B, S)."""
+    """Random token ids, and as targets the id that follows each token, both (B, S)."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -353,18 +372,19 @@ class Batch:
 
 
 def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
-    """The model with the weights of this seed. torch's generators are left as they were."""
+    """The model with weights drawn from the seed. The state of torch's random generators does not change."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return TransformerLM(config, device)
 
 
 def variant(base: TransformerLM, blocks: str, **changes: Any) -> TransformerLM:
-    """A model that shares the parameters of `base`, with `changes` of its config. `base` must not have run yet.
+    """A model that shares the parameters of `base`, but runs in another way. `base` must not have run yet.
 
-    blocks  how blocks are run, as `ModelCase.blocks`
+    blocks   how blocks compute: a value of `ModelCase.blocks`
+    changes  fields of the config that differ from those of `base`
     """
-    # The second argument names objects that are not copied.
+    # deepcopy takes the objects of its second argument as they are, and does not copy them.
     model = copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
     model.config = replace(base.config, **changes)
     run_blocks(model, blocks, together=BLOCKS_PER_GRAPH)

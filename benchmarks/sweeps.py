@@ -1,10 +1,12 @@
-"""The sizes to run: named sweeps, the only list of them. Plain data.
+"""The sizes that benchmarks run: named sweeps, and no sizes are listed elsewhere. Plain data.
 
-`conftest.py` hands SWEEPS, by name and device, to the plugin of `lmsys.bench`, which makes the cases.
+`conftest.py` at the root hands SWEEPS, {name: {device: sweep}}, to the pytest plugin of `lmsys.bench`, which makes the
+cases; `pytest --sweep NAME` picks one. To add sizes, write a grid and name it in SWEEPS or in FULL, which is the part
+of the sweep "full" that CPUs and GPUs share.
 
-A sweep names grids for each benchmark. A grid is one table or figure of the report, and its name is part of the test
+A sweep has grids for each benchmark. A grid is one table or figure of the report, and its name is part of the test
 id, so `-k tokens16k` selects it. Its cases are all combinations of the values of its axes; an axis given on the command
-line takes the place of the grid's own. `axes.py` says what each axis means; one that a grid leaves out has the default
+line replaces the grid's own values. `axes.py` says what each axis means; an axis that a grid leaves out has the default
 of `axes.py` or of the benchmark. `grid.but(...)` is a copy with other values or another name.
 """
 
@@ -36,7 +38,8 @@ def square(*lengths: int) -> tuple[tuple[int, int], ...]:
 
 
 # Attention. length: (queries, keys); heads: (query heads, key/value heads); tokens: the batch is tokens / queries;
-# width: there are width / head_dim heads; attention: the rows to compare, by default all but the rows in `without`.
+# width: there are width / head_dim heads; attention: the rows (implementations) to compare, by default all but those in
+# `without`; direction "fwdbwd": a forward and its backward in one call.
 FLASH = Grid(
     "flash",
     length=square(*POWERS),
@@ -56,7 +59,7 @@ BY_LENGTH = Grid(
     batch=(4,),
     heads=((12, 12),),
 )
-TIERS = BY_LENGTH.but(
+TIERS = BY_LENGTH.but(  # more queries than keys, and the reverse
     "tiers",
     length=((128, 64), (64, 128), (256, 128), (128, 256), (512, 256), (1024, 512), (512, 2048), (2048, 1024)),
 )
@@ -79,8 +82,8 @@ LEADERBOARD = Grid(
     direction=("fwdbwd",),
     heads=((16, 16),),
 )
-# As people train and serve: documents packed into a sequence, a window, grouped heads, one query beside a long cache.
-# documents and offset: `axes.py` says what their values mean.
+# Attention as people train and serve with it: several documents packed into each sequence, a sliding window, grouped
+# heads (GQA), and one query with a long cache of keys. `axes.py` says what the values of documents and offset mean.
 DOCUMENTS = TOKENS16K.but(
     "documents",
     length=square(16384),
@@ -108,7 +111,7 @@ DECODE = GROUPED.but(
     heads=((32, 8),),
     offset=(END,),
 )
-# What the four grids above change on a CPU. The rows are named, so `without` is emptied.
+# Values by which the four grids above differ on a CPU. `attention` names the rows here, so `without` is emptied.
 SMALL: dict[str, Any] = {
     "length": square(512),
     "head_dim": (64,),
@@ -131,9 +134,9 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
     """Six grids (full, causal, compiled, documents, window, decode) of small shapes.
 
     full      no mask, `length` queries and keys, in float32 and bfloat16
-    causal    `odd` queries and keys, which no tile divides, and grouped heads, in float32 and bfloat16
-    compiled  the rows that compile for seconds: causal, `length`, in `compiled_dtype` alone
-    documents, window, decode  one case for each of the further options, on few rows
+    causal    `odd` queries and keys, a number that no tile size divides, and grouped heads, in float32 and bfloat16
+    compiled  the rows of torch.compile, which takes seconds: causal, `length`, in `compiled_dtype` alone
+    documents, window, decode  one case for each of these options of attention, on few rows
 
     The first three are named "smoke" and have every direction. The others have one direction each, in float32.
     """
@@ -168,9 +171,9 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
     )
 
 
-# The language model. attention: its rows; "auto" is the fastest that can run the case, "llama" is Hugging Face's whole
-# model as it comes, "llama_tuned" the same model as an expert runs it. warmup: the number of untimed steps before ten
-# timed ones; each case has a process of its own.
+# The language model. attention: the rows to compare; "auto" is the fastest row that can run the case, "llama" is
+# Hugging Face's whole model as it comes, "llama_tuned" the same model as an expert runs it. warmup: the number of
+# untimed steps before ten timed ones; each case of the grid "warmup" has a process of its own.
 MODEL_SIZES = ("small", "medium", "large", "xl", "2.7b")
 MODEL_FULL = (
     Grid("sizes", size=MODEL_SIZES, context=(128, 256, 512, 1024), precision=("fp32", "bf16")),
@@ -185,8 +188,8 @@ MODEL_FULL = (
     ),
     Grid("fits", size=MODEL_SIZES, context=(512, 1024), mode=("step",), compile=("eager",), batch=(1, 4, 16)),
 )
-# Memory against time, by what the backward computes again. Steps are replayed as a CUDA graph: launched one by one, the
-# kernels that run again would wait for the host.
+# Memory against time, by what the backward recomputes (activation checkpointing). Steps are replayed as a CUDA graph:
+# if the host launched the kernels one by one, the recomputed ones would wait for it and seem slower than they are.
 LEVELS = Grid(
     "levels",
     size=("medium",),
@@ -218,7 +221,7 @@ ANATOMY = Grid(
 ANATOMY_SMOKE = ANATOMY.but(size=("tiny",), context=(64,), precision=("fp32",), batch=(2,), attention=("auto",))
 
 # The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once, and
-# "torch_chunked", torch's own loss, makes them in chunks. Other people's run on GPUs alone.
+# "torch_chunked", torch's own loss, makes them in chunks. The rows of other packages run on GPUs alone.
 CPU_LOSS = Grid(
     "default",
     vocab_size=(2000, 10_000),
@@ -228,16 +231,16 @@ CPU_LOSS = Grid(
     row=("chunked", "eager", "torch_chunked"),
 )
 
-# Tokenizers, on the text of Python's standard library. text_bytes: how much of it, None for all, about 30 MB; rounds:
-# how often each row is sampled at least, since a training takes seconds.
+# Tokenizers, on the text of Python's standard library. text_bytes: how much of the text, None for all, about 30 MB;
+# rounds: the least number of samples of each row; it is small, since a training takes seconds.
 TOKENIZER = Grid("default", text_bytes=2_000_000, vocab_size=4000)
 
-# Collectives. megabytes: the size of the tensor, in 10^6 bytes. world_size, if left out: as many ranks as GPUs, two on
-# a CPU.
+# Collectives. megabytes: the size of the tensor, in 10^6 bytes. world_size: the number of ranks; if it is left out,
+# there are as many ranks as GPUs, or two on a CPU.
 COLLECTIVES = Grid("default", megabytes=(1, 10, 100, 1000))
 
-# Data parallelism. batch: that of each rank; bucket_mb: MiB. On one rank only `none` runs: the scaling of the others is
-# measured against it.
+# Data parallelism. batch: sequences of each rank; bucket_mb: MiB. On one rank only the strategy `none` runs, which
+# sends nothing: the scaling of the others is measured against it.
 PARALLEL = Grid(
     "default",
     size=("small",),
@@ -258,7 +261,7 @@ BUCKETS = Grid(
     strategy=("none", "naive", "flat", "overlapped", "bucketed"),
     bucket_mb=(1, 10, 20, 100, 1000, "auto"),
 )
-TARGETS = tuple(
+TARGETS = tuple(  # all strategies at three model sizes; larger models have smaller batches
     Grid(
         "sizes",
         size=(size,),
@@ -271,10 +274,11 @@ TARGETS = tuple(
     for size, batch in (("small", 16), ("medium", 8), ("xl", 4))
 )
 
-# Training steps of large models, each row alone, on two ranks or more. batch: that of each rank; checkpoint: what the
-# backward computes again, such as "attention*12,matmuls*22" for 12 blocks of one level and 22 of another. "8b" has the
-# levels that just fit: Llama's layers keep more, so Llama has another level. "large" has smaller sizes too, and levels
-# of which each may be the fastest for some model.
+# Training steps of large models, each row alone, on two ranks or more. batch: sequences of each rank; checkpoint: what
+# the backward recomputes, such as "attention*12,matmuls*22" for 12 blocks of the level "attention" and 22 of the level
+# "matmuls" (`lmsys.checkpointing`). The grid "8b" has the levels that just fit into memory: Llama's layers keep more,
+# so Llama has another level. The grid "large" has smaller sizes too, and levels of which each may be the fastest for
+# some model.
 EIGHT_B = Grid(
     "8b",
     size=("8b",),
@@ -295,8 +299,8 @@ STEPS = (
     LARGE.but(size=("1b", "3b"), checkpoint=("none", "matmuls", "attention")),
 )
 
-# Whole trainings of each attention row by each strategy. batch: that of each rank; `none` is one rank that accumulates
-# the gradients of all batches.
+# Whole trainings of each attention row by each strategy. batch: sequences of each rank; the strategy `none` is one rank
+# that accumulates the gradients of all batches.
 TRAINING = Grid(
     "default",
     size=("small",),
@@ -405,7 +409,7 @@ FULL = {
         ),
         BUCKETS,
         BUCKETS.but("sharded", strategy=("none", "overlapped"), sharded_optimizer=(False, True)),
-        # Rows with copy engines are left out: in one process they work in groups of one size only.
+        # Strategies with copy engines are left out: in one process they work in groups of a single size only.
         PARALLEL.but("scaling", world_size=(1, 2, 4, 8), strategy=("none", "bucketed", "zero1", "fsdp")),
     ),
     "tokenizer": (Grid("corpus", text_bytes=None, vocab_size=10_000),),
@@ -531,9 +535,9 @@ SWEEPS = {
 
 
 def without_bfloat16(sweep: Sweep) -> Sweep:
-    """The sweep for a GPU that computes no bfloat16: in float16, and in float32 for benchmarks that scale no loss.
+    """The sweep for a GPU without bfloat16, which takes float16, or fp32 in benchmarks that do not scale the loss.
 
-    `conftest.py` calls it.
+    `conftest.py` calls it for GPUs of compute capability below 8.0.
     """
     grids = dict[str, tuple[Grid, ...]]()
     for benchmark, given in sweep.grids.items():
@@ -543,7 +547,10 @@ def without_bfloat16(sweep: Sweep) -> Sweep:
 
 
 def _exchanged(grid: Grid, taken: dict[str, str]) -> Grid:
-    """The grid with dtypes and precisions exchanged by `taken`, {name: other name}; the default precision is bf16."""
+    """The grid with dtypes and precisions replaced by `taken`, {name: other name}.
+
+    A grid without precisions has the default of `axes.py`, bf16.
+    """
     values: dict[str, Any] = {"precision": ("bf16",), **grid}
     for axis in values.keys() & {"dtype", "precision", "comm_dtype"}:
         values[axis] = tuple(dict.fromkeys(taken.get(name, name) for name in values[axis]))

@@ -1,15 +1,20 @@
-"""A benchmark of plans, the settings of `flash_gluon`'s kernels: each is timed beside the others and SDPA cuDNN.
+"""A benchmark that tunes `flash_gluon`: it times its plans beside one another and beside SDPA with cuDNN.
+
+A plan is one setting of a kernel of the attention row `flash_gluon`. A maintainer runs this after a change of a kernel,
+and writes the plan that wins into `lmsys/attention/flash_gluon/plans.py`, which also says why each won. No sweep runs
+it.
 
     python -m pytest dev/bench_plans.py --benchmark-only --axis plan=candidates
 
-    --axis plan=...  candidates: all that are worth timing; planned: the one that the row takes; or one by its fields,
-                     as consumers2+stages3+named+dynamic+l2_mib32 for forwards, prefetch+l2_mib5 for backwards
-    --axis form=...  plain (the default), or another form of the cases: deterministic additions, ragged lengths (one
-                     less), inputs transposed in memory, heads grouped 8 to 1
+    --axis plan=...  candidates: all plans that are worth timing; planned: the plan that the row takes by itself; or a
+                     plan by its fields: consumers2+stages3+named+dynamic+l2_mib32 (a forward), prefetch+l2_mib5 (a
+                     backward)
+    --axis form=...  plain (the default); deterministic (additions in a fixed order); ragged (sequences shorter by one
+                     token); transposed (inputs transposed in memory); grouped (8 query heads to a key head)
 
-Cases are in bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048. No sweep runs them. The plans
-themselves, and why each won, are in `lmsys/attention/flash_gluon/plans.py`. `plan_cases.py` lists the candidates, and
-has `PlanCase`, a shape with its plan: `case.asked` is its case of attention.
+Cases are in bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048. To add a candidate, or a form,
+see `plan_cases.py`. It has `PlanCase`, a shape with its plan; `case.asked` is the attention problem of that shape. The
+methods of `Plans` override hooks of `lmsys.bench.Benchmark`, whose docstrings say when the runner calls each.
 """
 
 import os
@@ -57,12 +62,12 @@ OURS, PEER = ATTENTION["flash_gluon"], ATTENTION["sdpa_cudnn"]
 
 @dataclass
 class Form:
-    """The setup that all candidates of a form share.
+    """The setup that all candidates of one form (`plan_cases.FORMS`) share.
 
     inputs  q, k, v and do, the gradient of the output
-    draws   redraws them before each call
+    draws   draws new inputs before each call
     spots   copies and judges parts of the results of timed calls
-    oracle  judges whole results; made when it is first needed, and again after a redraw
+    oracle  judges whole results before timing; it is made when it is needed, and again after a redraw
     """
 
     inputs: Inputs
@@ -82,10 +87,12 @@ Setup = Mapping[str, Form]  # by the form's name
 
 @dataclass(frozen=True)
 class Call:
-    """A timed call, `run(prepare())`, of which only `run` is timed. It returns o and perhaps lse, or the gradients.
+    """A timed call, `run(prepare())`, of which only `run` is timed.
 
-    forward  for a backward: its forward alone, which the runner also times (`Step.like`). It refuses a `prepare` that
-             takes far longer, which may have done the backward's work untimed
+    run      returns (o,) or (o, lse) of a forward, and (dq, dk, dv) of a backward
+    prepare  of a backward: its forward, which returns what `run` takes
+    forward  of a backward: the forward alone, which the runner times for comparison (`Step.like`). If `prepare` takes
+             far longer than this, the runner calls the row wrong: it may have done the backward's work untimed
     """
 
     run: Callable[[Any], Sequence[Tensor]]
@@ -97,7 +104,7 @@ class Call:
 
 
 class Plans(Benchmark):
-    """The benchmark. Each plan is compiled in a process of its own, then checked by the float64 oracle and timed."""
+    """The benchmark: each plan is compiled in another process, then checked against a float64 oracle, then timed."""
 
     name = "plans"
     num_proofs = Step.num_kept
@@ -122,7 +129,7 @@ class Plans(Benchmark):
     )
 
     def __init__(self) -> None:
-        self.compiled: dict[PlanCase, BaseException | None] = {}  # by `PlanCase.small`: why compiling failed, or None
+        self.compiled: dict[PlanCase, BaseException | None] = {}  # by `PlanCase.small`: the compiler's error, or None
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[PlanCase]:
         for head_dim, (length, _), causal, direction in grid.product("head_dim", "length", "causal", "direction"):
@@ -160,7 +167,8 @@ class Plans(Benchmark):
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
         case, form = candidate.case, setup[candidate.case.form]
         if form.oracle is None and form.draws.extreme is not None:
-            # The oracle judges results as a whole, and no extreme unit alone: the inputs are drawn again without one.
+            # The draw has an extreme unit, a (batch, head) pair with unusual values (`lmsys.extremes.attention`). This
+            # oracle judges all units by one budget, and none alone: so the inputs are drawn again without such a unit.
             form.inputs.redraw_(form.inputs.seed)
         names = ("o", "lse") if case.direction == "fwd" else ("dq", "dk", "dv")
         outputs = dict(zip(names, call_of(case, form.inputs)(), strict=False))  # some calls return no lse
@@ -173,9 +181,9 @@ class Plans(Benchmark):
             form.oracle = None
 
     def step(self, case: PlanCase, candidate: Candidate, setup: Setup) -> Step:
-        """The timed step. A backward's forward runs untimed just before it, on inputs of the same draw.
+        """The step that the runner times. The forward of a backward runs just before it, untimed, on the same inputs.
 
-        Where many calls are one sample, the result of the last one is judged.
+        If a sample has many calls, the result of the last call is judged.
         """
         form, backward = setup[case.form], case.direction == "bwd"
         call = call_of(case, form.inputs)
@@ -216,9 +224,10 @@ class Plans(Benchmark):
 
 
 class ShortPlans(Plans):
-    """Forwards of short sequences: a sample is 100 calls, either eager or, with a batch of 1, as one CUDA graph.
+    """Forwards of short sequences: a sample is CALLS calls, launched one by one or, with a batch of 1, as a CUDA graph.
 
-    The plan that the row takes is called as users call the row, other plans without autograd.
+    One such call takes microseconds, so the time to launch it counts. The plan that the row takes by itself is called
+    as users call the row; other plans are called through the row's internal launcher, without autograd.
     """
 
     name = "short_plans"
@@ -234,7 +243,7 @@ class ShortPlans(Plans):
 
 
 def inputs_of(case: PlanCase, seed: int) -> Inputs:
-    """The inputs of a case, in the layout of its form."""
+    """The inputs of a case, laid out in memory as its form says."""
     return make_inputs(case.asked, seed, memory="transposed" if case.form == TRANSPOSED else "")
 
 
@@ -264,7 +273,7 @@ def call_of(case: PlanCase, inputs: Inputs) -> Call:
 
 
 def peer_call(case: PlanCase, inputs: Inputs) -> Call:
-    """The call of SDPA, for which `Plans.context` selects cuDNN."""
+    """The call of the peer, torch's SDPA, for which `Plans.context` selects cuDNN."""
     backward = case.direction == "bwd"
     leaves = inputs.leaves(backward)
 
@@ -277,16 +286,16 @@ def peer_call(case: PlanCase, inputs: Inputs) -> Call:
 
 
 def first_call(case: PlanCase) -> None:
-    """Calls the case once, in a process of its own, to compile it into Triton's cache on disk.
+    """Calls the case once, so that Triton compiles its kernels into the cache on disk.
 
-    A hang or crash there costs this plan alone.
+    `Plans.setup` runs it in another process: a hang or a crash there fails only this plan.
     """
     call_of(case, inputs_of(case, 0))()
     torch.cuda.synchronize()
 
 
 def graph_of(calls: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-    """A function that replays the calls as a CUDA graph. It returns the same tensors every time, the graph's own."""
+    """A function that replays the calls as a CUDA graph. It always returns the same tensors, which the graph owns."""
     calls()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

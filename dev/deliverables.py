@@ -2,11 +2,14 @@
 
 python -m dev.deliverables -o FOLDER [--problem benchmarking_script] [--row mine.py:f]
 
-It runs the commands that docs/cs336.md has for each problem, and writes FOLDER/PROBLEM.md: what is asked, the command,
-the mean and the deviation of every case, and the tables and plots that the page names. Problems that no benchmark
-answers are computed here (COMPUTED): the ToyModel under autocast, the largest contributors to saved memory,
-checkpointing, and, in `on_paper.py`, the problems for paper and pencil. A new one is a function in COMPUTED. Without a
-GPU all sizes are small, and each file has the command that measures the full ones.
+CS336 is Stanford's course on language models; the *handout* of an assignment is the text with its problems. The page
+docs/cs336.md has, for each problem, the `lmsys bench` commands that answer it. This tool runs them and writes
+FOLDER/PROBLEM.md: what the problem asks, the command, the mean and the standard deviation of every case, and the tables
+and plots that the page names. To change such an answer, edit the page.
+
+Problems that no benchmark answers are computed by the functions in COMPUTED: the ToyModel under autocast, the largest
+contributors to saved memory, activation checkpointing, and, in `on_paper.py`, the problems for paper and pencil. A new
+one is a function in COMPUTED. Without a GPU all sizes are small, and each file has the command for the full sizes.
 """
 
 import argparse
@@ -39,7 +42,7 @@ from lmsys.reports.load import file_name
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cs336.md"
 GPU = torch.cuda.is_available()
-SMALLER = {  # by benchmark: options for a machine without a GPU; None: it needs GPUs
+SMALLER = {  # {benchmark: options that make it small, on a machine without a GPU}; None: it cannot run without GPUs
     "model": "--size tiny --context 32 --batch 2",
     "anatomy": "--size tiny --context 32,64 --batch 2",
     "data_parallel": "--size tiny --context 32 --batch 2 --world-size 2",
@@ -52,12 +55,12 @@ SMALLER = {  # by benchmark: options for a machine without a GPU; None: it needs
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of the page docs/cs336.md.
+    """A problem that benchmarks answer: a row of the table in docs/cs336.md.
 
     title     the problem's name
     asked     what the problem asks for
-    commands  arguments of `lmsys bench`, which answer it
-    files     patterns of the tables and plots of the report that show the answer
+    commands  each the arguments of an `lmsys bench` command; together the commands answer the problem
+    files     patterns of the tables and plots of the report that show the answer: "tables/model-warmup-spread-*"
     """
 
     title: str
@@ -71,7 +74,7 @@ class Problem:
 
 
 def problems() -> Iterator[Problem]:
-    """The problems of the page that a benchmark answers."""
+    """Reads docs/cs336.md, and yields the problems that have a benchmark command."""
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         commands = re.findall(r"`lmsys bench ([^`]*)`", line)
@@ -81,9 +84,13 @@ def problems() -> Iterator[Problem]:
 
 
 def command_of(command: str, result: Path, rows: Sequence[str]) -> list[str] | None:
-    """The page's command with `result` as its output, and small sizes without a GPU; None if it needs one.
+    """The arguments of Python that run the page's command here; None if it needs GPUs and there are none.
 
-    `rows` are rows of attention that are measured beside `naive`.
+    Without a GPU the sizes are those of SMALLER.
+
+    command  the arguments of `lmsys bench`, as the page has them
+    result   the path of the result file, which replaces that of the page
+    rows     attention rows that `lmsys bench attention` measures beside `naive`; other benchmarks ignore them
     """
     benchmark, *words = shlex.split(re.sub(r" -o \S+| --traces \S+", "", command))
     smaller = "" if GPU else SMALLER[benchmark]
@@ -95,7 +102,7 @@ def command_of(command: str, result: Path, rows: Sequence[str]) -> list[str] | N
 
 
 def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
-    """Runs the problem's commands, writes its file, and returns the file's path. It says what could not be run."""
+    """Runs the problem's commands, writes its file, and returns its path. The file says what could not be run."""
     parts = [f"# {problem.title}", f"{problem.asked}."]
     for number, text in enumerate(problem.commands):
         name = problem.name + f"-{number}" * (number > 0)
@@ -109,7 +116,8 @@ def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
         if not GPU:
             parts.append(f"This machine has no GPU, so this is small. In full it is `lmsys bench {text}`.")
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        # The bench refuses to write over the result of another command, which an earlier call of this file may be.
+        # `lmsys bench` refuses to overwrite the result of another command. Such a result may be there from an earlier
+        # run of this tool, with other options.
         if "is the result of another command" in done.stdout + done.stderr:
             result.unlink()
             done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
@@ -125,7 +133,7 @@ def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
 
 
 def spread(result: Path) -> str:
-    """A table of the mean and the deviation of every case that was timed."""
+    """A Markdown table of the mean and the standard deviation of every case that was timed; "" if none was."""
     records = [record for record in json.loads(result.read_text())["lmsys"]["records"] if record.get("time_s")]
     rows = [
         (record["id"], f"{1e3 * record['mean_s']:.4g}", f"{1e3 * record['std_s']:.3g}", len(record["samples_s"]))
@@ -136,9 +144,13 @@ def spread(result: Path) -> str:
 
 
 def shown(report: Path, patterns: Sequence[str], folder: Path) -> Iterator[str]:
-    """The tables of a report that match `patterns`, and links to its plots.
+    """Yields, as Markdown, the tables of a report that match `patterns`, and links to the plots that do.
 
-    The names of the files begin with the machine, which the patterns leave out.
+    A file's name begins with the machine's name, which the patterns leave out.
+
+    report    the folder of the report
+    patterns  as in `Problem.files`, without the machine and the file's ending
+    folder    the folder to which the links are relative
     """
     for file in sorted(report.rglob("*")):
         place = f"{file.parent.name}/{file.stem}"
@@ -150,7 +162,11 @@ def shown(report: Path, patterns: Sequence[str], folder: Path) -> Iterator[str]:
 
 
 def toy_model(_: Path) -> str:
-    """The dtypes of tensors in a small model with a layer norm under autocast, as Markdown."""
+    """A Markdown table of the dtypes of tensors in the handout's ToyModel (it has a layer norm) under autocast.
+
+    The handout asks about a model on a GPU, and autocast has other rules on a CPU. So a table that is made on a CPU
+    does not answer the problem, and a last sentence says so.
+    """
     device, parts = "cuda" if GPU else "cpu", []
     for dtype in (torch.float16, torch.bfloat16):
         model = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.LayerNorm(10), nn.Linear(10, 3)).to(device)
@@ -176,7 +192,7 @@ def toy_model(_: Path) -> str:
 
 
 def built(size: str, context: int, batch: int, blocks: int) -> tuple[TransformerLM, torch.Tensor]:
-    """(a model with `blocks` blocks in a checkpointed group, tokens for it)."""
+    """(a model with float32 weights, tokens for it). `blocks` blocks make a checkpointed group; 0: no checkpointing."""
     device = "cuda" if GPU else "cpu"
     model = TransformerLM(model_config(size, context_length=context, checkpoint_blocks=blocks), device=device)
     return model, torch.zeros(batch, context, dtype=torch.long, device=device)
@@ -187,7 +203,10 @@ ABOUT = f"Size {SHAPE[0]}, context {SHAPE[1]}, batch {SHAPE[2]}, float32, on a {
 
 
 def contributors(_: Path) -> str:
-    """The five operations of a block that save most for the backward, and the size of its gradients, as Markdown."""
+    """The five operations of a block that save most bytes for the backward, and the size of its gradients, as Markdown.
+
+    Parameters do not count. A storage that several operations save counts once, for the first of them that is found.
+    """
     (size, context, batch), device = SHAPE, "cuda" if GPU else "cpu"
     config = model_config(size, context_length=context, num_layers=1)
     model, attend = TransformerLM(config, device=device), ATTENTION["naive"].load()
@@ -212,9 +231,12 @@ def contributors(_: Path) -> str:
 
 
 def saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(operation, tensor) for each tensor that operations of autograd's graph have saved, from `node` backwards."""
+    """Yields (operation, tensor) for each tensor that a node of autograd's graph has saved.
+
+    It walks the graph from `node`, the `grad_fn` of an output, towards the inputs.
+    """
     nodes = [node]
-    for node in nodes:  # the list grows while it is read
+    for node in nodes:  # the body appends nodes to the list: a breadth-first search
         kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         kept += getattr(node, "saved_tensors", ())
         tensors = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor)]
@@ -223,7 +245,10 @@ def saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checkpointing(folder: Path) -> str:
-    """Saved and peak memory by size of the checkpointed groups, beside the prediction, as Markdown; and a plot."""
+    """Saved and peak memory by the number of blocks in a checkpointed group, beside the prediction, as Markdown.
+
+    It also writes a plot, gradient_checkpointing.svg, into `folder`.
+    """
     from matplotlib.figure import Figure
 
     size, context, batch = SHAPE
@@ -253,6 +278,7 @@ def checkpointing(folder: Path) -> str:
     return f"{ABOUT} nan: out of memory.\n\n{table(heads, rows)}\n\n![memory](gradient_checkpointing.svg)"
 
 
+# {name of a problem and of its file: a function that gets the output folder and returns the answer as Markdown}
 COMPUTED: dict[str, Callable[[Path], str]] = {
     "benchmarking_mixed_precision-toy_model": toy_model,
     "memory_profiling-f-contributors": contributors,

@@ -1,10 +1,12 @@
 """Writes the seconds that groups of cases take in the default sweep: `python -m dev.durations out/bench.json ...`.
 
-A first run on another machine compares the groups that it has finished with these seconds, and so predicts how long
-the others will take. A group is the cases of a benchmark that are sampled together. Make the results by
-`python3 -m nox -s bench`, on a machine without other work and with empty caches of compilers. For several results the
-geometric mean of each group is written, since runs differ in what they have to compile. The groups are those of the
-last result.
+It writes benchmarks/durations_DEVICE.json; `benchmarks/sweeps.py` reads the file of the CPU. A group is the cases of a
+benchmark that are sampled together. A first run on another machine compares the groups that it has finished with these
+seconds, and so predicts how long the others will take.
+
+Make the results by `python3 -m nox -s bench`, on a machine without other work and with empty caches of compilers. For
+several results the geometric mean of each group is written, since runs differ in what they have to compile. The groups
+are those of the last result.
 """
 
 import argparse
@@ -20,7 +22,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 def durations_of(machine: dict[str, Any]) -> dict[str, float]:
-    """Group -> seconds, from the part "machine" of a result. ValueError if it does not have them."""
+    """{name of a group: seconds}, from the part "machine" of a result. ValueError if the result does not have them."""
     if machine["sweep"] != "default" or not machine.get("took_s"):
         raise ValueError("it must be of the default sweep, timed to its end: it does not say how long groups took")
     return dict(machine["took_s"])

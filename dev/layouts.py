@@ -1,9 +1,9 @@
 """Gives result files the layouts that benchmarks declare today: `python -m dev.layouts reports/results/*.json.gz`.
 
-A layout is the plain data by which the report draws a benchmark (`lmsys.reports.layout`). Files are rewritten in place;
-run this from the repository's root. Records and machine facts do not change, so their seals (hashes, which
-`lmsys verify` checks) stay valid. The seal of a whole file is computed anew if it covers the layouts, as all do but
-those of lmsys 0.1.
+A layout is plain data, by which the report draws tables and plots of a benchmark (`lmsys.reports.layout`). Maintainers
+run this from the root of the repository after they have changed a layout; files are rewritten in place. Records and
+facts about machines do not change, so their seals (hashes that `lmsys verify` checks) stay valid. The seal of a whole
+file covers the layouts, except in files of lmsys 0.1; where it does, it is computed again.
 """
 
 import argparse
@@ -19,13 +19,16 @@ from lmsys.verify import benchmarks_in
 
 
 def with_layouts(text: str, layouts: Mapping[str, Any]) -> str:
-    """The text of a result file with the layouts of those benchmarks that it has. Text of other files is unchanged."""
+    """The text of a result file, with the given layouts in place of its own. Text of any other JSON is unchanged.
+
+    layouts  {name of a benchmark: layout}; the file gets those of the benchmarks that it has
+    """
     content = json.loads(text)
     ours = content.get("lmsys")
     if ours is None:
         return text
     ours["layouts"] = {name: layouts[name] for name in ours["fields"] if name in layouts}
-    if "others" in ours:
+    if "others" in ours:  # files of lmsys 0.1 lack this key
         ours["seal"] = seal(ours)
     return json.dumps(content, separators=(",", ":"))
 

@@ -1,9 +1,11 @@
 """`python -m dev.newton_schulz 1600x6400 4096x4096` times Muon's iteration by its kernels and by torch's compiler.
 
-It prints a line for each shape, R x C or N x R x C for N matrices: milliseconds of five steps in bfloat16, medians of
-calls that take turns as in a benchmark; and the error of each way against float64, in root mean square, over that of
-the exact result. Compiling with `--max-autotune`, too, takes about a minute for each shape. A new way is a line in
-`line_of`.
+Muon is an optimizer that makes its updates nearly orthogonal, by five steps of the Newton-Schulz iteration. A shape is
+RxC, or NxRxC for N matrices. For each shape a line is printed: the milliseconds of the five steps in bfloat16, for each
+way to compute them (the median of calls; the ways take turns, as rows of a benchmark do); the error of each way
+relative to the result in float64, in root mean square; and the time of the compiled way over that of our kernels.
+`--max-autotune` adds another compiled way, which takes about a minute to compile for each shape; the faster of the two
+then counts. A new way is an item of `ways` in `line_of`, whose docstring says how it counts.
 """
 
 import argparse
@@ -38,11 +40,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def line_of(sizes: tuple[int, ...], max_autotune: bool) -> str:
-    """Times and errors for N matrices (R, C); sizes are (N, R, C)."""
+    """Times and errors for N random matrices (R, C), as text.
+
+    sizes         (N, R, C)
+    max_autotune  True: also times torch's compiler with its mode "max-autotune-no-cudagraphs"
+
+    The text has a time and an error for every item of `ways`. At its end, "compiled over ours" is the least time of all
+    ways but the one named "ours", over the time of that one. So a new way counts as compiled there, whatever it is.
+    """
     torch.compiler.reset()
     ways = {
         "ours": newton_schulz,
-        "compiled": torch.compile(newton_schulz, dynamic=False),  # which traces torch's matmuls, not our kernels
+        "compiled": torch.compile(newton_schulz, dynamic=False),  # while it is traced, it calls torch's matmuls
     }
     if max_autotune:
         ways["max-autotune"] = torch.compile(newton_schulz, dynamic=False, mode="max-autotune-no-cudagraphs")

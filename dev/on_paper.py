@@ -1,7 +1,8 @@
 """Answers to the paper problems of CS336's assignment 2, as Markdown: one function for each problem.
 
-`dev.deliverables` calls them and writes the files. Their argument, its output folder, is not needed here. The formulas
-are in `dev/paper_formulas.py` and `lmsys/cost/`.
+CS336 is Stanford's course on language models. `dev/deliverables.py` lists these functions in its table COMPUTED, calls
+them and writes the files. It passes its output folder to each function, which the functions here ignore. The formulas
+are in `dev/paper_formulas.py` and `lmsys/cost/`; to add a problem, write a function here and name it in COMPUTED.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,13 +17,13 @@ MIB, GIB = 2**20, 2**30
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """A Markdown table with these column heads; `dev/deliverables.py` uses it, too."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def sizes(_: Path) -> str:
-    """The memory of a training step, and of one tensor of the residual stream, for each size."""
+    """The memory of a training step, and of one tensor of the residual stream, for each model size of the handouts."""
     rows = []
     for size in ("small", "medium", "large", "xl", "2.7b", "10b"):
         config = model_config(size, context_length=512)
@@ -38,11 +39,14 @@ def sizes(_: Path) -> str:
 
 
 XXL = {"num_blocks": 126, "d_model": 16384, "d_ff": 53248}  # the model in the handout of 2025
-V5P = 4.6e14, 2 * 9e10  # a TPU v5p by that handout: operations and bytes per second
+V5P = 4.6e14, 2 * 9e10  # a TPU v5p by that handout: FLOP/s, and bytes/s of a link in both directions together
 
 
 def accounting(_: Path) -> str:
-    """The problem `communication_accounting`, 2025, for a batch of 1,024 sequences of 1,024 tokens."""
+    """The problem `communication_accounting` of 2025, on the memory and communication of the model XXL.
+
+    The batch has 2**20 tokens: 1,024 sequences of 1,024 tokens.
+    """
     tokens = 2**20
     state, activations = (
         formulas.stack_state_bytes(**XXL),
@@ -66,7 +70,7 @@ def accounting(_: Path) -> str:
 def buckets(_: Path) -> str:
     """The problem `ddp_bucketed_benchmarking` (b): the overhead of s bytes in n buckets, and the best bucket size.
 
-    o is the seconds that a call of a collective costs, w the bandwidth in bytes per second.
+    o is the latency of a collective in seconds, and w the bandwidth in bytes per second.
     """
     s, o, w = 8e9, 3e-5, 1e11
     best = communication.optimal_bucket_bytes(s, o, w)
@@ -82,7 +86,7 @@ def buckets(_: Path) -> str:
 
 
 def parallel(_: Path) -> str:
-    """The problems of 2026 on parallelism: the most devices of each kind, and one layer in numbers."""
+    """The problems of 2026 on parallelism: up to how many devices each kind is bound by computation, for one layer."""
     layer = formulas.Layer(tokens=2**20, d_model=16384, d_ff=53248, flops_per_s=990e12, bytes_per_s=450e9)
     rows = [
         (

@@ -1,7 +1,8 @@
-"""The cases of `bench_plans.py`: their shapes, how a plan is named and read, and which plans are worth timing.
+"""The cases of `bench_plans.py`: their shapes, the names of plans, and which plans are worth timing.
 
-A plan is one setting of `flash_gluon`'s forward or backward kernel (`lmsys/attention/flash_gluon/plans.py`). To have
-another plan timed, add it to `candidates`.
+A plan is one setting of `flash_gluon`'s forward or backward kernel; its fields are explained in
+`lmsys/attention/flash_gluon/plans.py`. To have another plan timed, add it to `candidates`. `dev/figures/notebooks.py`
+uses the names of plans, and tests of the kernels use `candidates`.
 """
 
 import dataclasses
@@ -19,8 +20,11 @@ from lmsys.attention.flash_gluon.plans import REORDERED, BackwardPlan, ForwardPl
 from lmsys.bench import Case, Record
 
 WIDTH = 2048  # heads x head_dim
-PLANNED, CANDIDATES = "planned", "candidates"  # values of the axis `plan`, beside the plans themselves
+PLANNED, CANDIDATES = "planned", "candidates"  # values of the axis `plan`, besides the names of plans
+# Forms of a case: deterministic adds in a fixed order, ragged has a length that is one less, transposed has its inputs
+# transposed in memory, grouped has 8 query heads for each key head.
 PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
+# {direction: (class of its plans, function from (head_dim, causal, keys) to the plan that the row takes by itself)}
 PLANS: Mapping[str, Any] = {"fwd": (ForwardPlan, plans.forward_plan), "bwd": (BackwardPlan, plans.backward_plan)}
 Plan = ForwardPlan | BackwardPlan
 SHORT = 512  # with at most this many keys, a tile of queries has few key tiles, and its start and end take much time
@@ -28,16 +32,21 @@ SMALL_TILES = 1024  # with at most this many keys, tiles of 64 keys may be the f
 
 
 def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
-    """The plans worth timing: settings that once won such a shape, and their neighbours."""
+    """The plans worth timing for a shape: settings that were once the fastest in such a shape, and settings near them.
+
+    direction  "fwd" or "bwd"
+    """
     if direction == "bwd":
         steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]
         steps += [step | {"peeled": True} for step in steps[1:]] if causal else []
         settings = product((False, True), (5, 11, 22) if causal else (0,), steps)
-        # With other orders of a step, a log-sum-exp that is loaded a step ahead spills registers at head_dim 64.
+        # REORDERED: the operations of a step come in another order. With it, `prefetch` (the log-sum-exp is loaded a
+        # step ahead) spills registers at head_dim 64; so those plans have `prefetch` only at 128.
         prefetches = head_dim == 128
         return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in settings if not step or p == prefetches]
     sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)  # values of l2_mib
-    two = [  # plans of two consumers; `three`: of three; `small`: with tiles of 64 keys
+    # two: plans with two consumers (warp groups that compute); three: with three; small: with tiles of 64 keys
+    two = [
         ForwardPlan(2, stages, ping_pong, named, dynamic, l2_mib, chained=keys <= SHORT)
         for ping_pong, named, dynamic in product((False, True), repeat=3)
         for stages in ((2, 3) if head_dim == 64 else (2,))
@@ -47,22 +56,28 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
         ForwardPlan(3, stages, ping_pong, named, dynamic, sizes[0])
         for stages in (2, 3)
         for ping_pong, named, dynamic in product((False, True), repeat=3)
-        if not (stages == 3 and ping_pong and named)  # these would need more named barriers than there are
+        if not (stages == 3 and ping_pong and named)  # these would need more named barriers than a CTA has
     ]
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
-    takes_three = head_dim == 64 and keys > SHORT  # at 128 three consumers would need more registers than there are
+    takes_three = head_dim == 64 and keys > SHORT  # at 128 three consumers would need more registers than an SM has
     return list(dict.fromkeys([*two, *(three if takes_three else []), *(small if keys <= SMALL_TILES else [])]))
 
 
 def name_of(plan: Plan) -> str:
-    """The plan as text: its fields that are neither False nor at their default, as `plan_called` reads them."""
+    """The plan's name, such as "consumers2+stages3+named": the fields that are neither False nor at their default.
+
+    `plan_called` reads such names.
+    """
     values = [(field, getattr(plan, field.name)) for field in dataclasses.fields(plan)]
     changes = [(field.name, value) for field, value in values if value is not False and value != field.default]
     return "+".join(name if value is True else f"{name}{value}" for name, value in changes)
 
 
 def plan_called(text: str) -> str | Plan:
-    """`planned`, `candidates` or the plan that the text names. ValueError for anything else."""
+    """The plan that the text names, or the text itself if it is PLANNED or CANDIDATES. ValueError for other texts.
+
+    A field that the text leaves out is False, or has its default.
+    """
     if text in (PLANNED, CANDIDATES):
         return text
     names = {part: part.rstrip(digits) for part in text.split("+")}
@@ -79,13 +94,15 @@ def plan_called(text: str) -> str | Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanCase(Case):
-    """A shape, and the plan that runs it.
+    """A shape of attention, and the plan that runs it.
 
+    length   tokens of a sequence, before `form` changes it; there are as many queries as keys
+    batch    sequences
     form     one of FORMS
-    plan     None: the peer runs it
-    planned  the row takes this plan by itself
+    plan     None: the case's row is the peer, SDPA with cuDNN, which has no plans
+    planned  True: the row takes this plan by itself
     calls    how many calls, one after another, are one sample
-    graphed  the calls are replayed as a CUDA graph
+    graphed  True: the calls of a sample are replayed as one CUDA graph
     """
 
     head_dim: int
@@ -105,7 +122,10 @@ class PlanCase(Case):
 
     @property
     def options(self) -> list[str]:
-        """The plan and the form in words, which distinguish this row from others of the shape."""
+        """The plan and the form in words, which tell this row from others of the same shape.
+
+        The plan that the row takes by itself, the form `plain` and the peer have no words.
+        """
         plan = [] if self.planned or self.plan is None else [name_of(self.plan)]
         return plan if self.form == PLAIN else [*plan, self.form]
 
@@ -125,7 +145,7 @@ class PlanCase(Case):
 
     @property
     def asked(self) -> AttentionCase:
-        """The case of attention that the plan runs."""
+        """The attention problem that the plan runs: shape, dtype and device, as an attention row is asked for it."""
         heads, length = max(1, WIDTH // self.head_dim), self.length - (self.form == RAGGED)
         kv_heads = max(1, heads // 8) if self.form == GROUPED else heads
         shape = self.batch, heads, kv_heads, length, length, self.head_dim
@@ -137,14 +157,16 @@ class PlanCase(Case):
 
     @property
     def small(self) -> "PlanCase":
-        """The smallest case that needs the same compiled kernels."""
+        """A small case that needs the same compiled kernels, so that they can be compiled by a quick call."""
         return dataclasses.replace(self, section="", length=128, batch=1, planned=False, calls=1, graphed=False)
 
 
 def plans_of(case: PlanCase, values: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
-    """(plan, True if the row takes it by itself) for each plan in `values` that fits the case's direction and shape.
+    """(plan, True if it was asked for as PLANNED) for each plan in `values` that fits the case's direction and shape.
 
-    `values` are those of the axis `plan`. There are none for the direction fwdbwd.
+    values  values of the axis `plan`, as `plan_called` returns them
+
+    The direction "fwdbwd" has no plans, since a plan is for one kernel.
     """
     if case.direction not in PLANS:
         return []

@@ -2,10 +2,11 @@
 
 python -m dev.steps --size tiny --context 32 --strategy naive,fsdp --checkpoint none,whole
 
-A version is one choice of the axes of `benchmarks/bench_data_parallel.py`, which are the options here. Nothing is
-timed. A table in Markdown has a line for each pair of versions: whether they agree by their bits or by the tolerance,
-and the error of each against plain steps in float64. `benchmarks/data_parallel/cases.py` decides which pairs must have
-equal bits. The exit code is 1 if a pair does not agree.
+A version is one choice of the axes of `benchmarks/bench_data_parallel.py` (strategy, compilation, checkpointing, number
+of ranks, ...); each axis is an option here. Nothing is timed. It prints a table in Markdown with a line for each pair
+of versions: whether their weights after the steps have equal bits, or else each lie within the tolerance of plain steps
+in float64, and the error of each over the error allowed. `pairs` and `agreement` of `benchmarks/data_parallel/cases.py`
+decide which versions make pairs, and which pairs must have equal bits. The exit code is 1 if a pair does not agree.
 """
 
 import argparse
@@ -23,13 +24,16 @@ from lmsys.bench import Grid, Settings
 from lmsys.bench.fields import filled, given_axes
 from lmsys.bench.ranks import Ranks
 
-DEFAULTS = Grid(  # values of axes whose options are not given
+DEFAULTS = Grid(  # values of axes whose options are not given; world_size 0: as many ranks as GPUs, two on a CPU
     "step", size=("tiny",), context=(32,), batch=(2,), precision=("fp32",), strategy=("naive",), world_size=(0,)
 )
 
 
 def steps_of(case: ParallelCase, asked: Pass, ranks: Ranks) -> Steps:
-    """Runs the steps of a version on its ranks. Returns their bits, and their errors against plain steps in float64.
+    """Runs the steps of a version on its ranks, and judges the weights after them.
+
+    Returns a hash of the weights that are looked at, and their errors against plain steps in float64; the errors are
+    None if plain steps do not fit in the memory of some rank.
 
     asked  the seeds, and the number of steps
     """
@@ -47,7 +51,10 @@ def name_of(case: ParallelCase) -> str:
 
 
 def table(judged: Iterable[tuple[Steps, Steps]]) -> str:
-    """The table in Markdown, with a line for each pair of versions."""
+    """The table in Markdown, with a line for each pair of versions.
+
+    The column "held by" is "bits" or "tolerance", or "wrong" or "unknown" with the reason.
+    """
     lines = ["| version | and | held by | errors / allowed |", "|---|---|---|---|"]
     for first, second in judged:
         ratios = " and ".join(

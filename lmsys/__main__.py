@@ -1,6 +1,7 @@
 """`lmsys`: one door to every command. Alone it shows this machine and what it can run.
 
-Imports no torch: a command is imported when it runs. To add a command, add it to `lmsys.commands.COMMANDS`.
+This file is the script `lmsys` and `python -m lmsys`. It imports no torch itself, so that it starts at once: the module
+of a command is imported when the command runs. To add a command, add it to `lmsys.commands.COMMANDS`.
 """
 
 import argparse
@@ -12,9 +13,10 @@ from lmsys.commands import COMMANDS, USAGE, missing
 
 
 def main() -> int:
-    """Runs the command that the first word names, as `python -m` would; the remaining words are its arguments.
+    """Runs the module of the command that the first argument names, as `python -m` would, with the other arguments.
 
-    Returns the exit status of a command that returns: 0, or USAGE where a package is missing that it imports.
+    Most commands end by SystemExit with a status of their own. Of others the exit status is returned: 0, or USAGE if
+    the command imports a package that is not installed.
     """
     lines = "\n".join(f"  {next(iter(command.examples)):48}{command.about}" for command in COMMANDS.values())
     parser = argparse.ArgumentParser(
@@ -25,8 +27,11 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
-    opened = os.open(os.devnull, os.O_RDWR)  # takes the least number that is free
-    while opened <= 2:  # a closed stdin, stdout or stderr: what took its number would be lost in other processes
+    # If stdin, stdout or stderr is closed, its number (0, 1, 2) is free, and the next connection to a child process
+    # would get it. The child would lose the connection, as its own stdin, stdout or stderr takes that number: `lmsys
+    # check` then waited forever. So /dev/null takes the free numbers.
+    opened = os.open(os.devnull, os.O_RDWR)  # gets the smallest free number
+    while opened <= 2:
         os.set_inheritable(opened, True)
         opened = os.open(os.devnull, os.O_RDWR)
     os.close(opened)
@@ -36,7 +41,7 @@ def main() -> int:
         runpy.run_module(COMMANDS[name].module if name else "lmsys.here", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
-        if module in ("", "lmsys"):  # a bug of ours, not a package to install
+        if module in ("", "lmsys"):  # a bug in lmsys, and not a package that the user could install
             raise
         print(missing(f"lmsys {name}" if name else "lmsys", module), file=sys.stderr)
         return USAGE

@@ -13,7 +13,7 @@ import torch
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd Function without second derivatives: RuntimeError with create_graph=True.
 
-    Under create_graph=True torch runs a backward with gradients enabled, by which the decorated function notices it.
+    Under create_graph=True torch runs a backward with gradients enabled; the decorated function checks for that.
 
     torch's decorator of this name raises only when a second backward reaches its own node. `torch.autograd.grad` of
     other inputs never visits that node, and silently counts its derivatives as zero.

@@ -1,11 +1,13 @@
 """Activation checkpointing: what each block keeps for its backward, and which blocks are run again. Imports no torch.
 
 This module reads the setting `checkpoint_blocks` of a `ModelConfig`. The model acts on it (`lmsys.model.selective`),
-`lmsys.cost.memory` predicts the memory. The more a block keeps, the less it recomputes. A block of the level
+`lmsys.cost.memory` predicts the memory. The more a block keeps, the less it recomputes. A new level is a name in
+LEVELS, and a case in these two modules and in `benchmarks.model.llama` (KEPT_MATMULS). The feed-forward of a block is
+W2 (silu(W1 x) · W3 x). A block of the level
 
 none       keeps all that its backward reads
-matmuls    keeps its input, q, k, v, what the attention row keeps beside them (o and the log-sum-exp), the attention's
-           projection, W1 x and W3 x; it recomputes its norms and silu(W1 x) · W3 x
+matmuls    keeps its input, q, k, v, what the attention kernel keeps beside them (o and the log-sum-exp), the output of
+           the attention's last projection, W1 x and W3 x; it recomputes its norms and silu(W1 x) · W3 x
 attention  is as matmuls, but recomputes W1 x and W3 x too
 whole      keeps its input, and recomputes everything
 """
@@ -23,7 +25,7 @@ RUN = re.compile(rf"({'|'.join(LEVELS)})\*([1-9][0-9]{{0,8}})")  # a level and a
 
 
 class Group(NamedTuple):
-    """The blocks `first` to `stop` - 1, of one level. A group of the level "whole" keeps a single input."""
+    """The blocks `first` to `stop` - 1, of one level. At the level "whole" they keep only the first block's input."""
 
     first: int
     stop: int
@@ -70,7 +72,7 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
 
 
 def for_fewer(checkpoint_blocks: int | str, num_layers: int, fewer: int) -> int | str:
-    """The setting for a model of only `fewer` of `num_layers` blocks, in which levels lie at the same shares of depth.
+    """The setting for a model with `fewer` blocks in place of `num_layers`. Levels stay at the same relative depth.
 
     Benchmarks check their models with fewer blocks. ValueError as from `groups_of`.
     """

@@ -1,8 +1,8 @@
 """The commands of `lmsys`, their help by example, and how to install what is missing. Imports no torch.
 
-`lmsys/__main__.py` runs the modules of COMMANDS, and the `main` of each makes its `parser` here. `missing` and
-`with_extra` word the advice of commands and of rows whose packages are not installed. A new command is a module that
-`python -m` can run, and an entry of COMMANDS.
+`lmsys/__main__.py` runs the modules of COMMANDS, and the `main` of each makes its `parser` here. If a package is not
+installed, commands and `lmsys.registry` get the advice how to install it from `missing` and `with_extra`. A new command
+is a module that `python -m` can run, and an entry of COMMANDS.
 """
 
 import argparse

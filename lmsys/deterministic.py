@@ -1,6 +1,7 @@
 """torch's deterministic mode, in which kernels give the same bits for the same inputs, or raise an error.
 
-Reproducible training and benchmarks of deterministic cases run in it; the bench also checks that no row changes it.
+Reproducible training and benchmarks of deterministic cases run in it. The bench also checks that no implementation
+that it measures changes the mode.
 """
 
 import os

@@ -14,7 +14,7 @@ import tempfile
 from typing import Any
 
 SIZE = mmap.PAGESIZE  # bytes of a shared file
-LENGTH = 128  # bytes of a line
+LENGTH = 128  # bytes of a line; a longer one is cut off
 AT_FIRST = "as it began"  # what is read before the first line was written
 
 

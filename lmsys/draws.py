@@ -2,8 +2,9 @@
 
 Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four words for each number
 of a counter. A word becomes a value without a logarithm or a sine, which differ between devices: the sum of its four
-bytes is nearly normal, and 13 more bits fill the mantissa of float32. The values of a seed are a stream. A draw is a
-window of it, so that a new draw costs one copy, and any part of a draw can be computed again by itself.
+bytes is nearly normal, and 13 more bits fill the mantissa of float32. The values of a seed are an endless *stream*. A
+*draw* for a tensor is a window of the stream, as long as the tensor. So a new draw costs one copy, and any part of it
+can be computed again by itself.
 
 The bench fills the inputs of timed calls by `Draws`, and `lmsys verify` draws parts of them again by `part`. Checks
 draw their inputs by `values` and `whole_numbers`, with `key(seed, name)` as the seed.
@@ -71,7 +72,10 @@ def _stream(
     count: int,
     device: str | torch.device,
 ) -> Tensor:
-    """The elements (count,) that of(words) makes of the seed's words from `first` on, computed piece by piece."""
+    """The elements `first` to `first` + `count` - 1 of a seed's stream, (count,). `of` makes elements from words.
+
+    They are computed in pieces of 4 _AT_ONCE elements, as temporaries would need much memory.
+    """
     elements = torch.empty(count, dtype=dtype, device=device)
     for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
         # Four words for each counter; the last piece has only as many counters as are left, rounded up.
@@ -84,10 +88,11 @@ def _stream(
 class Draws:
     """Fills tensors again and again: draw n of a tensor is a window of the tensor's own stream, at a place given by n.
 
-    tensors  by name, of any strides
-    std      by name a factor of the stream's values, which are then rounded to the tensor's dtype; default 1
-    below    by name an upper bound: the tensor gets whole numbers below this bound instead of such values
     For each tensor a part of its stream is held on its device, STARTS values longer than the tensor, in its dtype.
+
+    tensors  by name, of any strides
+    std      by name: the stream's values are multiplied by this, then rounded to the tensor's dtype; default 1
+    below    by name: the tensor gets whole numbers from 0 to below - 1 in place of such values
     """
 
     def __init__(
@@ -154,9 +159,11 @@ def part(
 ) -> Tensor:
     """`count` elements, from `first` on, of what `Draws.fill` writes into a tensor as draw number `draw`, on a CPU.
 
-    seed, name  of the `Draws` and of the tensor; dtype, std, below: of the tensor, as in `Draws`
-    Only these elements are computed. Draws are overlapping windows of one stream: blocks that were computed for one
-    draw are kept for the next.
+    Only the blocks of _BLOCK elements that have a part of these are computed. Draws are overlapping windows of one
+    stream: blocks that were computed for one draw are kept for the next.
+
+    seed, name         the seed of the `Draws`, and the name of the tensor
+    dtype, std, below  of the tensor, as in `Draws`
     """
     begin = start(draw, name) + first
     low, end = begin - begin % _BLOCK, begin + count

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and that one process writes at a time; checksums; git. Imports no torch.
+"""Writes files wholly or not at all, one process at a time; reads text; checksums; git. Imports no torch.
 
 Results, pages, tokens and checkpoints are written by `replacing` or `write_json`. Runs of the bench, trainings and
 downloads `claim` what they write. The row `flash_cuda` asks `check_private` before it loads its compiled code.
@@ -94,10 +94,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def claim(path: Path) -> Callable[[], None]:
     """Makes this process the only one that writes `path`, until it ends or calls the function that is returned.
 
-    That function holds the lock file open, so it must be kept.
-    ValueError, with the other process's number, where another one writes it. The lock is `<path>.lock`; `path` itself
-    is not touched. Temporary files that a killed writer of `path`, or of its journal `<path>.partial`, has left are
-    removed.
+    Keep that function: it holds the lock file open, and the lock ends when the file is closed. The lock is
+    `<path>.lock`; `path` itself is not touched. Temporary files that a killed writer of `path`, or of its journal
+    `<path>.partial`, has left are removed. ValueError, with the other process's number, where another process holds
+    the lock.
     """
     lock = path.with_name(path.name + ".lock")
     while True:

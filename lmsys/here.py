@@ -1,7 +1,8 @@
 """`lmsys` without a command: shows this machine, the rows that it can run, and what the other rows need.
 
-Rows are those of the tables of attention and strategies. All that is said of a row comes from its `why_not`.
-`lmsys.__main__` runs this module.
+A *row* is an implementation in the table of attention or of data-parallel strategies. If a row cannot run here, the
+reason that is shown comes from its `why_not`. `lmsys.__main__` runs this module. A fact of the machine to show goes to
+FACTS, a use of `impl="auto"` to USES.
 """
 
 import os
@@ -22,7 +23,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 
 GPUS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: Ampere, Hopper, Blackwell
-ANOTHER_GPU = "this GPU has"  # a reason with these words does not hold on another kind of GPU
+ANOTHER_GPU = "this GPU has"  # a row's reason has these words if another kind of GPU may run the case
 CUDA_TORCH = "python -m pip install --force-reinstall torch, on Linux"  # advice
 USES: dict[str, dict[str, Any]] = {  # uses for which the choice of impl="auto" is shown: changes of a training's case
     "training": {},
@@ -30,12 +31,12 @@ USES: dict[str, dict[str, Any]] = {  # uses for which the choice of impl="auto" 
     "training in windows": {"window": 64},
     "decoding": {"grad": False, "queries": 1, "offset": 127},
 }
-# Facts of the machine that are shown.
+# Facts of the machine that are shown, by their names in `machine.describe`.
 FACTS = ("name", "cores", "memory_bytes", "gpu_count", "capability", "driver", "cuda", "python", "torch", "triton")
 
 
 def main() -> None:
-    """Prints the facts, then the rows of both tables, then by what is missing the rows that need it."""
+    """Prints the facts, then the rows of both tables, then what is missing, each with the rows that need it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = machine.describe(device, command="", seed=0, sweep="")
     facts["memory_bytes"] = f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else None
@@ -106,10 +107,11 @@ def _verdict(reasons: dict[str, str | None]) -> str:
 
 
 def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> str:
-    """The needs, in words, of a row that is refused here with `reason`.
+    """Says what a row that is refused here with `reason` needs.
 
-    case  makes the case for a device and a compute capability
     A reason that names what is missing is the answer itself. Else the row is asked about GPUs of other kinds.
+
+    case  a function of `device` and `capability`, which returns the case that the row is asked about
     """
     needs_another = ANOTHER_GPU in reason
     # Reasons that name what is missing have the word "needs", such as that of `Entry` for a missing package.
@@ -126,7 +128,7 @@ def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> 
 
 
 def _why_not_elsewhere(entry: Entry, case: Any) -> str | None:
-    """The row's reason not to run a case on a GPU that may not be here; None: it has none, or cannot say."""
+    """The row's reason not to run a case on a GPU that may not be in this machine; None: it has none, or cannot say."""
     try:
         return entry.why_not(case)
     except (RuntimeError, AssertionError):  # torch, which answers for some rows, knows only of GPUs that are here

@@ -1,16 +1,19 @@
 """`lmsys leaderboard FOLDER -o SITE`: one page of many result files of one workload, each verified first.
 
-The anchor is a row that every file has measured too. The workload is the exact set of the anchor's cases that occurs in
-most files; a row's time is the sum over these cases, and its speed is the anchor's time over that. A file counts as its
-fastest own row, one that is not among the tables of lmsys; a file without own rows counts as its fastest row besides
-the anchor. The page is ordered by speed; a second column ranks files of the same machine by time. A row that was
-disturbed in a case counts only where a file has no others of its kind. A file whose row or anchor was disturbed, since
-the machine was busy or slowed, says so and comes behind those that were not.
+A *row* is an implementation that a file has measured. The *anchor* is a row that every file must have measured, too.
+The *workload* is a set of cases: of the sets in which the files have measured the anchor, the one that occurs in most
+files. A row's time is the sum of its times in these cases, and its speed is the anchor's time divided by its own time.
 
-A file is refused, with the reason, where `lmsys verify` finds something wrong or not proved, where it has no seal,
-where no timed call of it could be judged again, and where it lacks the anchor in the workload, or another row that was
-timed beside it. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage. Change what is refused in `_verified` and
-`_place`, the columns in HEADS and `_standings`, the page in reports/templates/leaderboard.html.
+Each file is ranked by one row, its fastest *own* row: a row that is not in the tables of lmsys. A file without own rows
+is ranked by its fastest row besides the anchor. The page is ordered by speed; a second column ranks the files of the
+same machine by time. A row is *disturbed* if the machine was busy or slowed down while one of its cases was timed. A
+file is ranked by a disturbed row only if all rows that could be taken were disturbed. A file whose row or anchor was
+disturbed says so, and comes behind all others.
+
+A file is refused, with the reason, if `lmsys verify` finds something wrong or not proved, if it has no seal (checksums
+over its content), if no timed call of it could be judged again, and if it lacks the anchor in the workload, or another
+row that was timed beside it. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage. Change what is refused in
+`_verified` and `_place`, the columns in HEADS and `_standings`, the page in reports/templates/leaderboard.html.
 """
 
 import sys
@@ -24,9 +27,10 @@ from lmsys.reports import load, page, words
 from lmsys.verify import FOLDERS, NO_SEAL, benchmarks_in, verify
 
 HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")  # of the page's columns
-# Of a file's rows, by row, then by case: True if the machine was disturbed meanwhile, and the seconds.
+# The times of a file, by row, then by case: (True if the machine was disturbed meanwhile, seconds).
 Times = dict[str, dict[str, tuple[bool, float]]]
-Place = tuple[bool, float, float, str, str]  # False if the row or the anchor was disturbed; speed, seconds, row, file
+# (True if neither row nor anchor was disturbed, speed, seconds, row, file): `ranked` sorts by it, the largest first.
+Place = tuple[bool, float, float, str, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +78,7 @@ def ranked(
         except ValueError as error:
             refused[path.name] = str(error)
     counts = Counter(frozenset(rows[anchor]) for rows in times.values() if anchor in rows)
-    # Of sets that occur equally often, the one whose names come last in the alphabet.
+    # Of sets that occur equally often, the one whose names come last in the alphabet, so that the choice is repeatable.
     workload = max(counts, key=lambda cases: (counts[cases], sorted(cases)), default=frozenset())
     ours = {name for benchmark in benchmarks.values() for rows in benchmark.tables.values() for name in rows}
     places = list[Place]()
@@ -89,8 +93,8 @@ def ranked(
 def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> tuple[Times, fields.Record]:
     """(the times of a file, its machine). ValueError with the first thing that is wrong with it.
 
-    Only times that were taken beside the anchor's count: a file of --resume may have others. Rows of an earlier state
-    of the code (--against) are left out.
+    Only times that were taken beside the anchor's count: a file of a resumed run (--resume) may have others. Rows of an
+    earlier state of the code, which --against measures, are left out.
     """
     recomputed, faults = verify(path, benchmarks)
     # `verify` only says that a file has no seal; here such a file is refused.
@@ -112,9 +116,10 @@ def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> t
 
 
 def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: Collection[str]) -> Place:
-    """The place of a file. ValueError where the anchor or all other rows lack a case of the workload.
+    """The place of a file. ValueError where the anchor, or each other row, lacks a case of the workload.
 
-    ours  rows of the tables of lmsys
+    rows  the file's times
+    ours  the names of the rows in the tables of lmsys
     """
     totals = {
         row: (any(cases[name][0] for name in workload), sum(cases[name][1] for name in workload))
@@ -135,8 +140,10 @@ def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: 
 
 
 def _standings(places: Sequence[Place], machines: Mapping[str, fields.Record]) -> Iterator[tuple[str, ...]]:
-    """Yields the lines of the table, with a text for each of HEADS. `places` are the undisturbed
-    ones, then the others, each with the largest speed first."""
+    """Yields the lines of the table, with a text for each of HEADS.
+
+    places  the undisturbed ones, then the others; both with the largest speed first
+    """
     for rank, (calm, speed, time_s, row, file) in enumerate(places, start=1):
         here = sorted(
             (not is_calm, s)

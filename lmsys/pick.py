@@ -1,10 +1,15 @@
-"""`lmsys pick RESULT.json -o rows.py` writes a module by which a model takes the attention row that was fastest.
+"""`lmsys pick RESULT.json -o rows.py` writes a Python module that names the fastest attention row for each shape.
 
-For each shape, dtype and mask of the result the module names the row of the least median time, for inference (the
-forward) and for training (the forward and the backward). It leaves out rows that were not right or not timed, rows of
-an earlier commit (ROW@COMMIT), and cases under a window, documents or another option. A row during which the machine
-was disturbed counts only in a case without others. Rows that `attention` does not know here, such as those of a user's
-file, are left out as well, and named. Exit codes: 0 the module is written, 2 the file has no such case, or bad usage.
+A row is an implementation in the table `lmsys.attention.ATTENTION`, such as flash_triton. A model imports the module
+(MODULE below is its text) and passes the row's name to `attention` as `impl`. For each shape, dtype and mask of the
+result file, the module names the row with the smallest median time: for inference (the forward), and for training (the
+forward and the backward).
+
+The module leaves out rows that were not right or not timed, rows of an earlier commit (ROW@COMMIT), and cases with a
+window, documents or another option. A row that was timed while the machine was disturbed (busy or slowed) counts only
+if all rows of its case were. Rows that `attention` does not know here, such as those of a user's file, are left out as
+well, and the command prints their names. Exit codes: 0 the module is written, 2 the file has no such case, or bad
+usage.
 """
 
 import sys
@@ -16,13 +21,14 @@ from lmsys import commands, files, values
 from lmsys.attention import ATTENTION
 from lmsys.bench import fields, record
 
-Timed = tuple[bool, float, str]  # of a row: True if the machine was disturbed, seconds, name; the least is the fastest
+Timed = tuple[bool, float, str]  # (True if the machine was disturbed, seconds, row): the least tuple is the fastest
 # The fields of a record that say which case it is, in the order in which `row_for` of MODULE has them.
 CASE = "dtype", "causal", "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
 MEASURED = "gpu", "name", "torch", "triton", "commit", "date"  # the facts of the machine that MODULE names
-# (training, the directions whose times are added up): of two for training the last that was measured counts,
-# but not if all of its rows were disturbed and one of the other was not.
+# (training, directions whose times are added up). Training has two entries: forward and backward timed in one call, and
+# timed one by one. If a case has both, the later entry counts, unless all its rows were disturbed and one of the
+# earlier entry's rows was not.
 USES = (False, ("fwd",)), (True, ("fwdbwd",)), (True, ("fwd", "bwd"))
 # The module that is written, a template of str.format: a brace of the module itself is doubled.
 MODULE = '''"""The attention rows that were fastest in a run of lmsys bench; `lmsys pick` has written this file.
@@ -76,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Timed]:
-    """The fastest row by training, dtype, causal and shape; a case measured twice counts where it was last."""
+    """{(training, *values of CASE): the fastest row}; of a case that was measured twice, the last comparison counts."""
     fastest, plain = dict[tuple[Any, ...], Timed](), filter(_is_plain, records)
     for case, measured in fields.grouped((tuple(map(x.__getitem__, CASE)), x) for x in plain).items():
         for training, directions in USES:
@@ -93,7 +99,10 @@ def _is_plain(x: fields.Record) -> bool:
 
 
 def _times(records: list[fields.Record], directions: tuple[str, ...]) -> list[Timed]:
-    """The rows that were right in all of these directions, over which times are added. The last comparison counts."""
+    """The rows of a case that were right in all of these directions, each with the sum of its times over them.
+
+    In each direction only the last comparison counts: the rows that were last sampled in turns with one another.
+    """
     rows: dict[str, dict[str, fields.Record]] = {}  # by row, then by direction
     for direction in directions:
         measured = [x for x in records if x["direction"] == direction]

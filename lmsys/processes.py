@@ -9,8 +9,8 @@ safely. Nor does it run the caller's main module again, as the processes of mult
 
 A function is sent by its module and name, as pickle does, or as a text for `lmsys.registry.load_target`, such as
 "path.py:function". Arguments and results are pickled; with `tell` a call sends objects before its result. A worker
-prints where this process prints. What it starts is in its process group and is killed with it: when it is closed, or
-when this process has ended, whatever the worker is doing.
+prints where this process prints. A worker and all that it starts are in one process group. The group is killed when
+the worker is closed, or when this process has ended, whatever the worker is doing then.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _lines: list[Connection] = []  # in a worker: the one connection to its caller
 
 
 class ProcessError(RuntimeError):
-    """A call failed in another process, in a way that cannot be raised here as it was there.
+    """Raised for a call that failed in another process, if the original exception cannot be raised here.
 
     kind  the exception's name, "died" for a process that has ended, "timeout" for one that was killed for being late
     """
@@ -79,7 +79,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The failure that an error is; call it inside of the `except` block."""
+        """The Failure that describes an error; call it inside of the `except` block, since it takes the traceback."""
         exception = b""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
@@ -87,7 +87,10 @@ class Failure:
         return cls(type(error).__name__, traceback.format_exc(), time.monotonic(), exception)
 
     def error(self) -> Exception:
-        """The exception to raise: the original one, caused by a ProcessError with its traceback; or only the latter."""
+        """The exception to raise: the original one, with a ProcessError that has its traceback as the cause.
+
+        If the original exception cannot be unpickled here, it is the ProcessError alone.
+        """
         if self.kind == DIED:
             return ProcessError(DIED, f"a worker process {self.text}")
         remote = ProcessError(self.kind, f"{self.text.splitlines()[-1]} (in a worker process)\n{self.text}")
@@ -115,7 +118,9 @@ def tell(what: Any) -> None:
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):
-    """A process that runs one call after another; its modules keep their state. `call` starts a new one for a dead one.
+    """A process that runs one call after another; its modules keep their state from call to call.
+
+    If the process has died, the next `call` starts another one.
 
     environment  variables besides those of this process
     open_files   descriptors of open files that it inherits, under the same numbers
@@ -144,7 +149,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         ProcessError where the process has died, was killed after `timeout_s`, or its exception cannot be pickled.
         """
         request = pickle.dumps((function, args), protocol=5)
-        if answered([self], 0.0):  # no call is open, so the connection has been closed: the process is dead
+        if answered([self], 0.0):  # readable, though no call is open: the other end was closed, so it is dead
             self.close(0.0)
             self._start()
         try:
@@ -152,7 +157,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             if timeout_s is not None and not answered([self], timeout_s):
                 raise ProcessError(TIMEOUT, f"a worker process did not answer within {timeout_s:g} s and was killed")
             failure, result = self.receive()
-        except BaseException:  # late, or an interrupt: nobody would read its answer
+        except BaseException:  # a timeout or an interrupt: nobody would read the answer of this call
             self.kill()
             raise
         if failure is not None:
@@ -270,11 +275,13 @@ def futures(
 ) -> Iterator[Future[Any]]:
     """Runs function(task) for each task in `count` processes; yields a future of each, in the order of the tasks.
 
-    timeout_s  of each task, whose process is then killed. Tasks are taken as they are needed: they may be endless.
+    tasks        may be endless: at most 2 * count tasks are taken before the oldest future is yielded
+    timeout_s    seconds for each task; a process that takes longer is killed
+    environment  as in `Worker`
     """
     pickled, pending = pickle.dumps(function, protocol=5), deque[Any]()
     workers = [Worker(environment) for _ in range(count)]
-    idle = deque(workers)  # threads take from it and append to it at once; there are no more threads than workers
+    idle = deque(workers)  # safe among threads; it is never empty in `run`, as there are no more threads than workers
 
     def run(task: Any) -> Any:
         """The result of a task, from an idle worker."""
@@ -336,12 +343,11 @@ def read(line: Connection) -> bytes:
 
 
 class Outputs:
-    """stdout and stderr as they are when this is made, by file number and in `sys`.
+    """Remembers stdout and stderr, as file descriptors 1 and 2 and as `sys.stdout` and `sys.stderr`, to put them back.
 
-    Workers, the bench and `lmsys check` run code of users, which may close or replace them, and what is printed
-    afterwards must be seen.
-
-    The owner calls `close`, which closes the copies of the files.
+    Workers, the bench and `lmsys check` run code of users, which may close or replace them. What is printed afterwards
+    must still be seen, so they call `mend` after it. The owner calls `close` at the end, which closes the copies of the
+    descriptors.
     """
 
     def __init__(self) -> None:
@@ -392,7 +398,7 @@ def _serve(number: int, callers_main: dict[str, str]) -> None:
     outputs = Outputs()
     while request := read(line):
         _answer(line, request)
-        _flush()  # what the call has printed goes where it has sent it, before stdout is put back
+        _flush()  # what the call has printed goes to its own stdout, before `mend` puts the earlier one back
         outputs.mend()  # the call may have closed sys.stdout, or replaced it
         _flush()
     gc.freeze()  # else the interpreter searches all of torch's objects for garbage as it ends, for half a second
@@ -414,7 +420,7 @@ def _answer(line: Connection, request: bytes) -> None:
             function = load_target(function)
         answer = pickle.dumps((None, function(*args)), protocol=5)
     except BaseException as error:
-        # Sent before the block ends, as that frees the call's objects, which may wait for other processes.
+        # Sent inside of this block: its end frees the call's objects, and that may wait for other processes.
         line.send_bytes(pickle.dumps((Failure.of(error), None)))
     else:
         line.send_bytes(answer)

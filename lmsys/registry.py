@@ -1,10 +1,13 @@
-"""Tables of named implementations: the one extension mechanism. Imports no torch.
+"""Tables of named implementations, by which the project is extended. Imports no torch.
 
-A `Table` has rows, each an `Entry` with `Traits`. The tables are `lmsys.attention.table.ATTENTION`,
-`lmsys.parallel.STRATEGIES`, and those of benchmarks, such as LOSSES in benchmarks/bench_loss.py: add a row there. Users
-add rows by "path.py:function" on the command line or by entry points of a package. A trait that every table has is a
-field of `Traits` here; one of attention rows or of strategies is a field in `lmsys.traits`. A row's code is named, not
-imported, so a machine that lacks a row's packages still lists and runs the others.
+A `Table` has rows. A row is one implementation that can be checked and measured: an `Entry` with its `Traits`. The
+tables are `lmsys.attention.table.ATTENTION`, `lmsys.parallel.STRATEGIES`, and those of benchmarks, such as LOSSES in
+benchmarks/bench_loss.py: add a row there. Users add rows by "path.py:function" on the command line or by entry points
+of a package. The bench, `lmsys check`, `attention` and the training loop look rows up here.
+
+A trait that every table has is a field of `Traits` here; a trait of attention rows or of strategies is a field in
+`lmsys.traits`. A row names its code ("module:attr"), which is imported only when the row is used. So a machine that
+lacks a row's packages still lists and runs the others.
 """
 
 import difflib
@@ -44,7 +47,7 @@ def load_target(target: str) -> Any:
         module = _load_file(module_name)
     else:  # each call of attention comes here: import_module would cost the host half a microsecond more
         module = sys.modules.get(module_name)
-        # It is there before it is whole: import_module waits for another thread that is still importing it.
+        # sys.modules has a module before its import has ended. If another thread is importing it, import_module waits.
         if getattr(getattr(module, "__spec__", None), "_initializing", module is None):
             module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
@@ -89,8 +92,11 @@ def module_of(name: str, file: Path) -> Any:
 
 
 def folders_of(file: Path) -> list[Path]:
-    """The folders that a file's imports need on sys.path: beside it and its package, the project's root, and packages
-    in the root."""
+    """The folders that the imports of a user's file may need on sys.path.
+
+    They are the file's folder, the folder that holds its outermost package, the root of its project (see PROJECT), and
+    the folders of projects directly inside of that root.
+    """
     around = [file.parent, next(folder for folder in file.parents if not _is_package(folder))]
     for root in [folder for folder in file.parents if any((folder / name).exists() for name in PROJECT)]:
         around += [root, *sorted({path.parent for name in PROJECT for path in root.glob(f"*/{name}")})]
@@ -124,10 +130,10 @@ def place_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a row that others act on, with their types and defaults. A table's own facts are in a subclass.
+    """Facts about a row on which benchmarks, checks, reports and training act. Facts of one table are in a subclass.
 
     color     the color of the row in plots, "#rrggbb"; empty: the report chooses one
-    baseline  speedups are relative to the timed row with the largest number; 0: never to this one
+    baseline  a priority: speedups are relative to the timed row with the largest number; 0: never to this row
     rivals    names of the rows that the report compares this one with
     compiles  True: its first call runs torch.compile, which takes seconds
     kernels   a regular expression that matches the names of its own device kernels, for profiles
@@ -169,10 +175,10 @@ class Traits:
 
 @cache
 def _traits_of(traits_class: type[Traits], row: "Entry") -> Any:
-    """The traits of a row whose table holds no instance of this class for it.
+    """The traits of a row whose `Entry.traits` is no instance of this class.
 
-    Either the table states some traits by name, and attributes of the implementation state others. Or the table holds
-    an instance of another class, such as plain `Traits`: then it states all traits, and no attributes are read.
+    `Entry.traits` may be a mapping: it states some traits by name, and attributes of the implementation state others.
+    Or it is an instance of another class, such as plain `Traits`: it states all traits, and no attributes are read.
     """
     attributes: dict[str, Any] = {}
     if not isinstance(row.traits, Traits):
@@ -204,9 +210,9 @@ class Entry:
     label     its name in tables and plots; empty: the name
     peer      True for code that is not ours and is in the table for comparison
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
-    extra     the extra of lmsys that installs the packages that the row needs
-    install   what pip installs for it, where no extra does
-    apart     True of rows whose code runs in a process of its own (`lmsys.bench.foreign`), and is never loaded here
+    extra     the optional dependency group (extra) of lmsys that installs the packages that the row needs
+    install   what stands behind "pip install" in the message about a missing package, if no extra installs it
+    apart     True: the row's code runs in a process of its own (`lmsys.bench.foreign`), and is never loaded here
     traits    an instance of the table's class of traits: it states all of them. Or a mapping by name: it states some,
               and attributes of the row's function or class may state others; it is empty for a user's file. Read
               traits by `Traits.of`, which knows both
@@ -229,7 +235,7 @@ class Entry:
 
     @property
     def stated(self) -> Mapping[str, Any]:
-        """The traits that its table states, by name; of an instance those that differ from the defaults."""
+        """The traits that `traits` states, by name; if it is an instance, those that differ from the defaults."""
         return self.traits.changed if isinstance(self.traits, Traits) else self.traits
 
     def to_json(self) -> dict[str, Any]:
@@ -298,7 +304,7 @@ class Table(Mapping[str, Entry]):
         return self._all_rows[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._all_rows  # that of Mapping expects a KeyError
+        return name in self._all_rows  # Mapping's own would expect `self[name]` to raise KeyError, not ValueError
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all_rows)
@@ -311,9 +317,9 @@ class Table(Mapping[str, Entry]):
 
         ValueError for an unknown name, and for two rows of one name.
 
-        apart  makes each row again, so that its code runs elsewhere; code of files is then not loaded here
+        apart  apart(row) gives a row whose code runs in another process; code of users' files is then not loaded here
         """
-        # ".py" anywhere names a file: `load_target` refuses a path without ":attr" better than `self[name]` would.
+        # ".py" anywhere marks a file: for a path without ":attr", `load_target` has a better message than `self[name]`.
         from_file = self._from_file if apart is None else self._named_after
         entries = [from_file(name) if ".py" in name else self[name] for name in names]
         selected: dict[str, Entry] = {}
@@ -323,7 +329,7 @@ class Table(Mapping[str, Entry]):
         return [apart(x) for x in selected.values()] if apart else list(selected.values())
 
     def _from_file(self, target: str) -> Entry:
-        """The row of a user's code, loaded at once: what is wrong with it must not show in the middle of a sweep."""
+        """The row of a user's code. It is loaded at once, so that its errors do not appear in the middle of a run."""
         implementation = load_target(target)
         hold((callable(implementation), f"{target=} must name a function or a class; it is {implementation!r}"))
         entry = self._named_after(target)

@@ -1,8 +1,9 @@
-"""Finds out how to call a function that somebody wrote: its parameters are known by usual names.
+"""Finds out how to call a function that a user wrote, by the names of its parameters.
 
-A role is what a parameter is for, such as "targets". The kinds of `lmsys.check`, and `lmsys.attention.contract` for
-rows of attention, list the names that each role's parameter may have, and call `called` for a function and `built` for
-a module's class.
+A role is what a parameter is for, such as "targets"; the parameter may have one of several usual names, such as "y".
+`lmsys.check`, for losses, norms, SwiGLU and rotary embeddings, and `lmsys.attention.contract`, for attention, have
+tables of the names that each role's parameter may have: to accept another name, add it there. They call `called` for a
+function and `built` for a module's class.
 """
 
 import inspect
@@ -30,8 +31,8 @@ def is_module(implementation: Any) -> bool:
 def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a call, by name.
 
-    For an autograd Function, or a module's class, they are those of its forward without ctx or self. A Function with a
-    `setup_context` takes no ctx.
+    For an autograd Function, or a module's class, they are those of its forward without the first one, ctx or self. The
+    forward of a Function with a `setup_context` has no ctx, so all of its parameters are taken.
     """
     is_set_up = (
         is_function(implementation) and implementation.setup_context is not torch.autograd.Function.setup_context
@@ -49,11 +50,11 @@ def names_of(parameters: Iterable[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class Called:
-    """A function that is called by roles.
+    """A function that is called with values by role.
 
     roles   {parameter name: role}, in the order of the signature
-    placed  {parameter name: default} of those that are given by place, not by keyword: positional-only parameters, and
-            all of an autograd Function, whose `apply` takes no keywords
+    placed  {parameter name: default}, for parameters that get values by position: positional-only ones, and all of an
+            autograd Function, whose `apply` takes no keywords
     """
 
     function: Callable[..., Any]
@@ -65,21 +66,22 @@ class Called:
         return role in self.roles.values()
 
     def __call__(self, values: Mapping[str, Any], *first: Any) -> Any:
-        """Calls the function with the arguments `first`, which it takes by place, and then `values`, which are by role.
+        """Calls the function.
 
-        A value whose role no parameter has is left out.
+        values  {role: value}; a value whose role no parameter has is left out
+        first   positional arguments that come before them
         """
         given = {name: values[role] for name, role in self.roles.items() if role in values}
-        # Up to the last parameter that is given by place, those without a value get their defaults.
+        # All positional parameters before the last one with a value must be passed: those without one get defaults.
         last = max((place for place, name in enumerate(self.placed, start=1) if name in given), default=0)
         placed = [given.pop(name, default) for name, default in list(self.placed.items())[:last]]
         return self.function(*first, *placed, **given)
 
 
 def called(implementation: Any, roles: Roles, parameters: Mapping[str, inspect.Parameter] | None = None) -> Called:
-    """The implementation, to be called by roles. ValueError for a parameter that has neither a role nor a default.
+    """The implementation as a `Called`. ValueError for a parameter that has neither a role nor a default.
 
-    `parameters` are those that will get values, by default all.
+    parameters  those of its parameters that will get values; None: all
     """
     parameters = parameters_of(implementation) if parameters is None else parameters
     all_placed = is_function(implementation)
@@ -88,15 +90,16 @@ def called(implementation: Any, roles: Roles, parameters: Mapping[str, inspect.P
 
 
 def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> torch.nn.Module:
-    """A module of the class `implementation`, constructed with `values`, which has one for each role of `roles`.
+    """A module of the class `implementation`. ValueError as in `called`.
 
-    ValueError as in `called`.
+    roles   the names that parameters of the constructor may have
+    values  {role: argument}, for every role of `roles`
     """
     return called(implementation, roles, inspect.signature(implementation).parameters)(values)
 
 
 def roles_of(parameters: Mapping[str, inspect.Parameter], roles: Roles) -> dict[str, str]:
-    """{parameter name: role} of the parameters that have a role. ValueError for another one without a default."""
+    """{parameter name: role}, for parameters with a role. ValueError if another parameter has no default."""
     known = {name: role for role, names in roles.items() for name in names}
     usual = "; ".join(f"{role}: {', '.join(names)}" for role, names in roles.items())
     of_names = {name: known.get(name.strip("_").lower()) for name in parameters}

@@ -1,7 +1,9 @@
 """Reads JSON strictly, and into config dataclasses: every error names the path and the value. Imports no torch.
 
-A config class derives from `Checked`; `overlay` sets its fields from JSON, `parse_setting` from a command line. Other
-readers of files call `read_json`; `Kept` keeps answers in the cache folder between runs.
+A config class derives from `Checked`, as those of `lmsys.config` and `lmsys.training.config` do. `overlay` sets its
+fields from JSON; `parse_setting` turns a setting of a command line into such JSON. Readers of other files call
+`read_json`. `Kept` keeps answers in the cache folder between runs. To allow another type for fields of configs, change
+`_typed` and `_called`.
 """
 
 import difflib
@@ -25,9 +27,10 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped UTF-16 surrogate: half of 
 def overlay(config: Any, given: Any, path: str = "") -> Any:
     """A copy of a config dataclass, and of dataclasses in it, with the values of the JSON object `given`.
 
-    path  of the config in a larger one, for messages
-    ValueError, with the JSON path, for an unknown key (it names the nearest), a value of another type, and what the
-    dataclass itself refuses.
+    path  where the config is in a larger one, such as "train", for messages
+
+    ValueError, with the JSON path, for an unknown key (it names similar ones), for a value of another type, and for
+    whatever the dataclass itself refuses.
     """
     where = path or "the config"
     hold((isinstance(given, Mapping), f"{where}: must be a JSON object; got {shortly(given)}"))
@@ -47,10 +50,10 @@ def overlay(config: Any, given: Any, path: str = "") -> Any:
 
 
 class Checked:
-    """The base of a config dataclass, whose fields are checked when it is made.
+    """The base class of config dataclasses: checks the fields when an object is made.
 
-    ValueError unless every field has a value of its declared type, as JSON would. If the type is annotated with a
-    rule, as the types of `lmsys.values` are, rule(name, value) is called too.
+    ValueError unless every field has a value of its declared type, by the rules for JSON values (`_typed`). If the type
+    is annotated with a rule, as the types of `lmsys.values` are, rule(name, value) is called too.
     """
 
     def __post_init__(self) -> None:
@@ -93,9 +96,9 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path, **kinds: type) -> Any:
-    """The content of a JSON file. kinds: types by key; if any are given, the content must be an object that has them.
+    """The content of a JSON file. ValueError, with the path, for other content, or if the file cannot be read.
 
-    ValueError, with the path, for other content, and where the file cannot be read.
+    kinds  {key: type}; if any are given, the content must be an object with these keys, and values of these types
     """
     text = read_text(path)
     try:
@@ -115,10 +118,10 @@ def read_json(path: Path, **kinds: type) -> Any:
 def parse_setting(config: Any, setting: str) -> Any:
     """PATH=VALUE as `overlay` takes it: `train.lr=3e-4` -> {"train": {"lr": 0.0003}}.
 
-    VALUE is JSON; text that is no JSON is a string, and needs no quotes. Where the config declares a string, VALUE is
-    that text itself, even a number: `data.name=7` -> "7". The exceptions are null, and a type that the config declares
-    beside string. ValueError for a setting without `=`, or with an empty name in its path; `overlay` refuses unknown
-    names and values of a wrong type.
+    VALUE is JSON; text that is no JSON is a string, and needs no quotes. If the config declares a string, VALUE is
+    taken as text even if it is a number: `data.name=7` -> "7". Two kinds of VALUE stay JSON there: null, and a value of
+    another type that the config also allows. ValueError for a setting without `=`, or with an empty name in its path;
+    `overlay` refuses unknown names and values of a wrong type.
     """
     name, equals, text = setting.partition("=")
     hold((equals and all(keys := name.split(".")), f"{shortly(setting)}: must be PATH=VALUE, as in train.lr=3e-4"))
@@ -145,10 +148,12 @@ def paths(config: Any, path: str = "") -> Iterator[str]:
 
 
 def _nearest(config: Any, key: str, path: str) -> list[str]:
-    """The paths that an unknown key of `config`, whose own path is `path`, may mean.
+    """The paths of fields that an unknown key of `config` may mean.
 
-    They are at most two of its fields with similar names; else at most two such fields of configs inside of it; else
-    all of its fields.
+    They are at most two fields of the config with similar names. If there are none, they are at most two such fields
+    of the configs inside of it; if there are none either, all of its fields.
+
+    path  of the config itself
     """
     prefix = f"{path}." if path else ""
     here = {field.name: prefix + field.name for field in fields(config)}
@@ -160,9 +165,9 @@ def _nearest(config: Any, key: str, path: str) -> list[str]:
 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:
-    """`value` as the type hint declares it: where a float is declared a whole number becomes one, and a list a tuple.
+    """`value` in the type that the hint declares. ValueError, with the path, for a value of another type.
 
-    ValueError, with the path, for a value of another type.
+    A whole number becomes a float if a float is declared, and a list becomes a tuple if a tuple is declared.
     """
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
@@ -191,7 +196,7 @@ def _as_json(value: Any) -> str:
 
 
 def _called(kind: Any) -> str:
-    """A type in the words of JSON."""
+    """A type in the words of JSON, for messages."""
     names = {
         bool: "true or false",
         int: "a whole number",
@@ -206,8 +211,9 @@ def _called(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """Answers by key in a JSON file of the cache folder, which later runs read again: tuned choices, and verdicts of
-    `lmsys.kernels.trial`.
+    """Answers by key in a JSON file of the cache folder, which later runs read again.
+
+    `lmsys.attention.tuning` keeps tuned choices in this way, and `lmsys.kernels.trial` its verdicts.
 
     name    of the file
     what    the answers as a plural noun, such as "tuned choices", for messages
@@ -235,13 +241,13 @@ class Kept:
             ) from error
 
     def add(self, key: str, answer: Any) -> None:
-        """Writes an answer into the file, in the form of JSON that `parsed` takes: ValueError for another, and for a
-        file that holds no object. Warns where the file cannot be written.
+        """Writes an answer into the file; warns if the file cannot be written.
 
-        The file is read again first, as another process may have added answers.
+        The file is read again first, since another process may have added answers. ValueError for an answer that
+        `parsed` does not take, and for a file that holds no JSON object.
         """
         self.parsed(answer)
-        try:  # stacklevel: the warning names the caller of add's caller
+        try:  # stacklevel=3: the warning names the caller of the function that has called `add`
             write_json(self.path, dict(sorted((self._content() | {key: answer}).items())))
         except OSError as error:
             warnings.warn(f"{self.path}: {self.what} last for this process only: {error}", stacklevel=3)

@@ -1,54 +1,66 @@
-"""Inputs, the float64 oracle, and the one policy of when a result is right. Tests, `lmsys check`, the bench before it
-times a row, and `lmsys verify` use it; no other tolerance stands elsewhere.
+"""Inputs of attention, a float64 reference (the oracle), and the one rule of when a result is right.
 
-`make_inputs` draws, `run` calls a row, `Oracle(...).error_ratios` judges its outputs: 1 or less is right. `ratio_of`
-judges other tensors, and `curve_ratios` trainings.
+Tests, `lmsys check`, the bench before it times a row, and `lmsys verify` use this rule; no tolerance is defined
+elsewhere. A row is an implementation, here of attention. `make_inputs` draws inputs, `run` calls a row, and
+`Oracle(...).error_ratios` judges its outputs: it returns the error over its budget (the error that is allowed), so 1 or
+less is right. `ratio_of` judges tensors other than attention's, and `curve_ratios` trainings. The names P, dS, lse and
+others are in the legend at the end.
 
-The reference is `naive` in float64 on the same quantised inputs. A tensor x of dtype t (o, dq, dk, dv) is right when
+The bound. The reference is `naive` in float64, on inputs that are already rounded to the dtype t of the row. A tensor x
+(o, dq, dk, dv) is right if
 
     max|x - ref| <= 2 max|naive_t - ref| + 2 max|(ref + 0.3 - 0.3) - ref| + 4 eps max(1, max|ref|)
 
-with naive_t, the middle term and eps in t: twice what plain PyTorch of that dtype loses itself. The log-sum-exp is
-judged as float32; so is a float64 result, as the reference is no more exact than that. The budget of a float32 o has
-eps32 / 2 max √n |ref| more, with the n keys that a query sees: a sum that adds their products one after another is
-rounded n times, each time by at most eps32 / 2. Where one query sees a key of large weight early, its error is that of
-one such sum, and plain PyTorch's may by chance be far smaller.
+where naive_t (`naive` in t), the middle term and eps are of the dtype t. So a row may have twice the error of plain
+PyTorch in that dtype, and a few roundings. The log-sum-exp is judged as float32. A float64 result is judged as float32,
+too, since the reference is no more exact than such a result. The budget of a float32 o has eps32 / 2 max √n |ref| more,
+where n is the number of keys that a query sees: a sum that adds their products one after another is rounded n times,
+each time by at most eps32 / 2. If a query sees a key of large weight early, its error is that of one such sum, and the
+error of plain PyTorch may by chance be far smaller.
 
-A flash backward makes errors that naive does not. The budget allows for them; they matter in float32, not in bfloat16.
-P is recomputed as exp(score - lse), so the budget of dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may
-cancel wholly (a query that sees one key), so the budget of dq has 4 eps32 scale max‖do‖ max‖v‖ max|k| more (norms of
-rows, whose product bounds dP). The budget of dk has the same with q for k, times sqrt(max(1, G Q / K)) for its sum over
-queries.
+Flash backwards make errors that naive does not make. The budget allows for them; they matter in float32, not in
+bfloat16. A flash backward recomputes P as exp(score - lse), so the budget of dv has 4 eps32 max|lse| max|dv| more. In
+dS = P (dP - delta) the difference may cancel wholly, such as for a query that sees one key. So the budget of dq has
+4 eps32 scale max‖do‖ max‖v‖ max|k| more; the norms are of rows, and their product bounds dP. The budget of dk has the
+same with q in place of k, times sqrt(max(1, G Q / K)) for its sum over queries.
 
-A row that has no float32 form must also keep below a bound in root mean square, since in bfloat16 the bound above lets
-an error of 1 % pass: rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is `naive` with
-float32 scores and accumulation, and only P, dS and the o of the backward rounded to t.
+Root mean square. In bfloat16 the bound above lets an error of 1 % pass. So a row that has no float32 form must also
+meet rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is `naive` with float32 scores and
+accumulation, in which only P, dS, and the o that the backward reads are rounded to t.
 
-A `Spot` is the part of a timed call's outputs that is judged. There every row must keep below such a bound,
-3 rms(naive_t - ref), since a row might be less exact in timed calls than in its check. On the few elements of a spot
-naive_t may by chance be almost exact, so the budget of o has 4 eps32 max|lse| max|o| more there, as that of dv has
-above.
+Spots. A `Spot` is the part of a timed call's outputs that is judged. There every row must meet such a bound (except in
+float32), with 3 rms(naive_t - ref) in place of 2 rms(mixed - ref), since a row might be less exact in timed calls than
+in its check. On the few elements of a spot naive_t may by chance be almost exact. So the budget of o has
+4 eps32 max|lse| max|o| more there, as the budget of dv has above.
 
-On extreme inputs, which a normal draw does not have (`lmsys.extremes`), |lse| may be thousands, and q hundreds. The
-budget of an extreme spot adds what every flash backward then loses, to first order: P_ij is off by 4 eps32 max(1,
-|lse_i|) of itself; delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)²; and dP_ij - delta_i, sums of D
-products in float32, by 4 eps32 ‖do_i‖ ‖v_j‖, which dk needs where all queries see the same key. Roundings of different
-queries are independent, so their sums in dk and dv grow as a root. Within a row all of P may be off in the same
-direction, which changes dq by that share of itself. Equal scores round alike, so all of P may be off by eps / 2 in dv,
-in one direction. A row that divides the keys of few queries among programs, as flash-decoding does, weighs their
-results by exp(lse_i - lse) of float32 numbers: a weight, and so o, is off by at most eps32 |lse|, half a spacing in
-each number. P and o are rounded to t, each by at most eps / 2 of itself, so o is off by eps / 2 (|o_id| +
-√Σ_j (P_ij v_jd)²): where o has an outlier channel, or few keys have all weight, the root mean square is that of a few
-such roundings, and plain PyTorch may by chance make almost none. Under ALiBi |lse| may be hundreds, where all keys that
-a query sees are far away. A backward in float32 has this room there, too.
+Extreme inputs (`lmsys.extremes`) are ones that a normal distribution does not give: |lse| may be thousands, and q
+hundreds. The budget of an extreme spot adds what every flash backward then loses, to first order:
 
-Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
-over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
-made by the same weights, 1e-3 and 5e-3 of the norm. Losses alone would not show a gradient that is off by a factor, as
-AdamW moves alike on it.
+- P_ij is off by 4 eps32 max(1, |lse_i|) of itself. Within a row all of P may be off in the same direction, which
+  changes dq by that share of itself.
+- delta_i is off by 2 eps √Σ_d (o_id do_id)², since o is rounded to t.
+- dP_ij - delta_i, which are sums of D products in float32, is off by 4 eps32 ‖do_i‖ ‖v_j‖. Only dk needs this, if all
+  queries see the same key.
+- Roundings of different queries are independent, so their sums in dk and dv grow as a root. But equal scores round
+  alike, so in dv all of P may be off by eps / 2 in one direction.
+- P and o are rounded to t, each by at most eps / 2 of itself, so o is off by eps / 2 (|o_id| + √Σ_j (P_ij v_jd)²). If
+  o has an outlier channel, or few keys have all weight, the root mean square is that of a few such roundings, and plain
+  PyTorch may by chance make almost none.
+- A row that divides the keys of few queries among programs, as flash-decoding does, weighs the result of each part by
+  exp(lse of the part - lse), with both in float32. Each is off by half a spacing, so a weight, and with it o, is off by
+  at most eps32 |lse|.
 
-Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension;
-U (batch, key head) pairs that are checked, each with its G query heads.
+Under ALiBi |lse| may be hundreds, if all keys that a query sees are far away. So a backward in float32 under ALiBi gets
+the additions to dq, dk and dv, too.
+
+Trainings. Two trainings of one model on the same batches, with different kernels or strategies, count as equal if their
+losses over the first 100 steps are at most 1e-3 apart in float32 (0.03 in bfloat16), and the norms of their first
+gradients, at the same weights, differ by at most 1e-3 (5e-3) of the norm. Losses alone would not show a gradient that
+is off by a factor, since AdamW makes almost the same steps with it.
+
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension; U (batch, key
+head) pairs that are checked, each with its G query heads; o output; do, dq, dk, dv gradients; P softmax of the scores;
+lse log-sum-exp of a query's scores; dP = do vᵀ; delta = Σ_d o do; dS = P (dP - delta); eps of t, eps32 of float32.
 """
 
 import itertools
@@ -67,9 +79,9 @@ from lmsys.attention.contract import DTYPES, FEW_QUERIES, AttentionCase, keyword
 from lmsys.attention.naive import log_sum_exp, masked_scores, naive, with_sinks
 from lmsys.attention.pattern import PLAIN, Pattern
 
-MAX_SCORES = 2**31  # above it, a seeded sample of heads is checked
-MAX_ELEMENTS = 2**27  # elements of q or k in the sample: 1 GiB for each float64 tensor of the reference
-CURVE_STEPS = 100  # of a training, from the first on: the losses that are compared
+MAX_SCORES = 2**31  # of a case with more scores, only a sample of heads is checked, drawn by the seed
+MAX_ELEMENTS = 2**27  # of q or k in that sample: each float64 tensor of the reference then takes at most 1 GiB
+CURVE_STEPS = 100  # the losses of so many first steps of two trainings are compared
 CURVE_BUDGET = {"float32": 1e-3, "bfloat16": 0.03}  # nats
 NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
 MEMORY = {  # layouts of inputs in memory: (layout of `_laid_out`, names of the tensors that have it, description)
@@ -79,8 +91,10 @@ MEMORY = {  # layouts of inputs in memory: (layout of `_laid_out`, names of the 
     "expanded": ("expanded", ("k", "v"), "keys and values that are expanded, of stride 0"),
     "constant gradient": ("constant", ("do",), "a gradient of stride 0, as that of o.sum() is"),
 }
-SPOT_TIMES = 3  # in root mean square, a spot's error may be so many times plain PyTorch's: few elements average less
-BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
+# In root mean square, a spot's error may be so many times plain PyTorch's: more than the 2 of whole outputs, since a
+# spot has few elements, whose mean varies more.
+SPOT_TIMES = 3
+BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # by device: so many scores are computed at once, to bound the memory
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ class Spot:
 
     units    (batch, key head) pairs, each with its query heads
     rows     query rows; None: all
-    extreme  its inputs are ones that a normal draw does not have
+    extreme  True: its inputs are extreme ones, which get a larger budget (see the module's docstring)
     """
 
     units: tuple[tuple[int, int], ...]
@@ -99,7 +113,13 @@ class Spot:
 
 @dataclass
 class Inputs:
-    """q, do (B, H, Q, D) and k, v (B, Hkv, K, D), drawn in the dtype that is tested; q and k with deviation `std`."""
+    """The inputs q (B, H, Q, D) and k, v (B, Hkv, K, D), and the gradient do of the output, of q's shape.
+
+    They are drawn in the dtype that is tested. v and do may have another width than D (`AttentionCase.value_dim`).
+
+    seed  by which the values were last drawn
+    std   the standard deviation of q and k; that of v and do is 1
+    """
 
     q: Tensor
     k: Tensor
@@ -180,7 +200,7 @@ def _laid_out(layout: str, batch: int, heads: int, length: int, width: int, **op
     """An unwritten tensor (B, H, S, D) with one of the layouts of MEMORY; "" is contiguous."""
     if layout == "transposed":
         return torch.empty(batch, length, heads, width, **options).transpose(1, 2)
-    if layout == "unaligned":  # as a part of a projection of one more column
+    if layout == "unaligned":  # as a slice of a projection that is one column wider
         rows = torch.empty(batch, length, heads * width + 1, **options)[..., 1:]
         return rows.unflatten(-1, (heads, width)).transpose(1, 2)
     return torch.empty(
@@ -199,9 +219,10 @@ def run(
     grad: bool = True,
     lse: bool = False,
 ) -> dict[str, Tensor]:
-    """Calls a row, and returns by name o, with `grad` also dq, dk, dv, and with `lse` the log-sum-exp that it saved.
+    """Calls a row and returns its outputs by name: "o", with `grad` also "dq", "dk", "dv", with `lse` also "lse".
 
-    pattern  used in place of `causal`; one that returns the log-sum-exp has it among the outputs
+    pattern  used in place of `causal`; if it has `return_lse`, "lse" is the one that the row returns
+    lse      True: without `return_lse`, "lse" is the log-sum-exp that the row's autograd Function saved (`saved_lse`)
     """
     q, k, v = inputs.leaves(grad)
     pattern = pattern or PLAIN[causal]
@@ -218,7 +239,7 @@ def run(
 
 
 def _dlse(do: Tensor, lse: Tensor) -> Tensor:
-    """The gradient with which the backward begins at a log-sum-exp that a row returns: the first column of do."""
+    """The upstream gradient of a log-sum-exp that a row returns, (B, H, Q): the first column of do."""
     return do[..., 0].to(lse.dtype)
 
 
@@ -231,12 +252,16 @@ def saved_lse(o: Tensor, q: Tensor) -> Tensor:
 
 
 class Oracle:
-    """Reference and budget for `inputs`, computed once, in blocks of query rows so that they fit at any length.
+    """The reference and the budget for `inputs`: judges outputs of rows on these inputs.
 
-    `reference` and `budget` have the keys "o", "lse" and, with `grad` (default: the case's), "dq", "dk", "dv". The
-    references are float64 and of the sampled heads only: (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D).
+    The constructor computes both, in blocks of query rows, so that they fit into memory at any length. `reference` and
+    `budget` have the keys "o", "lse" and, with `grad`, "dq", "dk", "dv". References are float64 and of the sampled
+    heads only: o and dq (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D). A budget is the largest error that is
+    right.
 
-    spot     only these heads, and only these query rows; dk and dv are then what these rows add to them
+    scale    of the scores; None: D ** -0.5
+    grad     None: as in the case
+    spot     only these heads and query rows are judged; references of dk and dv are what these rows add to them
     pattern  used in place of the case's `causal`. The log-sum-exp of a query that sees nothing is -inf
     """
 
@@ -277,7 +302,7 @@ class Oracle:
             for name, more in self._recomputing().items():
                 self.budget[name] += more
         self._bounds: dict[str, Tensor] = {}
-        # Under ALiBi |lse| may be hundreds.
+        # Under ALiBi |lse| may be hundreds: see the module's docstring.
         if self.grad and ((self._pattern.alibi is not None and self.dtype == torch.float32) or (spot and spot.extreme)):
             self._bounds = self._bounds_of_gradients()
         if spot and spot.extreme:
@@ -287,9 +312,12 @@ class Oracle:
         self._spot_budget = self._rms_budgets(plain, SPOT_TIMES) if spot and self.dtype != torch.float32 else {}
 
     def error_ratios(self, outputs: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
-        """Error over budget of each tensor, in the shapes the row gave them; 1 or less is right.
+        """The error over its budget of each of the row's outputs, by name; 1 or less is right.
 
-        inf where an output holds NaN or inf. `rms` adds the root-mean-square rule, the larger ratio counts.
+        outputs  of `run`: whole tensors, in the shapes that the row gave them
+        rms      True: the root-mean-square bound is also checked, and the larger ratio counts
+
+        The ratio is inf for an output that holds NaN or inf.
         """
         ratios = self.judge({name: self._pick(x) for name, x in outputs.items()}, rms)
         finite = {name: bool((_finite(x) if name == "lse" else x).isfinite().all()) for name, x in outputs.items()}
@@ -301,7 +329,7 @@ class Oracle:
         for name, output in picked.items():
             reference = self.reference[name]
             output = output.reshape(reference.shape).double()
-            error = (output - reference).masked_fill(output == reference, 0)  # of -inf too
+            error = (output - reference).masked_fill(output == reference, 0)  # -inf - -inf would be NaN
             ratio = _norm_max(error) / self.budget[name]
             if rms and name != "lse" and self.dtype != torch.float32:
                 ratio = max(ratio, norm_rms(error) / self._rms_budget[name])
@@ -322,7 +350,7 @@ class Oracle:
         return budgets | {x: budgets[x] + norm_rms(bound) for x, bound in self._bounds.items()}
 
     def _recomputing(self) -> dict[str, float]:
-        """Additions to the budgets of dq, dk, dv for a flash backward, which keeps only the log-sum-exp."""
+        """Additions to the budgets of dq, dk, dv for flash backwards: they recompute P from the log-sum-exp."""
         (_, group, queries, head_dim), keys = self._q.shape, self._k.shape[2]
         four_eps32 = 4 * torch.finfo(torch.float32).eps
         summed = max(1.0, group * queries / keys) ** 0.5
@@ -368,8 +396,10 @@ class Oracle:
         return bounds
 
     def _probabilities(self) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor, Tensor, Tensor]]:
-        """Yields by block the slices (units, rows, keys), and in float64 q (U, G, rows, D), k and v (U, 1, keys, D), P
-        (U, G, rows, keys)."""
+        """Yields for each block its slices (units, rows, keys) and, in float64, its q, k, v and P.
+
+        Their shapes are q (U, G, rows, D), k and v (U, 1, keys, D), P (U, G, rows, keys).
+        """
         for units, rows, keys, pattern, first_query in self._blocks():
             q, (k, v) = self._q[units, :, rows].double(), (x[units, :, keys].double() for x in (self._k, self._v))
             # `blind` is True for queries that see no key: their P is 0. None: there is no such query.
@@ -383,11 +413,11 @@ class Oracle:
         return 4 * torch.finfo(torch.float32).eps * lse * _norm_max(self.reference[name])
 
     def _pick(self, x: Tensor) -> Tensor:
-        """The sampled heads of x (B, H, ...): (U, G, ...)."""
+        """The sampled heads of x (B, H, ...) -> (U, G, ...), or of keys and values (B, Hkv, ...) -> (U, 1, ...)."""
         return x.detach().unflatten(1, (self._kv_heads, -1))[self._batch, self._head]  # (U, G, ...)
 
     def _picked(self, pattern: Pattern, case: AttentionCase) -> Pattern:
-        """The pattern of the sampled heads, each a batch entry."""
+        """The pattern for the sampled heads, with each (batch, key head) pair as an entry of the batch."""
         heads, scores = (case.batch, case.heads), (case.batch, case.heads, case.queries, case.keys)
         shapes = {"mask": scores, "bias": scores, "alibi": heads, "sinks": heads}
         given: dict[str, Any] = {name: x for name, x in pattern.options.items() if name in shapes}
@@ -454,34 +484,40 @@ def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:
 def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
     """The error of `output` against a float64 `reference`, over the budget of the module's docstring.
 
-    plain  the result of plain PyTorch, in the dtype that is judged
-    1 or less is right; inf where `output` holds NaN or inf.
+    plain  the result of plain PyTorch; its dtype is the one that is judged
+
+    1 or less is right; inf if `output` holds NaN or inf.
     """
     ratio = _norm_max(output.detach().double() - reference) / _budget(reference, plain.detach().double(), plain.dtype)
     return ratio if math.isfinite(ratio) else math.inf
 
 
 def larger_error(reference: Tensor, plain: Tensor, other: Tensor) -> Tensor:
-    """The value of each element, from `plain` or `other`, that errs more: a function that is commonly written in
-    several ways gets the budget of all of them."""
+    """For each element, the value of `plain` or of `other`, whichever has the larger error.
+
+    A function that is commonly written in several ways so gets the budget of all of them.
+    """
     return torch.where((other - reference).abs() > (plain - reference).abs(), other, plain)
 
 
 def log_sum_exp_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of each token, (N,), as it is often written beside F.cross_entropy: both terms of the
-    difference round where logits (N, V) are large."""
+    """The cross-entropy of each token, logits (N, V) -> (N,), as a difference of log-sum-exp and target logit.
+
+    It is often written so in place of F.cross_entropy. If logits are large, both terms are rounded.
+    """
     return logits.logsumexp(dim=-1) - logits.gather(1, targets[:, None])[:, 0]
 
 
 def ratio_of(
     output: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True, times: float = 2
 ) -> float:
-    """The error of `output` over its budget: what the `plain` computation loses when it is rounded to `dtype`.
+    """The error over its budget of `output`, a tensor that no `Oracle` judges; 1 or less is right.
 
-    `error_ratio` has absolute terms and gradients are small, so all tensors are first divided by a power of two near
-    the reference's largest value. All but scalars are also judged in root mean square, as attention rows without a
-    float32 form are.
+    The budget of `error_ratio` has absolute terms, and gradients are small. So all tensors are first divided by a power
+    of two near the reference's largest value. All but scalars are also judged in root mean square, as attention rows
+    without a float32 form are.
 
+    plain  the result of plain PyTorch, whose error, when it is rounded to `dtype`, makes the budget
     mean   False: no root mean square, as for results that plain PyTorch computes exactly
     times  how many times plain PyTorch's error is allowed in root mean square
     """
@@ -495,11 +531,13 @@ def ratio_of(
 def curve_ratios(
     losses: Sequence[float], reference: Sequence[float], norm: float, reference_norm: float, dtype: str
 ) -> dict[str, float]:
-    """Two errors of a training in `dtype` over their budgets, by their description: of its worst loss, and of `norm`.
+    """{description: error over its budget} for the worst loss of a training in `dtype`, and for its first gradient.
 
-    losses, reference     by step; as many are compared as both have, CURVE_STEPS at most
+    losses, reference     of the training and of the reference, by step; those of the first CURVE_STEPS steps that both
+                          have are compared
     norm, reference_norm  of the first gradient
-    1 or less is right; inf where anything is not finite.
+
+    1 or less is right; inf if a number is not finite.
     """
     differences = [a - b for a, b in zip(losses[:CURVE_STEPS], reference, strict=False)]
     apart = [abs(x) if math.isfinite(x) else math.inf for x in differences]
@@ -514,7 +552,7 @@ def curve_ratios(
 
 
 def rms_budget(reference: Tensor, plain: Tensor, times: float = 2) -> float:
-    """The error in root mean square that a row may have: `times` that of `plain`, plain PyTorch's, and 4 eps32."""
+    """The error in root mean square that is right: `times` that of `plain`, plain PyTorch's result, and 4 eps32."""
     return times * norm_rms(plain - reference) + 4 * torch.finfo(torch.float32).eps * max(1.0, _norm_max(reference))
 
 

@@ -1,8 +1,9 @@
-"""Checks of values that users give. A function that *holds* a value to be something returns it if it is.
+"""Checks of values that users give. All packages call these functions where they get arguments. Imports no torch.
 
-Else it raises a ValueError whose message names the value and says what would be right; `name` is what the message calls
-it. `hold` checks any other conditions. All packages call these functions where they get arguments. The types at the end
-are for fields of `lmsys.strict_json.Checked`. Imports no torch.
+A function that *holds* a value to be something returns the value if it is so. Else it raises a ValueError whose message
+names the value and says what would be right; `name` is the name in the message. `hold` checks any other condition. The
+types at the end are for fields of configs, see `lmsys.strict_json.Checked`. A check that several modules need is a new
+function here.
 """
 
 import difflib
@@ -29,7 +30,7 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
         raise ValueError(f"{name}={shortly(value)} must be a whole number")
     if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name}={shortly(value)} must be {_bounds(least, most)}")
-    if most is None and number.bit_length() > 64:  # torch.compile could not trace the message of a `hold`
+    if most is None and number.bit_length() > 64:  # not by `hold`, whose message torch.compile cannot trace
         raise ValueError(f"{name}={shortly(value)} must have at most 64 bits")
     return number
 
@@ -53,7 +54,7 @@ def finite(name: str, value: Any, above: float = -math.inf, least: float = -math
 
 
 def measured(name: str, value: Any, above: float = -math.inf, least: float = -math.inf) -> float:
-    """Holds `value` to be a finite number of a size that can be measured: ratios of two such are finite as well."""
+    """Holds `value` to be a finite number that is 0 or from 1 / BEYOND to BEYOND in size, so that ratios are finite."""
     number = finite(name, value, above, least)
     if number and not 1 / BEYOND <= abs(number) <= BEYOND:
         raise ValueError(f"{name}={shortly(value)} must be 0 or of a size from {1 / BEYOND:g} to {BEYOND:g}")
@@ -61,14 +62,14 @@ def measured(name: str, value: Any, above: float = -math.inf, least: float = -ma
 
 
 def flag(name: str, value: Any) -> bool:
-    """Holds `value` to be True or False: text such as "no" would count as true."""
+    """Holds `value` to be True or False, since Python takes text such as "no" for true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shortly(value)} must be True or False")
     return value
 
 
 def instance(name: str, value: Any, kind: Any) -> Any:
-    """Holds `value` to be of a class, or of one of several: `str | None`."""
+    """Holds `value` to be of the type `kind`: a class, or a union such as `str | None`."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}={shortly(value)} must be of type {getattr(kind, '__name__', kind)}")
     return value
@@ -80,14 +81,15 @@ def path(name: str, value: Any) -> Path:
 
 
 def several(name: str, value: Any, kind: Any = object) -> list[Any]:
-    """Holds `value` to be a list, or another iterable that has an order and is no text, with entries of that type.
+    """Holds `value` to be a list or another ordered iterable, whose entries are of type `kind`. Returns a list.
 
-    A set has no order, so that its entries would come differently in each process.
+    Text, bytes, sets and mappings are refused. A set has no order: its entries could come in another order in each
+    process.
     """
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | set | frozenset | Mapping):
         raise ValueError(f"{name}={shortly(value)} must be a list or tuple: a set has no order, and text no entries")
     of_kind = (instance(f"{name}[{place}]", entry, kind) for place, entry in enumerate(value))
-    return list(value if kind is object else of_kind)  # without a kind no entry is looked at: quick for many numbers
+    return list(value if kind is object else of_kind)  # without a kind no entry is checked, to be fast for many numbers
 
 
 def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
@@ -97,14 +99,14 @@ def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def hold(*laws: tuple[object, str], error: type[ValueError] = ValueError) -> None:
-    """Raises error(sentence) for the first of `laws`, pairs (condition, sentence), whose condition is false."""
+    """Raises error(sentence) for the first of the pairs (condition, sentence) whose condition is false."""
     for is_held, sentence in laws:
         if not is_held:
             raise error(sentence)
 
 
 def sentences_of(*facts: tuple[object, str]) -> Iterator[str]:
-    """Yields the sentence of each (condition, sentence) whose condition is true, but no empty sentence."""
+    """Yields the sentences, except empty ones, of those pairs (condition, sentence) whose condition is true."""
     return (sentence for is_so, sentence in facts if is_so and sentence)
 
 
@@ -134,7 +136,7 @@ def _bounds(least: float | None, most: float | None, above: float = -math.inf) -
 
 
 def shortened(text: str) -> str:
-    """A message; the middle of one of more than 10 SHORT characters is left out."""
+    """The message, without its middle if it has more than 10 SHORT characters."""
     return text if len(text) <= 10 * SHORT else f"{text[: 5 * SHORT]} ... {text[-5 * SHORT :]}"
 
 
@@ -142,15 +144,15 @@ def shortly(value: Any) -> str:
     """The value as a message shows it: at most SHORT characters of its repr."""
     try:
         text = repr(value)
-    except Exception:  # a number of too many digits, for one
+    except Exception:  # for example of an int with too many digits
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= SHORT else f"{text[:SHORT]}..."
 
 
-# Types of fields, which `lmsys.strict_json.Checked` holds a config to.
+# Types for fields of a config: `lmsys.strict_json.Checked` calls the function of a type on the field's value.
 Count = Annotated[int, partial(whole, least=1)]
 Natural = Annotated[int, partial(whole, least=0)]
-Seed = Annotated[int, partial(whole, least=0, most=2**63 - 1)]  # of torch's and numpy's generators
+Seed = Annotated[int, partial(whole, least=0, most=2**63 - 1)]  # for torch's and numpy's generators
 Amount = Annotated[float, partial(finite, least=0)]
 Positive = Annotated[float, partial(finite, above=0)]
 Share = Annotated[float, partial(finite, above=0, most=1)]

@@ -1,17 +1,18 @@
 """`lmsys verify RESULT.json ... [--benchmarks FOLDER] ...`: recomputes what result files say, on any machine.
 
-It checks the seal of the file and of every record; the statistics of samples; every field that is a function of others;
-work and rates from shapes; and whether that machine can be so fast. For timed calls whose results a record holds in
-part, it draws the inputs again, and compares these parts with the oracle. The benchmarks' own code, from each FOLDER
-(default: benchmarks and dev), does that, so the command verifies benchmarks of your own, too.
+It checks the seal (a hash) of the file and of every record; the statistics of samples; every field that is a function
+of others; work and rates from shapes; and whether that machine can be so fast. A record holds parts of the results of
+some timed calls: for these calls it draws the inputs again, and compares the parts with the oracle. The benchmarks' own
+code, from each FOLDER (default: benchmarks and dev), does that, so the command verifies benchmarks of your own, too.
 
-A time is *not proved* where its record has no seal, holds fewer checked calls than its benchmark keeps, one call twice,
-or not all parts of a call, and where its benchmark is not known here. *Not recomputed* is no fault: a sentence names
-what it was, such as a head that is too large or a row that is not known here. Exit code 1: something is wrong or not
-proved; 2: bad usage; 130: interrupted (Ctrl-C). Progress in a long file is printed to stderr.
+A time is *not proved* if its benchmark is not known here, or if its record has no seal, holds fewer checked calls than
+its benchmark keeps, holds one call twice, or lacks parts of a call. *Not recomputed* is no fault: a sentence names what
+it was, such as a head that is too large or a row that is not known here. Exit code 1: something is wrong or not proved;
+2: bad usage; 130: interrupted (Ctrl-C). Progress in a long file is printed to stderr.
 
 Whoever has this code can forge a result that agrees with itself: see NO_FILE_PROVES. The command calls `main`, and
-`lmsys.leaderboard` calls `verify`.
+`lmsys.leaderboard` calls `verify`. A new check of every record belongs in `_of_record`; one that only a benchmark can
+make belongs in that benchmark's `repeat`.
 """
 
 import importlib
@@ -48,8 +49,10 @@ TOLD_S = 5.0  # seconds between two lines of progress
 class Recomputed:
     """How much of a file was recomputed.
 
-    records, calls, elements  the numbers of records, of timed calls that were judged again, and of elements of these
-    left_out                  sentences on what was not recomputed, such as NO_SEAL, each with how often it came up
+    records   the number of records in the file
+    calls     the number of timed calls whose results were compared again, without any fault or omission
+    elements  the number of elements that were compared, also those of calls with faults
+    left_out  sentences on what was not recomputed, such as NO_SEAL, each with how often it came up
     """
 
     records: int = 0
@@ -97,7 +100,7 @@ def _tell(path: Path, recomputed: Recomputed, faults: Sequence[str]) -> int:
 
 
 def _wrong(count: int) -> str:
-    """A clause on how many things are wrong."""
+    """Says how many things are wrong, as part of a sentence."""
     return f"{count} things are wrong" if count > 1 else "1 thing is wrong" if count else "nothing is wrong"
 
 
@@ -142,7 +145,7 @@ def verify(
     for number, record in enumerate(records):
         if (now := time.monotonic()) - last_line >= TOLD_S:
             last_line, to_do = now, len(records) - number
-            # Seconds taken, and numbers of records; there is no earlier run to compare with.
+            # By the seconds taken and the numbers of records; {}: there are no times of an earlier run.
             left = results.time_left({"done": now - began} if number else {}, {"done": number, "to do": to_do}, {})
             say(f"{path}: {number:,} of {len(records):,} records{left}")
         faults += [
@@ -180,7 +183,7 @@ def _of_seal(file: fields.Record) -> list[str]:
 
 
 def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
-    """(id, fault) where two records have one id, or pytest-benchmark's entries, if there are any, fit no record."""
+    """Yields (id, fault): two records with one id, or an entry of pytest-benchmark that fits no record."""
     ids = Counter((record["benchmark"], record["id"]) for record in file["lmsys"]["records"])
     yield from ((id, f"there are {count} such records") for (_, id), count in ids.items() if count > 1)
     records = {(record["benchmark"], record["id"]): record for record in file["lmsys"]["records"]}
@@ -200,7 +203,7 @@ def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
 def _of_any_record(
     record: fields.Record, benchmark: Benchmark | None, machine: fields.Record, recomputed: Recomputed
 ) -> Iterator[str]:
-    """Yields what `_of_record` does. An exception, which a record that no run wrote may cause, is a fault as well."""
+    """Yields what `_of_record` yields. An exception, which a forged or damaged record may cause, becomes a fault."""
     try:
         yield from _of_record(record, benchmark, machine, recomputed)
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
@@ -241,7 +244,7 @@ def _of_record(
 
 
 def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.Record) -> Iterator[str]:
-    """Faults in the record's derived fields, id, work and rates, and a time that nothing can reach."""
+    """Yields faults in the record's derived fields, id, work and rates, and a time too short for that machine."""
     declared = fields.declared(fields.COMMON, benchmark.fields).values()
     # Fields with `of` are functions of other fields.
     derived = {known.name: known.value(record) for known in declared if known.of is not None}
@@ -265,7 +268,7 @@ def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.R
 
 
 def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, recomputed: Recomputed) -> Iterator[str]:
-    """Yields what is wrong with a timed call of a record or not recomputed; counts its elements into `recomputed`."""
+    """Yields what is wrong with a timed call, or was not recomputed; adds its compared elements to `recomputed`."""
     where, ratios = f"timed call {call['call']}", call["error_ratios"]
     rounds, of_record = record.get("rounds", 0), record.get("error_ratio")
     is_right = ratios and all(ratio <= 1 for ratio in ratios.values())

@@ -27,10 +27,10 @@ from typing import Any
 
 from lmsys import doing
 
-LOOK_S = 1.0  # between two looks at /proc
+LOOK_S = 1.0  # seconds between two looks at /proc
 STOPPED_S = 15.0  # how long a rank may be stopped; $LMSYS_STOPPED_S overrides it
-GRACE_S = 10.0  # for ranks to end when another has died
-SAVE_S = 25.0  # for a rank to save and end when its agent is gone; torchrun itself gives 30
+GRACE_S = 10.0  # how long ranks may take to end when another has died
+SAVE_S = 25.0  # how long a rank may take to save and end when its agent is gone; torchrun itself allows 30
 PACKAGES = Path(__file__).parents[1]  # the folder that lmsys is imported from
 # Exit statuses, as of waitpid(2), of a rank that was done or that obeyed when it was told to end.
 TOLD_TO_END = (0, signal.SIGTERM, (128 + signal.SIGTERM) << 8, (128 + signal.SIGINT) << 8)
@@ -69,7 +69,7 @@ def end() -> None:
 
 
 def said() -> None:
-    """Tells the watchdog that this rank has failed and reported it: the watchdog only ends the other ranks."""
+    """Tells the watchdog that this rank has reported its own failure, so that it only ends the other ranks."""
     for watchdog in _watchdogs:
         assert watchdog.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the watchdog was killed as well
@@ -89,12 +89,13 @@ class Stopped:
     """Finds processes that have been stopped for longer than a limit, by looking at them again and again.
 
     `Watchdog` uses it for its rank, and `lmsys.parallel.group` for its workers. With the limit 0 no process is found.
-    Time counts only while the process that looks runs: a scheduler that suspends a whole job stops it as well.
+    Looks are counted instead of time: a scheduler that suspends a whole job also suspends the process that looks, and
+    such a pause must not count.
     """
 
     def __init__(self, limit_s: float):
         self.limit_s = limit_s
-        self._looks: dict[int, int] = {}
+        self._looks: dict[int, int] = {}  # {process: in how many looks in a row it was stopped}
         self._next = 0.0
 
     def among(self, pids: Iterable[int]) -> list[int]:

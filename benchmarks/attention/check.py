@@ -1,14 +1,18 @@
-"""The checks of an attention row: of calls before it is timed, and of parts of timed calls that it cannot foresee.
+"""Checks of attention rows (implementations): of whole calls before timing, and of parts of timed calls.
 
-`benchmarks.bench_attention` calls them; budgets are those of `lmsys.testing.Oracle`. Before timing, `check_float32`,
-`Gate` and `check_small` judge the row. `Gate` calls it so that neither a cache, nor a changed input, nor work on a
-stream that nobody waits for can pass.
+`benchmarks.bench_attention` calls them. A result is right if its error is at most its budget, the error that
+`lmsys.testing.Oracle` allows. Before timing, `check_float32`, `Gate` and `check_small` judge a row. In `Gate` a row
+fails that returns a cached answer, changes its inputs, or leaves work on a stream that nobody waits for.
 
-Of a timed forward, some rows of some heads are judged; of a backward some whole heads, since each row of dk and dv is a
-sum over all queries. Such a part is a *spot*; only spots are copied after the timed window. One row of each spot goes
-into the record, so that `repeat`, for `lmsys verify`, can judge it again on a machine without a GPU. A *unit* is one
-(batch, key head) pair. If a draw has an extreme unit (`lmsys.extremes.attention`), one spot is of that unit, and is
-judged alone.
+A *unit* is one pair (batch entry, key head), with the query heads that share this key head. A *spot* is the part of a
+timed call's results that is judged: of a forward some query rows of one unit; of a backward a whole unit, since each
+row of dk and dv is a sum over all queries. Only spots are copied after the timed window. The *key*, a random number
+that is drawn after the call, chooses them, so no implementation can foresee them. One row of each spot's tensors goes
+into the record, so that `repeat`, for `lmsys verify`, can judge it again on a machine without a GPU.
+
+A *draw* is a number that decides, with the run's seed, the inputs of a call. In some draws one unit has extreme inputs
+(`lmsys.extremes.attention`): then one spot is of this unit, with a budget that allows for them. The constants above
+`Spots` set how much is checked.
 """
 
 import base64
@@ -37,7 +41,7 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern:
     """Fails each candidate that can run in float32 and is wrong there.
 
     A candidate that was judged here has the state HAS_FLOAT32: later checks in its own dtype then leave out the
-    root-mean-square rule.
+    root-mean-square rule, which is for rows without a float32 form (`lmsys.testing`).
 
     case  the candidates' shape in float32, with gradients if any candidate needs them
     """
@@ -51,17 +55,19 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern:
         if failure and failure[0] == "wrong":
             candidate.failed(*failure)
         elif failure:
-            candidate.state = None  # its float32 form does not fit in this memory
+            candidate.state = None  # it could not be judged in float32: it ran out of memory, for example
 
 
 def check_small(candidates: Sequence[Candidate]) -> None:
     """Fails each candidate that is wrong in the small cases of `lmsys check`, and names its mistake.
 
-    These cases have several tiles, odd lengths, Q != K, grouped heads, a scale, other strides, and extreme scores. Rows
-    of the table, whose kernels compile for minutes, get only the extreme scores; `lmsys check --all` has all cases.
-    A row is asked once for each dtype, head dimension and direction. A row is not asked if it would compile anew, if
-    Triton's interpreter runs it (it is never timed then), or if its case has options such as windows. A row may refuse
-    a case by raising.
+    These cases have several tiles, odd lengths, Q != K, grouped heads, a scale, other strides, and extreme scores. A
+    row from a user's file gets all of them. A row of the table gets only the extreme scores, because kernels compile
+    for minutes; `lmsys check --all` runs the other cases, too.
+
+    A row is checked once for each dtype, head dimension and direction. It is not checked if it would compile anew for
+    these cases, if Triton's interpreter runs it (such a row is never timed), or if its case has options such as
+    windows. A row may refuse a case by raising an exception.
     """
     for candidate in candidates:
         is_slow = candidate.interpreted or Traits.of(candidate.entry).compiles
@@ -90,7 +96,7 @@ def _answer(entry: Entry, options: question.Options) -> kinds.Answer:
 class Gate:
     """The inputs of one case, a copy of these, and the case's oracle; `check` judges one candidate after another.
 
-    The case may be in float32 where the candidates' own dtype is another.
+    `check_float32` makes a gate whose case is in float32, for candidates whose own dtype is another.
     """
 
     def __init__(self, inputs: Inputs, case: AttentionCase, pattern: Pattern):
@@ -106,7 +112,8 @@ class Gate:
         """
         outputs, failure = candidate.watched(self._outputs, candidate)
         if failure and failure[0] == "oom" and self._oracle is not None:
-            # The row may fit without the oracle beside it, and then has not failed. Its outputs wait on the host.
+            # The row has not failed if it fits without the oracle beside it. Its outputs go to the host, so that the
+            # oracle, which is made again, has room on the device.
             self._oracle = None
             compare.release_memory()
             outputs, failure = candidate.watched(
@@ -135,17 +142,19 @@ class Gate:
             x.data.copy_(saved)
 
     def _outputs(self, candidate: Candidate) -> dict[str, torch.Tensor]:
-        """The row's answer to inputs that arrive at the last moment on the current stream.
+        """Calls the row on inputs that get their values at the last moment, and returns copies of its outputs.
 
-        Until then the inputs hold other values, and no version counter tells that they change. On CUDA they arrive
-        behind a long sleep, while the host goes on: work on a stream that does not wait reads the old ones, and a
-        clone taken at once finds no result of a stream that nobody waits for.
+        Until then the inputs hold half of these values, so an answer that was computed earlier is wrong. They change
+        through `x.data`, of which no version counter tells. On CUDA the current stream first sleeps and then writes
+        the values, while the host goes on. So a row that works on another stream without waiting reads the old values.
+        If nobody waits for that other stream, the copies are taken before it has written the results.
         """
         for x in self._tensors:
             x.data.mul_(0.5)
         clock.synchronize(self.case.device)
         if self.case.device == "cuda":
-            torch.cuda._sleep(4 * 10**7)  # clock cycles, 20 ms: a warm call takes less to launch its first kernel
+            # Clock cycles, about 20 ms: the host of a warm call needs less to launch the first kernel.
+            torch.cuda._sleep(4 * 10**7)
         self.restore()
         outputs = run(
             candidate.call,
@@ -175,22 +184,24 @@ class Gate:
 
 NUM_KEPT = 8  # timed calls of a row that are checked
 NUM_SPOTS, SPOT_ROWS = 2, 16  # spots of a forward, and query rows of each
-NUM_HEADS, SPOT_SCORES = 2, 2**27  # heads of a backward that are checked: fewer if together they have more scores
+NUM_HEADS, SPOT_SCORES = 2, 2**27  # units of a backward that are checked: fewer, at least 1, if they have more scores
 GRADIENTS = ("dq", "dk", "dv")
 # By output: the input whose shape and dtype it must have.
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
-# How many times a CPU's budget a recorded one may be. Plain PyTorch on a GPU may divide a product into parts and round
-# the sum of each: where keys are alike, this made the budget of dq twice as large as on a CPU.
+# A recorded budget may be at most this many times the budget that `repeat` computes on a CPU. Plain PyTorch on a GPU
+# may divide a product into parts and round the sum of each: where all keys are equal, this made the budget of dq twice
+# as large as on a CPU.
 MOST_BUDGET = 4
-MOST_SCORES = 2**25  # the most scores of a part that `repeat` makes again: seconds on a CPU
-MOST_ELEMENTS = 2**26  # the most elements of an input that `repeat` makes again: a file may name any size
+MOST_SCORES = 2**25  # the most scores of a part that `repeat` computes again: they take seconds on a CPU
+MOST_ELEMENTS = 2**26  # the most elements of an input that `repeat` draws again: a forged file may name any size
 
 
 class Spots:
-    """Copies and judges spots of timed calls; the key of a call says which. `Attention.setup` makes one for a group.
+    """Copies and judges spots of timed calls; a call's key chooses them. `Attention.setup` makes one for a group.
 
-    draws   what has filled the inputs, and knows the extreme unit of the present draw
-    inputs  the tensors that all rows of the group read
+    draws    the generator that fills the inputs; its `extreme` is (unit, kind) of the present draw, or None
+    inputs   the tensors that all rows of the group read
+    pattern  None: plain attention, causal as the case says
     """
 
     def __init__(self, case: AttentionCase, draws: AttentionDraws, inputs: Inputs, pattern: Pattern | None = None):
@@ -232,7 +243,7 @@ class Spots:
 def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None) -> list[Spot]:
     """The spots that a key selects; the last one is of the draw's extreme unit, if there is one."""
     chance, rows = random.Random(key), list[slice | None]()
-    units = range(case.batch * case.kv_heads)  # numbers of units: a file may name sizes too large for a list
+    units = range(case.batch * case.kv_heads)  # numbers of units; no list, since a file may name huge sizes
     if backward:
         scores = case.heads // case.kv_heads * case.queries * case.keys
         numbers = chance.sample(units, min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores))))

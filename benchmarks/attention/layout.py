@@ -1,8 +1,10 @@
-"""The report on attention: for each grid the tables and plots of each dtype, mask and direction.
+"""The layout of the report on attention: for each section the tables and plots of each dtype, mask and direction.
 
-`bench_attention.py` declares ATTENTION as its `layout`, and result files carry it. `benchmarks/layouts.py` has the
-legend of steps, `word` and the signs in lists of fields. One step more draws here: ["heat_map", fields], a plot of
-speedups with a column for each combination of values.
+`bench_attention.py` declares ATTENTION as its `layout`; result files carry it, and `lmsys report` draws it. It is plain
+data: a table or plot is changed or added in its "lead" and "more". `lmsys/reports/layout.py` explains these keys, and
+`benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "D?". One step more draws here:
+["heat_map", fields], a plot of speedups with a column for each combination of the fields' values. A section is a grid
+of `benchmarks/sweeps.py`; one that no expression here names is drawn in one way, for each dtype, mask and direction.
 """
 
 from typing import Any
@@ -15,9 +17,10 @@ SHAPE = ["head_dim", "queries", "keys", "heads", "kv_heads", "batch"]
 COMPARED = [["products", [["B", "S"], ["H", "D"]]], ["over"]]
 # Fields of the first columns of a table; "prepare" adds most of them.
 ATTENTION_KEYS = ["causal?", "D?", "S?", "S|", "visible!"]
-# Splits cases by D, if it varies, and by every other axis but S, row and mask that tells cases apart: a plot for each.
+# A step: a plot for each value of D, if D varies, and of each axis that tells cases apart, except S, row and mask.
 FACETS = ["facets", ["D?"], ["S", "impl", "causal"]]
-# An expression: true for cases of tables of many head dimensions, which hold several rows in one cell, as a / b / c.
+# An expression: true for the cases that get tables over many head dimensions. A cell there has the values of several
+# rows, as a / b / c.
 SIDE_BY_SIDE = (
     'queries == keys and (section == "flash" and impl in ("naive", "flash_triton_torch_bwd", "flash_triton") or'
     ' section == "eager_compiled" and impl in ("naive", "naive_compiled"))'
@@ -58,13 +61,14 @@ ATTENTION: Layout = {
         "title": "Fastest attention",
         "keys": {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"},
         "values": {"kind": KIND},
-        "before": {"flex": "documents or window or softcap"},  # which SDPA takes as a dense mask, or not at all
+        # With these options flex is the row to compare with: SDPA takes them as a dense mask, or not at all.
+        "before": {"flex": "documents or window or softcap"},
         "bases": ["sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math", "naive"],
         "about": " D is the size of a head, Q the number of queries, K that of keys.",
         "kind": "attention",
     },
     "prepare": [
-        # Refuses cases in which a field of the first list is no number, or one of the second no text.
+        # Refuses cases in which a field of the first list is not a number, or a field of the second is not a text.
         ["checked", SHAPE, ["section", "dtype", "direction"]],
         ["labelled", {"causal": "mask", "peer": "whose"}],
         ["quiet", *SHAPE],  # captions leave these axes out: the fields below stand for them
@@ -127,7 +131,7 @@ ATTENTION: Layout = {
                                 ["pivot", ["saved_bytes"], ["D"], "S", "impl", "saved-by-dim"],
                             ],
                             ["pivot", ["time_s", "speedup"], ATTENTION_KEYS],
-                            # The first of these two that draws anything.
+                            # Of these two, only the first that has anything to draw.
                             [
                                 "either",
                                 [
@@ -157,7 +161,7 @@ ATTENTION: Layout = {
                         [
                             *RECTANGLES,
                             # A table of geometric means of speedups: a line for each row, a column for each part that
-                            # the lists of steps make; then the end of the file's name and the title.
+                            # the lists of steps make. The last two arguments are `word` and the title.
                             [
                                 "parts_summary",
                                 in_both_modes(*PASSES, *COMPARED),

@@ -1,12 +1,13 @@
-"""Attention patterns of benchmark cases (documents, windows, caches), made of plain values, and their visible pairs.
+"""Attention patterns of benchmark cases: which keys each query sees, by windows, packed documents and cache lengths.
 
-`benchmarks.bench_attention` makes the pattern of a case here (`make`), counts what it lets queries see (`visible`),
-times what rows need before any call (`made_before_calls`), and names cases (`name_of`). A new option of a pattern is a
-name in OPTIONS, a parameter of `make`, and an axis of the benchmark.
+`benchmarks.bench_attention` uses this file. `make` makes a case's pattern from plain values, `visible` counts the pairs
+of a query and a key that it sees, `made_before_calls` times the making of masks, and `name_of` names cases. A new
+option is a name in OPTIONS, a parameter of `make`, and a field of `bench_attention.AttentionTest` with its `Axis`.
 
-Documents are `equal16`, 16 (or any other number) of one length, or `mixed`: many short and a few long, of lengths that
-are lognormal around a 64th of the sequence (256 of 16,384 tokens) with a sigma of 1.3. Lengths of caches are uniform
-from one key to all. The seed of both is made from the sizes, so that a case is the same on every machine.
+Documents that share a sequence have one of two kinds of lengths. `equal16`: 16 documents (or any other number) of one
+length. `mixed`: many short and a few long ones. Their lengths are lognormal: the median is a 64th of the sequence (256
+of 16,384 tokens), and the logarithm has a standard deviation of 1.3. Lengths of caches (`key_lengths`) are uniform from
+one key to all. Both are drawn with a seed made from the sizes, so that a case is the same on every machine.
 """
 
 import random
@@ -23,11 +24,15 @@ from lmsys.measure import clock, compare
 
 # Axes of the benchmark, in the order of the fields of `bench_attention.AttentionTest`.
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"
-MEDIAN, SIGMA = 64, 1.3  # of mixed documents: a sequence is 64 times their median length; sigma of log(length)
+MEDIAN, SIGMA = 64, 1.3  # mixed documents: the sequence's length over their median; standard deviation of log(length)
 
 
 def lengths_of(documents: str, tokens: int) -> list[int]:
-    """Tokens of each document of a sequence, in its order."""
+    """The number of tokens of each document, in the order of the sequence.
+
+    documents  `mixed`, or `equal` and a number; the module's docstring explains them
+    tokens     length of the sequence
+    """
     if documents != "mixed":
         number = min(int(documents.removeprefix("equal")), tokens)
         return [tokens * (at + 1) // number - tokens * at // number for at in range(number)]
@@ -74,9 +79,9 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
 
     options  as in `make`, with `causal`
 
-    ValueError for sizes that no run has: a forged result may name any, and memory would be taken for them.
+    ValueError for sizes that no run has: a forged result file may name them, and they would take all memory.
     """
-    # So many positions take some GiB.
+    # 2**26 positions take some GiB.
     values.hold((batch * max(queries, keys) <= 2**26, f"{batch} x {queries} x {keys} is too large for a pattern"))
     bounds = make(batch, queries, keys, "cpu", **options).bounds(queries, keys, torch.device("cpu"))
     pairs, seen_by = ((interval.end - interval.first).clamp(min=0).long() for interval in (bounds, bounds.of_keys))
@@ -86,11 +91,11 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
 def made_before_calls(
     entry: registry.Entry, pattern: Pattern, queries: int, keys: int, device: str
 ) -> dict[str, float | None]:
-    """The seconds to make what a row reads, by field of the record: `documents_s` and `mask_s`.
+    """The seconds to make what a row reads beside q, k and v, by field of the record: `documents_s` and `mask_s`.
 
     documents_s  to make `Documents` with their `cu_seqlens`; left out without documents
-    mask_s       to make the row's mask, by its trait `mask`, of windows and documents; left out where a row has no such
-                 trait or a case has neither; None where making it failed
+    mask_s       to make the row's mask from the window and the documents, by the function that its trait `mask` names;
+                 left out if the row has no such trait, or the case has neither option; None if making it failed
     """
     seconds = dict[str, float | None]()
     if pattern.documents is not None:

@@ -1,14 +1,21 @@
 """The cases of data parallelism: how the strategy of each is built, and how the weights of two rows are compared.
 
-`bench_data_parallel.py` and `bench_steps.py` use it, and the modules of this folder; most of it needs no ranks.
+`bench_data_parallel.py`, `bench_steps.py`, `dev/steps.py` and the modules of this folder use it. Nothing here
+communicates between ranks. A *row* is a strategy with its options. The rows of a *turn* are timed together, one *pass*
+after another. A pass is a series of steps; all rows with as many ranks take it from the same weights on the same
+batches. After a pass each rank keeps *slices*: a few rows of each weight matrix, and whole vectors (`passes.keep`).
 
-Two rows, such as two strategies, take steps from the same weights on the same batches. If both add the same numbers in
-the same order (`ParallelCase.same_bits`), their weights must have the same bits. Else each row must agree with exact
-steps within the budget of `benchmarks.data_parallel.passes`. A pair whose bits are equal agrees, whatever was expected.
+After it, `pairs` of rows are compared. If both add the same numbers in the same order (`ParallelCase.same_bits`), their
+weights must have the same bits. Else each row must agree with exact steps within a budget. *Plain steps* are the same
+training without the strategy, and *exact steps* are plain steps on weights in float64. The budget, the error that is
+allowed, comes from the error of plain steps (`passes.judge_pass`). A pair whose bits are equal agrees, whatever was
+expected.
 
 The second half of the file, from `Inspection` on, turns what was measured of a row into fields of its record. A new
 field is declared in `bench_data_parallel.py` and computed here. A new option of strategies is an attribute of
-`ParallelCase`, a value in `options` and an axis.
+`ParallelCase`, a value in `options`, a part of the name `impl`, and an axis. The axis is an `Axis` in
+`benchmarks/axes.py`; it is named in `DataParallel.axes`, has a field in `DataParallel.fields`, and is read in
+`DataParallel.cases`.
 """
 
 import statistics
@@ -86,7 +93,7 @@ class ParallelCase(TrainedCase):
 
     @property
     def stepped_by(self) -> tuple[int, bool, str]:
-        """The ranks and the optimizer: rows that are stepped alike have equal ones."""
+        """(number of ranks, True for a sharded optimizer, optimizer): equal for a row and its `baseline`."""
         return self.world_size, self.sharded_optimizer, self.optimizer
 
     @property
@@ -119,7 +126,7 @@ class ParallelCase(TrainedCase):
 
 @dataclass(frozen=True)
 class StepsCase(ParallelCase):
-    """A row that trains a model of MODELS alone, for `steps` timed steps."""
+    """A row of `bench_steps.py`: it trains a model of MODELS, with no other row in memory, for `steps` timed steps."""
 
     steps: int = field(default=20, kw_only=True)
     model: str = field(default="ours", kw_only=True)
@@ -159,8 +166,8 @@ BITS, TOLERANCE, WRONG, UNKNOWN = "bits", "tolerance", "wrong", "unknown"
 class Steps:
     """Results of the timed steps of one row.
 
-    bits    sha256 of the kept slices of the weights (`passes.keep`)
-    ratios  {parameter: its error over its budget} (`passes.judge_pass`); None if plain steps do not fit in memory
+    bits    sha256 of the slices that were kept (`passes.keep`)
+    ratios  {parameter: its error over its budget} (`passes.judge_pass`); None if exact steps do not fit in memory
     """
 
     case: ParallelCase
@@ -187,7 +194,7 @@ def agreement(first: Steps, second: Steps) -> tuple[str, str]:
 
 
 def pairs(versions: Iterable[Steps]) -> list[tuple[Steps, Steps]]:
-    """All pairs of rows on equally many ranks with the same optimizer; on other numbers of ranks batches differ."""
+    """All pairs of rows with one optimizer on one number of ranks; on another number they would have other batches."""
     groups = fields.grouped(((steps.case.world_size, steps.case.optimizer), steps) for steps in versions)
     return [pair for alike in groups.values() for pair in combinations(alike, 2)]
 
@@ -222,7 +229,7 @@ class Row:
     seen    an `Inspection` for each rank
     passes  for each pass the seconds of each step, on the slowest rank
     alone   seconds of each step without synchronization, of all passes
-    bits    {number of a pass: sha256 of the kept slices of the weights after its steps}
+    bits    {number of a pass: sha256 of the slices that were kept after it}
     """
 
     case: ParallelCase
@@ -294,14 +301,15 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     if case.world_size == 1 or not case.traits.synchronizes:
         return record
     if row.alone or case.world_size in alone:
-        other = alone.get(case.world_size, row)  # read only if `row.alone` is empty; then it is a row of `alone`
+        # `other` is used only if `row.alone` is empty. Then the dict `alone` has a row for this number of ranks.
+        other = alone.get(case.world_size, row)
         steps, by = (row.alone, "no_sync") if row.alone else (other.samples, other.case.impl)
         record |= {"unsynchronized_s": statistics.median(steps), "unsynchronized_by": by}
     # A rank that comes early waits inside of a collective: the rank that waits least shows how long it takes.
     least = min((rank.communication for rank in row.seen), key=lambda communication: communication.time_s)
     record |= {"communication_s": least.time_s, "overlap_fraction": least.overlap_fraction}
     if (base := baseline(row, rows)) and (theirs := min(rank.communication.time_s for rank in base.seen)):
-        # The time that a step saves beside the baseline's, as a share of the time that the baseline communicates.
+        # How much shorter a step is than the baseline's, as a share of the time that the baseline communicates.
         record["improvement"] = (statistics.median(base.samples) - time_s) / theirs
     if seen.network is not None:
         latency, bandwidth = seen.network
@@ -314,9 +322,9 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row that a row's communication is compared with, or None: it is timed, on as many ranks, and stepped alike.
+    """The row that `row` is compared with: one that is timed, has the same `stepped_by`, and the trait `baseline`.
 
-    Of several it is the row with the greatest trait `baseline`.
+    Of several it is the one with the greatest value of the trait; None if there is none.
     """
     alike = [other for other in rows if other.passes and other.case.stepped_by == row.case.stepped_by]
     return max(

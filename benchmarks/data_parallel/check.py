@@ -1,6 +1,7 @@
 """Checks before timing that a strategy trains as one process does on the batch of all ranks.
 
 `bench_data_parallel.py` calls both checks: `gate` on the ranks, and `judge_by_trials` in its own process.
+`bench_steps.py` calls `gate` alone. A *row* is a strategy with its options.
 
 `gate` compares the movement of each parameter in three steps of SGD with momentum. The reference is one process in
 float64 on the whole batch, and the budget is the error of the same steps in float32, by `lmsys.testing.ratio_of`. The
@@ -9,8 +10,8 @@ checked without that dtype, and then with it: then the float32 steps round gradi
 
 `judge_by_trials` runs small trainings of `lmsys check` on the ranks. A row that passed the gate runs the extreme ones:
 smaller batches and unused parameters on one rank, gradients from 1e-20 to 1e+10. It is wrong if it ends with wrong
-weights. If it raises an exception or begins other collectives, its user sees that, so its times stand. A row that
-failed runs all of them, to find the name of its mistake.
+weights. If it raises an exception, or its ranks call different collectives, its user sees that, so its times stand. A
+row that failed at the gate runs all small trainings, to find the name of its mistake.
 
 The size of the gate's training is set by the constants below. A new small training is one of `lmsys.extremes.strategy`.
 """
@@ -55,7 +56,11 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
 
 
 def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
-    """As `gate`, for the strategy with these options; `narrow` is what the float32 steps of the budget round."""
+    """The ratios of `gate`, for the strategy with these options.
+
+    narrow  the option and the dtype by which the float32 steps of the budget round gradients, or parameters; None:
+            they round neither
+    """
     layers, context = min(case.config.num_layers, NUM_BLOCKS), min(case.context, CONTEXT)
     config = replace(
         case.config,
@@ -81,7 +86,7 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
 
 
 def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]:
-    """The global batch of each step; its sequences are in the order of the ranks."""
+    """Yields the global batch of each step; its sequences are in the order of the ranks."""
     return (Batch.draw(config, BATCH * world_size, str(device()), seed + step) for step in range(STEPS))
 
 
@@ -145,7 +150,7 @@ def _rounded_backward(module: torch.nn.Module, data: Batch, world_size: int, kin
 
 
 _NUMBERS = count(2**31)  # numbers of trainings, larger than those that `lmsys check` uses
-_ASKED: set[Any] = set()  # keys of right rows that have run the trials: (target, options, world size, backend)
+_ASKED: set[Any] = set()  # (target, options, world size, backend) of each row that passed the gate and ran the trials
 
 
 @ranks.on_part

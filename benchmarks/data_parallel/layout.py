@@ -1,7 +1,8 @@
-"""The report on data parallelism: steps by strategy, what communication costs, memory, and ours beside torch's.
+"""The layout of the report on data parallelism: step times, cost of communication, memory, ours beside torch's.
 
-`bench_data_parallel.py` declares DATA_PARALLEL as its `layout`, and result files carry it. `benchmarks/layouts.py` has
-the legend of steps, `word` and the signs in lists of fields.
+`bench_data_parallel.py` declares DATA_PARALLEL as its `layout`; result files carry it, and `lmsys report` draws it. It
+is plain data: a table or plot is changed or added in its "lead" and "more". `lmsys/reports/layout.py` explains these
+keys, and `benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "peak_bytes!".
 """
 
 from benchmarks.layouts import COMPILED, KEPT, LIMIT, WORDS, Layout
@@ -45,7 +46,7 @@ DATA_PARALLEL: Layout = {
     "prepare": [
         *KEPT,
         ["defaulted", "optimizer", "adamw"],  # older files lack this axis, too
-        # Refuses cases in which a field of the first list is no number, or one of the second no text.
+        # Refuses cases in which a field of the first list is not a number, or a field of the second is not a text.
         ["checked", ["context", "batch", "world_size"], ["section", "size", "precision", "strategy"]],
         # Adds `strategy_all_reduce_model`. Where that trait is False, the times of an all-reduce predict nothing; older
         # files have predictions of such rows, too, which the next step drops.
@@ -89,9 +90,9 @@ DATA_PARALLEL: Layout = {
                                 'not sharded_optimizer and comm_dtype in (None, "float32") and world_size > 1 and'
                                 ' optimizer != "muon"',
                             ],
-                            # A table of each of our strategies over torch's that its trait `rivals` names: a line for
-                            # each combination of values of the first list. The second list has the beginning and the
-                            # end of a line's name; then come the end of the file's name and the title.
+                            # A table of the speed of each of our strategies over those that its trait `rivals` names,
+                            # torch's or `naive`: a line for each combination of values of the first list. The second
+                            # list has the beginning and the end of a line's name; then come `word` and the title.
                             [
                                 "rivals",
                                 [
@@ -120,7 +121,7 @@ DATA_PARALLEL: Layout = {
                             "data-parallel-{section}-{size}-S{context}-{precision}{way}",
                             "{size}, context {context}, {precision}{how}",
                         ],
-                        # Ends captions.
+                        # Adds the text of this expression to the end of captions.
                         [
                             "said_also",
                             '"batch is that of each rank" + ("; memory is that of a step launched call by call, before'
@@ -149,8 +150,8 @@ DATA_PARALLEL: Layout = {
                             ["listing", RANK_KEYS, [*SIZES, "predicted_bytes"], "memory", "Memory of a rank"],
                         ],
                         [
-                            # In place of each case one for each entry, row: word, of its mapping `held_by`: the row
-                            # goes into `other`, the word into `how`.
+                            # Replaces each case by one for each entry {row: word} of its field `held_by`, and one for
+                            # its own row. The row goes into the field `other`, the word into `how`.
                             ["pairs", "held_by", "other", "how"],
                             [
                                 "fields",
@@ -181,8 +182,8 @@ DATA_PARALLEL: Layout = {
                             ["last_of", "world_size"],
                             ["only", "peak_bytes"],
                             ["picked", -1, "", "batch {batch}"],  # the last batch; arguments 2 and 3 as of "cut"
-                            # In place of each case one for each of these fields: its word in `what`, its value in
-                            # `bytes`.
+                            # Replaces each case by one for each of these fields: its word goes into the field `what`,
+                            # its value into `bytes`.
                             [
                                 "melted",
                                 "what",
@@ -217,7 +218,7 @@ DATA_PARALLEL: Layout = {
                         [
                             ["only", "scaling_efficiency and world_size > 1"],
                             ["picked", -1, "", "batch {batch}"],
-                            # All cases a second time, as the point from which the lines begin: one rank, 100 %.
+                            # Adds all cases a second time, with one rank and 100 %: the points where lines begin.
                             ["repeated", {"world_size": 1, "scaling_efficiency": 1.0}],
                             ["lines", ["scaling_efficiency"], "world_size", {"word": "scaling"}],
                         ],

@@ -1,8 +1,9 @@
 """Checks that a strategy's timed training steps end at the right weights. Runs on the ranks.
 
-A *pass* is one series of steps, untimed ones first. All rows of a comparison take it from the same weights on the same
-batches. After it `rank.py` gives the weights to `keep`, which keeps *slices*: a few rows of each matrix, and whole
-vectors. `bench_data_parallel.py` then asks for `judge_pass`, which compares by how much three runs move the slices:
+A *row* is a strategy with its options. A *pass* is one series of steps, untimed ones first. All rows of a comparison
+take it from the same weights on the same batches. After it `rank.py` gives the weights to `keep`, which keeps *slices*:
+a few rows of each matrix, and whole vectors. `bench_data_parallel.py` then calls `judge_pass` on the ranks. It compares
+how far three runs move the slices from the weights of the beginning:
 
 - the timed steps of the row;
 - *plain steps*: the model unwrapped on every rank, with naive attention, its own gradients, torch's all-reduce of each,
@@ -11,11 +12,11 @@ vectors. `bench_data_parallel.py` then asks for `judge_pass`, which compares by 
 - *exact steps*: plain steps in float64, except that forward and backward are in float32 where the case's precision is
   narrower than fp32. Torch's Muon has no float64: ours steps the matrices then.
 
-The budget of a parameter is the error of plain steps against exact ones, by `lmsys.testing.ratio_of`. In a single
-parameter that error may be tiny by chance. So it counts as at least (error of all parameters / movement of all
-parameters) × the parameter's own movement.
+The budget of a parameter, the error that is allowed, comes from the error of plain steps against exact ones, by
+`lmsys.testing.ratio_of`. In a single parameter that error may be tiny by chance. So it counts as at least (error of all
+parameters / movement of all parameters) × the parameter's own movement.
 
-What is compared is set by the constants below, and how, by `judge_pass`.
+The constants below set which slices are compared, and after which steps; `judge_pass` says how.
 """
 
 import random
@@ -45,7 +46,7 @@ MUON: dict[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 1e-2, "adjust_lr_
 # {device type: untimed steps}, which `rank.py` takes first. The first plans buckets, the second runs with them.
 WARM_STEPS = {"cpu": 2, "cuda": 3}
 # MAX_LINES rows of each matrix are kept: fewer, but at least one, where all slices would have more than MAX_NUMBERS
-# numbers. One row says little: by one row of each parameter, right steps of xl were called wrong.
+# numbers. One row says little: with one row of each parameter, right steps of a model of size xl were called wrong.
 MAX_LINES, MAX_NUMBERS = 16, 2**22
 # Plain steps split a batch so that naive attention has at most MAX_SCORES scores in all blocks together.
 MAX_SCORES = 2**28
@@ -54,7 +55,7 @@ Slices = dict[str, torch.Tensor]  # {name of a parameter: some of its rows, or t
 
 @dataclass(frozen=True)
 class Pass:
-    """The beginning and the batches that all rows of a comparison have in common in a pass.
+    """The seeds and the number of steps of a pass, which all rows of a comparison share.
 
     seed   seed of the weights
     draw   seed of the batches, together with `seed`
@@ -197,7 +198,8 @@ def _plain(
                 f"the bench failed, not the row: plain steps in {precision} on weights in {dtype} lead to NaN or inf in"
                 f" {len(bad)} of {len(end)} parameters, as in {bad[0]}"
             )
-        # Those of other world sizes stay, as they do on ranks that this pass leaves out: all ranks compute, or none.
+        # Results of other world sizes stay, since they stay on ranks that take no part in this pass. Plain steps
+        # communicate, so later either all ranks of a world size must have its results, or none.
         for known in [known for known in _RIGHT if known[1] == case.world_size and known[0] != asked]:
             del _RIGHT[known]
         _RIGHT[what] = start, end
@@ -242,8 +244,8 @@ def _take_steps(
 class TorchMuon(torch.optim.Optimizer):
     """torch's Muon for the param groups with `use_muon`, and torch's AdamW, on a GPU the fused one, for the others.
 
-    Matrices that are DTensors, as under FSDP2, torch's Muon orthogonalizes by products of DTensors, which gather what
-    they need. State dicts are not loaded into it.
+    Matrices may be DTensors, as under FSDP2: torch's Muon then multiplies DTensors, which gather what they need. Do
+    not load a state dict into it: that would not reach the two optimizers that step.
     """
 
     def __init__(self, params: Any, adjust_lr_fn: str, betas: tuple[float, float], eps: float = 1e-8, **of_both: float):
@@ -275,7 +277,7 @@ def _optimizer(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype) 
 
 
 def _average(params: Iterable[torch.Tensor], world_size: int, narrow: Narrow) -> None:
-    """Makes each gradient the mean over ranks. Gradients are sent in the dtype of `narrow` if it is a `comm_dtype`."""
+    """Makes each gradient the mean over ranks; if `narrow` has the option `comm_dtype`, it is sent in that dtype."""
     for p in params if world_size > 1 else ():
         sent = p.grad.to(narrow[1] if narrow and narrow[0] == "comm_dtype" else p.dtype).contiguous()
         torch.distributed.all_reduce(sent, group=subgroup(world_size))

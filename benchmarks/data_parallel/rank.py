@@ -1,4 +1,4 @@
-"""One rank of a data-parallel training, ready to be timed, inspected and compared. Runs on the ranks.
+"""One rank's part of a data-parallel training, which is timed, inspected and compared. Runs on the ranks.
 
 `bench_data_parallel.py` asks the ranks for `inspect` (an `Inspection`) and `take_pass` (a `Taken`); `bench_steps.py`
 subclasses `Rig`. A new measurement is an attribute of one of these two results, set in the function that returns it.
@@ -147,9 +147,10 @@ class Rig:
 
     @property
     def can_stay_local(self) -> bool:
-        """True if a step without synchronization is in all else like a step.
+        """True if a step without synchronization differs from a step in nothing else.
 
-        It is not if ranks have or step only parts of the model, or if it needs a CUDA graph of its own.
+        It differs if ranks hold or update only parts of the model. False also for a case that replays a CUDA graph: the
+        step without synchronization would need a graph of its own.
         """
         is_divided = self.case.traits.zero_stage or self.case.sharded_optimizer
         return self.strategy.can_stay_local and not is_divided and not self.case.replayed

@@ -1,7 +1,9 @@
-"""The report on training steps of large models: speed, memory, where time goes, and losses.
+"""The layout of the report on training steps of large models: speed, memory, where time goes, and losses.
 
-`bench_steps.py` declares STEPS as its `layout`, and result files carry it. "prepare" are steps for all cases.
-`benchmarks/layouts.py` has the legend of steps, `word` and the signs in lists of fields.
+`bench_steps.py` declares STEPS as its `layout`; result files carry it, and `lmsys report` draws it. It is plain data: a
+table or plot is changed or added in its "lead" and "more". `lmsys/reports/layout.py` explains these keys and "prepare",
+and `benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "model?". A *step* of a layout
+is a list that begins with a name, such as ["only", "time_s"]; it has nothing to do with training steps.
 """
 
 from benchmarks.layouts import COMPILED, KEPT, WORDS, Layout
@@ -10,16 +12,16 @@ from benchmarks.layouts import COMPILED, KEPT, WORDS, Layout
 STEP_KEYS = ["size", "context", "strategy", "model?", "optimizer?", "checkpoint?", "residual?", "compile?"]
 STEPS: Layout = {
     "place": 80,  # the page has the benchmarks in the order of these numbers
-    "words": WORDS,  # by field the words for its values
+    "words": WORDS,  # {field: {value: the word that the page shows for it}}
     "prepare": [
-        # Ends captions. The argument is an expression: the text in it has quotes of its own.
+        # Adds a text to the end of captions. The argument is an expression, so the text in it has quotes of its own.
         ["said_also", '"each row had the GPUs to itself, one after another"'],
-        # Older files lack these axes, and their cases get the value that is named here. [] puts no other value next to
-        # "ours"; False makes captions tell the model even where all cases have "ours".
+        # Older files lack these axes, and their cases get the value that is named here. [] would list the values that
+        # follow "ours" in reading order. False: captions tell the model even where all cases have "ours".
         *KEPT,
         ["defaulted", "model", "ours", [], False],
         ["defaulted", "optimizer", "adamw"],
-        # Refuses cases in which a field of the first list is no number, or one of the second no text.
+        # Refuses cases in which a field of the first list is not a number, or a field of the second is not a text.
         [
             "checked",
             ["context", "batch", "world_size", "steps"],
@@ -124,7 +126,8 @@ STEPS: Layout = {
                             # Splits cases by the fields in braces: texts for file names, and for headings.
                             ["cut", "steps-{section}-{size}-S{context}", "{size}, context {context}"],
                             ["only", "time_s"],
-                            # In place of each case one for each number of its list `losses`, at (`step`, `loss`).
+                            # Replaces each case by one for each number of its list `losses`. The number goes into the
+                            # field `loss`, and its place in the list, from 1 on, into `step`.
                             ["points", "step", "loss", "losses"],
                             [
                                 "fields",

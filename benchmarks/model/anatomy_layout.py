@@ -1,12 +1,14 @@
-"""The report on a model's anatomy: where time goes, by kernel and part of the model; where memory goes, by phase.
+"""The layout of the report on a model's anatomy: where time goes, by kernel and part; where memory goes, by phase.
 
-`bench_anatomy.py` declares ANATOMY as its `layout`, and result files carry it. TIME_GOES and MEMORY_GOES are the blocks
-of the two chapters. `lmsys/reports/layout.py` explains the keys of layouts and blocks ("place", "of", "lead", "more"),
-and `benchmarks/layouts.py` the steps, `word` and the signs in lists of fields. An item of "lead" or "more" is a step
-that draws, or a list of steps of which the last one draws.
+`bench_anatomy.py` declares ANATOMY as its `layout`; result files carry it, and `lmsys report` draws it. It is plain
+data: a table or plot is changed or added in TIME_GOES or MEMORY_GOES, the blocks of the two chapters.
+`lmsys/reports/layout.py` explains the keys of layouts and blocks ("place", "of", "lead", "more"), and
+`benchmarks/layouts.py` the steps, `word` and the signs in lists of fields. An item of "lead" or "more" is a step that
+draws, or a list of steps of which the last one draws.
 
-The step ["unfolded", field, fields] reads a list in the record of each case, such as `parts`, and puts a case for each
-entry of the list in place of the case. It also declares the entries' fields.
+The step ["unfolded", field, fields] reads a list in the record of each case, such as `parts`, and replaces the case by
+one case for each entry of the list. It also declares the entries' fields. A declared field is a metric, unless it has
+"role": "detail": then "*" in a list of fields leaves it out, and it is there for other steps.
 
 The arguments of "listing" are, in this order: the fields of the first columns, those of the other columns, `word`, the
 title, the text about the table, and the fields of its data (the argument `data` of "pivot").
@@ -23,16 +25,19 @@ PART_FIELDS = [  # fields of the entries of a record's list `parts`
     {"name": "total_s", "unit": "s", "label": "time", "shown": "ms"},
     {"name": "backward_s", "unit": "s", "label": "backward", "shown": "ms"},
 ]
-# Kinds of kernels, as `lmsys.measure.profile.KINDS`: records have a field `{kind}_share` for each.
+# Kinds of kernels: records have a field `{kind}_share` for each. This is a copy of `lmsys.measure.profile.KINDS`, so a
+# new kind goes into both.
 KINDS = ["matmul", "attention", "elementwise", "reduction", "copy", "communication", "other"]
 # What memory holds: records have the fields `{name}_bytes` and `predicted_{name}_bytes` for each.
 MEASURED = ["parameters", "gradients", "optimizer", "activations"]
-# A template of an expression, for `format` with a name of MEASURED and the bytes of a GiB: "3.1 / 3.0 (-3.2 %)".
+# A template: `format` with a name of MEASURED and the bytes of a GiB makes an expression of it, whose value is a text
+# such as "3.1 / 3.0 (-3.2 %)".
 DEVIATION = (
     'f"{{number({0}_bytes / {1})}} / {{number(predicted_{0}_bytes / {1})}} '
     '({{100 * (predicted_{0}_bytes / {0}_bytes - 1):+.1f}} %)"'
 )
-# Two steps that split cases by the fields in braces: texts for file names, and for headings.
+# Two steps that split cases by the fields in braces. The first text of "cut" goes into the names of files, the second
+# begins headings.
 OF_A_CASE = ["cut", "{mode}-{compile}-{impl}", "{mode}, {compile}, {impl}"]
 OF_A_SETTING = [
     "cut",
@@ -43,6 +48,9 @@ OF_A_SETTING = [
 
 def parts_of(mode: str, word: str) -> list[Any]:
     """Steps that draw the table of the parts of a model in one kind of call.
+
+    It has a line for each part, in the order of PARTS, and a column for each value of `variant`. ANATOMY, below, adds
+    this field: it says how blocks are compiled, and names the row.
 
     mode  the kind of call, "step" or "forward"
     word  the name of such a call in the table's title, such as "inference"
@@ -158,7 +166,8 @@ TIME_GOES = [  # the blocks of the chapter on time
             ],
             [
                 ["only", "kernel_s"],
-                # In place of each case one for each kind of kernel: its word in `kind`, its share in `share`.
+                # Replaces each case by one for each kind of kernel: its word goes into the field `kind`, its share into
+                # `share`.
                 ["melted", "kind", "share", {f"{kind}_share": kind for kind in KINDS}],
                 ["only", "share"],
                 ["joined", "mode_text", ["mode"]],  # adds `mode_text`: the word for the mode
@@ -214,7 +223,8 @@ MEMORY_GOES = [  # the blocks of the chapter on memory
     {
         "lead": [
             [
-                # Makes the memory held before a call the first phase. Cases without a profile get phases without peaks.
+                # Adds a first phase, whose peak is the memory held before the call. Cases that were not profiled get
+                # phases without peaks.
                 ["with_held"],
                 ["joined", "mode_text", ["mode"]],
                 [
@@ -295,6 +305,8 @@ MEMORY_GOES = [  # the blocks of the chapter on memory
                         {"name": "at_peak", "label": "at the peak"},
                     ],
                 ],
+                # `lmsys.measure.memory.allocator_events` finds the line of an allocation: the innermost line of the
+                # Python stack that is not in torch's code.
                 [
                     "listing",
                     ["where", "function"],
@@ -310,24 +322,28 @@ MEMORY_GOES = [  # the blocks of the chapter on memory
         ],
     },
 ]
-PARTS = (  # names of parts in the order of a step, for "read_as" below: tables list them in this order
+# The names of parts in the order of a step, for "read_as" below: tables list them in this order. "forward", "backward"
+# and "optimizer" make up a step. Those from "norms" to "head and loss" are inside of "forward"; of these, "scores",
+# "softmax" and "values" are inside of "attention".
+PARTS = (
     "forward,norms,projections,rotation,attention,scores,softmax,values,feed-forward,head and loss,backward,optimizer"
 ).split(",")
 ANATOMY: Layout = {
     "place": 40,
     "words": WORDS,
     "prepare": [
-        # Refuses cases in which a field of the first list is no number, or one of the second no text.
+        # Refuses cases in which a field of the first list is not a number, or a field of the second is not a text.
         [
             "checked",
             ["batch", "context", "d_model", "num_layers", "num_heads"],
             ["size", "precision", "mode", "compile"],
         ],
+        # "read_as" sets the words for a field's values, and the order in which tables list them.
         ["read_as", "mode", [["forward", "inference"], ["step", "step"]]],
         # Captions leave these axes out: `size` stands for them.
         ["quiet", "d_model", "num_layers", "num_heads", "d_ff", "num_parameters"],
         ["joined", "impl_text", ["impl"]],  # adds `impl_text`: the word for the row
-        ["labelled", {"impl": "attention", "mode": "call"}],
+        ["labelled", {"impl": "attention", "mode": "call"}],  # new labels of two fields: the heads of their columns
         ["read_as", "name", [[name, name] for name in PARTS]],
         ["fields", [{"name": "variant", "role": "detail", "of": 'f"{compile}, {impl_text}"'}]],
         ["ordered", "size", "context", "batch", LIMIT, "precision", "mode", "compile", "impl"],

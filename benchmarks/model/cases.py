@@ -60,12 +60,12 @@ FIELDS = fields.columns(
 
 @dataclass(frozen=True)
 class ModelTest(models.ModelCase):
-    """One thing (`mode`) that is done with a model of some size by one row.
+    """One kind of call (`mode`) of a model of some size, by one row.
 
     mode     forward, which is an inference; train_forward; backward; optimizer, which is an update alone; or step
     compile  as in `ModelCase`: eager, compiled, graphed or fused; the last two replay forward and backward as one CUDA
              graph
-    warmup   when given: so many untimed steps before ten timed ones, in a process of its own
+    warmup   None, or a number: so many untimed steps come before ten timed ones, in a process of its own
     """
 
     mode: str
@@ -135,8 +135,9 @@ class ModelTest(models.ModelCase):
 def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> torch.nn.Module:
     """The row's model with the weights of `base`.
 
-    shared  a peer's model has the very parameters of `base`, whose rows may not be in its order: it may then be another
-            function, of the same operations. If not shared, it is the same function
+    shared  only for a peer, somebody else's whole model. True: it has the very parameters of `base`, which saves
+            memory. Their rows may be in another order than the peer expects, so it may compute another function, by
+            the same operations. False: such rows are copied into its order, and it computes the same function
     """
     if not case.peer:
         changes = {**case.runtime, "attention": case.attention.name}
@@ -149,7 +150,7 @@ def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> torch.nn.Mod
 
 
 MAX_CONTEXT = 2048  # tokens of a sequence of the gate, at most
-LOGITS, GRADIENT = "logits", "gradient of"  # an output; what begins the names of gradients among outputs
+LOGITS, GRADIENT = "logits", "gradient of"  # name of an output; beginning of the names of outputs that are gradients
 
 
 class Gate:
@@ -177,7 +178,7 @@ class Gate:
         self.data.tokens[0, 1 : len(kinds) + 1] = kinds.to(self.data.tokens)[: self.data.tokens.shape[1] - 1]
 
     def check(self, candidates: Sequence[Candidate]) -> None:
-        """Judges each candidate that is "ok", in its `call`, the row's model.
+        """Judges each candidate whose outcome is "ok". Its `call` is the row's model.
 
         Halves the batch as often as the memory is too small for the gate's own reference.
         """
@@ -187,11 +188,14 @@ class Gate:
             except (torch.OutOfMemoryError, MemoryError):
                 if len(self.data.tokens) == 1:
                     raise
-            release_memory()  # only here is the traceback gone, which held the reference's tensors
+            release_memory()  # only here, behind `except`, is the traceback gone, which held the reference's tensors
             self._draw(len(self.data.tokens) // 2)
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
-        """Compares outputs: inferences with one reference, trainings with another, by the residual stream."""
+        """Compares outputs with a reference and a budget for each group of rows.
+
+        A group is the inferences, or the trainings, with one residual stream, wide or narrow.
+        """
         groups = fields.grouped(((row.case.grad, row.case.residual), row) for row in candidates)
         for (grad, residual), rows in groups.items():
             reference = self.outputs(
@@ -240,8 +244,10 @@ class Gate:
     def gradient_error(
         self, results: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
     ) -> float | None:
-        """The error of the ordinary rows of all gradients as one vector, as a share of its length; None where it is no
-        number."""
+        """The error of all gradients as one vector, over the vector's length; None if it is NaN or inf.
+
+        Extreme rows of matrices, those whose `group` is not 0, are left out.
+        """
         off = size = 0.0
         for name, x in reference.items():
             if name.startswith(GRADIENT):

@@ -1,8 +1,9 @@
-"""The report on whole models: times, rates and memory by size and context, beside somebody else's model.
+"""The layout of the report on whole models: times, rates and memory by size and context, beside a peer's.
 
-`bench_model.py` declares MODEL as its `layout`, and result files carry it. Lists that several parts of MODEL use have
-names here. `benchmarks/layouts.py` has the legend of steps, `word` and the signs in lists of fields. These steps draw
-here alone:
+A *peer* is somebody else's model. `bench_model.py` declares MODEL as its `layout`; result files carry it, and a report
+draws it (`lmsys report`). It is plain data: a table or plot is changed or added in its "lead" and "more", or in the
+lists above MODEL, which several of its parts use. `lmsys/reports/layout.py` explains these keys, and
+`benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "peak_bytes!". More steps draw here:
 
     ["by_size", metrics, drawn]                         a table of each metric by size and context, and plots of `drawn`
     ["times_by_size"]                                   such tables of times and speedups
@@ -10,7 +11,8 @@ here alone:
     ["best", of, mode, by, keys, metrics, title]        a table of the case with the most of `of` for each value of `by`
                                                         (cases with the last value of the field `mode` alone)
     ["means", lines, columns, word, title]              a table of geometric means of speedups
-    ["each", item, ...], ["either", item, ...]          all of these tables and plots; the first item that draws any
+    ["each", item, ...]                                 the tables and plots of all items
+    ["either", item, ...]                               those of the first item that draws any
 """
 
 from benchmarks.layouts import KEPT, WORDS, Layout
@@ -23,7 +25,7 @@ MODEL_SHAPE = ["d_model", "d_ff", "num_layers", "num_heads", "num_parameters"]
 OF_A_STEP = ["tokens_per_s", "mfu", "total_bytes", "peak_bytes"]  # metrics that the page shows first
 DRAWN = ["mfu", "matmul_ceiling_fraction", "total_bytes"]  # metrics that are drawn against context
 IN_ALL = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
-# A table of our cases beside somebody else's model, which is run in the fastest way; none without such a model.
+# Steps for a table of our cases beside a peer's model, which is run in the fastest way; no table without such a model.
 BESIDE = [
     # Keeps our cases, each with `speedup`, `beside` (the other model's case in the fastest of these ways), `peers` (its
     # name), `theirs`, `their_label` and `their_about`.
@@ -81,7 +83,7 @@ BESIDE = [
     ],
 ]
 ALL_CASES = ["all", "All cases that the models have"]  # the arguments `word` and `title` of "listing"
-# A table with a line for each case.
+# Steps for a table with a line for each case.
 LISTED = [
     ["only", 'outcome != "unsupported"'],
     ["ordered", "size", "batch"],
@@ -96,7 +98,8 @@ LISTED = [
         ["listing", ["size", "batch", "impl"], ["time_s", "*"], *ALL_CASES],
     ],
 ]
-# A table of memory as measured and as predicted. In the section "fits" it also tells which cases were predicted to fit.
+# A step: a table of memory as measured and as predicted. In the section "fits" it also tells which cases were predicted
+# to fit.
 PREDICTED_MEMORY = [
     "predicted",
     "total_bytes",
@@ -112,7 +115,8 @@ PART = [
     ["cut", "model-{section}[-V{vocab_size}]", "[vocabulary {vocab_size}]"],
     ["one_shape", "one_shape", ["size", "context", "batch"], ["checkpoint", "residual"]],
 ]
-# An expression: true for cases that have one table together, as a table of each way would have one line.
+# An expression: true for cases that are drawn in one table. With a table for each way to run a model, each table would
+# have one line.
 TOGETHER = '(section == "peers" or one_shape)'
 MODEL: Layout = {
     "place": 20,
@@ -138,7 +142,7 @@ MODEL: Layout = {
     },
     "prepare": [
         *KEPT,
-        # Refuses cases in which a field of the first list is no number, or one of the second no text.
+        # Refuses cases in which a field of the first list is not a number, or a field of the second is not a text.
         ["checked", ["batch", "context", "vocab_size"], ["section", "size", *WAYS, "mode"]],
         ["quiet", *MODEL_SHAPE],  # captions leave these axes out: `size` stands for them
         [

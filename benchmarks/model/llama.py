@@ -1,8 +1,9 @@
 """Hugging Face's Llama at our dimensions: the model that a user would otherwise train, as a row beside ours.
 
 The table `benchmarks.models.MODEL_ROWS` names `Llama` and `LlamaTuned`, and `benchmarks.data_parallel.cases.MODELS`
-names `ShardedLlama`. Beside methods of our `TransformerLM` they have `take_weights`, `as_ours` and `meant`, by which
-benchmarks give them our weights, and compare them with our model.
+names `ShardedLlama`. They have the methods of our `TransformerLM` that benchmarks call. They also have `take_weights`,
+`as_ours` and `meant`, by which benchmarks give them our weights, and compare them with our model. A setting of Llama is
+changed in `Llama.__init__`.
 
 `ShardedLlama` is trained as large models are with torch alone: layer by layer compiled, sharded and checkpointed. The
 recipe is torchtitan's (Liang et al. 2024, arXiv 2410.06511, section 2): torch's selective checkpointing, by operator,
@@ -85,19 +86,22 @@ class Llama(nn.Module):
         return self.wrapped(input_ids=tokens).logits
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: None = None) -> Tensor:
-        """Its own loss, without packed documents: a strategy's wrapper passes the argument on, as None."""
+        """The mean loss, by the model's own function. `documents` is always None: a strategy's wrapper passes it on."""
         return self.loss_and_logits(tokens, targets)[0]
 
     def loss_and_logits(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(its own mean loss, the logits); the targets are shifted already."""
+        """(the mean loss, by the model's own function; the logits). The targets are shifted already."""
         output = self.wrapped(input_ids=tokens, labels=targets, shift_labels=targets)
         return output.loss, output.logits
 
     def take_weights(self, ours: nn.Module, shared: bool = False) -> "Llama":
-        """Takes a TransformerLM's weights; query and key rows are reordered for Llama's rotation of (i, i + D / 2).
+        """Takes the weights of `ours`, a TransformerLM, and returns this model.
 
-        shared: the very parameters of `ours`, so that a second model needs no memory for weights and gradients. Their
-        rows keep the order for a rotation of (2i, 2i + 1): Llama is then another function, of the same operations.
+        Rotary embeddings rotate pairs of channels: Llama the pair (i, i + D / 2), our model (2i, 2i + 1), where D is
+        the size of a head. So the rows of query and key matrices are reordered, and both compute the same function.
+
+        shared  True: takes the very parameters of `ours`, so that a second model needs no memory for weights and
+                gradients. Their rows keep their order, so Llama computes another function, by the same operations
         """
         weights = {_theirs(name): weight for name, weight in ours.state_dict(keep_vars=shared).items()}
         if not shared:
@@ -109,33 +113,38 @@ class Llama(nn.Module):
         return self
 
     def as_ours(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of its parameters, by their names, as gradients of ours: the mapping of weights undone."""
+        """Turns gradients, by Llama's names of parameters, into gradients by ours, with rows in our order."""
         return {self.names[name.removeprefix("wrapped.")]: self.meant(name, x) for name, x in gradients.items()}
 
     def meant(self, name: str, weight: Tensor) -> Tensor:
-        """A weight, or its gradient, as it is in the model of ours that computes the same function.
+        """A weight, or its gradient, with its rows in the order of our model that computes the same function.
+
+        name  Llama's name of the parameter, or ours
 
         `rig.py` passes this function to `spots.Reference`.
         """
         return self._reordered(name, weight, (-1, 2, self.head_dim // 2))
 
     def _reordered(self, name: str, x: Tensor, rows: tuple[int, int, int]) -> Tensor:
-        """Query and key matrices with the last two of their rows' axes exchanged; others as they are."""
+        """A query or key matrix with its rows in another order; other weights as they are.
+
+        rows  the shape (heads, a, b) into which the axis of rows is split; a and b are then exchanged
+        """
         return x.unflatten(0, rows).transpose(1, 2).flatten(0, 2) if "q_proj" in name or "k_proj" in name else x
 
 
 class LlamaTuned(Llama):
     """Llama as an expert runs it: no mask is made, and SDPA is told `is_causal`, so that it takes its fast kernels.
 
-    Torch chooses among these kernels: on Hopper cuDNN's. No order is set by `sdpa_kernel(set_priority=True)`, which at
-    its end does not restore the preference that torch works out at the first call.
+    Torch chooses among these kernels; on Hopper it takes cuDNN's. No order is set here by the context
+    `sdpa_kernel(set_priority=True)`: when it ends, it does not restore the order that torch found at the first call.
     """
 
     attention = CAUSAL
 
 
 def _theirs(name: str) -> str:
-    """Llama's name of a parameter of ours."""
+    """Llama's name of a parameter, from our name of it, such as "layers.0.attn.q_proj.weight"."""
     layer, _, part = name.removesuffix(".weight").partition(".")[2].partition(".")
     return f"{NAMES.get(name.removesuffix('.weight')) or f'model.layers.{layer}.{NAMES[part]}'}.weight"
 
@@ -147,13 +156,14 @@ KEPT_ATTENTION = {
     ATEN._scaled_dot_product_flash_attention.default,
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
 }
-KEPT_MATMULS = {"matmuls": 6, "attention": 4, "whole": 0}  # how many of a layer's, in order: q, k, v, o, gate, up, down
+# By level: how many results of a layer's matmuls are kept for the backward, the first of q, k, v, o, gate, up, down.
+KEPT_MATMULS = {"matmuls": 6, "attention": 4, "whole": 0}
 
 
 class ShardedLlama(Llama):
-    """A Llama whose layers run again as its config's `checkpoint_blocks` says, and are compiled one by one.
+    """A Llama whose layers are compiled one by one, and are run again in the backward as `checkpoint_blocks` says.
 
-    As its masks are made outside of what is compiled, SDPA is told `is_causal`, and takes its fast kernels.
+    Masks are made outside of what is compiled, so SDPA is told `is_causal`, and takes its fast kernels.
     """
 
     def __init__(self, config: ModelConfig, device: Any = None):
@@ -175,8 +185,8 @@ class ShardedLlama(Llama):
 
 
 def _contexts(level: str) -> tuple[Any, Any]:
-    """Contexts of a layer as it runs, and as it runs again, that ask a policy about each operator."""
-    matmuls = {False: 0, True: 0}  # how many the layer has done: False as it ran, True as it ran again
+    """Two contexts, for a layer's forward and for its recomputation, that ask a policy about each operator."""
+    matmuls = {False: 0, True: 0}  # how many the layer has done: False in the forward, True in the recomputation
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         kept = level != "whole" and operator in KEPT_ATTENTION

@@ -1,7 +1,10 @@
-"""The language models of a group of cases on their device, as they are timed in every mode, and checks of updates.
+"""The language models of a group of cases on their device, the calls of them that are timed, and checks of updates.
 
 `bench_model.py` and `bench_anatomy.py` make a `Rig` for each group. `Rig.step_of` returns the call that is timed, by
-the case's mode. `benchmarks.model.spots` checks outputs and gradients of timed calls.
+the case's mode. `benchmarks.model.spots` checks outputs and gradients of timed calls. A new mode is an entry in
+`Rig._timed` and in MODES of `benchmarks/axes.py`; if it has outputs, or updates weights, `spots.OUTPUTS` or
+`spots.UPDATES` names it. A *row* of the benchmark is an attention row in our model, or a peer, somebody else's whole
+model.
 
 Timed updates of weights are checked by AdamW's formula (`Update`), also where gradients are zero, tiny and huge. Such
 gradients are planted in rows of one matrix (`lmsys.extremes.model`). Every row of the matrix is judged alone, in units
@@ -35,13 +38,14 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 class Update:
     """Some rows of a matrix with their moments, before an update by AdamW and, once `done` is called, after it.
 
-    The draw chooses the matrix and the rows, as the key of the call that updates them is not drawn yet.
+    The draw, the seed of the call's inputs, chooses the matrix and the rows: the key, which chooses all other parts of
+    a call that are judged, is known only after the call.
 
     name, parameter, rows  the parameter, and the numbers of its rows that are judged
     old, new  weights and moments of these rows, before and after the update
     planted   values of the extreme gradients in the first of these rows; () for none
-    replaced  the gradients whose place these have taken
-    gradient  the gradient of the rows that the update has used
+    replaced  the gradients that stood in those rows before, without the loss scale
+    gradient  the gradient of all rows that are judged, as the update has used it
     count     the optimizer's number of the step
     group     the optimizer's settings of the step
     """
@@ -119,8 +123,8 @@ def _state(
     return {"weights": weights} | {m: state[m][rows] if m in state else torch.zeros_like(weights) for m in MOMENTS}
 
 
-# So small that all timed steps together move weights too little to show in a float32 gradient. So the result of any
-# timed call can be judged later, by the weights as they are then.
+# With this rate all timed steps together move weights too little to show in a float32 gradient. So the result of any
+# timed call can be judged later, with the weights as they are then.
 LEARNING_RATE = 1e-12
 COLD_ROUNDS = 10  # timed steps of the warm-up study
 
@@ -203,8 +207,10 @@ class Rig:
         self.scaler.update()
 
     def step_of(self, case: cases.ModelTest) -> Step:
-        """The call that is timed, on newly drawn tokens. A backward's forward, and the gradients of an update, are
-        computed untimed just before."""
+        """The call that is timed, on newly drawn tokens.
+
+        The forward of a backward, and the gradients of an update alone, are computed just before, untimed.
+        """
         return replace(
             self._timed(case),
             redraw=partial(self._redraw, case),
@@ -308,15 +314,19 @@ class Rig:
                     testing.norm_rms(p.grad - x) / testing.norm_rms(x)
                     for p, x in zip(self.base.parameters(), launched, strict=True)
                 )
-                if not worst <= 4 * torch.finfo(torch.bfloat16).eps:  # additions have no fixed order
+                # Not 0: the order of additions is not fixed, so the two may round differently.
+                if not worst <= 4 * torch.finfo(torch.bfloat16).eps:
                     raise Failed("wrong", f"a gradient of the graph is off by {worst:.2g} of its size")
             return seconds
         finally:
             self.clear()
 
     def memory_of(self, case: cases.ModelTest) -> Record:
-        """Fields of the record: bytes of weights, gradients and optimizer state before the timed call, and the call's
-        peak above all that was live."""
+        """Fields of the record about memory, in bytes.
+
+        held_bytes  weights, gradients and optimizer state before the timed call
+        peak_bytes  the call's peak above all that was live before it
+        """
         self.optimizers.clear()  # other rows' moments are not this row's: its optimizer is made again
         step = self.step_of(case)
         step.run(step.prepare())

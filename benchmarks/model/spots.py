@@ -1,19 +1,26 @@
-"""Timed calls of whole models, checked in parts that no row can know beforehand; such a part is a *spot*.
+"""Checks the results of timed calls of whole models, in a few random parts that the tested row cannot foresee.
 
-`model/rig.py` copies spots after a timed call (`Spots.outputs`, `Spots.gradients`), and judges them later
-(`Spots.judge`). By mode of the case, a spot holds:
+Such a part is a *spot*. A *row* is an implementation that the benchmark compares: one of attention in our model, or a
+peer, which is somebody else's whole model. `benchmarks/model/rig.py` makes a `Spots` for each group of cases. Right
+after a timed call it copies a spot (`Spots.outputs`, `Spots.gradients`), which a random key selects; after the timed
+window it judges the copy (`Spots.judge`). The mode of the case decides what a spot holds:
 
-    forward        logits of some tokens of one sequence
-    train_forward  hidden states of such tokens, and the loss, which is held to that of all hidden states; of a peer:
-                   logits of such tokens, and its own loss, which must be finite
-    backward       gradients: the embeddings of such tokens, through all blocks; where the batch is not too much work
-                   for a reference, rows of the matrices of one block and of the head, to which all sequences add
-    optimizer      these gradients, and what the update has made of rows of a matrix and its moments; in some of them
-                   rig.py replaces the gradient that the backward has made by an extreme one
-    step           these gradients, and what the update has made of such rows with the backward's own gradients
+    forward        the logits of some tokens of one sequence
+    train_forward  the hidden states of such tokens, and the loss, which is compared with the loss that the reference
+                   computes from all hidden states of the row; of a peer: the logits of such tokens, and its own loss,
+                   which must be finite
+    backward       the gradients of the embeddings of such tokens, which pass through all blocks. If the batch is small
+                   enough (MOST_WORK), also the gradients of some rows of the matrices of one block and of the head;
+                   their reference must run all sequences, as each adds to them
+    optimizer      these gradients, and rows of one matrix with their moments, before and after the update; for some of
+                   these rows `rig.py` has replaced the gradient by an extreme one before the update
+    step           these gradients, and such rows before and after an update with the gradients of the backward
 
-Half of the tokens are drawn log-uniformly: most are among the first, where attention's share in the result is largest.
-The embedding of a token that only one sequence holds has its gradient from that sequence alone: no other is run for it.
+A new mode, or a new part of a mode, needs a change in `Spots.outputs` or `Spots.gradients`, and in `Spots.judge`.
+
+Half of the tokens are drawn log-uniformly by position: most of them are among the first of the sequence, where
+attention's share in the result is largest. If only one sequence holds a token, the gradient of its embedding comes from
+that sequence alone, so the reference need not run the others.
 """
 
 import random
@@ -38,11 +45,14 @@ EMBEDDINGS, HEAD = "token_embeddings.weight", "lm_head.weight"
 
 
 class Reference:
-    """The function of `base` with its weights as they are now: exact, or in the precision that is tested.
+    """Computes outputs and gradients of the model `base` with naive attention and its current weights.
+
+    `Spots.judge` makes two: the result of the exact one is right, and the error of the other, which computes as plain
+    PyTorch does in the tested precision, makes the budget.
 
     exact   True: compute in float32, or in float64 where fp32 is tested
     meant   (name, weight) -> the weight with which our model computes what the tested model computes with `weight`
-    narrow  True: the residual stream is rounded to the dtype that matmuls read, unless `exact`
+    narrow  True: round the residual stream to the dtype that matmuls read, unless `exact`
     """
 
     def __init__(
@@ -58,18 +68,21 @@ class Reference:
         self.device, self.parameters = base.lm_head.weight.device.type, dict(base.named_parameters())
         self.precision = "fp32" if exact else precision
         self.dtype = torch.float64 if exact and precision == "fp32" else torch.float32
-        self.leaves: dict[str, Tensor] = {}  # weights whose gradients are asked for
+        self.leaves: dict[str, Tensor] = {}  # by name: the weights of which `gradients` computes the gradients
 
     @torch.no_grad()
     def outputs(self, tokens: Tensor, positions: Sequence[int]) -> "Parts":
-        """Hidden states (P, M) and logits (P, V) of a sequence (S) at P positions, cut off after the last of them."""
+        """Hidden states (P, M) and logits (P, V) at P positions of a sequence `tokens` (S).
+
+        The model is causal, so tokens after the last position are not run.
+        """
         with self._arithmetic():
             hidden = self._hidden(self._embedded(tokens[: max(positions) + 1]))[positions]
             return {STATES: hidden, LOGITS: self._logits(hidden)}
 
     @torch.no_grad()
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each token (B S), from hidden states (B, S, M) that somebody else has made."""
+        """The loss of each token, (B · S,), from the hidden states (B, S, M) of the tested row and targets (B, S)."""
         with self._arithmetic():
             logits = (self._logits(states.to(self.dtype) if self.exact else states) for states in hidden)
             return torch.cat(
@@ -80,7 +93,13 @@ class Reference:
             )
 
     def gradients(self, data: Batch, sequences: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
-        """{name: what these sequences add to its gradient of the mean loss}, for the embeddings and for `names`."""
+        """{name: gradient} of the embeddings and of `names`, with the contributions of these sequences alone.
+
+        The loss is the mean over all tokens of the batch.
+
+        sequences  numbers of sequences of the batch
+        names      names of parameters of `base`
+        """
         scale = LOSS_SCALE if self.precision == "fp16" else 1.0
         self.leaves = {name: self._weight(name).requires_grad_() for name in names}
         total = {name: torch.zeros_like(self._weight(name)) for name in (EMBEDDINGS, *names)}
@@ -98,16 +117,19 @@ class Reference:
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """A context that computes exactly, with full float32 matmuls, or in the precision that is tested."""
+        """A context with the matmuls and the autocast that `exact` and the tested precision ask for."""
         with matmuls("fp32") if self.exact else nullcontext(), autocast(self.precision, self.device):
             yield
 
     def _weight(self, name: str) -> Tensor:
-        """The parameter of `base` in the reference's dtype, without autograd's record."""
+        """The parameter of `base` in the reference's dtype, detached from autograd."""
         return self.parameters[name].detach().to(self.dtype)
 
     def _used(self, name: str) -> Tensor:
-        """The weight as `meant` gives it to our model. Gradients are those of the tested model's own weight."""
+        """The weight that our model computes with: `meant` of the tested model's weight.
+
+        `gradients` differentiates through `meant`, and so gets the gradient of the tested model's own weight.
+        """
         return self.meant(name, self.leaves[name] if name in self.leaves else self._weight(name))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -115,28 +137,33 @@ class Reference:
         return self.parameters[EMBEDDINGS].detach()[tokens].to(self.dtype)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """(S, M) -> (S, M), what the head reads."""
+        """The hidden states (S, M) that the head reads, from embeddings x (S, M).
+
+        Each block is checkpointed: the backward runs it again, so that one block's activations are held at once.
+        """
         x = x[None].to(self.stream or x.dtype)
         for index in range(len(self.base.layers)):
             x = checkpoint(self._block, index, x, use_reentrant=False, preserve_rng_state=False)
         return torch.func.functional_call(self.base.ln_final, {"weight": self._used("ln_final.weight")}, (x,))[0]
 
     def _block(self, index: int, x: Tensor) -> Tensor:
-        """One block of the model, x (1, S, M) -> (1, S, M)."""
+        """The output (1, S, M) of block `index` for x (1, S, M)."""
         layer = self.base.layers[index]
         weights = {name: self._used(f"layers.{index}.{name}") for name, _ in layer.named_parameters()}
         # The block's arguments: x, the attention, the rotary embedding, and positions.
         return torch.func.functional_call(layer, weights, (x, attend, self.base.rope, None))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """(P, M) -> (P, V), by the head."""
+        """The logits (P, V) of hidden states (P, M), by the head."""
         return linear.linear(hidden, self._used(HEAD))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Naive attention in blocks of query rows, each of which the backward computes again where there are several.
+    """Naive causal attention, (1, H, S, D), in blocks of query rows with at most BLOCK_SCORES scores or a single row.
 
-    `causal` is True: our model asks for nothing else.
+    If there are several blocks, the backward computes each again, so that the scores of one block are held at once.
+
+    causal  always True: our model asks for nothing else
     """
     length = q.shape[2]
     rows = max(1, BLOCK_SCORES[q.device.type] // (q.shape[1] * length))
@@ -153,18 +180,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     )
 
 
-NUM_TOKENS, NUM_ROWS = 64, 8  # of a spot: tokens of its sequence, and rows of each matrix; an update has as many rows
-MOST_WORK = {"cuda": 2**39, "cpu": 2**31}  # the most tokens x parameters of a batch that is run whole for its reference
+# A spot has at most NUM_TOKENS tokens of its sequence and NUM_ROWS rows of each matrix; `rig.Update` has NUM_ROWS rows.
+NUM_TOKENS, NUM_ROWS = 64, 8
+# The reference runs all sequences of a batch if (tokens of the batch) x (parameters) is at most this number: it bounds
+# the time of a check.
+MOST_WORK = {"cuda": 2**39, "cpu": 2**31}
 MATRICES = "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3"
 # Names of parts; the parts of gradients have the names of their parameters.
 LOGITS, STATES, ALL_STATES, LOSS, UPDATE = "logits", "hidden states", "all hidden states", "loss", "update"
 OUTPUTS, UPDATES = ("forward", "train_forward"), ("optimizer", "step")  # modes that have outputs, or an update
-Parts = dict[str, Tensor]  # {name of a part: its copy}
+Parts = dict[str, Tensor]  # {name of a part: its values}; for UPDATE the value is an `Update` of `rig.py`
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Tokens of one sequence, and by parameter rows of the matrices of one block and the head."""
+    """Positions of some tokens of one sequence, and numbers of some rows of the matrices of one block and of the head.
+
+    sequence   the number of the sequence in the batch
+    positions  positions of the tokens in the sequence, sorted
+    rows       {name of a parameter: numbers of its rows}
+    """
 
     sequence: int
     positions: list[int]
@@ -172,9 +207,10 @@ class Spot:
 
 
 class Spots:
-    """Copies and judges parts of timed calls, by the key of each.
+    """Copies and judges parts of timed calls; the random key of a call selects the parts.
 
-    whole  True: the batch is small enough to be run whole for its reference, so that gradients of matrices are judged
+    whole  True: the batch is small enough (MOST_WORK) for the reference to run all of it, so that gradients of matrices
+           are judged too
     """
 
     def __init__(self, base: TransformerLM, data: Batch, precision: str):
@@ -196,7 +232,12 @@ class Spots:
         return Spot(sequence, sorted(set(anywhere + early)), rows)
 
     def outputs(self, made: Parts, key: int | None) -> Parts | None:
-        """Copies of the parts of a forward's results that the key chooses; None without a key. See `check_plain`."""
+        """Copies of the parts of a forward's results that the key chooses; None without a key.
+
+        In both cases `check_plain` raises `Failed` if a result is not a plain tensor of the promised form.
+
+        made  all results of the call, by the names of their parts
+        """
         for name, x in made.items():
             plain.check_plain(name, x, self._like(name), (self.data.tokens, self.data.targets))
         if key is None:
@@ -210,14 +251,14 @@ class Spots:
         }
 
     def _like(self, name: str) -> Tensor:
-        """A tensor with the shape, dtype and device of an output, which takes no memory."""
+        """A tensor with the right shape, dtype and device of an output: one expanded element, which needs no memory."""
         config, tokens = self.base.config, self.data.tokens
         shapes = {LOSS: (), LOGITS: (*tokens.shape, config.vocab_size), STATES: (*tokens.shape, config.d_model)}
         dtype = torch.float32 if name == LOSS else AUTOCAST.get(self.precision, torch.float32)
         return torch.empty((), dtype=dtype, device=tokens.device).expand(shapes[name])
 
     def gradients(self, key: int, scale: float) -> Parts:
-        """Copies of the parts of the gradients that the key chooses, divided by `scale`, the factor of the loss."""
+        """Copies of the parts of the gradients that the key chooses, divided by the loss scale `scale`."""
         spot, gradients = self.spot(key), {}
         for name, rows in {EMBEDDINGS: self._ids(spot), **(spot.rows if self.whole else {})}.items():
             p = self.parameters[name]
@@ -226,7 +267,11 @@ class Spots:
         return gradients
 
     def judge(self, case: ModelTest, kept: Kept, meant: Callable[[str, Tensor], Tensor]) -> Mapping[str, float]:
-        """The error over its budget of each part; `meant` is that of `Reference`."""
+        """{name of a part: its error over its budget}; 1 or less is right, and inf means NaN or infinity in the part.
+
+        kept   the copies of a timed call, from `outputs` or `gradients`, and the key that selected them
+        meant  as in `Reference`
+        """
         parts, spot = dict(kept.result), self.spot(kept.key)
         update = parts.pop(UPDATE, None)
         if broken := [name for name, x in parts.items() if not x.isfinite().all()]:
@@ -262,23 +307,30 @@ class Spots:
         return self.data.tokens[spot.sequence, spot.positions]
 
     def _groups(self, name: str, spot: Spot) -> Tensor:
-        """The group of each row of a right result: 0 where neither its token nor the row itself is extreme."""
+        """The group of each row of the reference's result, for `ratio_by_group`.
+
+        Extreme inputs are written into some embeddings and weights (`lmsys.extremes.model`). A row of the result has
+        group 0 if neither its token's embedding nor the row of the weight is one of these.
+        """
         if name not in (LOGITS, STATES, EMBEDDINGS):
             return group_of(name, len(self.parameters[name]))
         group = group_of(EMBEDDINGS, self.base.config.vocab_size)[self._ids(spot).cpu()]
         return group[self._sequences(spot)[1]] if name == EMBEDDINGS else group
 
     def _right_gradients(self, reference: Reference, spot: Spot) -> Parts:
-        """Gradients of the embeddings of the spot's tokens, and of whole matrices: see `ratio_by_group`."""
+        """Gradients by the reference: of the embeddings of the spot's tokens, and of the spot's matrices if `whole`.
+
+        Matrices have all their rows, as `ratio_by_group` takes the budget of an extreme group from all of its rows.
+        """
         sequences, chosen = self._sequences(spot)
         right = reference.gradients(self.data, sequences, list(spot.rows) if self.whole else [])
         return right | {EMBEDDINGS: right[EMBEDDINGS][self._ids(spot)[chosen]]}
 
     def _sequences(self, spot: Spot) -> tuple[list[int], list[int]]:
-        """(numbers of the sequences to be run, places of the spot's tokens whose gradients these give whole).
+        """(numbers of the sequences to run, indices of the spot's tokens whose gradients these sequences complete).
 
-        If the batch is run whole, these are all sequences and all tokens. Else they are the sequences that hold the
-        token that fewest sequences hold, and the tokens that no other sequence holds.
+        If `whole`, these are all sequences and all tokens. Else the method takes the token of the spot that the fewest
+        sequences hold, runs the sequences that hold it, and keeps the tokens that no other sequence holds.
         """
         tokens, ids = self.data.tokens, self._ids(spot)
         if self.whole:

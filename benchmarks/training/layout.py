@@ -1,40 +1,43 @@
-"""The report on whole trainings, for each kernel of attention and strategy: speed, memory, loss curves.
+"""The report on whole trainings, for each attention row and data-parallel strategy: speed, memory, loss curves.
 
-`bench_training.py` declares TRAINING as its `layout`. `benchmarks/layouts.py` has the legend of steps and of the texts
-in them. A block has three keys: its steps "of" make a view of the cases; "lead" and "more" are tables and plots of that
-view, each a step, or a list of steps of which the last draws.
+This file is plain data. `bench_training.py` declares TRAINING as its `layout`, and `lmsys.reports.layout` draws it. Add
+a table or a plot to "lead", which the page shows first, or to "more". `benchmarks/layouts.py` is the legend of all
+steps and of the texts in them. A block has three keys: its steps "of" make a view of the cases; "lead" and "more" are
+tables and plots of that view, each a step, or a list of steps of which the last draws.
 
 The first arguments of the steps that are used here:
     checked               fields that must be numbers, fields that must be texts
-    cut                   a template for file names, a template for headings: one part for each combination of values
-    styled                the field whose values get colours and markers; the field that names the rows which have
-                          these, by default the same; the field whose values a legend shows in their place
+    cut                   a template for file names, a template for headings: the view is cut into one part for each
+                          combination of the values of the fields in braces
+    styled                the field whose values get colours and markers; the field whose table rows these styles belong
+                          to, by default the same field; the field whose values the legend shows instead
     ordered               fields by which cases are sorted
-    beside_baseline       the axis that the baseline is on, the axes on which cases agree; the baseline, if not
-                          that of the table
+    beside_baseline       the axis that the baseline is on, the axes on which compared cases agree; the baseline, if it
+                          is not the one that the axis's table marks
     pivot                 metrics, a table each; fields of the lines, field of the columns; more by keyword
     bars                  metrics, a plot each; field of the groups, field of the bars; the end of the file name
     lines                 metrics, a plot each; field of the x axis, field of the lines; the end of the file name
     points                fields that get a point's place and height; fields that hold the heights and the places
-    one_of_each           fields that together occur once; the field that should be greatest, else the first case stays
+    one_of_each           the fields of which each combination of values keeps one case; the field by which that case is
+                          the greatest, by default the first case is kept
     listing               fields of the first columns, metrics, the end of the file name, the title
 """
 
 from benchmarks.layouts import COMPILED, WORDS, Layout
 
-SAME = ["attention", "comparison"]  # axes on which a case agrees with the one that it is compared with
+SAME = ["attention", "comparison"]  # the fields in which a case equals the case that it is compared with
 TRAINING: Layout = {
-    "place": 100,  # the page has the benchmarks in the order of these numbers
+    "place": 100,  # the page has the benchmarks in ascending order of this number
     "words": WORDS,
     "prepare": [
-        # An expression, as the step wants one: the text in it has quotes of its own.
+        # The argument of this step is an expression, so the text has a second pair of quotes.
         ["said_also", '"one process (none) accumulates the batches of all ranks; cases run one after another"'],
         [
             "checked",
             ["context", "batch", "num_ranks", "train_tokens", "val_tokens", "epochs"],
             ["section", "size", "attention", "strategy", "row", "precision", "compile"],
         ],
-        # As a list: the step "quiet", and the axes that captions and tables leave out.
+        # `split` makes the list ["quiet", ...]: the name of the step, and the axes that captions and tables leave out.
         "quiet attention_label attention_peer strategy_peer global_batch world_size bucket_mb vocab_size".split(),
         ["fields", COMPILED],  # adds `way` and `how`: how blocks are compiled, in file names and in headings
         ["styled", "attention"],
@@ -98,14 +101,14 @@ TRAINING: Layout = {
                                     "role": "detail",
                                     "about": "Tokens/s of a rank over those of {base}",
                                     "shown": "%",
-                                    # One process takes the batches of all ranks, thus world_size times a rank's.
+                                    # The one process takes the batches of all ranks, world_size times those of a rank.
                                     "of": 'beside["time_s"] / time_s / world_size',
                                 },
                                 {
                                     "name": "ended",
                                     "label": "Loss",
                                     "role": "detail",
-                                    # An expression over a case's fields, in which texts have quotes of their own.
+                                    # An expression over the fields of a case; texts inside it have quotes of their own.
                                     "of": '("" if valid_loss is None else f"{valid_loss:.4f}")'
                                     ' + f" ({curve_difference:.1e})"',
                                 },
@@ -137,7 +140,7 @@ TRAINING: Layout = {
                                     }
                                 ],
                             ],
-                            # "data" are the fields of the table's CSV file.
+                            # "data" names fields that the table's CSV file holds.
                             ["pivot", ["cost"], ["attention"], "row", {"word": "cost", "data": ["weights"]}],
                         ],
                         [
@@ -147,8 +150,8 @@ TRAINING: Layout = {
                             "row",
                             {
                                 "word": "loss",
-                                # {right} is the field that the block's steps have added above; 100 is CURVE_STEPS of
-                                # `lmsys.testing`.
+                                # {right} is the field that a step of this block's "of" has added; 100 is CURVE_STEPS
+                                # of `lmsys.testing`.
                                 "about": "Loss after the last epoch on {val_tokens} held-out tokens, nats; in brackets"
                                 " how far the loss of a step was at most from that of naive attention in one process,"
                                 " over the first 100 steps{right}",
@@ -156,7 +159,7 @@ TRAINING: Layout = {
                             },
                         ],
                         [
-                            # In place of each case one for each point of its curve, at (`step`, `height`).
+                            # Replaces each case by one case for each point of its curve, at (`step`, `height`).
                             ["points", "step", "height", "curve_losses", "curve_steps"],
                             [
                                 "fields",
@@ -167,7 +170,8 @@ TRAINING: Layout = {
                                         "unit": "nats",
                                         "label": "Loss by step",
                                         "about": "The loss over the global batch by step, with one attention",
-                                        # A height is None where the loss was not finite: 0 in its place draws no point.
+                                        # A height is None where the loss was not finite; it becomes 0, for which no
+                                        # point is drawn.
                                         "of": "abs(height or 0)",
                                     },
                                 ],
@@ -188,7 +192,7 @@ TRAINING: Layout = {
                                         "about": "How far the loss of a step is from that of naive attention in one"
                                         " process, for each strategy with the attention row that is farthest; where"
                                         " there is no point it is equal",
-                                        # Differences have a sign, and may be None as losses may.
+                                        # Differences have a sign, and are None where the loss was not finite.
                                         "of": "abs(height or 0)",
                                     },
                                 ],

@@ -1,8 +1,11 @@
-"""A training on its rank: its first steps are measured apart, then it trains epoch by epoch, then it is evaluated.
+"""The part of the training benchmark that runs on each rank, the cases of the benchmark, and the tokens to train on.
 
-`bench_training.py` asks the ranks for `inspect`, `begin`, `epoch` (once for each epoch) and `end`, in this order, and
-for `clear` where a training is given up. Under `ranks.on_part` a function runs on the first `case.world_size` ranks,
-and returns None on the others. The tokens are the beginning of a real text, made once per run in a temporary folder.
+`bench_training.py` calls, on all ranks, `inspect`, which measures the first two steps; `begin`; `epoch`, once for each
+epoch; and `end`, which evaluates the model. It calls `clear` if it gives up a training. A function with the decorator
+`ranks.on_part` runs on the first `case.world_size` ranks, and returns None on the others. To change what is trained or
+with which hyper-parameters, see `TrainingCase.run_config`; to measure something more in an epoch, add it to `Epoch`.
+The tokens come from the beginning of the text of Python's standard library; one process makes them once per run, in a
+temporary folder (`tokens_of`).
 """
 
 import os
@@ -30,17 +33,21 @@ from lmsys.training.config import RunConfig, TrainConfig
 class TrainingCase(TrainedCase):
     """A model with the row `attention`, trained by the strategy `entry`. Cases that differ in these alone are compared.
 
-    It overrides what the runner and the reports read of a `Case`: `axes`, the fields of the record, `peer`,
-    `comparison`, and `impl`, the row's name. `steps`, `windows` and `run_config` raise ValueError for a case that
-    cannot run: `bench_training.py` asks them for the reason.
+    It overrides the properties of a `Case` that the runner and the reports read: `axes` (the fields of the record),
+    `peer`, `comparison`, and `impl` (the row's name). `steps`, `windows` and `run_config` raise ValueError for a case
+    that cannot run: `bench_training.py` reads them to learn the reason.
 
-    num_ranks     of the group, which all strategies share: with the batch they make the global batch
-    epochs        passes over train_tokens tokens, rounded down to whole steps
-    bucket_mb     MiB; "auto" or "all", which `run_config` refuses; None: the strategy has no buckets to set
-    reproducible  gradients are added in one order, that of `lmsys.training.reproducible`, so that strategies have the
-                  same weights, bit for bit
-    names_bucket  the bucket size is part of the row's name, since there are others
-    micro         sequences that a rank holds at once; 0: its batch
+    attention     the table entry of the attention row
+    num_ranks     ranks of the group; the global batch of every strategy has batch · num_ranks sequences
+    bucket_mb     the bucket size in MiB; None: the strategy has no buckets to set. "auto" and "all", which the command
+                  line allows, are refused by `run_config`
+    epochs        the number of epochs; each takes the first train_tokens tokens, rounded down to whole steps
+    val_tokens    held-out tokens, rounded down to whole windows of `context` tokens
+    vocab_size    the size of the tokenizer's vocabulary, and of the model's
+    reproducible  gradients are added in one fixed order (`lmsys.training.reproducible`), so that all strategies end
+                  with the same weights, bit for bit
+    names_bucket  True: the bucket size is part of the row's name, as there are rows with other sizes
+    micro         sequences of a micro-batch, which a rank computes at once; 0: all of its batch
     """
 
     attention: Entry
@@ -57,7 +64,8 @@ class TrainingCase(TrainedCase):
     @property
     def axes(self) -> Record:
         return {
-            # Checkpoint and residual are always the defaults, and `row` and `impl` tell the bucket size.
+            # Left out: checkpoint and residual, which are always the defaults here; names_bucket, which only shapes
+            # the names `row` and `impl`; and micro, which only `reference` sets.
             **{
                 name: value
                 for name, value in super().axes.items()
@@ -82,7 +90,7 @@ class TrainingCase(TrainedCase):
 
     @property
     def row(self) -> str:
-        """The strategy with its options."""
+        """The name of the strategy and its options, such as "bucketed-25MiB-reproducible"."""
         return self.entry.name + f"-{self.bucket_mb}MiB" * self.names_bucket + "-reproducible" * self.reproducible
 
     @property
@@ -91,7 +99,10 @@ class TrainingCase(TrainedCase):
 
     @property
     def world_size(self) -> int:
-        """The ranks that train: one, which accumulates the batches of all, where the strategy does not synchronize."""
+        """The number of ranks that train.
+
+        With a strategy that does not synchronize it is 1: that rank accumulates the batches of all `num_ranks` ranks.
+        """
         return self.num_ranks if self.traits.synchronizes else 1
 
     @property
@@ -100,7 +111,7 @@ class TrainingCase(TrainedCase):
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch. ValueError where its tokens do not fill one."""
+        """The number of steps of an epoch. ValueError if its tokens do not fill one step."""
         tokens = self.global_batch * self.context
         values.hold(  # takes (condition, message) pairs: ValueError with the message of the first false condition
             (
@@ -113,12 +124,12 @@ class TrainingCase(TrainedCase):
 
     @property
     def tokens(self) -> int:
-        """Tokens of an epoch: as many as its steps take, so that steps and epochs end together."""
+        """The number of tokens of an epoch: a multiple of what a step takes, so that a step never crosses epochs."""
         return self.steps * self.global_batch * self.context
 
     @property
     def windows(self) -> int:
-        """Windows of the held-out text. ValueError where its tokens do not fill one."""
+        """The number of windows of `context` held-out tokens. ValueError if the tokens do not fill one window."""
         values.hold(
             (
                 self.val_tokens >= self.context,
@@ -137,7 +148,10 @@ class TrainingCase(TrainedCase):
 
     @property
     def reference(self) -> "TrainingCase":
-        """The case to compare with: one process with naive attention, in micro-batches whose scores fit in memory."""
+        """The case to compare with: one process with naive attention and the same global batch.
+
+        Its micro-batch divides the batch, and is the largest whose attention has at most MAX_SCORES scores.
+        """
         fitting = max(1, MAX_SCORES // (self.config.num_heads * self.context**2))
         return replace(
             self,
@@ -150,7 +164,7 @@ class TrainingCase(TrainedCase):
         )
 
     def run_config(self, seed: int) -> RunConfig:
-        """The case as the training loop takes it. ValueError for an option that the loop does not have."""
+        """The training loop's configuration for this case. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
         values.hold(
@@ -185,11 +199,11 @@ class TrainingCase(TrainedCase):
 
 
 CORPUS = "stdlib"
-BYTES_PER_TOKEN = 4  # bytes of text, about, for each token that is asked for
-LEAST_BYTES = 500_000  # of text that is read at once, and that a tokenizer is trained on
+BYTES_PER_TOKEN = 4  # an estimate, by which `tokens_of` and `_first` choose how much text they read at once
+LEAST_BYTES = 500_000  # the least that they read at once; a tokenizer is trained on at least so much text
 
 
-Tokens = tuple[Path, Path]  # files of ids to train on, and held out, .npy: see `tokens_of`
+Tokens = tuple[Path, Path]  # two .npy files of token ids, to train on and held out: see `tokens_of`
 
 
 @cache
@@ -200,11 +214,11 @@ def folder() -> "tempfile.TemporaryDirectory[str]":
 
 @cache
 def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
-    """Files of `train_tokens` ids of the standard library's text, and of `val_tokens` ids of its held-out text.
+    """Files with the first `train_tokens` ids of the text to train on, and the first `val_tokens` of the held-out text.
 
-    The process that asks the ranks makes them, once for the same arguments, and deletes them when it ends; ranks read
-    them. The tokenizer is trained on the beginning of the text. `Failed` is raised where a text has fewer
-    ids.
+    The text is that of Python's standard library (`corpora.stdlib`). Each file has one id more, the target of the last.
+    The process that calls the ranks makes the files, once for the same arguments, and deletes them when it ends; the
+    ranks read them. The tokenizer is trained on the beginning of the text. `Failed` if a text has too few ids.
     """
     corpus = corpora.stdlib()
     beginning = next(
@@ -224,7 +238,10 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
 
 
 def _first(tokenizer: Tokenizer, parts: tuple[chunks.Chunk, ...], count: int, option: str) -> np.ndarray:
-    """`count` ids of the text and the next one, which is the target of the last. `option` is for the message."""
+    """The first `count` ids of the text, and one more, which is the target of the last.
+
+    option  the command line option that gave `count`, for the message of `Failed`, raised if the text has too few ids
+    """
     pieces: list[np.ndarray] = []
     for chunk in chunks.chunks(
         parts, pretokens.Pretokenizer([corpora.END_OF_TEXT]), max(LEAST_BYTES, BYTES_PER_TOKEN * count)
@@ -239,7 +256,7 @@ def _first(tokenizer: Tokenizer, parts: tuple[chunks.Chunk, ...], count: int, op
 
 
 INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
-_TRAINER: list[loop.Trainer] = []  # the trainer at work, kept from one call to the next; at most one
+_TRAINER: list[loop.Trainer] = []  # the current trainer of this rank, kept between calls; at most one
 
 sensors_of = cache(sensors.sensors_of)
 
@@ -248,9 +265,9 @@ sensors_of = cache(sensors.sensors_of)
 class Epoch:
     """The results of an epoch on a rank.
 
-    seconds        of all its steps together
-    losses, norms  by step: the loss over all ranks, the norm of the gradient
-    sm_clock_mhz   the GPU's clock at the end; None where no sensor tells it
+    seconds        the time of all its steps together
+    losses, norms  by step: the loss over the global batch, and the norm of its gradient
+    sm_clock_mhz   the GPU's clock at the end of the epoch; None if no sensor reads it
     """
 
     seconds: float
@@ -263,11 +280,11 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
     """A new trainer of the case on this rank. ValueError where the case cannot be trained."""
     config = case.run_config(seed)
     if config.train.compile:
-        torch.compiler.reset()  # else blocks of earlier cases would count as recompilations
-    with torch.random.fork_rng():  # a trainer seeds torch, and this rank runs other cases next
+        torch.compiler.reset()  # else this case's blocks would count as recompilations of those of earlier cases
+    with torch.random.fork_rng():  # a trainer seeds torch: the cases that this rank runs next must not see that
         return loop.Trainer(
             config,
-            data.TokenFiles(tokens[:1]),  # to train on; the other is held out
+            data.TokenFiles(tokens[:1]),  # the file to train on; tokens[1] is the held-out file
             data.fixed_windows(data.TokenFiles(tokens[1:]), case.context, case.windows),
             group.device(),
             group=ranks.subgroup(case.world_size),
@@ -276,9 +293,10 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
 
 @ranks.on_part
 def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, float, int]:
-    """(why the case is not trained, seconds of the first step, which compiles and tunes, peak bytes of the second).
+    """(the reason why the case is not trained, or None; seconds of the first step; peak bytes of the second step).
 
-    These steps are no part of the training that is timed. A kernel in Triton's interpreter is a reason, too.
+    The first step compiles and tunes. Both steps belong to a trainer of their own, not to the training that is timed.
+    A reason is a ValueError while the trainer is made, or a kernel that ran in Triton's interpreter.
     """
     clear(case)
 
@@ -286,7 +304,7 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
         """The next step, unless a kernel was interpreted in the step before."""
         if not launched:
             _TRAINER[0].train_step()
-            if group.device().type == "cpu":  # there memory is profiled: see `memory.phases`
+            if group.device().type == "cpu":  # a CPU's memory is profiled (`memory.phases`), with no work left behind
                 _TRAINER[0].strategy.wait()
 
     try:
@@ -304,14 +322,14 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
 
 @ranks.on_part
 def begin(case: TrainingCase, tokens: Tokens, seed: int) -> None:
-    """Makes the trainer of the training that is timed."""
+    """Makes the trainer whose epochs are timed."""
     clear(case)
     _TRAINER.append(trainer(case, tokens, seed))
 
 
 @ranks.on_part
 def epoch(case: TrainingCase, steps: int) -> Epoch:
-    """The result of the next `steps` steps, which ranks begin together."""
+    """Trains the next `steps` steps, which all ranks begin together, and returns their results."""
     (trainer,) = _TRAINER
     if trainer.world_size > 1:
         torch.distributed.barrier(trainer.group)
@@ -326,7 +344,10 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
 
 @ranks.on_part
 def end(case: TrainingCase) -> tuple[float, str]:
-    """(the loss on held-out text, a fingerprint of the weights: ranks with one model have the same)."""
+    """(the loss on held-out text, a fingerprint of the weights). Then drops the trainer.
+
+    The fingerprint is equal on ranks with equal weights; for a reproducible case it is the SHA-256 of all weights.
+    """
     (trainer,) = _TRAINER
     same = (
         reproducible.weights_sha256(trainer.strategy.full_state_dict())
@@ -339,6 +360,6 @@ def end(case: TrainingCase) -> tuple[float, str]:
 
 
 def clear(_: TrainingCase) -> None:
-    """Drops a training, also one that is given up. Ranks are asked for a function of a case, so it takes one."""
+    """Drops the current trainer and frees its memory. The argument is unused: ranks call each function with a case."""
     _TRAINER.clear()
     ranks.release()

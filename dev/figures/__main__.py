@@ -1,8 +1,10 @@
-"""`python -m dev.figures` writes the figures of README and docs again, from the committed runs.
+"""`python -m dev.figures` writes the figures in README and docs again, from the results that are committed.
 
-A table gets new lines, and a sentence new numbers; words stay as they are. Look at `git diff` afterwards: where a
-figure has moved, the words around it may be wrong. `tests/dev/test_figures.py` fails if a page has other figures than
-its runs. A new figure is a `Table` or a `Sentence` (`pages.py`) in `attention.py`, `steps.py` or `notebooks.py`.
+A figure here is a measured number in a page's text or table. The results are in reports/results. Maintainers run this
+after they have committed a new result: tables get new lines, sentences get new numbers, and all other words stay. Look
+at `git diff` afterwards: if a number has changed, the words around it may be wrong. `tests/dev/test_figures.py` fails
+if a page and its results differ. A new figure is a `Table` or a `Sentence` (`pages.py`) in `attention.py`, `steps.py`
+or `notebooks.py`.
 """
 
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from dev.figures.pages import ROOT
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """(page, text) for each page with figures; the text has the figures that the committed runs give."""
+    """Yields (path, text) for each page with figures, the text with the figures that the committed results give."""
     texts: dict[str, str] = {}
     for figure in chain(attention.figures(), steps.figures(), notebooks.figures()):
         text = texts.get(figure.page) or (ROOT / figure.page).read_text()

@@ -1,7 +1,8 @@
-"""Figures of attention in README.md and docs/results.md: `python -m dev.figures` calls `figures` and writes them.
+"""The measured numbers (figures) of attention in README.md and docs/results.md.
 
-Each function reads committed runs (`runs.py`) and yields tables and sentences of the pages. For a new figure, yield one
-more `Table` or `Sentence` (`pages.py`), which finds its place on the page by the table's head or the sentence's words.
+`python -m dev.figures` calls `figures` and writes what it yields into the pages. Each function reads committed runs
+(`runs.py`) and yields tables and sentences of the pages. For a new figure, yield one more `Table` or `Sentence`
+(`pages.py`), which finds its place on the page by the head of the table or by the words of the sentence.
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ from lmsys.attention import ATTENTION
 
 README, RESULTS = "README.md", "docs/results.md"
 RUN = "attention-bf16", H200  # name and machine of the run that sampled all rows of these tables together
-BEST = "flash_attn_4", "sdpa_cudnn"  # in each shape the fastest peer is one of these
-WAYS = {"forward": "fwd", "backward": "bwd"}  # by word of the tables: the direction of the records
-PATTERNS = {  # by line of the table: the run, its section and head dimensions
+BEST = "flash_attn_4", "sdpa_cudnn"  # in each shape the fastest peer (row of other people's code) is one of these
+WAYS = {"forward": "fwd", "backward": "bwd"}  # {word in the pages: value of the field `direction` in records}
+PATTERNS = {  # {first cell of a line of the table: (name of the run, section of its records, head dimensions)}
     "documents": ("documents-and-windows", "documents", (64, 128)),
     "windows, D 64": ("documents-and-windows", "window", (64,)),
     "windows, D 128": ("windows-128", "window", (128,)),
@@ -33,14 +34,22 @@ def figures() -> Iterator[Table | Sentence]:
 
 
 def shapes_of(direction: str, name: str, machine: str) -> dict[Any, dict[str, Record]]:
-    """(causal, head_dim, keys) -> the records by row, for each shape with 16,384 tokens, in the order of the tables."""
+    """{(causal, head_dim, keys): {row: record}} for the shapes with 16,384 tokens, in the order of the page's tables.
+
+    direction      "fwd" or "bwd"
+    name, machine  the run, as in `runs.run`
+    """
     cases = records(name, machine, section="tokens16k", direction=direction)
     shapes = grouped(cases, "causal", "head_dim", "keys")
     return dict(sorted(shapes.items(), key=lambda shape: (not shape[0][0], *shape[0][1:])))
 
 
 def _rates() -> Iterator[Table | Sentence]:
-    """Tables of TFLOP/s, and the sentences that say where they were measured."""
+    """Tables of TFLOP/s, and the sentences that name the versions, the commit and the date of the run.
+
+    These sentences have no figures to fill in: if the run is replaced, `Sentence.filled` raises ValueError, and the
+    pages need an edit by hand.
+    """
     head = "mask", "D", "S"
     for direction, tables in (("fwd", ((README, 0), (RESULTS, 0))), ("bwd", ((RESULTS, 1),))):
         lines = []
@@ -73,7 +82,7 @@ def _means() -> Iterator[Table | Sentence]:
     better = speedups(forward, "flash_gluon", *BEST)
     words = "`flash_gluon` is {} times as fast, and at least {} times in each shape"
     yield Sentence(RESULTS, words, [mean(better), bounds(better)[0]])
-    # Relative to the fastest of all rows. Every shape has the same rows, so those of the first name them.
+    # The speed relative to the fastest row of each shape. All shapes have the same rows, so shapes[0] names them all.
     reached = [mean(speedups(shapes, "flash_triton", *shapes[0])) for shapes in (forward, backward)]
     yield Sentence(
         RESULTS, "`flash_triton` reaches {} of the fastest row in the forward, and {} in the backward", reached
@@ -89,7 +98,7 @@ def _table_of_means() -> Iterator[Table | Sentence]:
     _, *summary = published(f"{H200}-tokens16k-summary")
     lines = []
     for name, *cells in summary:
-        # The report puts in brackets how many shapes a mean is of: here the 6 of each mask.
+        # The report appends the number of shapes that a mean is over: each mask has 6.
         forward, backward, forward_full, backward_full = (cell.removesuffix(" (6)") for cell in cells)
         lines.append([name, forward, forward_full, backward, backward_full])
     yield Table(RESULTS, ("row", "forward, causal"), lines)
@@ -105,7 +114,7 @@ def _table_of_means() -> Iterator[Table | Sentence]:
 
 
 def _patterns() -> Iterator[Table]:
-    """Tables of documents, windows and grouped heads."""
+    """Two tables of speed relative to peers: documents and windows, and grouped heads."""
     for cases, peer in ((list(PATTERNS)[:3], "flex"), (list(PATTERNS)[3:], "sdpa_cudnn")):
         lines = []
         for case in cases:
@@ -125,8 +134,11 @@ def _patterns() -> Iterator[Table]:
 
 
 def _decoding() -> Table:
-    """The table of decoding. A cell has the speed of `flash_triton` relative to the fastest other row, and in brackets
-    its memory bandwidth relative to that of a copy."""
+    """The table of decoding, with a line for each batch size and a column for each number of keys.
+
+    A cell has the speed of `flash_triton` relative to the fastest other row, and in brackets its memory bandwidth
+    relative to that of a copy.
+    """
     shapes = grouped(records("decode", outcome="ok"), "batch", "keys")
     batches, lengths = (sorted({shape[at] for shape in shapes}) for at in (0, 1))
     lines = []
@@ -142,7 +154,10 @@ def _decoding() -> Table:
 
 
 def _fixed_order() -> Iterator[Sentence]:
-    """The speed of the deterministic backward, relative to the default one and to FlashAttention-4's deterministic."""
+    """The speed of `flash_gluon`'s deterministic backward, which adds in a fixed order.
+
+    It is relative to the default backward, and to the deterministic backward of FlashAttention-4.
+    """
     texts = {
         H200: "has {} of the speed of the default one on one H200, and {} times that of FlashAttention-4's",
         H100: "on one H100 it has {} and {}.",

@@ -1,8 +1,9 @@
-"""Figures of the notebooks docs/flash_gluon.md and docs/flash_triton.md, and one of docs/install.md.
+"""The measured numbers (figures) of the pages docs/flash_gluon.md and docs/flash_triton.md, and one of docs/install.md.
 
-`python -m dev.figures` calls `figures` and writes them. Each function reads committed runs (`runs.py`) and yields
-tables and sentences of the pages. A plan is one setting of `flash_gluon`'s kernels; it is named by the fields in which
-it differs from the default, such as "l2_mib5+wide". The *row's plan* is the one that `flash_gluon` takes by itself.
+`python -m dev.figures` calls `figures` and writes what it yields into the pages. Each function reads committed runs
+(`runs.py`) and yields tables and sentences (`pages.py`); for a new figure, yield one more. A plan is one setting of
+`flash_gluon`'s kernels; its name lists the fields in which it differs from the default, such as "l2_mib5+wide". The
+*row's plan* is the plan that the row `flash_gluon` takes by itself for a shape.
 """
 
 import json
@@ -18,20 +19,20 @@ from dev.plan_cases import name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BackwardPlan
 
 GLUON, TRITON = "docs/flash_gluon.md", "docs/flash_triton.md"  # pages
-ORDER = "wide+late_dv+by_query+fma_exp+peeled"  # the fields that all plans of `_short_plans` but one have
-SHORT_PLANS = {  # by line of the table of `_short_plans`: the plan, or the row of a peer
+ORDER = "wide+late_dv+by_query+fma_exp+peeled"  # the fields that all plans of `_short_plans` have, except one plan
+SHORT_PLANS = {  # {first cell of a line in the table of `_short_plans`: name of the plan, or of a peer's row}
     "5 MiB of heads": f"l2_mib5+{ORDER}",
     "22 MiB of heads": f"l2_mib22+{ORDER}",
     "5 MiB of heads, the plain order of a step": "l2_mib5",
     "SDPA cuDNN": "sdpa_cudnn",
 }
-FORMS = {  # by line of the table: a form of the loop in flash_triton's forward, as the run names it
+FORMS = {  # {first cell of a line in the table of `_forms`: the form of flash_triton's forward loop, as its run has it}
     "row sums kept by eight columns, added once after the last tile": "sums",
     "the output is scaled only where a maximum has moved by more than 8": "lazy",
     "the next tile's scores ahead of this tile's softmax": "ahead",
     "the products with values a tile behind": "behind",
 }
-EMULATED_FORMS = (  # forms of the forward in the runs of `_emulation`, lines of their table
+EMULATED_FORMS = (  # forms of the forward kernel in the run of `_emulation`; each is a line of its second table
     "mask under a branch",
     "mask always, sums by columns",
     "mask added",
@@ -40,7 +41,7 @@ EMULATED_FORMS = (  # forms of the forward in the runs of `_emulation`, lines of
 )
 ENERGY_CELLS = "64-causal", "64-full", "128-causal", "128-full"  # head dimension and mask of each run of energy
 ALL_THREE = {"wide": True, "late_dv": True, "by_query": True}
-# By direction and line of the table: a function from the row's plan to the plan of this line.
+# {direction: {first cell of a line of the table: a function from the row's plan to the plan of this line}}
 IDEAS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "bwd": {
         "none of the fields": lambda plan: BackwardPlan(plan.prefetch, plan.l2_mib),
@@ -71,7 +72,10 @@ def figures() -> Iterator[Table | Sentence]:
 
 
 def _short_plans() -> Table:
-    """The table of plans of the backward for few keys: speeds relative to the earlier plan, whose `l2_mib` is 11."""
+    """The table of plans of the backward for few keys.
+
+    A cell is the speed relative to the plan of that time, which has the fields of ORDER and groups heads by 11 MiB.
+    """
     lengths: dict[int, dict[str, Record]] = {}
     for name in ("short-backwards", "short-backwards-2"):
         for case in records(name, H200, "flash_gluon"):
@@ -84,7 +88,10 @@ def _short_plans() -> Table:
 
 
 def energy_cells(direction: str) -> list[dict[str, Record]]:
-    """For each of ENERGY_CELLS, records by plan, or peers' by row. The row's plan is under "plan", too."""
+    """For each of ENERGY_CELLS, the records: {name of a plan, or of a peer's row: record}.
+
+    The record of the row's plan is there twice: under its name, and under "plan".
+    """
     cells = []
     for name in ENERGY_CELLS:
         cases: dict[str, Record] = {}
@@ -97,7 +104,10 @@ def energy_cells(direction: str) -> list[dict[str, Record]]:
 
 
 def changed(cases: dict[str, Record], direction: str, idea: str) -> Record:
-    """The record of the plan that an idea makes of the row's plan."""
+    """The record of the plan that the idea, a key of IDEAS[direction], makes of the row's plan.
+
+    cases  one item of what `energy_cells` returns
+    """
     return cases[name_of(IDEAS[direction][idea](plan_called(cases["plan"]["plan"])))]
 
 
@@ -116,7 +126,7 @@ def _energy_of_plans() -> Iterator[Table | Sentence]:
                 texts.append("is the plan" if is_plan else f"{ratio(case, cases['plan']):.2f}, {share:.2f}")
             lines.append([idea, *texts])
         yield Table(GLUON, (head, "64 causal"), lines)
-    # (record, that of the row's plan) for all records of both directions.
+    # Pairs (record, record of the row's plan in the same cell) for all records of both directions.
     pairs = [(case, cases["plan"]) for several in cells.values() for cases in several for case in cases.values()]
     power = bounds((case["energy_power_w"] for case, _ in pairs), "{:.0f}".format)
     yield Sentence(GLUON, "Every row draws {} to {} W", power)
@@ -176,17 +186,24 @@ def _forms() -> Iterator[Table | Sentence]:
 
 
 def _lines_of(name: str, folder: str) -> list[dict[str, Any]]:
-    """The objects of a committed file with a JSON object in each line."""
+    """The objects of a committed JSON-lines file of the H100."""
     return [json.loads(line) for line in path_of(name, H100, folder).read_text().splitlines()]
 
 
 def fastest(shape: dict[str, Any], form: str) -> float:
-    """The least time, in ms, over a form's tiles that were compiled without a limit of registers."""
+    """The least time of a form over its tile sizes, in ms, without those compiled with a limit of registers.
+
+    A name in the run has the form, its tile, and two launch settings, such as "dq, mask added, 64 × 64, 4, 2"; a limit
+    follows as ", 168 registers".
+    """
     return min(ms for name, ms in shape["ms"].items() if re.fullmatch(rf"{form}, \d+ × \d+, \d, \d", name))
 
 
 def _emulation() -> Iterator[Table | Sentence]:
-    """The speed of our kernels relative to SDPA's flash attention, compiled for sm_80 and run on an H100."""
+    """The speed of our kernels relative to SDPA's flash attention, all compiled for sm_80 (A100) and run on an H100.
+
+    An emulation of this kind says how fast rows are relative to one another, and not how long they take on an A100.
+    """
     shapes = _lines_of("tiles-sm80.jsonl", "emulated")
     shapes.sort(key=lambda shape: (not shape["causal"], shape["D"], shape["S"]))
     lines, speeds = [], []

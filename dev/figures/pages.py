@@ -1,6 +1,6 @@
-"""The figures of a page: lines of a table, and numbers in a sentence, found by the words around them.
+"""`Table` and `Sentence`: places on a page that hold measured numbers, found by the words around them.
 
-The other modules here make them, and `__main__.py` writes them by `filled`.
+`attention.py`, `steps.py` and `notebooks.py` make them; `__main__.py` calls `filled` and writes the page.
 """
 
 import re
@@ -14,11 +14,12 @@ NUMBER = r"(\d[\d.,]*\d|\d)"
 
 @dataclass(frozen=True)
 class Table:
-    """The lines of a page's table.
+    """The lines of a table in Markdown on a page.
 
-    head   the first columns of its head, by which it is found
-    lines  the cells of the lines below the head
-    place  which table with such a head, if the page has several; 0: the first
+    page   the page's path, relative to the root of the repository
+    head   the first cells of the table's head, by which the table is found
+    lines  the cells of each line below the head
+    place  which of the page's tables with this head is meant; 0: the first
     """
 
     page: str
@@ -27,7 +28,7 @@ class Table:
     place: int = 0
 
     def filled(self, text: str) -> str:
-        """The page's text with these lines in place of its own. ValueError if it has no such table."""
+        """The page's text, with these lines in the table in place of the old ones. ValueError if there is no table."""
         begin = re.escape(line(self.head).removesuffix("|"))
         tables = list(re.finditer(rf"(?<=\n){begin}.*\n\| -.*\n((?:\|.*\n)*)", text))
         if len(tables) <= self.place:
@@ -38,10 +39,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A part of a page with figures.
+    """A piece of text on a page, with numbers in it.
 
-    words    the text, however its lines break on the page; each {} stands for a figure
-    figures  the figures, in order
+    page     the page's path, relative to the root of the repository
+    words    the text, by which it is found; on the page its lines may break anywhere. Each {} stands for a number
+    figures  the numbers, in order, as texts. Without any, `filled` only checks that the page has the words
     """
 
     page: str
@@ -49,7 +51,7 @@ class Sentence:
     figures: Sequence[str] = ()
 
     def filled(self, text: str) -> str:
-        """The page's text with these figures in place of its own. ValueError unless it has the words once."""
+        """The page's text with these numbers in place of the old ones. ValueError unless it has the words just once."""
         words = re.escape(self.words).replace(r"\ ", r"\s+").replace(r"\{\}", NUMBER)
         matches = list(re.finditer(words, text))
         if len(matches) != 1:
@@ -66,6 +68,6 @@ def line(cells: Sequence[str]) -> str:
 
 
 def cells_of(text: str) -> list[list[str]]:
-    """The cells, line by line, of all tables in a Markdown text, without the dashes below their heads."""
+    """The cells, line by line, of all tables in a Markdown text, without the lines of dashes below the heads."""
     lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| ---")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -1,7 +1,9 @@
-"""Figures of training steps, by model and strategy, in docs/results.md, docs/training.md and docs/strategy.md.
+"""The measured numbers (figures) of training steps in docs/results.md, docs/training.md and docs/strategy.md.
 
-`python -m dev.figures` calls `figures` and writes them. Each function reads committed runs or published tables
-(`runs.py`) and yields tables and sentences of the pages.
+`python -m dev.figures` calls `figures` and writes what it yields into the pages. Each function reads committed runs or
+published tables (`runs.py`) and yields tables and sentences of the pages (`pages.py`). To add a figure, yield another.
+A *row* is what a benchmark compares: here a strategy of data parallelism, or a whole model. A *peer* is a row of other
+people's code.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +17,12 @@ from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import attention_flops, block_matrices
 
 RESULTS = "docs/results.md"
-SIZES = "small", "medium", "xl"  # lines of the table of gradients' errors
+SIZES = "small", "medium", "xl"  # model sizes: the lines of the table of `_gradients`
 # Names of published tables; {} is the number of GPUs.
 BESIDE_LLAMA = f"{H200}-model-peers-step-beside-llama"
 PEERS = "{}-nvidia-h200-data-parallel-sizes-peers"
-SHOWN_WAYS = ("graphed", "wide"), ("fused", "wide"), ("fused", "narrow")  # (compile, residual) of the table's lines
-BESIDE_TORCH = {  # by (row, peer): how their steps are launched
+SHOWN_WAYS = ("graphed", "wide"), ("fused", "wide"), ("fused", "narrow")  # (compile, residual) of lines that are shown
+BESIDE_TORCH = {  # {(row, the row that it is compared with): how the steps of both are launched}
     ("copy_engine", "torch_ddp_tuned"): "graphed",
     ("bucketed", "torch_ddp_tuned"): "graphed",
     ("bucketed", "naive"): "graphed",
@@ -28,7 +30,8 @@ BESIDE_TORCH = {  # by (row, peer): how their steps are launched
     ("copy_engine_zero1", "torch_zero1"): "graphed",
     ("fsdp", "torch_fsdp2"): "eager",
 }
-# Kinds of kernels, whose times are fields of a record, such as matmul_s; "exposed" is communication.
+# Kinds of work, whose seconds in a step are fields of a record, such as matmul_s. "exposed" is communication during
+# which the GPU computes nothing; the others are kinds of kernels.
 KINDS = "matmul", "attention", "elementwise", "reduction", "copy", "other", "optimizer", "exposed"
 
 
@@ -47,7 +50,7 @@ def figures() -> Iterator[Table | Sentence]:
 
 
 def _beside_llama() -> Iterator[Table | Sentence]:
-    """Steps of our model relative to those of `transformers`' Llama."""
+    """The speed and memory of steps of our model, relative to Hugging Face's Llama."""
     head, *body = published(BESIDE_LLAMA)
     columns = [head.index(name) for name in ("speedup, ×", "MFU, %", "Llama MFU, %", "memory over Llama's, ×")]
     shown = [line for line in body if (line[2], line[3]) in SHOWN_WAYS]
@@ -59,7 +62,10 @@ def _beside_llama() -> Iterator[Table | Sentence]:
 
 
 def _gradients() -> Iterator[Table | Sentence]:
-    """Errors of gradients, relative to the gradients' size. A way is (compile, residual), as in SHOWN_WAYS."""
+    """Errors of gradients, relative to the size of the gradients, by model size and way to run a step.
+
+    A way is (compile, residual), as in SHOWN_WAYS.
+    """
     runs = [record for name in ("model-peers", "model-peers-xl") for record in records(name, H200)]
     errors = {
         (case["size"], case["impl"], case["compile"], case["residual"]): case["gradient_error"]
@@ -72,7 +78,7 @@ def _gradients() -> Iterator[Table | Sentence]:
     yield Table(RESULTS, ("size", "Llama, wide"), lines)
 
     def ratios(way: tuple[str, str], other: tuple[str, str]) -> list[float]:
-        """By size, the error of our model's steps run in one way over that in another."""
+        """For each of SIZES, the error of our model's steps in one way over the error in the other way."""
         return [errors[size, "auto", *way] / errors[size, "auto", *other] for size in SIZES]
 
     fused = max(abs(ratio - 1) for ratio in ratios(("fused", "wide"), ("graphed", "wide")))
@@ -87,7 +93,7 @@ def _gradients() -> Iterator[Table | Sentence]:
 
 
 def _beside_torch() -> Iterator[Table | Sentence]:
-    """The speed of steps of our strategies, relative to torch's own."""
+    """The speed of steps of our strategies, relative to torch's strategies and to `naive`."""
     lines = []
     for (row, peer), launched in BESIDE_TORCH.items():
         end = {"graphed": ", as one CUDA graph", "eager": ""}[launched]
@@ -113,7 +119,10 @@ def _beside_torch() -> Iterator[Table | Sentence]:
 
 
 def _buckets() -> Iterator[Table | Sentence]:
-    """Larger buckets of zero1. In the first run the row `Zero128` has them; in the second `zero1` itself does."""
+    """The speed of `zero1` with larger buckets.
+
+    In the run `before`, the row `Zero128` has the larger buckets; in the later run `now`, `zero1` itself has them.
+    """
     before, now = (
         grouped(records(name, H200, "apart"), "compile", "size")
         for name in ("data-parallel-zero1-buckets", "data-parallel-zero1")
@@ -134,7 +143,7 @@ def _buckets() -> Iterator[Table | Sentence]:
 
 
 def _eight_billion() -> Iterator[Table | Sentence]:
-    """Steps of the size `8b`, by strategy and model."""
+    """Steps of the model size `8b`, by strategy and model; one column has times over that of the first, `fsdp`."""
     cases = records("steps-8b", H200)
     lines = []
     for case in cases:
@@ -154,14 +163,19 @@ def _eight_billion() -> Iterator[Table | Sentence]:
 
 
 def _what_bounds_it() -> Iterator[Table | Sentence]:
-    """The time of each kind of kernel in a step of `8b`, beside the time of its arithmetic at the sustained rate."""
+    """The time of each kind of kernel in a step of `8b`, beside the least time that its arithmetic could take.
+
+    The least time is the number of operations over the rate of matmuls that the machine sustains.
+    """
     config = model_config("8b")
     case, rate = (
         records("steps-8b", H200)[0],
         run("steps-8b", H200)["machine"]["sustained"]["matmul_flops_per_s"]["bfloat16"],
     )
     tokens, heads = case["batch"] * case["context"], config.num_heads
-    again = 12 * 2 * config.d_model * config.d_ff  # W1 and W3 of the blocks of the level "attention"
+    # Weights whose matmuls run again in the backward: W1 and W3 of the 12 blocks of the level "attention". All weights
+    # have three matmuls of 2 * tokens operations for each: one in the forward, two in the backward.
+    again = 12 * 2 * config.d_model * config.d_ff
     weights = config.num_layers * block_matrices(config) + config.vocab_size * config.d_model
     attention = attention_flops(1, heads, tokens, tokens, config.head_dim, causal=True, direction="fwdbwd")
     work = {"matmuls": 2 * tokens * (3 * weights + again), "attention": config.num_layers * attention}
@@ -178,6 +192,7 @@ def _what_bounds_it() -> Iterator[Table | Sentence]:
         sustained = f"{1e3 * least:,.0f}" if least else ""
         lines.append([kind, f"{1e3 * time_s:,.0f}", sustained, f"{1e3 * max(time_s - least, 0):,.0f}"])
     yield Table(RESULTS, ("kind", "time, ms"), lines)
+    # kept: the bytes of the outputs of W1 and W3 of these 12 blocks, in bfloat16.
     seconds, kept = 2 * tokens * again / rate, 12 * 2 * tokens * config.d_ff * 2
     yield Sentence(RESULTS, "Of the matmuls, {} ms at the sustained rate are computed again", [f"{1e3 * seconds:.0f}"])
     yield Sentence(RESULTS, "{} GiB would have to go there and back", [f"{kept / 2**30:.0f}"])
@@ -185,7 +200,10 @@ def _what_bounds_it() -> Iterator[Table | Sentence]:
 
 
 def complete_shapes() -> list[list[Record]]:
-    """The records of each size and length. Shapes whose run was interrupted have fewer than three, and are left out."""
+    """The three records of each run, size and length.
+
+    If a run was interrupted in a shape, the shape has fewer than three records, and is left out.
+    """
     shapes: dict[tuple[str, str, int], list[Record]] = {}
     for name in ("steps-1b-3b-4096", "steps-8b-4096", "steps-1b-32768", "steps-3b-32768"):
         for case in records(name, H200):
@@ -194,7 +212,7 @@ def complete_shapes() -> list[list[Record]]:
 
 
 def _shorter() -> Iterator[Table | Sentence]:
-    """Steps of other sizes and lengths."""
+    """Steps of smaller models, or of shorter sequences, than in `_eight_billion`."""
     shapes, lines = complete_shapes(), []
     for cases in shapes:
         for case in cases:
@@ -203,7 +221,7 @@ def _shorter() -> Iterator[Table | Sentence]:
             lines.append([*keys, *times, f"{case['total_bytes'] / 2**30:.0f}"])
     yield Table(RESULTS, ("size", "tokens"), lines)
     small, middle, large = (cases for cases in shapes if cases[0]["context"] == 4096)
-    # Of the three rows of a size, the second and the third.
+    # Of the three rows of a size, the sentence is about the second (torch_fsdp2) and the third (llama).
     (_, fsdp2, llama), (_, *both) = (
         [f"{100 * share_at_work(case):.0f}" for case in cases] for cases in (small, middle)
     )
@@ -218,18 +236,18 @@ def _shorter() -> Iterator[Table | Sentence]:
 
 
 def share_at_work(case: Record) -> float:
-    """The share of a step that its kernels and exposed communication take."""
+    """The share of a step's time in which kernels run or communication is exposed; the GPU waits for the rest."""
     return float(sum(case[f"{kind}_s"] for kind in KINDS) / case["time_s"])
 
 
 def _shares(kind: str, shapes: Sequence[Sequence[Record]]) -> tuple[str, str]:
-    """The least and the largest share of a profiled step that kernels of a kind take, in percent."""
+    """The smallest and the largest share of a profiled step that kernels of one of KINDS take, in percent."""
     shares = [100 * case[f"{kind}_s"] / case["profiled_s"] for cases in shapes for case in cases]
     return bounds(shares, "{:.0f}".format)
 
 
 def _trainings() -> Iterator[Sentence]:
-    """Why the matrix of trainings does not rank strategies."""
+    """The numbers by which the page explains that the runs of whole trainings do not rank strategies."""
     cases = records("training-matrix", H200)
     rows = grouped(cases, "attention", row="strategy")
     steps, names = cases[0]["steps"] / cases[0]["epochs"], ("naive", "bucketed")
@@ -251,7 +269,7 @@ def _trainings() -> Iterator[Sentence]:
 
 def _levels() -> Iterator[Table | Sentence]:
     """Time and memory by checkpointing level, and the predicted memory."""
-    lines, errors = [], {}  # errors: by how far a peak is above the prediction, as a share, the level
+    lines, errors = [], {}  # errors: {(peak - prediction) / prediction: level}
     for case in records("model-levels", H200):
         settings = {"checkpoint_blocks": case["checkpoint"], "residual": case["residual"]}
         config = replace(model_config(case["size"], context_length=case["context"]), **settings)
@@ -265,7 +283,7 @@ def _levels() -> Iterator[Table | Sentence]:
 
 
 def _versions() -> Iterator[Sentence]:
-    """Errors of steps of earlier versions of the code, over the error allowed."""
+    """Errors of steps over the error allowed, from a committed table that `python -m dev.steps` has printed."""
     _, _, *pairs = cells_of(path_of("step-versions.md", H200, "apart").read_text())
     errors: dict[str, float] = {}
     for first, second, _, ratios in pairs:

@@ -1,11 +1,11 @@
 """`python -m dev.targets mine.py:f` compiles the Triton kernels of f for each card (kind of GPU). It needs no GPU.
 
-It prints whether they compile and fit, their shared memory, registers, spills and so on. f is attention: a function of
-q, k, v as `lmsys check` takes it, or a row of its table by name. Or it is a function without parameters, which makes
-its own tensors with device="cuda" and calls your kernels. It is called once for each card. Its launches are not run,
-but recorded, with every configuration of an autotuner, and compiled for that card. That a kernel compiles and fits does
-not say that it is fast, nor how inputs of other sizes or options are launched. Exit codes: 0 every kernel fits in some
-configuration on each card, 1 one does not, 2 an unknown target or option.
+It prints whether they compile and fit, their shared memory, registers, spills and so on. The target is one of three:
+the name of an attention row of lmsys; a function of q, k, v, as `lmsys check` takes it; or a function without
+parameters, which makes its own tensors with device="cuda" and calls your kernels. It is called once for each card. Its
+launches are not run, but recorded, with every configuration of an autotuner, and compiled for that card. That a kernel
+compiles and fits does not say that it is fast, nor which kernels inputs of other sizes or options would launch. Exit
+codes: 0 every kernel fits in some configuration on each card, 1 one does not, 2 an unknown target or option.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from dev.targets.answers import Answer, answers_by_card
 from dev.targets.cards import CARDS, KIB
 from lmsys import commands, values
 
-SCHEMA = 1  # the version of the JSON lines: docs/targets.md
-DTYPES, HEADS = ("float16", "bfloat16", "float32"), 4  # of attention's tensors: those to choose from, and how many
-# Options of the compiler, as the table names them.
+SCHEMA = 1  # the version of the JSON lines, which docs/targets.md describes
+DTYPES, HEADS = ("float16", "bfloat16", "float32"), 4  # of attention's inputs: values of --dtype, and how many heads
+# {option of Triton's compiler: its word in the table}
 NAMES = {"num_warps": "warps", "num_stages": "stages", "num_ctas": "CTAs"}
 NUMBERS = "registers", "spills", "tensor cores", "copies", "blocks"  # columns, named after facts of an `Answer`
 HEAD = "card", "kernel", "fits", "shared KiB", *NUMBERS
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"python -m dev.targets: error: {error}", file=sys.stderr)
         return commands.USAGE
+    # 1 if some kernel has no answer without a reason why it does not fit: ">" is "a proper superset of".
     kernels = {(x["card"], x["kernel"]) for x in answers}
     return int(kernels > {(x["card"], x["kernel"]) for x in answers if x["reason"] is None})
 
@@ -67,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _table(answers: list[Answer], each: bool, begins: bool) -> list[str]:
     """The lines of a card: one for each kernel, or with `each` one for each configuration of a kernel.
 
-    A line says how many configurations fit and their numbers. Below it stands why the others do not fit. With `begins`
-    the head of the table comes first.
+    A line says how many configurations fit, and the range of their numbers; if none fits, the range over all. Lines
+    below it say why the others do not fit. With `begins` the head of the table comes first.
     """
     groups: dict[Any, list[Answer]] = {}
     for number, x in enumerate(answers):
@@ -87,12 +88,15 @@ def _table(answers: list[Answer], each: bool, begins: bool) -> list[str]:
 
 
 def _configuration(constants: dict[str, Any]) -> str:
-    """A kernel's constants in words, such as "BLOCK 64, warps 4"; a single CTA is not named."""
+    """A kernel's constants in words, such as "BLOCK 64, warps 4"; num_ctas is left out if it is 1."""
     return ", ".join(f"{NAMES.get(name, name)} {x}" for name, x in constants.items() if (name, x) != ("num_ctas", 1))
 
 
 def _range(numbers: list[Any]) -> str:
-    """The least and the most of the numbers, without None, such as "4-8", or "4" if all are equal; "" without any."""
+    """The smallest and the largest number, such as "4-8", or "4" if all are equal; None does not count.
+
+    It is "" without any number, and "no", "yes" or "no-yes" for booleans.
+    """
     known = sorted(x for x in numbers if x is not None)
     texts = [("no", "yes")[x] if isinstance(x, bool) else f"{x:.0f}" for x in known[:1] + known[-1:]]
     return "-".join(dict.fromkeys(texts))

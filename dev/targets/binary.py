@@ -1,6 +1,7 @@
 """Reads the binaries that Triton's compiler makes: instructions, registers and shared memory.
 
-`recording.py` calls `read`; tests of our own kernels count instructions by `loops` and `number`.
+`recording.py` calls `read`; tests of our own kernels count instructions by `loops` and `number`. A fact that
+`python -m dev.targets` is to print begins in `read`; instructions of a new kind of GPU go into the patterns below.
 """
 
 import re
@@ -11,19 +12,24 @@ from typing import Any
 
 import triton
 
-TOOLS = "ptxas", "cuobjdump", "nvdisasm"  # of NVIDIA; Triton's wheels bring them, and Triton itself calls the first
-# Patterns: of a matmul in Triton's intermediate language; and of instructions, first NVIDIA's, then those of AMD's data
-# center cards (CDNA; other cards of AMD have other ones).
+TOOLS = "ptxas", "cuobjdump", "nvdisasm"  # NVIDIA's tools; Triton's wheels bring them, and Triton itself calls ptxas
+# DOT matches a matmul in Triton's intermediate language. The other patterns match instructions: first those of NVIDIA's
+# cards, then those of AMD's data center cards (CDNA; other cards of AMD have other instructions).
 DOT = r"\b(?:tt\.dot|tt\.dot_scaled|ttng\.warp_group_dot|ttng\.tc_gen5_mma\w*)\b"
 TENSOR_CORES = r"\b(?:(?:[HIDQO]MMA|[HIQ]GMMA|UTC[HIQO]MMA)\b|v_s?mfmac?)"
-COPIES = r"\b(?:(?:LDGSTS|UTMALDG|UBLKCP)\b|(?:buffer|global)_load_\w*lds)"  # the next tiles load during a computation
-SPILLS = "LDL", "STL"  # mnemonics of NVIDIA's
+# Asynchronous copies from global to shared memory, by which the next tiles arrive during a computation.
+COPIES = r"\b(?:(?:LDGSTS|UTMALDG|UBLKCP)\b|(?:buffer|global)_load_\w*lds)"
+SPILLS = "LDL", "STL"  # NVIDIA's loads and stores of local memory, to which registers are spilled
 
 
 def read(kernel: Any) -> dict[str, Any]:
-    """The facts about a compiled kernel, by names of `answers.ANSWER`.
+    """Facts about a compiled kernel, by names of `answers.ANSWER`.
 
-    Spills are instructions in loops on NVIDIA's cards, and spilled registers on AMD's.
+    needs         bytes of shared memory of a block
+    registers     registers of a thread
+    spills        NVIDIA: instructions in loops that move registers to local memory or back; AMD: spilled registers
+    tensor_cores  True if matmuls run on tensor cores; None for a kernel without matmuls
+    copies        asynchronous copies in the binary
     """
     if "cubin" in kernel.asm:
         code = disassembled(kernel)
@@ -42,24 +48,24 @@ def read(kernel: Any) -> dict[str, Any]:
 
 
 def _number(pattern: str, text: str) -> int:
-    """The number in the first match of a pattern, which the compiler's output always has."""
+    """The number in the first match of a pattern. The text is the compiler's output, which always has a match."""
     return int(re.findall(pattern, text)[0])
 
 
 def disassembled(kernel: Any) -> str:
     """The kernel's SASS (NVIDIA's machine code), with an instruction in each line."""
-    # -c: code sections alone. -ndf: no dataflow analysis; it would add the targets of indirect branches, may fail, and
-    # `loops` reads direct branches only.
+    # -c prints code sections alone. -ndf leaves out the dataflow analysis, which finds the targets of indirect
+    # branches: it may fail, and `loops` reads direct branches only.
     return _printed(kernel, "nvdisasm", "-c", "-ndf")
 
 
 def registers_of(kernel: Any) -> int:
-    """The registers of a thread."""
+    """How many registers a thread of the kernel has."""
     return _number(r"REG:(\d+)", _printed(kernel, "cuobjdump", "-res-usage"))
 
 
 def tool(name: str) -> str:
-    """The path of one of TOOLS, where Triton looks for it. ValueError where there is none."""
+    """The path of one of TOOLS, as Triton finds it. ValueError if Triton finds none."""
     try:
         return str(getattr(triton.knobs.nvidia, name).path)
     except RuntimeError:
@@ -70,7 +76,7 @@ def tool(name: str) -> str:
 
 
 def _printed(kernel: Any, name: str, *options: str) -> str:
-    """The output of one of CUDA's tools on the kernel's binary."""
+    """The output of one of TOOLS for the kernel's binary, with these options."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -78,7 +84,10 @@ def _printed(kernel: Any, name: str, *options: str) -> str:
 
 
 def loops(sass: str) -> Iterator[list[str]]:
-    """The loops: the instructions, without addresses, from each label to a branch back to it."""
+    """Yields each loop of a kernel's SASS: its instructions, from a label to a branch back to it, without addresses.
+
+    An inner loop is also part of its outer loop.
+    """
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass.splitlines():

@@ -1,4 +1,6 @@
-"""Kinds of GPUs (cards), and how much of a multiprocessor a block of threads may take. A new card is a line in CARDS.
+"""CARDS: kinds of GPUs, and how much of a multiprocessor a block of threads may take. A new card is a line in CARDS.
+
+The other files here use it: `__main__.py` lists the cards, and `recording.py` compiles kernels for one of them.
 
 Sources: NVIDIA's CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", and AMD's CDNA 3
 instruction set architecture, chapter 3; the numbers of multiprocessors are from the cards' data sheets.
@@ -12,14 +14,14 @@ FLOAT8 = "float8_e4m3fn", "float8_e5m2"
 
 @dataclass(frozen=True)
 class Card:
-    """A kind of GPU, as its compiler knows it.
+    """A kind of GPU: all products that have one architecture, for which the compiler makes equal binaries.
 
     arch             the compiler's name, such as sm_86 or gfx942
     names            the names of products, such as "H100, H200"
-    block_bytes      bytes of shared memory that a block may have
+    block_bytes      the most bytes of shared memory that a block may have
     shared_bytes     bytes of shared memory of a multiprocessor
-    threads, blocks  the most that a multiprocessor holds at once
-    processors       multiprocessors of the first product
+    threads, blocks  the most threads and blocks that a multiprocessor holds at once
+    processors       the number of multiprocessors of the first product in `names`
     lacks            dtypes that its tensor cores do not multiply
     """
 
@@ -53,11 +55,13 @@ class Card:
         """
         if shared_bytes > self.block_bytes:
             return 0
-        reserved = KIB if self.is_nvidia and self.capability >= (8, 0) else 0  # by the system, of each block
+        # From compute capability 8.0 on, CUDA reserves 1 KiB of shared memory for each block.
+        reserved = KIB if self.is_nvidia and self.capability >= (8, 0) else 0
         by_shared = self.shared_bytes // max(shared_bytes + reserved, 1)
         by_threads = self.threads // (self.warp * warps)
-        # Registers are allocated to a warp in units of 256, and equally to four schedulers; on AMD's cards in units of
-        # 8 for each lane.
+        # How many warps the registers are enough for. NVIDIA: a multiprocessor has 64 Ki registers, given to warps in
+        # units of 256, and four schedulers, which hold equally many warps. AMD: each of four schedulers has 512
+        # registers for each lane of a warp, given in units of 8.
         of_warp = -(-max(registers, 1) * 32 // 256) * 256
         by_registers = 64 * KIB // of_warp // 4 * 4 if self.is_nvidia else 4 * (512 * 32 // of_warp)
         return min(self.blocks, by_shared, by_threads, by_registers // warps)

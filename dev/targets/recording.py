@@ -1,8 +1,10 @@
-"""Records launches of Triton kernels instead of running them, and compiles them for a card.
+"""Records launches of Triton kernels instead of running them, and compiles the kernels for a card.
 
-`answers.py` starts a process for each card (kind of GPU), which calls `begin` and `answer`. To the code that launches
-kernels, tensors of the CPU seem to be on such a card (`lmsys.check.laptop`). Results of kernels are whatever was in
-memory. An autotuner launches every configuration that its pruning leaves.
+`answers.py` starts a process for each card (kind of GPU), which calls `begin` once and then `answer` for each kernel.
+The code that launches kernels sees tensors that say they are on such a card, but are in the CPU's memory
+(`lmsys.check.laptop`). As no kernel runs, its outputs keep whatever was in memory. An autotuner launches every
+configuration that its pruning leaves. If code asks torch or Triton for a fact about the GPU that is not faked yet, add
+it to `install`.
 """
 
 import os
@@ -30,27 +32,30 @@ from lmsys import registry, signature, values
 from lmsys.attention import ATTENTION, Pattern, attention, contract
 from lmsys.check import laptop
 
-_run, _impl = JITFunction.run, Library.impl  # the originals of functions that `install` replaces
-OPTIONS = "num_warps", "num_stages", "num_ctas"  # options of the compiler that an answer shows
-MOST_THREADS = 1024  # in a block
-MEMORY_BYTES = 16 * 2**30  # the GPU memory that every card claims to have
-# The dispatch keys for which custom operators register implementations, and the keys that they are given here instead.
+_run, _impl = JITFunction.run, Library.impl  # the original functions, which `install` replaces
+OPTIONS = "num_warps", "num_stages", "num_ctas"  # options of Triton's compiler that an answer shows
+MOST_THREADS = 1024  # the most threads of a block, which every card is said to have
+MEMORY_BYTES = 16 * 2**30  # the GPU memory that every card is said to have
+# {dispatch key for which a custom operator registers an implementation: the key that it is registered for here}
 KEYS = {"CUDA": "CPU", "CompositeExplicitAutograd": "CompositeExplicitAutograd"}
-# By the text of a kernel as an answer has it: (that kernel, a function that compiles it), of those recorded here.
+# The kernels that this process has recorded, without repetitions, in order: {text of a description from `_described`:
+# (the description, a function that compiles the kernel)}.
 launches: dict[str, tuple[Answer, Callable[[], Any]]] = {}
 
 
 def begin(card: Card, target: tuple[Any, ...]) -> tuple[list[Answer], str | None]:
-    """Records the launches of a target: (their kernels, the exception that the target raised, or None).
+    """Records the launches of a target: (descriptions of the kernels, the exception that the target raised, or None).
 
-    target  the arguments of `load`, whose exceptions are not caught. ValueError where it launches nothing
+    ValueError if the target launches nothing; exceptions of `load` are passed on.
+
+    target  the arguments of `load`
     """
-    os.dup2(2, 1)  # what the target prints must not mix with the answers
+    os.dup2(2, 1)  # the target's prints go to stderr, since stdout is for the answers
     if card.is_nvidia:
         for name in binary.TOOLS:
-            binary.tool(name)  # ValueError where it is missing
+            binary.tool(name)  # ValueError if it is missing
     install(card)
-    laptop.running.append(target)  # so that backwards run in `Laptop`, too
+    laptop.running.append(target)  # as long as this list has an item, backwards run in `Laptop`, too
     raised = None
     with laptop.Laptop():
         call = load(*target)
@@ -63,8 +68,11 @@ def begin(card: Card, target: tuple[Any, ...]) -> tuple[list[Answer], str | None
 
 
 def answer(card: Card, target: tuple[Any, ...], number: int, log: Path) -> Answer:
-    """Facts about kernel `number` of those that `begin` returned. The compiler's output goes to `log`."""
-    if not launches:  # the compiler has ended the process that recorded them
+    """Compiles kernel `number` of those that `begin` returned, and returns facts about it.
+
+    "reason" is why the kernel does not compile or fit, or None. The compiler's output goes to `log`.
+    """
+    if not launches:  # this is a new process: the compiler has ended the one that recorded the launches
         begin(card, target)
     _, compiled = list(launches.values())[number]
     with log.open("w") as file:
@@ -80,9 +88,12 @@ def answer(card: Card, target: tuple[Any, ...], number: int, log: Path) -> Answe
 
 
 def load(target: str, shape: tuple[int, ...], dtype: str, grad: bool) -> Callable[[], Any]:
-    """A function without parameters that launches a target's kernels. Attention is called on q, k, v of this shape.
+    """A function without parameters that launches the kernels of a target. ValueError if the target cannot be called.
 
-    ValueError for a target that cannot be called so.
+    target  "path.py:attribute", or the name of an attention row
+    shape   (batch, heads, length, head_dim) of q, k and v, if the target is attention
+    dtype   their dtype, such as "float16"
+    grad    True: the backward of attention is called, too
     """
     if ".py" in target:
         function = registry.Table("target", []).select([target])[0].load()
@@ -97,7 +108,7 @@ def load(target: str, shape: tuple[int, ...], dtype: str, grad: bool) -> Callabl
 
 
 def _attend(function: Callable[..., Any], shape: tuple[int, ...], dtype: str, grad: bool) -> None:
-    """Calls attention on random q, k and v of this shape, causal if it can be, with `grad` also its backward."""
+    """Calls attention on random q, k and v, causal if the function takes a mask; with `grad` also its backward."""
     q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype), device="cuda", requires_grad=grad) for _ in range(3))
     lacks_causal = contract.why_not_called(function, contract.case_of(q, k, v, Pattern(causal=True)))
     o = contract.only_o(contract.adapt(function)(q, k, v, causal=lacks_causal is None, scale=None))
@@ -144,18 +155,18 @@ def install(card: Card) -> None:
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    """A function that returns this value for any arguments."""
+    """A function that takes any arguments and returns this value."""
     return lambda *_, **__: value
 
 
 def _call_once(call: Callable[[], Any], *_: Any, **__: Any) -> float:
-    """Replaces Triton's benchmark of a call: all candidates are launched once, and are equally fast."""
+    """Replaces Triton's function that times a call: it calls it once, and all calls seem equally fast."""
     call()
     return 1.0
 
 
 def _record(self: Any, *args: Any, grid: Any = None, warmup: bool = False, stream: Any = None, **options: Any) -> Any:
-    """Replaces JITFunction.run: a launch is recorded; with `warmup` the kernel is compiled as well, and returned."""
+    """Replaces JITFunction.run: records a launch. With `warmup` it also compiles the kernel, and returns it."""
     args, options = tuple(map(_snapshot, args)), {name: _snapshot(x) for name, x in options.items()}
     described = _described(self, args, options)
     compiled = partial(_run, self, *args, grid=(1, 1, 1), warmup=True, **options)  # raises what the compiler raises
@@ -170,7 +181,10 @@ def _record(self: Any, *args: Any, grid: Any = None, warmup: bool = False, strea
 
 
 def _described(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Answer:
-    """A kernel as an answer has it: its name, those of its constants that are numbers or words, its tensors' dtypes."""
+    """The description of a kernel in an answer: its name, its constants, and the dtypes of its tensors.
+
+    The constants are constexpr parameters and OPTIONS, if their values are numbers, texts, booleans or None.
+    """
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     names = [*(x.name for x in kernel.params if x.is_constexpr), *OPTIONS]
     constants = {x: given[x] for x in names if isinstance(given.get(x, ...), bool | int | float | str | None)}
@@ -180,7 +194,7 @@ def _described(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> A
 
 
 def _snapshot(x: Any) -> Any:
-    """x, or a copy if it is a descriptor, since an autotuner's hook changes its block for the next configuration."""
+    """x, or a copy if it is a tensor descriptor: an autotuner's hook changes its block in place before each launch."""
     return replace(x, block_shape=list(x.block_shape)) if isinstance(x, TensorDescriptor) else x
 
 
@@ -196,7 +210,7 @@ def _record_each(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _register(self: Any, name: Any, function: Any, key: str = "", **options: Any) -> Any:
-    """Replaces Library.impl: a custom operator's implementation for GPUs gets tensors of the host, in `Laptop`."""
+    """Replaces Library.impl: a custom operator's implementation for GPUs is registered for CPU tensors, in `Laptop`."""
     if key in KEYS:
         function, key = laptop.Laptop()(function), KEYS[key]
     return _impl(self, name, function, key, **options)

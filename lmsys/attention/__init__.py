@@ -1,7 +1,8 @@
 """Attention: one signature, many implementations. `call.py` has the public function `attention`.
 
-A *row* is an implementation in the table of `table.py`, with the cases it supports and facts about it
-(`AttentionTraits`). A new kernel is a file in this folder and one row there: see CONTRIBUTING.md.
+Users import the names in `__all__` from here. A *row* is an implementation in the table of `table.py`, with the cases
+that it supports and facts about it (`AttentionTraits`). A new kernel is a file in this folder and one row in the table:
+see CONTRIBUTING.md.
 """
 
 from lmsys.attention.auto import is_measured

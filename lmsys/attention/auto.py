@@ -1,6 +1,8 @@
-"""The rows that `impl="auto"` tries for a case, in the order that was measured: `table.py` calls `fastest_first`.
+"""The order in which `attention(..., impl="auto")` tries the rows of the table for a case, the fastest first.
 
-Change FASTER after new measurements; `tests/attention/test_auto_order.py` compares it with committed results.
+A row is an implementation of attention. `table.py` passes `fastest_first` to the table; the first row of the order that
+can run the case is taken. The order comes from measurements: change FASTER after new ones.
+`tests/attention/test_auto_order.py` compares it with committed results.
 """
 
 import torch
@@ -14,10 +16,10 @@ def is_measured(capability: tuple[int, int] | None) -> bool:
 
 
 ANY = 2**63  # more than any number of keys or queries: no limit
-# Shapes in which another row than `flash_gluon` is the fastest, by (grad, head_dim, causal). Each is (row, most keys,
-# least queries, most queries), where queries are counted over all heads and batch entries, B H Q. The rows of all
-# entries that a case fits come first, in this order. `flash_gluon`, which follows them anyway, is listed where its
-# entry is an exception to the next one.
+# Shapes in which another row than `flash_gluon` is the fastest, on Hopper. Keys are (grad, head_dim, causal). An entry
+# is (row, most keys, least queries, most queries), where queries are counted over all heads and batch entries, B H Q. A
+# case tries first the rows of all entries that it fits, in this order, and then `flash_gluon`. If `flash_gluon` itself
+# has an entry, it is an exception to the entry behind it.
 FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
     (False, 64, True): (("flash_triton", ANY, 0, 32_768),),
     (False, 64, False): (("flash_triton", ANY, 0, 24_576), ("sdpa_cudnn", ANY, 0, 49_152)),
@@ -33,17 +35,24 @@ FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
 def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     """The names of the rows that "auto" tries, in order: on Hopper as measured, on other GPUs torch's choice first.
 
-    On Hopper `flash_gluon` comes first, but for the shapes in FASTER. Where it cannot run, cuDNN has the faster
-    forward, and above head_dim 64 the faster backward; up to 64 `flash_triton` trains faster. In float32 Triton
-    multiplies without tensor cores, so SDPA's memory-efficient kernel comes first. With options, and for a forward of
-    few queries on more keys, `flash_triton` comes first, in float32 too: it skips hidden tiles, keeps NaN in hidden
-    keys out of the results by itself, and divides the keys of few queries among programs. The exception is a forward
-    of few queries, without options, on 1 GiB of keys and values or more: there cuDNN comes first. A name may stand
-    twice. On a CPU no row is tried that Triton would interpret.
+    Options are the arguments of `attention` in `pattern.OPTIONS`, such as windows and documents. A name may occur
+    twice.
 
-    On other GPUs options, such as windows and documents, are an exception: SDPA needs a mask of Q x K bytes for them,
-    and skips no tile. With options `flash_triton` comes first there, except on AMD's: it is known to compile without
-    spills, but its speed is not known.
+    On a CPU, kernels of Triton would run in its interpreter, so only torch's and our plain rows are tried.
+
+    On Hopper:
+    - `flash_gluon` comes first, except in the shapes of FASTER. Behind it, for cases that it cannot run, comes cuDNN:
+      its forward is faster than `flash_triton`'s, and above head_dim 64 its backward, too. With gradients and a
+      head_dim of at most 64 `flash_triton` comes before cuDNN, since it trains faster.
+    - In float32 SDPA's memory-efficient kernel comes first, as Triton multiplies without tensor cores there.
+    - With options, and for a forward of few queries on more keys, `flash_triton` comes first, in float32 too: it skips
+      hidden tiles, keeps NaN in hidden keys out of the results by itself, and divides the keys of few queries among
+      programs. If such a forward of few queries has no options, and 1 GiB of keys and values or more, cuDNN comes
+      first.
+
+    On other GPUs torch's own choice, `sdpa`, comes first. With options `flash_triton` comes first on NVIDIA's GPUs,
+    since SDPA needs a mask of Q x K bytes for them and skips no tile. On AMD's GPUs `flash_triton` is known to compile
+    without spills, but its speed is not known, so `sdpa` stays first.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"

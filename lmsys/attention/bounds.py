@@ -1,8 +1,9 @@
-"""`Bounds`: the interval of keys that each query sees, which is all that flash rows read of a pattern.
+"""`Bounds`: the interval of keys that each query sees. `Pattern.bounds` makes one for the rows of flash attention.
 
-`Pattern.bounds` makes them. Under windows, documents, a prefix, lengths and causal order each query sees one interval
-of keys, whose two ends never decrease from one query to the next. Only under a mask may it see another set of keys;
-rows that need intervals refuse masks.
+A pattern is the set of options that say what queries see: windows, documents, a prefix, lengths and causal order. Under
+these each query sees one interval of keys, whose two ends never decrease from one query to the next. The kernels read
+nothing else of these options. Only under a `mask` may a query see another set of keys; rows that need intervals refuse
+masks.
 
 So a tile of queries visits the keys from the `first` of its first query to the `end` of its last query. The keys from
 the `first` of its last query to the `end` of its first query are seen by all queries of the tile, and need no mask. The
@@ -34,39 +35,43 @@ class Bounds:
         keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
         keys = keys.expand(self.first.shape[0], -1).contiguous()
         return Bounds(
-            torch.searchsorted(self.end, keys, right=True, out_int32=True),  # queries that end before key j
-            torch.searchsorted(self.first, keys, right=True, out_int32=True),  # queries that begin at j or before
-            self.first.shape[1],  # `num_keys` of the result: what a key is seen by are the queries
+            # The first query that sees key j is the number of queries with end <= j: their intervals end before it.
+            torch.searchsorted(self.end, keys, right=True, out_int32=True),
+            # Behind the last query that sees it: the number of queries with first <= j.
+            torch.searchsorted(self.first, keys, right=True, out_int32=True),
+            self.first.shape[1],  # keys and queries are exchanged, so Q takes the place of `num_keys`
         )
 
-    of_keys = cached_property(seen_by)  # computed once; torch.compile can trace a method, but no cached property
+    # Computed once. torch.compile cannot trace a cached property, so `hidden.py` calls `seen_by` while it is traced.
+    of_keys = cached_property(seen_by)
 
     def until(self, key_lengths: torch.Tensor) -> "Bounds":
-        """These intervals, without the keys j >= key_lengths[b] of batch entry b."""
+        """These intervals, without the keys j >= key_lengths[b] of batch entry b; key_lengths (B,)."""
         end = torch.minimum(self.end, key_lengths.clamp(0, self.num_keys).to(torch.int32).unsqueeze(1))
         return Bounds(self.first.expand(end.shape).contiguous(), end, self.num_keys)
 
     def walk(self, start: int, stop: int, tile: int) -> list[tuple[int, bool]]:
-        """The tiles of keys that queries [start, stop) visit, in order: (first key, True if the tile needs a mask).
+        """The tiles of keys that the queries [start, stop) visit, in order: (first key, True if the tile needs a mask).
 
-        `tile` is the number of keys in a tile.
+        tile  the number of keys in a tile; tiles begin at its multiples
         """
-        # The least `first` and `end` are those of the first query, the greatest are those of the last.
+        # No query sees keys outside of [low, high), and all queries see [full_from, full_to). Neither end decreases, so
+        # the smallest values are those of query `start`, and the largest are those of query `stop - 1`.
         low, full_from, full_to, high = (edge[at] for edge, at in zip(self._edges, (start, stop - 1) * 2, strict=True))
         columns = range(low // tile * tile, high, tile) if low < high else ()
         return [(col, col < full_from or min(col + tile, self.num_keys) > full_to) for col in columns]
 
     def visible(self, rows: slice, columns: slice) -> torch.Tensor:
-        """(B or 1, rows, columns), boolean: True where one of these queries sees one of these keys."""
+        """A boolean mask (B or 1, rows, columns): True where the query of the row sees the key of the column."""
         keys = torch.arange(columns.start, columns.stop, device=self.first.device)
         return (keys >= self.first[:, rows, None]) & (keys < self.end[:, rows, None])
 
     @cached_property
     def _edges(self) -> list[list[int]]:
-        """[least first, greatest first, least end, greatest end] over all batch entries, each a list by query.
+        """[smallest first, largest first, smallest end, largest end] over all batch entries, each a list by query.
 
-        While a CUDA graph is recorded, the host cannot read them, and the graph may be replayed with other documents
-        and lengths. The edges returned then make `walk` visit and mask every tile.
+        While a CUDA graph is captured, the host cannot read the tensors, and the graph may be replayed with other
+        documents and lengths. So the edges are then 0 and K, by which `walk` visits and masks every tile.
         """
         if self.first.is_cuda and torch.cuda.is_current_stream_capturing():
             return [[edge] * self.first.shape[1] for edge in (0, self.num_keys, 0, self.num_keys)]

@@ -1,7 +1,8 @@
 """`attention`, the public function: it checks a call once, picks the row that runs it, and calls that row.
 
-`contract.py` checks the tensors, `pattern.py` the options, `table.py` has the rows. A new option is a parameter here,
-passed on to `checked_pattern`.
+Users and models call `attention`. A *row* is an implementation in the table of `table.py`. `contract.py` checks the
+tensors, `pattern.py` the options. To add an option, add a parameter here, pass it to `checked_pattern`, and see the
+docstrings of these two files.
 """
 
 from collections.abc import Callable
@@ -45,22 +46,23 @@ def attention(
 
     q (..., H, Q, D), k (..., Hkv, K, D), v (..., Hkv, K, Dv) with H a multiple of Hkv (grouped-query
     heads), or (B, Q, D), (B, K, D), (B, K, Dv); one dtype and device. Returns o (..., H, Q, Dv) or
-    (B, Q, Dv) of q's dtype; with `return_lse` (o, lse). Under autocast q, k and v are cast to its dtype, as torch's own
-    SDPA does, but for float64.
+    (B, Q, Dv) of q's dtype; with `return_lse` (o, lse). Under autocast q, k and v are cast to its dtype, except float64
+    tensors, as torch's own SDPA does.
 
     Our own rows are differentiable any number of times. Their second derivatives are computed from Q x K scores, in
     plain PyTorch. Rows with kernels refuse forward-mode derivatives. Rows of others are as differentiable as the
     functions that they call. `torch.func`'s grad, vjp and vmap, torch.compile without a graph break, torch.export and
-    selective checkpointing work with every row that they can run; to them flash rows are operators
-    `torch.ops.lmsys.<row>`. With a bias, sinks or `return_lse` flash rows are no operators: they are differentiable
-    once, torch.compile's graph breaks there, and torch.func refuses them.
+    selective checkpointing work with every row that they can run; they see each flash row as one custom operator,
+    `torch.ops.lmsys.<row>`. With a bias, sinks or `return_lse` flash rows are not custom operators: then they are
+    differentiable once, torch.compile's graph breaks there, and torch.func refuses them.
 
     A query sees the keys that all options let it see. A query that sees none has zeros as its result and as its
-    gradient. NaN and infinity in keys that an option hides from a query never change its result or its gradient. Where
-    `causal` alone hides, this holds only for keys that no query sees, j >= Q; NaN in other keys may reach queries
-    before them, as in torch's SDPA.
-    Any memory layout is taken: if a backend cannot read it, such as rows that are not 16-byte aligned, it is copied.
-    Without queries, keys or batch entries there is nothing to compute: o is empty, or zeros where there are no keys.
+    gradient. NaN and infinity in keys that an option hides from a query never change its result or its gradient. If
+    `causal` is the only option that hides keys, this holds only for keys that no query sees, j >= Q; NaN in other keys
+    may reach queries before them, as in torch's SDPA.
+
+    Tensors may have any memory layout: if a backend cannot read it, for example as rows are not 16-byte aligned, they
+    are copied. Without queries or batch entries o is empty; without keys it is zeros.
 
     causal       query i sees keys j <= i + offset: aligned at the top left as in torch SDPA, also for Q != K
     scale        the factor of the scores; None: D ** -0.5
@@ -70,8 +72,9 @@ def attention(
     documents    `Documents` packed into the sequence, made once; a query sees only keys of its own document. The last
                  query of a document stands at its last key: `causal` is aligned at the bottom right. A `prefix` is
                  that of each document
-    key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]. They are from 0 to K;
-                 others are refused on a CPU, and clamped on CUDA, where the host cannot read them without waiting
+    key_lengths  (B,) int32 or int64, for caches of different lengths: batch entry b sees keys j < key_lengths[b]. The
+                 lengths are from 0 to K; others are refused on a CPU, and clamped on CUDA, where the host cannot read
+                 them without waiting
     softcap      scores become softcap · tanh(score / softcap), before anything is hidden
     offset       the position of query 0 among the keys, a number or one for each batch entry, (B,) int32 or int64;
                  "end": the queries are the last of their keys, at K - Q or with `key_lengths` at key_lengths - Q
@@ -82,7 +85,7 @@ def attention(
                  kernels compute it from positions, and so read no bias from memory
     sinks        (H,): for each head the logit of one more key, which all queries see and whose value is zero, as in
                  gpt-oss; differentiable
-    return_lse   also return lse (..., H, Q) or (B, Q), float32 (float64 for float64): the natural logarithm of the
+    return_lse   also return lse (..., H, Q) or (B, Q), float32 (float64 for a float64 q): the natural logarithm of the
                  softmax's denominator, -inf for a query that sees nothing; differentiable. `merge` combines partial
                  results by it
     impl         the name of a row. "auto" takes the fastest row that supports the case, but on a CPU no row that
@@ -109,7 +112,8 @@ def attention(
     )
     scale = None if scale is None else float(scale)
     q4, k4, v4 = contract.as_4d(q), contract.as_4d(k), contract.as_4d(v)
-    # `bounded`: an option other than `causal` hides keys. Without one, no query sees the keys from Q on.
+    # `bounded` is True if an option other than `causal` hides keys. If it is False, no query sees the keys from Q on,
+    # so they are cut off.
     if pattern.causal and not pattern.bounded and k4.shape[2] > q4.shape[2]:
         k4, v4 = k4[:, :, : q4.shape[2]], v4[:, :, : q4.shape[2]]
         if pattern.bias is not None:
@@ -117,7 +121,7 @@ def attention(
     row, isolates = row_of(impl, contract.case_of(q4, k4, v4, pattern, scale=scale))
     if q4.numel() == 0 or k4.numel() == 0:
         row, options = table.ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
-    elif pattern.bounded and not isolates:  # options hide keys, and the row lets NaN in them through
+    elif pattern.bounded and not isolates:  # options hide keys, and the row alone would let NaN in them through
         row, options = partial(hidden.kept_apart, row), {"pattern": pattern}
     else:
         options = contract.keywords_of(row, pattern)
@@ -125,25 +129,26 @@ def attention(
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         result = row(q4, k4, v4, scale=scale, **options)
     o = result[0] if return_lse else result
-    # A view of the same shape would cost the host time.
+    # `reshape` to the same shape would cost the host time, too.
     o = o if o.shape == (*q.shape[:-1], v.shape[-1]) else o.reshape(*q.shape[:-1], v.shape[-1])
     return (o, result[1].reshape(q.shape[:-1])) if return_lse else o
 
 
 def row_of(impl: str, case: contract.AttentionCase) -> tuple[Callable[..., Any], bool]:
-    """(the function of the row that runs a case, its trait `isolates`). ValueError if no row, or not `impl`, can.
+    """(the function of the row that runs a case, its trait `isolates`). ValueError if `impl` cannot run the case.
 
-    A row that `isolates` keeps NaN in hidden keys out of its results by itself; `hidden.kept_apart` does it for others.
+    If the trait is True, the row keeps NaN in hidden keys out of its results by itself; for other rows
+    `hidden.kept_apart` does it.
     """
     return (
         getattr(_TRACED, _traced(impl, *contract.constants_of(case)))
-        if torch.compiler.is_compiling()  # `constants_of` gives the case typical lengths: one graph serves many
+        if torch.compiler.is_compiling()  # `constants_of` replaces dynamic sizes by typical ones: one graph serves many
         else _picked(impl, case)[1]
     )
 
 
 def _picked(impl: str, case: contract.AttentionCase) -> tuple[str, tuple[Callable[..., Any], bool]]:
-    """(name of the row, what `row_of` returns) outside of torch.compile."""
+    """Picks the row outside of torch.compile's trace: (name of the row, the result of `row_of`)."""
     entry = table.ATTENTION.pick(impl, case)
     row = contract.adapt(entry.load())
     if case.options and (reason := contract.why_not_given(row, [name for name in OPTIONS if getattr(case, name)])):
@@ -158,7 +163,7 @@ _TRACED = SimpleNamespace()
 
 @constant  # torch.compile calls it while it traces, and takes its result for a constant
 def _traced(impl: str, *fields: Any) -> str:
-    """The name of the row that runs `AttentionCase(*fields)`; what `row_of` returns for it is put into _TRACED."""
+    """The name of the row that runs `AttentionCase(*fields)`. Stores the result of `row_of` in _TRACED by this name."""
     name, row = _picked(impl, contract.AttentionCase(*fields))
     setattr(_TRACED, name, row)
     return name

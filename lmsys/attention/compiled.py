@@ -1,6 +1,7 @@
-"""torch.compile for functions that meet many shapes: one static graph for each, and never a silent fallback.
+"""torch.compile for functions that are called with many shapes: one static graph for each, and never eager silently.
 
-Rows that compile call `compile_for`; their `supports` asks `why_no_compiler`.
+Attention rows that use torch.compile (`naive.py`, `peers.py`, `flash_torch.py`) call `compile_for`, and ask
+`why_no_compiler` in the functions that say which cases they support. Benchmarks and tests ask it, too.
 """
 
 import importlib.util
@@ -15,7 +16,7 @@ import torch
 
 
 def layout_key(*tensors: torch.Tensor) -> Hashable:
-    """A key of everything that a static graph of these tensors is specialised on: shapes, strides, dtypes and so on."""
+    """A key for `compile_for`, with all facts about these tensors by which torch.compile specialises a static graph."""
     return tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors)
 
 
@@ -23,8 +24,10 @@ def layout_key(*tensors: torch.Tensor) -> Hashable:
 def compile_for(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
     """`function`, compiled for the one case that `key` describes. The result is cached, and compiles on its first call.
 
-    Dynamo counts recompilations of each code object, and past a limit it runs eagerly without a message. Here each case
-    has a copy of the function with a code object of its own, which cannot reach the limit.
+    Dynamo counts the compilations of each code object. Past a limit it runs the function eagerly, without a message.
+    Here each case has a copy of the function with its own code object, so no code object reaches the limit.
+
+    key  tells cases apart, such as `layout_key` of the tensors: calls with one key must have equal shapes and layouts
     """
     copy = types.FunctionType(
         function.__code__.replace(),
@@ -39,7 +42,7 @@ def compile_for(function: Callable[..., Any], key: Hashable) -> Callable[..., An
 
 @cache
 def why_no_compiler(device: str) -> str | None:
-    """None if torch.compile can compile for `device` ("cpu" or "cuda"), else the reason."""
+    """The reason why torch.compile cannot compile for `device` ("cpu" or "cuda") on this machine, or None."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile on CUDA needs triton, which is not installed"
     no_compiler = device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))

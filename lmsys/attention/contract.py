@@ -1,8 +1,9 @@
-"""The contract of every attention row: the case it is asked to run, validation, and foreign signatures.
+"""The contract of attention rows: checks of inputs, the case that a row is asked to run, and how functions are called.
 
-A row is an implementation in the table of `table.py`. `call.py` checks the inputs here, describes them as an
-`AttentionCase`, by which the `supports(case)` of each row decides, and calls the row that `adapt` makes of a target. A
-new option needs a field of `AttentionCase`; a new foreign signature is a case in `adapt`.
+A row is an implementation in the table of `table.py`. `attention` in `call.py` checks its inputs by `check_inputs`, and
+describes them as an `AttentionCase`. The `supports(case)` of each row decides by this case whether it can run.
+`attention` then calls the row's function, which `adapt` wraps if it has another signature than ours. A new option needs
+a field of `AttentionCase`; to accept another signature, add a case to `adapt`.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
@@ -23,23 +24,23 @@ from lmsys.attention.pattern import OFFSETS, OPTIONS, TWO_SIDED, Pattern
 from lmsys.kernels.custom_op import constant
 from lmsys.values import finite, hold
 
-FEW_QUERIES = 16  # with at most this many queries (decoding), tiles of queries alone do not fill a GPU
+FEW_QUERIES = 16  # decoding: with at most this many queries, a program for each tile of queries does not fill a GPU
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# By the name that a case has for the dtype.
+# {name of a dtype in `AttentionCase.dtype`: the dtype}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Sizes that stand in for those that torch.compile leaves open (dynamic shapes): see `constants_of`.
+# If torch.compile leaves a size open (dynamic shapes), the row is picked by this value: see `constants_of`.
 TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1, "prefix": 1}
-TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be interpreted
+TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # smaller, since Triton may run in its interpreter there
 
 
 @dataclass(unsafe_hash=True)
 class AttentionCase:
-    """A call of attention in plain values, by which `supports(case)` of every row decides whether it can run it.
+    """A call of attention, described by plain values: by it `supports(case)` of a row decides if the row can run it.
 
-    A case must not be changed. It is not `frozen`, because each call of attention makes a case, and setting the fields
-    of a frozen dataclass takes the host 2 us.
+    Do not change a case after it is made. It is not `frozen`, because each call of attention makes a case, and setting
+    the fields of a frozen dataclass takes the host 2 us.
     """
 
     batch: int
@@ -67,7 +68,8 @@ class AttentionCase:
     alibi: bool = False
     sinks: bool = False
     return_lse: bool = False
-    # The options that are given: name -> value. Two forms that few rows know are named TWO_SIDED and OFFSETS.
+    # {name: value} of the options that are given. Two forms of options that few rows support have names of their own: a
+    # window of two sides is TWO_SIDED, and an offset that is a tensor is OFFSETS.
     options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,11 +94,14 @@ class AttentionCase:
 def case_of(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, grad: bool | None = None
 ) -> AttentionCase:
-    """The case that q (B, H, Q, D), k (B, Hkv, K, D) and v (B, Hkv, K, Dv) make under a pattern."""
+    """The case of a call with q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) and the options of a pattern.
+
+    grad  True: gradients are needed; None: if gradients are recorded now and q, k or v require them
+    """
     batch, heads, queries, head_dim = q.shape
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) if grad is None else grad
     return AttentionCase(
-        # By place: batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, grad.
+        # The positional arguments are batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, grad.
         *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
         device=q.device.type,
         capability=capability_of(q.device.index) if q.is_cuda else None,
@@ -113,23 +118,23 @@ def capability_of(index: int | None) -> tuple[int, int]:
 
 
 def options_of(pattern: Pattern) -> dict[str, Any]:
-    """The options of a pattern as fields of a case."""
+    """The options of a pattern as fields of a case: True in place of tensors and `Documents`."""
     return {name: True if isinstance(x, Tensor | Documents) else x for name, x in pattern.options.items()}
 
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:
-    """None, or why the case needs more than the options `known`, or has a v whose head dimension is not that of k."""
+    """The reason why a row with the options `known`, and v of k's head dimension, cannot run the case, or None."""
     return why_not_options(case, *known) or why_not_value_dim(case)
 
 
 def why_not_options(case: AttentionCase, *known: str) -> str | None:
-    """None if the case has no options but those `known` to a row; else a text that names the others."""
+    """A text that names the options of the case that a row does not support, or None; it supports those in `known`."""
     unknown = [name for name in case.options if name not in known]
     return f"knows no {' and no '.join(unknown)}" if unknown else None
 
 
 def why_not_value_dim(case: AttentionCase) -> str | None:
-    """None if v has the head dimension of k; else a text that says that the row needs this."""
+    """A text that says that the row needs v of k's head dimension, if the case has another, or None."""
     return (
         None
         if case.value_dim in (None, case.head_dim)
@@ -149,7 +154,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             )
     if scale is not None and not torch.compiler.is_compiling():
         finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
-    of_q, of_k, of_v, rank = q.shape, k.shape, v.shape, q.dim()  # each read of a shape costs the host a tenth of a us
+    # Shapes are read once: each read costs the host a tenth of a microsecond.
+    of_q, of_k, of_v, rank = q.shape, k.shape, v.shape, q.dim()
     if not (rank == k.dim() == v.dim() and rank >= 3):
         raise ValueError(f"q, k, v must have one rank of at least 3; got shapes {_shapes(q, k, v)}")
     heads = (of_q[-3], of_k[-3]) if rank > 3 else ()
@@ -172,7 +178,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
 
 
 def as_autocast(x: Any) -> Any:
-    """x cast as autocast casts the arguments of torch's SDPA: floating-point tensors, but not float64."""
+    """x in the dtype of autocast, as torch's SDPA casts its arguments; float64 and integer tensors are not cast."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
@@ -180,19 +186,22 @@ def as_autocast(x: Any) -> Any:
 
 
 def constants_of(case: AttentionCase) -> tuple[Any, ...]:
-    """The fields of a case as constants, for torch.compile. Lengths that it leaves open become TYPICAL ones."""
+    """The fields of a case as plain constants, for torch.compile. Sizes that it leaves open become TYPICAL ones.
+
+    A graph with dynamic sizes serves many sizes, so its row must be picked once, by typical sizes.
+    """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     fields, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
 
     def closed(name: str, value: int) -> int:
-        """The value as a plain number, or the TYPICAL one where torch.compile leaves it open."""
-        # int() would leave even a known length symbolic; the length of a range is a plain number.
+        """The value as a plain number, or the TYPICAL one if torch.compile leaves the value open."""
+        # int() of a symbolic number would stay symbolic, even if its value is known. len(range(...)) is a plain number.
         return typical[name] if name in typical and not has_static_value(value) else len(range(value))
 
     for name in AttentionCase.__match_args__:  # all but `options`
         value = getattr(case, name)
-        if name in ("scale", "softcap"):  # `supports` asks only for their signs
+        if name in ("scale", "softcap"):  # the `supports` of rows depends on their signs alone
             value = None if value is None else 1.0 if value > 0 else -1.0
         elif isinstance(value, tuple):
             value = tuple(closed(name, x) for x in value)
@@ -207,7 +216,8 @@ def as_4d(x: Tensor) -> Tensor:
 
     It is a copy where the last dimension has another stride than 1, which no kernel reads well.
     """
-    # Of a dimension of one element `contiguous` would leave any stride, and torch's flash kernel on a CPU refuses it.
+    # `contiguous()` would not change the stride of a last dimension with one element, but torch's flash kernel on a CPU
+    # needs stride 1 there, so `clone` makes the copy.
     x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
     return x.unsqueeze(1) if x.dim() == 3 else x if x.dim() == 4 else x.flatten(0, -4)
 
@@ -215,8 +225,8 @@ def as_4d(x: Tensor) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """x itself if each of its rows is 16-byte aligned, or if it is contiguous; otherwise a contiguous copy.
 
-    Given a tensor with rows that are not aligned, a kernel that moves 16 bytes at a time would read memory outside of
-    the tensor, or end the process. A tensor that is expanded, with a stride of 0, is copied too.
+    A kernel that moves 16 bytes at a time would read memory outside of a tensor whose rows are not aligned, or end the
+    process. An expanded tensor, with a stride of 0, is copied too.
     """
     fits = x.is_contiguous() or (
         x.stride(-1) == 1 and not any(not step or step * x.element_size() % 16 for step in x.stride()[:-1])
@@ -224,13 +234,13 @@ def aligned(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # traced tensors have no addresses
         return x if fits else x.contiguous()
     if fits and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.data_ptr() % 16:
-        return x  # a tensor that torch.func has wrapped may hide a dimension, and is copied
+        return x  # a tensor that torch.func wraps may have one more dimension inside, which nobody sees: it is copied
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def with_aligned_gradient(o: Tensor) -> Tensor:
-    """o, with a hook that makes its gradient `aligned` before a backward reads it."""
-    if o.requires_grad and not torch.compiler.is_compiling():  # compiled code gives aligned gradients
+    """o, with a hook that calls `aligned` on its incoming gradient before the row's backward reads it."""
+    if o.requires_grad and not torch.compiler.is_compiling():  # gradients of compiled code are aligned
         o.register_hook(aligned)
     return o
 
@@ -245,7 +255,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-# The names that foreign functions give to these parameters.
+# {our name of a parameter: the names that functions of other people give to it}
 ROLES = {
     "causal": ("causal", "is_causal"),
     "scale": ("scale", "sm_scale", "softmax_scale"),
@@ -255,19 +265,19 @@ ROLES = {
 
 @cache
 def adapt(implementation: Any) -> Callable[..., Tensor]:
-    """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, made of `implementation`.
+    """Makes a row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, of somebody's `implementation`.
 
-    The implementation is a function or a `torch.autograd.Function`; ValueError if it is not callable. The first of
-    these rules that holds for it decides:
+    The implementation is a function or a `torch.autograd.Function`; ValueError if it is not callable. Its parameters
+    decide how it is called, by the first of these rules that holds:
 
-    1. A function with keywords `causal` and `scale`, or with `**kwargs`, is returned unchanged. No other implementation
-       gets options of a `Pattern`. A function gets them by parameters of their names, or all of them by a parameter
-       `pattern`: see `keywords_of`.
-    2. An implementation whose fourth parameter is a flag (`_has_flag`) is called as CS336 writes it:
-       `f(q, k, v, is_causal)` on (B, S, D), with as many key heads as query heads. Two kinds are excepted: those that
-       have a parameter for the scale, by a name of ROLES, and functions that have one with the name `causal`.
-    3. All others are called on 4-D tensors, with `causal` and `scale` by the names of ROLES. One that has no `causal`,
-       but a `mask`, gets a boolean tensor (Q, K), True where a query sees a key.
+    1. A function with keywords `causal` and `scale`, or with `**kwargs`, is returned unchanged. Only such a function
+       can get the options of a `Pattern`: each by a parameter of its name, or all by a parameter `pattern`
+       (`keywords_of`).
+    2. An implementation whose fourth parameter is a flag (`_has_flag`) is called as in the course CS336:
+       `f(q, k, v, is_causal)` on (B, S, D), with as many key heads as query heads. This rule does not hold if there is
+       a parameter for the scale, by a name of ROLES, or if a plain function has a parameter named `causal`.
+    3. All others are called on 4-D tensors, with `causal` and `scale` by the names of ROLES. If there is no parameter
+       for `causal`, but one for a mask, it gets a boolean tensor (Q, K), True where a query sees a key.
 
     An autograd Function takes no keywords, so its arguments are given by position.
     """
@@ -296,10 +306,13 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
 
 
 def _has_flag(taken: Mapping[str, inspect.Parameter], is_function: bool) -> bool:
-    """True if the fourth of these parameters, behind q, k and v, is the causal mask as a flag that is given by place.
+    """True if the fourth of these parameters, after q, k and v, is a positional flag that says if attention is causal.
 
-    It has a name of ROLES, or no later parameter has one; then its default, if it has one, is True or False. A `mask`
-    without a default is a flag of an autograd Function alone.
+    It is one if it has a name of ROLES["causal"]. With another name it is one if no later parameter has such a name,
+    and its default is True or False, or it has none. But a plain function's parameter with a name of ROLES["mask"] and
+    without a default is a tensor, and no flag.
+
+    is_function  True: they are the parameters of an autograd Function; False: of a plain function
     """
     after_v = list(taken.values())[3:]
     if not after_v or after_v[0].kind is inspect.Parameter.KEYWORD_ONLY:
@@ -311,10 +324,11 @@ def _has_flag(taken: Mapping[str, inspect.Parameter], is_function: bool) -> bool
 
 
 def _parameters_used(implementation: Any) -> dict[str, inspect.Parameter]:
-    """The parameters that `adapt` gives arguments to, by name, in their order. For a function they are all.
+    """The parameters, by name and in order, for which `adapt` has arguments. A plain function has all of its own.
 
-    For an autograd Function they are the first four parameters of `forward` after ctx, and all later ones without a
-    default. If `causal` comes later than the fourth, they are all parameters up to the last one with a name of ROLES.
+    An autograd Function has the first four parameters of `forward` after ctx, and all later ones without a default. If
+    a name of ROLES["causal"] comes later than the fourth, it has instead all parameters up to the last one for `causal`
+    or `scale`, and later ones without a default.
     """
     taken = list(signature.parameters_of(implementation).items())
     if not signature.is_function(implementation):
@@ -330,7 +344,7 @@ def _takes_all(implementation: Any) -> bool:
 
 
 def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
-    """None, or why an implementation cannot be called for the case: it has no parameter for `causal` or `scale`.
+    """The reason why an implementation cannot be called for the case, which needs `causal` or `scale`, or None.
 
     `lmsys.check` asks before it checks a row.
     """
@@ -346,10 +360,10 @@ def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
 
 
 def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
-    """The keywords that tell a row the pattern: `causal`, and each option that is given, by its name.
+    """The keyword arguments by which a row gets the pattern: `causal`, and each option that is given, by its name.
 
-    A row with a parameter `pattern` gets the whole pattern instead, unless `causal` says everything. ValueError names
-    the options that the row has no parameter for.
+    A row with a parameter `pattern` gets the whole pattern instead, unless there are no options besides `causal`.
+    ValueError names the options for which the row has no parameter.
     """
     if not pattern.options:
         return {"causal": pattern.causal}
@@ -364,15 +378,16 @@ def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
 
 @constant
 def why_not_given(row: Callable[..., Tensor], options: Iterable[str]) -> str | None:
-    """None, or why a row cannot be given these options: the parameters that it lacks, for a message.
+    """A text that names the parameters that the row lacks for these options, or None.
 
-    `**kwargs` do not count: the row might not read them.
+    `**kwargs` do not count as parameters for options: the row might not read them.
     """
     missing = [name for name in options if not {name, "pattern"} & _parameters(row)]
     return f"it has no parameter {' and no '.join(f'`{name}`' for name in missing)}" if missing else None
 
 
-# Their names in earlier commits, whose `call.py` runs with this file under `lmsys bench --against`.
+# Earlier commits have these names for the two functions. Under `lmsys bench --against` the `call.py` of an earlier
+# commit runs with this file.
 told, why_not_told = keywords_of, why_not_given
 
 
@@ -383,7 +398,7 @@ def _parameters(row: Callable[..., Tensor]) -> frozenset[str]:
 
 
 def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A row's callable, as `adapt` returns it, made of `function(q, k, v, is_causal)` on (B, S, D)."""
+    """Makes a row's callable, as `adapt` returns it, of `function(q, k, v, is_causal)` on (B, S, D)."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         _hold_default(scale, q)
@@ -394,7 +409,7 @@ def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def only_o(result: Any) -> Tensor:
-    """The result of a row that is not asked for a log-sum-exp. TypeError if it is no tensor, such as (o, lse)."""
+    """The result itself, if it is a tensor; else TypeError. For rows that are not asked for a log-sum-exp."""
     if not isinstance(result, Tensor):
         raise TypeError(
             f"it returns a {type(result).__name__}: return o alone, a tensor; (o, lse) is for a parameter `return_lse`"

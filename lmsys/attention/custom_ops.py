@@ -1,9 +1,11 @@
 """Makes a row of the table from a forward and a backward kernel: PyTorch can differentiate, compile and trace it.
 
-Each flash row calls `flash` with its two launchers. `flash` returns an autograd Function, which eager calls use, and
-the function of the row. Under torch.compile, torch.func and dispatch modes the row calls custom operators instead:
-opaque nodes of a graph, with known shapes (`_custom_op`). Operators take no objects, so a `Pattern` travels through
-them as numbers and tensors (`_apart`, `_together`).
+A *flash row* is an attention row (an implementation in table.py) of this kind. flash_torch.py, flash_triton.py,
+flash_cuda.py and flash_gluon/launch.py each call `flash` with the two functions that launch their kernels. `flash`
+returns an autograd Function, which eager calls use, and the function of the row. Under torch.compile, torch.func and
+dispatch modes the row calls custom operators instead: opaque nodes of a graph, with known shapes (`_custom_op`).
+Operators take no Python objects, so a `Pattern` (the options of a call) is passed to them as a text, numbers and
+tensors: `_apart` takes it apart, and `_together` makes it again.
 
 Queries, keys and values may be parts of one tensor, which their projection has written. In an eager call their
 gradients may then be parts of one tensor as well (`gradients_like`).
@@ -28,12 +30,12 @@ from lmsys.kernels.custom_op import define
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal, scale) -> o, log-sum-exp
 Backward = Callable[..., tuple[Tensor, ...]]  # (q, k, v, o, lse, do, causal, scale) -> dq, dk, dv
-# The arguments of both operators, in the schema language of torch.library, that follow the tensors of attention. All
-# arguments in their order, as the indices below count them:
+# The arguments of both operators that follow the tensors of attention, in the schema language of torch.library. The
+# indices in this file count all arguments in this order:
 #   forward   q, k, v, causal, scale, layout, numbers, floats, tensors
 #   backward  q, k, v, o, lse, do, causal, scale, layout, numbers, floats, tensors
-# The autograd Functions `CustomOp` and `Gradients` are given each of `tensors` as one more argument, from 8 and 11 on:
-# autograd does not look into a list.
+# Autograd does not look into a list. So the autograd Functions `CustomOp` and `Gradients` take each tensor of `tensors`
+# as an argument of its own, from index 8 and from index 11 on.
 ASKED = "bool causal, float scale, str layout, SymInt[] numbers, float[] floats, Tensor[] tensors"
 
 
@@ -44,14 +46,14 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """x in the layout of `_like`, which an operator's results must have."""
+    """x itself if it has the memory layout of `_like`, which results of an operator must have; else a copy in it."""
     return x if x.transpose(1, 2).is_contiguous() else _like(x).copy_(x)
 
 
 def whole_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """The contiguous tensor (B, S, N, D) whose heads are q (B, H, S, D), k and v (B, Hkv, S, D), in this order.
+    """The contiguous tensor (B, S, N, D) of which q (B, H, S, D), k and v (B, Hkv, S, D) are the heads, in this order.
 
-    None if they are not parts of one such tensor.
+    None if they are not views of one such tensor.
     """
     (batch, heads, length, head_dim), (_, kv_heads, _, _) = q.shape, k.shape
     row = (heads + 2 * kv_heads) * head_dim
@@ -69,10 +71,13 @@ def whole_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
 def gradients_like(
     q: Tensor, k: Tensor, v: Tensor, like: Callable[[Tensor], Tensor], together: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty dq, dk and dv: parts of one tensor if q, k and v are, for the projection's backward.
+    """Empty dq, dk and dv: views of one tensor if q, k and v are, so that the projection's backward need not join them.
 
-    Otherwise they are like(q), like(k) and like(v). They also are if `together` is False, since the layout of a custom
-    operator's results is fixed beforehand, and where a row of a head is no multiple of 16 bytes, which TMA needs.
+    Otherwise they are like(q), like(k) and like(v). So they are, too, if a row of a head is no multiple of 16 bytes, as
+    the GPU's TMA needs it.
+
+    like      makes an empty tensor with the shape of its argument
+    together  False: never views of one tensor. For custom operators, whose results have a fixed layout
     """
     whole = whole_of(q, k, v) if together else None
     if whole is None or q.shape[-1] * q.element_size() % 16:
@@ -83,7 +88,7 @@ def gradients_like(
 
 
 def _apart(pattern: Pattern | None) -> tuple[str, tuple[int, ...], tuple[float, ...], list[Tensor]]:
-    """A pattern as operators take it: (layout, numbers, floats, tensors), all empty without a pattern.
+    """Takes a pattern apart, for an operator: (layout, numbers, floats, tensors), all empty without a pattern.
 
     The layout names each option and the kinds of its values (`_kind`), such as "window:nn documents:ttttt".
     """
@@ -101,7 +106,10 @@ def _kind(value: Any) -> str:
 
 
 def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pattern]:
-    """{"pattern": the pattern that `_apart` has taken apart}, as a keyword for a kernel; {} without one."""
+    """{"pattern": the pattern that `_apart` has taken apart}, as a keyword argument for a launcher; {} without one.
+
+    parts  numbers, floats and tensors, in this order
+    """
     next_of, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
     for name, kinds in (part.split(":") for part in layout.split()):
         values = [next(next_of[kind]) for kind in kinds]
@@ -117,9 +125,10 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, patte
 
 
 def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Tensor], Backward]:
-    """The operators `lmsys::<name>` and `lmsys::<name>_backward` as two differentiable functions on 4-D tensors:
-    (q, k, v, causal, scale, pattern) -> o and (q, k, v, o, lse, do, causal, scale, pattern) -> dq, dk, dv.
+    """Registers the operators `lmsys::<name>` and `lmsys::<name>_backward`, and returns two functions that call them.
 
+    Both functions are differentiable, and take 4-D tensors:
+    (q, k, v, causal, scale, pattern) -> o and (q, k, v, o, lse, do, causal, scale, pattern) -> dq, dk, dv.
     A pattern that is not None replaces `causal`. Second derivatives are computed by `naive`.
     """
 
@@ -167,13 +176,15 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             function = partial(_exact, causal=causal, scale=scale, **_together(causal, *parts, tensors))
             _, pull = torch.func.vjp(lambda q, k, v, do: torch.func.vjp(function, q, k, v)[1](do), q, k, v, do)
             *gradients, of_do = pull(grads)
-            # In the order of the arguments; None: o and lse, the five of `asked`, and the tensors of the pattern.
+            # One gradient for each argument, in their order. It is None for o, lse, the five of `asked`, and the
+            # tensors of the pattern.
             return *gradients, None, None, of_do, *[None] * (5 + len(tensors))
 
     class CustomOp(torch.autograd.Function):
         """o and the log-sum-exp by `forward_op`, differentiable.
 
-        The gradient is not registered with the operator: in compiled code that costs the host about 15 us a call.
+        The backward is in this class, and not registered with the operator by torch.library: in compiled code that
+        would cost the host about 15 us for each call.
         """
 
         generate_vmap_rule = True
@@ -196,7 +207,7 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return *dqkv, *[None] * (5 + len(tensors))
 
     class Refusing(CustomOp):
-        """`CustomOp`, which refuses forward-mode derivatives. torch.compile takes no Function that has a `jvp`."""
+        """`CustomOp` that refuses forward-mode derivatives by its `jvp`; torch.compile accepts no Function with one."""
 
         jvp = staticmethod(no_forward_mode)
 
@@ -206,8 +217,8 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return Refusing.apply(q, k, v, causal, scale, *parts, *tensors)[0]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return CustomOp.apply(q, k, v, causal, scale, *parts, *tensors)[0]
-        # Without gradients the operator is called, and no Function. Where `forward` has another number of parameters
-        # than it gets arguments, as with *args, torch.compile would pass a context as q, and fail.
+        # Without gradients the operator itself is called, and not the Function: if the parameters of a Function's
+        # `forward` are *args, torch.compile takes the first for a context, passes one in place of q, and fails.
         return forward_op(q, k, v, causal, scale, *parts, tensors)[0]
 
     def gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,13 +231,16 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
 def _autograd_function(name: str, forward: Forward, backward: Backward, gradients: Backward) -> Any:
     """The class `name` with `.apply(q, k, v, causal, scale, tile, pattern)` on (..., H, S, D) or (B, S, D).
 
-    The last four may be left out. `forward` and `backward` are those of `flash`. They get `tile`, if one is given, as
-    one more argument, and a pattern by its name. The kernels take the maximum of scores before they scale it, so
-    `scale` must be positive (ValueError). `gradients` computes gradients that are differentiated again.
+    The last four arguments may be left out. The kernels take the maximum of the scores before they scale them, so
+    `scale` must be positive (else ValueError).
+
+    forward, backward  as in `flash`. They get `tile`, if one is given, as one more positional argument, and a pattern
+                       as the keyword `pattern`
+    gradients          replaces `backward` if its results will be differentiated again
     """
 
     class Flash(torch.autograd.Function):
-        """o by `forward`, and its gradients by `backward`; `kernels` has both, for `lse.attend_with_lse`."""
+        """o by `forward`, and its gradients by `backward`. `Flash.kernels` has both, for `lse.attend_with_lse`."""
 
         @staticmethod
         def forward(
@@ -241,7 +255,8 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
         ) -> Tensor:
             ctx.causal, ctx.tile = causal, () if tile is None else (tile,)
             ctx.options = {} if pattern is None else {"pattern": pattern}
-            ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton would make an int a constant
+            # A float, since Triton would make an int such as 1 a constant of the kernel.
+            ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
             if ctx.scale <= 0:
                 raise ValueError(f"{scale=} must be positive in {name}.apply; the row of the table takes any")
             if q.dim() == 4:  # no views here: each costs the host two microseconds
@@ -276,12 +291,14 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
 def flash(
     name: str, class_name: str, forward: Forward, backward: Backward, registered: Backward | None = None
 ) -> tuple[Any, Callable[..., Any]]:
-    """The autograd Function of a flash row, `<class_name>.apply`, and the row itself, a function called `name`.
+    """Makes a flash row: (its autograd Function, the class `class_name`; the row itself, a function called `name`).
 
-    `forward(q, k, v, causal, scale)` returns o and the log-sum-exp, `backward(q, k, v, o, lse, do, causal, scale)`
-    returns dq, dk, dv; each may be given a `pattern`. `registered`, if given, replaces `backward` in the
-    operator `lmsys::<name>_backward`. The row takes any scale. It calls the operators while torch.compile,
-    torch.func or a dispatch mode is active (`is_watched`), else the Function.
+    The row takes any scale. It calls the custom operators while torch.compile, torch.func or a dispatch mode is active
+    (`is_watched`), and otherwise the autograd Function.
+
+    forward     (q, k, v, causal, scale) -> o, log-sum-exp; it launches the kernels, as `backward` does
+    backward    (q, k, v, o, lse, do, causal, scale) -> dq, dk, dv. Both also get a keyword `pattern`, if there is one
+    registered  replaces `backward` in the operator `lmsys::<name>_backward`; None: `backward` itself
     """
     operator, gradients = _custom_op(name, forward, registered or backward)
     eager = _autograd_function(class_name, forward, backward, gradients)
@@ -300,7 +317,7 @@ def flash(
         A `pattern` replaces `causal`. With `pattern.return_lse` the log-sum-exp (B, H, Q) comes with o.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if scale <= 0:  # kernels take a positive scale: q gets the sign, or becomes 0
+        if scale <= 0:  # kernels take a positive scale: q is multiplied by the sign of the scale, or by 0
             q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
         if pattern is not None and not NEEDS.isdisjoint(pattern.options):  # a bias, sinks or `return_lse`
             if torch.compiler.is_exporting():
@@ -318,6 +335,6 @@ def flash(
         return eager.apply(q, k, v, causal, scale, None, pattern)
 
     attend.__name__ = attend.__qualname__ = name
-    # `inspect` then finds the source of the row, which a result file records, in the file of its kernels.
+    # With `__wrapped__`, `inspect` finds the source of the row in the file of its kernels; result files record it.
     vars(attend).update(__signature__=inspect.signature(attend), __wrapped__=forward)
     return eager, attend

@@ -1,8 +1,9 @@
 """`Documents`: documents packed one after another into a sequence, as an option of `attention`.
 
-A user makes one `Documents` for many calls. So it also keeps tensors that rows derive from it, such as masks: see
-`keep`, and `kept_on_documents` in pattern.py. `Pattern` reads `starts`, `ends` and `places`; rows of FlashAttention
-read `cu_seqlens`.
+A user makes one `Documents` for many calls. So it also keeps tensors that attention rows (implementations) derive from
+it, such as masks: see `keep`, and `kept_on_documents` in pattern.py. `Pattern` reads `key_starts`, `key_ends` and
+`places`; the rows in peers_flash_attn.py, which call other people's FlashAttention, read `cu_seqlens`. An attribute
+that kernels need under torch.compile must also be in `parts`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,23 +23,25 @@ FARTHEST = 2**31 - 1  # positions are int32 in kernels
 
 
 class Documents:
-    """Documents that fill sequences of S tokens: `Documents([3, 5])` packs two of them into 8 tokens.
+    """Documents that fill sequences of S tokens: `Documents([3, 5])` packs two documents into 8 tokens.
 
     lengths  tokens of each document, in order; or one such list for each batch entry, all with the same sum
     device   the device of the tensors that attention will be given
-    keys     the documents that hold the keys, if queries and keys are not the same tokens; as many documents as here:
-             `Documents([1, 2], keys=Documents([3, 5]))` has one query on 3 keys and two on 5
+    keys     the documents that hold the keys, if queries and keys are not the same tokens. They must be as many as the
+             documents of the queries: in `Documents([1, 2], keys=Documents([3, 5]))` the first document has one query
+             and 3 keys, the second two queries and 5 keys
 
     These attributes are computed from the lengths:
 
-    starts, ends  (B, S) or, if all batch entries are packed alike, (1, S), int32: the first token of the document that
-                  a token belongs to, and the first token after that document
-    key_starts, key_ends  (B, S) or (1, S), int32: the interval of keys of a token's document, [key_starts, key_ends)
-    places        (B, S) or (1, S), int32: the position of a token, as a query, among the keys. A document's last query
-                  stands at its last key.
-    longest       tokens of the longest document
+    starts, ends          (B, S) or, if all batch entries are packed alike, (1, S), int32: for each token the first
+                          token of its document, and the first token after its document
+    key_starts, key_ends  of the same shape, int32: the interval of keys of a token's document, [key_starts, key_ends)
+    places                of the same shape, int32: the position of a token, as a query, among the keys. The last query
+                          of a document has the position of its last key
+    longest               the number of tokens of the longest document
 
-    ValueError names a length that is not a positive integer, and sums or numbers of documents that differ.
+    ValueError for a length that is not a positive integer, for batch entries whose lengths have different sums, and for
+    `keys` with another number of documents.
     """
 
     def __init__(
@@ -62,18 +65,21 @@ class Documents:
         self.longest = max(map(max, self.lengths))
         ends = [list(accumulate(row)) for row in self.lengths]
         self._edges = [[0, *row[:-1]] for row in ends], ends  # beginnings and ends of documents, by batch entry
-        with torch.inference_mode(False):  # the tensors may be used outside of inference mode
+        with torch.inference_mode(False):  # the caller may be in inference mode now, and train with the tensors later
             self.starts, self.ends = (self._by_token(x, device) for x in self._edges)
             self.key_starts, self.key_ends = (self._by_token(x, device) for x in self.keys._edges)
             self.places = self.key_ends - self.ends + torch.arange(self.num_tokens, dtype=torch.int32, device=device)
-        self.starts.longest = self.keys.longest  # read by `of_parts`: operators get tensors, and plans need this number
+        # Operators get tensors only, but the choice of tile sizes needs this number: `of_parts` reads it here.
+        self.starts.longest = self.keys.longest
         self.kept: dict[Hashable, Any] | None = {}  # tensors made from these documents: see `keep`; None: keeps nothing
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
-        """N documents by `cu_seqlens`: (N + 1,) integers 0, ..., S, the start of each document and the end of the last.
+        """N documents of one sequence, by their edges, as FlashAttention takes them.
 
         The documents are on the device of `cu_seqlens`. ValueError if it does not begin with 0 or does not increase.
+
+        cu_seqlens  (N + 1,) int32 or int64, 0, ..., S: the start of each document, and the end of the last
         """
         _check_tokens("cu_seqlens", cu_seqlens, dims=(1,))
         edges = cu_seqlens.tolist()
@@ -89,9 +95,11 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
-        """Documents from an id for each token, the same for all tokens of a document: (S,) or (B, S) integers.
+        """Documents from an id for each token: the tokens of a document have one id.
 
-        The documents are on the device of `ids`. ValueError if the tokens of an id do not stand together.
+        The documents are on the device of `ids`. ValueError if tokens with one id are not next to each other.
+
+        ids  (S,) or (B, S), int32 or int64
         """
         _check_tokens("ids", ids, dims=(1, 2))
         lengths = []
@@ -108,9 +116,10 @@ class Documents:
 
     @classmethod
     def of_parts(cls, *parts: Tensor) -> "Documents":
-        """Documents from the tensors that the property `parts` gave, for one call.
+        """Documents from the tensors of the property `parts`, for one call of a custom operator.
 
-        These documents keep no derived tensors, and do not know their lengths.
+        These documents keep no derived tensors, and do not know their lengths. Their `longest` is that of the keys, or
+        FARTHEST if the first tensor no longer has it.
         """
         documents = cls.__new__(cls)
         documents.starts, documents.ends, documents.key_starts, documents.key_ends, documents.places = parts
@@ -119,7 +128,7 @@ class Documents:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors that an operator is given in place of the documents."""
+        """The tensors that a custom operator gets in place of the documents, since it takes no Python objects."""
         return self.starts, self.ends, self.key_starts, self.key_ends, self.places
 
     @property
@@ -129,7 +138,7 @@ class Documents:
 
     def of_entries(self, entries: Sequence[int]) -> "Documents":
         """The documents of some batch entries, given by their numbers."""
-        lengths = [self.lengths[entry % self.batch] for entry in entries]  # a batch of 1 serves all entries
+        lengths = [self.lengths[entry % self.batch] for entry in entries]  # with `batch` 1 all entries are packed alike
         return Documents(lengths, self.device, self._keys and self._keys.of_entries(entries))
 
     @property
@@ -168,7 +177,10 @@ class Documents:
         return f"Documents({shortly([list(row) for row in self.lengths])}, device={str(self.device)!r}{keys})"
 
     def _by_token(self, values: list[list[int]], device: torch.device | str) -> Tensor:
-        """(B, S): for each token the value of its document. `values`: by batch entry, by document."""
+        """(B or 1, S), int32: for each token the value of its document.
+
+        values  for each batch entry, a list with a value for each of its documents
+        """
         rows = [
             torch.tensor(row, dtype=torch.int32, device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
             for row, lengths in zip(values, self.lengths, strict=True)
@@ -179,27 +191,32 @@ class Documents:
 def keep(
     kept: dict[Hashable, Any] | None, key: Hashable, make: Callable[[], Any], device: torch.device, most: int = 64
 ) -> Any:
-    """The entry `key` of `kept`, or make(), which becomes that entry. Beyond `most` entries the oldest is dropped.
+    """The entry `key` of `kept`; if there is none, make(), which becomes that entry.
 
     make() does not become an entry if `kept` is None, under a tracer such as torch.compile, or while a CUDA graph is
-    recorded: the graph then makes the tensors at each replay.
+    captured: the graph then makes the tensors at each replay.
+
+    kept    where results are kept, such as the attribute `kept` of `Documents`; None: nowhere
+    device  the device of the tensors that make() returns
+    most    if `kept` has so many entries, the oldest is dropped first
     """
     if kept is None or is_watched():
         return make()
-    if (made := kept.get(key)) is None:  # read once: another thread may drop it
+    if (made := kept.get(key)) is None:  # a single read, since another thread may drop the entry meanwhile
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return make()
-        while len(kept) >= most:  # several threads may have added entries since; another one may drop them, too
+        while len(kept) >= most:  # other threads may add and drop entries meanwhile, so a missing key is no error
             kept.pop(next(iter([*kept]), None), None)
         made = kept[key] = _made_to_last(make, device)
     return made
 
 
 def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
-    """make(), called in another thread, to which inference mode and the memory pool of this thread do not apply.
+    """make(), called in a new thread, so that later calls can use its tensors.
 
-    Autograd refuses tensors that were made in inference mode, also in later calls. torch.compile's CUDA graphs warm up
-    in a memory pool of their own, and check that nothing stays there.
+    Inference mode and the CUDA memory pool are settings of this thread, and do not apply there. Autograd would refuse
+    tensors that were made in inference mode. torch.compile's CUDA graphs warm up in a memory pool of their own, and
+    raise an error if tensors stay there.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -215,7 +232,7 @@ def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
 
 
 def _rows(lengths: Any) -> Sequence[Any]:
-    """The lengths given as one list for each batch entry; ValueError if they are no such lists."""
+    """The lengths as one list for each batch entry; a single list becomes [list]. ValueError for anything else."""
     hold(
         (
             not isinstance(lengths, str) and isinstance(lengths, Sequence) and lengths,
@@ -230,7 +247,7 @@ def _rows(lengths: Any) -> Sequence[Any]:
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:
-    """The lengths of the documents of one batch entry; ValueError if one is not a positive integer."""
+    """The lengths of the documents of one batch entry as a tuple; ValueError if one is not a positive integer."""
     hold(
         (
             isinstance(lengths, Sequence) and len(lengths) > 0,

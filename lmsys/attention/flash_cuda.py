@@ -1,10 +1,11 @@
 """FlashAttention-2 in CUDA C++ (flash_cuda.cu): built by nvcc on first use, called through ctypes.
 
-`custom_ops.flash` makes the row `flash_cuda` of the table of attention from `_forward` and `_backward` here. There is
-one library for each dtype and head dimension, with a window and without. nvcc compiles it for the GPU at hand, in
-seconds, without torch's headers. It is kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) under a hash of its sources,
-its flags and nvcc's version. `python -m lmsys.attention.flash_cuda` builds all libraries. Change tile sizes in
-TILES, what the kernels compute in flash_cuda.cu, and what they are given in `_Problem` and there.
+`custom_ops.flash` makes the row `flash_cuda` of the table of attention (table.py) from `_forward` and `_backward` here.
+There is one library for each dtype and head dimension, with a window and without. nvcc compiles it for this machine's
+GPU, in seconds, without torch's headers. It is kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) under a hash of its
+sources, its flags and nvcc's version. `python -m lmsys.attention.flash_cuda` builds all libraries. Change tile sizes in
+TILES, and the kernels in flash_cuda.cu. A new argument of the kernels is a field of `_Problem` here and of `Problem`
+there.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -30,10 +31,10 @@ from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.files import cache_folder, check_private
 
 SOURCE = Path(__file__).with_name("flash_cuda.cu")
-FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")  # of nvcc
+FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")  # options of nvcc
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}  # types of CUDA C++
 HEAD_DIMS = (32, 64, 128)
-# By dtype: the first compute capability that the row runs on.
+# By dtype: the lowest compute capability that the row runs on.
 OLDEST = {torch.float32: (7, 5), torch.float16: (7, 5), torch.bfloat16: (8, 0)}
 NO_NVCC = "it is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")  # fields of `_Problem` that are a `_View`
@@ -42,28 +43,35 @@ TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")  # fields of `_Problem` t
 class Tile(NamedTuple):
     """The tile sizes of one kernel: the fields and the order of `Tile` in flash_cuda.cu. Change both together.
 
-    A thread block owns queries (fwd and dq) or keys (dkdv). It loads the others a stage at a time: a stage is one of
-    two places in shared memory.
+    A thread block owns a tile of queries (fwd and dq) or of keys (dkdv). It loops over tiles of the other kind, and
+    loads each into a stage, which is one of two places in shared memory.
+
+    block_q  queries of a tile. In fwd and dq, where the block owns it, a multiple of 16 · warps
+    block_k  keys of a tile. In dkdv, where the block owns it, a multiple of 16 · warps
+    warps    warps of a thread block
+    at_once  columns of scores that a warp of dq or dkdv holds at a time; fwd does not read it
+    kept     True: the owned tiles are kept in registers
+    blocks   thread blocks that a multiprocessor should hold at a time
     """
 
-    block_q: int  # queries that a thread block of fwd and dq owns, a multiple of 16 · warps; of a stage in dkdv
-    block_k: int  # keys that a thread block of dkdv owns, a multiple of 16 · warps; of a stage in fwd and dq
+    block_q: int
+    block_k: int
     warps: int
-    at_once: int  # columns of scores that a warp of dq or dkdv holds at a time; fwd does not read it
-    kept: bool  # True: the owned tiles are kept in registers
-    blocks: int  # thread blocks that a multiprocessor should hold at a time
+    at_once: int
+    kept: bool
+    blocks: int
 
 
 class Tiles(NamedTuple):
-    """Tiles of the fwd, dq and dkdv kernels."""
+    """The tile sizes of the three kernels: fwd is the forward, dq and dkdv are the backward."""
 
     fwd: Tile
     dq: Tile
     dkdv: Tile
 
 
-# By (from compute capability 8.0 on?, float32?, head_dim 128?): Tiles(fwd, dq, dkdv), each of them
-# Tile(block_q, block_k, warps, at_once, kept, blocks).
+# {(compute capability is 8.0 or later, dtype is float32, head_dim is 128): Tiles(fwd, dq, dkdv)}. Each of the three is
+# a Tile(block_q, block_k, warps, at_once, kept, blocks).
 TILES = {
     (True, True, True): Tiles(
         Tile(64, 32, 4, 32, False, 1), Tile(64, 16, 4, 16, False, 1), Tile(16, 64, 4, 16, False, 1)
@@ -98,15 +106,16 @@ def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) ->
     """The tiles for a dtype, head dimension and compute capability.
 
     For bfloat16 and head_dim 64 and 128 they were the fastest measured on one H200. Those of float32 and other head
-    dimensions were not tuned, but are like these. Tiles before compute capability 8.0 fit 64 KiB of shared memory and
-    spill no registers; they were not timed. nvcc stops at a static_assert where tiles need more shared memory than
-    SHARED_BYTES in flash_cuda.cu (from 8.0 on 99 KiB), and for float32 with `kept`. Nothing checks the multiples of 16.
+    dimensions were not tuned, but are like these. Tiles for compute capabilities below 8.0 fit 64 KiB of shared memory
+    and spill no registers; they were not timed. For tiles that need more shared memory than SHARED_BYTES in
+    flash_cuda.cu (99 KiB from 8.0 on), and for float32 with `kept`, nvcc stops at a static_assert. Nothing checks the
+    multiples of 16.
     """
     return TILES[capability >= (8, 0), dtype == torch.float32, head_dim == 128]
 
 
 class _View(ctypes.Structure):
-    """A tensor (B, H, S, D), strides in elements: the fields and the order of `View` in flash_cuda.cu. Change both."""
+    """A tensor (B, H, S, D) with strides in elements: the struct `View` in flash_cuda.cu. Change both together."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -117,11 +126,14 @@ class _View(ctypes.Structure):
 
 
 class _Problem(ctypes.Structure):
-    """The arguments of every kernel: the fields and the order of `Problem` in flash_cuda.cu. Change both.
+    """The arguments of every kernel: the struct `Problem` in flash_cuda.cu. Change both together.
 
-    group   query heads of a key/value head (G)
-    stats   written by dq, read by dkdv: see `_backward`
-    window  the keys that a query sees, its own included; 0: no window
+    group   query heads of each key/value head (G)
+    lse     log-sum-exp (B, H, Q): fwd writes it, dq reads it
+    stats   (B, H, Q, 2): dq writes it, dkdv reads it; see `_backward`
+    window  how many keys a query sees at most, its own included; 0: no window
+    device  the number of the GPU
+    stream  the address of the CUDA stream on which the kernels run
     """
 
     _fields_ = (
@@ -137,7 +149,7 @@ class _Problem(ctypes.Structure):
 
 @cache
 def nvcc() -> str | None:
-    """CUDA's compiler: on the path, else under $CUDA_HOME or /usr/local/cuda."""
+    """The path of CUDA's compiler: from $PATH, else under $CUDA_HOME or /usr/local/cuda; None if there is none."""
     return shutil.which("nvcc") or shutil.which(os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin/nvcc")
 
 
@@ -148,7 +160,7 @@ def _nvcc_version() -> str:
 
 
 def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles, windowed: bool = False) -> list[str]:
-    """nvcc's `-D` options that select a variant of flash_cuda.cu. windowed: for calls with a window."""
+    """nvcc's `-D` options that select a variant of flash_cuda.cu. windowed: True for calls with a window."""
     tile_macros = [
         f"-D{name.upper()}_TILE={','.join(str(int(x)) for x in tile)}" for name, tile in tiles._asdict().items()
     ]
@@ -171,7 +183,12 @@ def nvcc_command(
 def build(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles | None = None, windowed: bool = False
 ) -> Path:
-    """The path of a variant's shared library, from the cache or compiled now. RuntimeError has nvcc's messages."""
+    """The path of a variant's shared library, from the cache or compiled now.
+
+    RuntimeError with nvcc's messages if it does not compile; ValueError if other users could write the file.
+
+    tiles  None: those of `tiles_for`
+    """
     command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim, capability), windowed)
     sources = SOURCE.read_bytes() + SOURCE.with_suffix(".cuh").read_bytes()
     given = "\0".join([*command[1:-1], _nvcc_version()]).encode()  # without the paths of nvcc and of the source
@@ -201,14 +218,14 @@ def _library(
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`. ctypes takes all results for ints; `flash_error` returns text, and is told so."""
+    """Loads the library at `path`. For ctypes all results are ints, so the type of `flash_error`, a text, is set."""
     library = ctypes.CDLL(str(path))
     library.flash_error.restype = ctypes.c_char_p
     return library
 
 
 def _stream(device: torch.device) -> int:
-    """The address of the device's current stream."""
+    """The address of the device's current CUDA stream."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
@@ -225,9 +242,12 @@ def _run(
     tiles: Tiles | None,
     pattern: Pattern | None,
 ) -> None:
-    """Launches `kernels`, which are names of fields of `Tiles`, one after another. RuntimeError names one that fails.
+    """Launches kernels one after another. RuntimeError names a kernel that fails.
 
-    `tensors` has tensors by the names of `_Problem`'s fields. `tiles` and `pattern` may be None.
+    kernels  their names, which are fields of `Tiles`
+    tensors  {field of `_Problem`: tensor}
+    tiles    None: those of `tiles_for`
+    pattern  None: no options besides `causal`
     """
     q, k = tensors["q"], tensors["k"]
     pattern = pattern or PLAIN[causal]
@@ -241,7 +261,7 @@ def _run(
         scale=scale,
         device=q.get_device(),
         stream=_stream(q.device),
-        window=0 if pattern.left is None else min(pattern.left + 1, q.shape[2]),  # a wider one hides no more
+        window=0 if pattern.left is None else min(pattern.left + 1, q.shape[2]),  # a window wider than Q hides no more
     )
     # TENSORS are passed with their strides; lse and stats are contiguous, so their address suffices.
     for name, x in tensors.items():
@@ -263,7 +283,7 @@ def _forward(
     pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
-    o = _addressable(torch.empty_like(q))  # q's layout, (B, Q, H, D) in memory if a projection wrote it
+    o = _addressable(torch.empty_like(q))  # o has q's memory layout: (B, Q, H, D) if a projection has written q
     q, k, v = map(_addressable, (q, k, v))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     _run(("fwd",), {"q": q, "k": k, "v": v, "o": o, "lse": lse}, causal, scale, tiles, pattern)
@@ -284,7 +304,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, Q, D), dk and dv (B, Hkv, K, D), for q, k, v, o, lse of `_forward`, and do, the gradient of o."""
     dq, dk, dv = (_addressable(torch.empty_like(x)) for x in (q, k, v))
-    # The log-sum-exp in base 2, and delta = rowsum(o * do): dq writes them, dkdv reads them, so dq is first.
+    # The log-sum-exp in base 2, and delta = rowsum(o * do). The kernel dq writes them and dkdv reads them, so dq must
+    # run first.
     stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
     inputs = {name: _addressable(x) for name, x in zip(TENSORS[:5], (q, k, v, o, do), strict=True)}
     others = {"dq": dq, "dk": dk, "dv": dv, "lse": lse.contiguous(), "stats": stats}
@@ -292,12 +313,13 @@ def _backward(
     return dq, dk, dv
 
 
-# The autograd Function, FlashCuda.apply(q, k, v, causal, scale, tiles, pattern), and the row, which chooses its tiles.
+# FlashCuda is the autograd Function: FlashCuda.apply(q, k, v, causal, scale, tiles, pattern). flash_cuda is the row, a
+# function without `tiles`: it takes those of `tiles_for`.
 FlashCuda, flash_cuda = custom_ops.flash("flash_cuda", "FlashCuda", _forward, _backward)
 
 
 def flash_cuda_supports(case: contract.AttentionCase) -> str | None:
-    """The reason why the row cannot run `case`; None: it can.
+    """The reason why the row cannot run `case`, or None. table.py names this function as the row's `supports`.
 
     A new head dimension needs an entry in HEAD_DIMS, tiles in `tiles_for` that compile, and, unless it is a power of
     two, another permutation of chunks in flash_cuda.cuh.

@@ -1,7 +1,8 @@
 """FlashAttention-2 in plain PyTorch: tiles, online softmax, a backward that recomputes P.
 
-This is the algorithm of all flash rows in its most readable form. `custom_ops.flash` makes the row `flash_torch` of
-`flash_forward` and `flash_backward`; the row `flash_triton_torch_bwd` shares the backward.
+This is the algorithm of all FlashAttention implementations here in its most readable form. A *row* is an implementation
+in the table of `table.py`. `custom_ops.flash` makes the row `flash_torch` of `flash_forward` and `flash_backward`; the
+row `flash_triton_torch_bwd` shares the backward.
 
 No (Q, K) matrix is ever held. Forward and backward visit square tiles of queries and keys, skip tiles that are wholly
 hidden, and mask only those at an edge (`Bounds`). The backward gets q, k, v, o and the log-sum-exp of the scaled
@@ -33,7 +34,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _operand(x: Tensor) -> torch.dtype:
-    """The dtype of matmul operands: on CUDA the input's own, which is accumulated in float32, else the wide one."""
+    """The dtype of matmul operands: on CUDA that of x, since sums are then float32; elsewhere the wide one."""
     return x.dtype if x.is_cuda else _wide(x.dtype)
 
 
@@ -104,7 +105,10 @@ def flash_forward(
 def _attend_rows(
     q: Tensor, k: Tensor, v: Tensor, rows: slice, bounds: Bounds, scale: float, pattern: Pattern, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """Online softmax of a tile of queries (N, G, R / G, D) over the keys (N, K, D) it sees: o (N, R, D), lse (N, R)."""
+    """(o (N, R, D), lse (N, R)) of a tile of queries (N, G, R / G, D), by online softmax over the keys (N, K, D).
+
+    `rows` are the numbers of the queries, `tile` the number of keys in a tile. Tiles that `bounds` hides are skipped.
+    """
     operand = _operand(q)
     q = q.flatten(1, 2).to(operand)
     acc = torch.zeros(q.shape, dtype=_wide(q.dtype), device=q.device)  # (N, R, D), not yet divided by total
@@ -142,8 +146,8 @@ def _tile_weights(
 ) -> tuple[Tensor, ...]:
     """(P, scale · dS) of one tile, (N, R, C) in `dtype`, from scores = q kᵀ and dp = do vᵀ. torch.compile fuses it.
 
-    `others` has the bias of the scores, if there is one, and then `visible`, as `_hide` takes it, if the tile is at an
-    edge. With a bias, its gradient is a third result.
+    `lse` and `delta` are (N, R). `others` has what is added to the scores (a bias or ALiBi), if anything, and then
+    `visible`, as `_hide` takes it, if the tile needs a mask. The gradient of what is added is a third result.
     """
     scores = scores * scale
     if softcap is not None:

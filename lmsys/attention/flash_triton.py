@@ -1,13 +1,16 @@
 """FlashAttention-2 in Triton: one forward kernel, and a backward of two that needs no atomics.
 
+The table of implementations, `table.py`, names two functions of this file, `flash_triton` and `flash_triton_torch_bwd`;
+an entry of that table is called a *row*. Tiles to choose from are in `tuning.py`: add one there.
+
 Forward (Dao 2023, arXiv 2307.08691, Algorithm 1): a program owns a tile of queries and walks over the keys
 that it sees; o and the log-sum-exp leave the chip once. Backward (Algorithm 2) in two passes that recompute
 P: `_dq_kernel` owns query tiles, `_dkdv_kernel` owns key tiles, so every sum has one owner and one order,
 and repeats are bitwise equal. The price is 7 matmuls in place of 5.
 
-The kernels stand in `flash_triton_kernels.py`. Under a `Pattern` they are other binaries of the same source, which read
-where the keys of a query begin and end, and walk over the tiles between. The forward of few queries, as in decoding, is
-`flash_triton_decode.py`.
+The kernels are in `flash_triton_kernels.py`. Under a `Pattern` (windows, documents) the same source is compiled to
+other binaries, which read where the keys of a query begin and end, and walk over the tiles between. The forward of few
+queries, as in decoding, is in `flash_triton_decode.py`.
 
 Choices, each measured on one H200 with bfloat16 inputs:
 - All tiles, and the row vectors of the backward, move through tensor descriptors (TMA). These also zero-fill
@@ -17,11 +20,13 @@ Choices, each measured on one H200 with bfloat16 inputs:
   sm_80 code.
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
   Where tiles move by addresses, the first product is added to the mask: see `_masked`.
-- `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
+- `_dq_kernel` runs first. It writes delta = rowsum(o * do), and the log-sum-exp in base 2 and padded, for
+  `_dkdv_kernel`.
 - Under a causal mask the tiles of queries that see most keys come first, in groups of heads whose keys and values stay
   in L2 together.
-- What calls of one case share is worked out once (`_Launch`), and descriptors are kept: short calls wait for the host.
-`docs/flash_triton.md` has other forms and tiles, with their times, and what bounds this row.
+- What calls of one case share is worked out once (`_Launch`), and descriptors are kept, since in short calls the GPU
+  waits for the host.
+`docs/flash_triton.md` has other forms and tiles, with their times, and says what limits the speed.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -43,14 +48,15 @@ from lmsys.kernels.launch import INTERPRETED, Kernel, by_tma, describable, descr
 from lmsys.kernels.tritons import version
 
 INTERPRETED_SCORES = 2**18  # the most scores for which the interpreter is used: with more a check takes minutes
-ROW_PADDING = 128  # delta and the log-sum-exp are padded to it: a multiple of every BLOCK_Q
-# Each kernel, and the tile of each descriptor: "q" rows of queries, "k" rows of keys, "vector" a number by query.
+ROW_PADDING = 128  # delta and the log-sum-exp are padded to a multiple of it; it is a multiple of every BLOCK_Q
+# By name: the kernel, and for each of its descriptors what a tile holds: "q" rows of queries, "k" rows of keys,
+# "vector" one number for each query.
 KERNELS = {
     "fwd": (flash_triton_kernels._fwd_kernel, ["q", "k", "k", "q"]),
     "dq": (flash_triton_kernels._dq_kernel, ["q", "k", "k", "q", "q", "q"]),
     "dkdv": (flash_triton_kernels._dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
 }
-# By pass: the kernel of its second launch.
+# By pass of the backward: the kernel of its second launch, which computes tiles with NaN again (`_run`'s `clean`).
 AGAIN = {"dq": flash_triton_kernels._dq_again_kernel, "dkdv": flash_triton_kernels._dkdv_again_kernel}
 MAX_LAUNCHES = 4096  # the most that are kept; each has about 1 KiB
 # Arguments for a pattern, in the kernels' order; only `_dq_kernel` has dlse_ptr. Without a pattern all are None.
@@ -62,7 +68,7 @@ _launches: dict[tuple[Any, ...], "_Launch"] = {}  # by the keys made in `_run`
 
 
 def _padded(queries: int) -> int:
-    """The rows of a row vector for so many queries."""
+    """The length of delta and of the log-sum-exp of a head with so many queries: a multiple of ROW_PADDING."""
     return -(-queries // ROW_PADDING) * ROW_PADDING  # triton.cdiv takes 2 us
 
 
@@ -89,7 +95,7 @@ class _Launch:
         lengths = [queries, keys] if name == "fwd" else [queries, _padded(queries), keys]
         if name == "dkdv":
             owners, num_tiles = batch * kv_heads, triton.cdiv(keys, tile.block_k)
-        else:  # the padding of the row vectors is written too: a later tile of queries may be longer
+        else:  # dq also writes the padding of delta and the log-sum-exp: the tiles of dkdv may have more queries
             owners = batch * heads
             num_tiles = triton.cdiv(_padded(queries) if name == "dq" else queries, tile.block_q)
         self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if clean else 1)
@@ -136,8 +142,8 @@ def _form(extent: Extent, names: tuple[str, ...] = EXTENT) -> tuple[str, ...]:
 def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | None) -> Extent:
     """The values for EXTENT.
 
-    `bounds`: intervals of keys or of queries; None where `causal` says it all. `dlse`: for `_dq_kernel` alone the
-    gradient of the log-sum-exp, or None.
+    `bounds`: intervals of keys or of queries; None where `causal` alone decides who sees what. `dlse`: only for
+    `_dq_kernel`, the gradient of the log-sum-exp, or None.
     """
     interval: Extent = (
         (None, None, None)
@@ -165,8 +171,8 @@ def _run(
     """Launches the kernel `name` of KERNELS.
 
     `tensors`: those that the kernel gets as descriptors, q and k first. `others`: pointers, then the scale.
-    `extent`: see EXTENT; () where there is no pattern. With intervals in it `causal` is False, as they say it all.
-    `clean`: the launch computes again those tiles of an earlier launch whose flag in `spoilt` is set.
+    `extent`: see EXTENT; () where there is no pattern. If it has intervals, `causal` is False, as they include the
+    causal order. `clean`: the launch computes again those tiles of an earlier launch whose flag in `spoilt_ptr` is set.
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
@@ -181,7 +187,8 @@ def _run(
         def run_with(tile: Tile) -> None:
             launch_with(tile)(tensors, others, extent)
 
-        # Of the intervals bounds_stride alone is in the key of the tuned tile: the first two are there whenever it is.
+        # extent[2:] leaves out first_ptr and end_ptr: both are given exactly when bounds_stride is, so in the key of a
+        # tuned tile that name stands for all three.
         launch = launch_with(tile or _tuned(name, q, k, causal, precision, _form(extent[2:], EXTENT[2:]), run_with))
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
@@ -250,17 +257,22 @@ def _backward(
     together: bool = True,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `together` is that of `gradients_like`, `dlse` of `WithLse`."""
+    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D).
+
+    `together` is passed to `custom_ops.gradients_like`. `dlse` (B, H, Q), the gradient of the log-sum-exp, comes from
+    `lse.WithLse`.
+    """
     if q.is_cuda:
-        # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
-        # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
+        # autograd runs this in a thread of its own, where possibly no CUDA context is bound yet. Triton binds one on
+        # launch, but descriptors are encoded before. This call binds it, also while a CUDA graph is captured.
         torch.cuda.is_current_stream_capturing()
     dq, dk, dv = custom_ops.gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
     q, k, v, o, do = map(describable, (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
-        # The values of `clean`, the flags of `spoilt_ptr`, the intervals, and two values for EXTENT.
+        # `clean` of each launch; the tensor of `spoilt_ptr`; the pattern's intervals; and the values for EXTENT: of
+        # `_dq_kernel`, whose programs own queries, and of `_dkdv_kernel`, whose programs own keys.
         launches, spoilt, bounds, of_queries, of_keys = (False,), None, None, (), ()
         if pattern is not None:
             bounds = pattern.bounds(q.shape[2], k.shape[2], q.device) if pattern.bounded else None
@@ -268,7 +280,7 @@ def _backward(
             of_queries = _extent(pattern, bounds, q, None if dlse is None else dlse.contiguous())
             of_keys = _extent(pattern, bounds and bounds.of_keys, q)
         if bounds is not None:
-            launches = False, True  # the second launch computes again what NaN has spoilt
+            launches = False, True  # the second launch computes again the tiles whose sums are NaN
             # An upper bound: there are never more flags than rows. They are not cleared between the two kernels, so
             # dkdv also computes tiles again whose flags only dq has set, which costs a little time.
             spoilt = q.new_zeros(max(x.shape[:-1].numel() for x in (q, k)), dtype=torch.bool)
@@ -279,11 +291,11 @@ def _backward(
     return dq, dk, dv
 
 
-# The `tile` of FlashTriton is that of all three kernels.
+# If FlashTriton.apply is given a `tile`, all three kernels use it.
 FlashTriton, flash_triton = custom_ops.flash(
     "flash_triton", "FlashTriton", _forward, _backward, registered=partial(_backward, together=False)
 )
-# A compiled PyTorch backward, as a course solution has it before its own Triton backward.
+# The Triton forward with a compiled PyTorch backward: the step before a Triton backward in Stanford's course CS336.
 FlashTritonTorchBackward, flash_triton_torch_bwd = custom_ops.flash(
     "flash_triton_torch_bwd", "FlashTritonTorchBackward", _forward, flash_torch.flash_backward
 )

@@ -86,8 +86,9 @@ def _split_keys_kernel(
     Query i sees the keys first + i <= j < end + i that are below lengths[batch] and K. Where there are offsets,
     offset[batch] is added to `first` and to `end`.
 
-    A tile has HEADS heads by QUERIES queries, of one group. A row of a part of o has COLUMNS columns. The log-sum-exp
-    of a part is in base 2, times UNIT: LN_2 where there is one part, whose results are final.
+    A tile has HEADS heads by QUERIES queries, of one group. The results have the shapes (B H Q, parts, COLUMNS) and
+    (B H Q, parts). The log-sum-exp of a part is in base 2, times UNIT: LN_2 where there is one part, whose results are
+    final, else 1.
     """
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -181,6 +182,7 @@ class Plan:
     num_tiles       tiles of queries that the heads of a group need; all but the first find the keys in the L2 cache
     block_k         keys of a tile
     parts           parts that the keys of a group are divided into
+    num_warps, num_stages  options of Triton's compiler
     """
 
     heads: int
@@ -245,7 +247,7 @@ def parts_of(owners: int, most: int, places: int) -> int:
 def _gpu(device: torch.device) -> tuple[int, int]:
     """(number of multiprocessors, bytes of shared memory that a program may have).
 
-    For Triton's interpreter the GPU is so small that few parts fill it.
+    In Triton's interpreter these are the numbers of a small GPU, which few parts fill, so that tests can be small.
     """
     if device.type != "cuda":
         return 8, ROOM
@@ -291,7 +293,8 @@ def decode(
     else:
         part_o = torch.empty(lse.numel(), parts, tile_d, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(lse.numel(), parts, dtype=torch.float32, device=q.device)
-    # The arguments of `_split_keys_kernel`, in the order of its signature: H_KV and all after it, and those before.
+    # Arguments of `_split_keys_kernel` in the order of its signature: `sizes` from H_KV to `end`, `others` all after q,
+    # k and v.
     sizes = kv_heads, group, queries, keys, parts, plan.num_tiles, first, end
     softcap = None if pattern.softcap is None else float(pattern.softcap)
     offset = pattern.offset if isinstance(pattern.offset, Tensor) else None
@@ -324,7 +327,7 @@ def _seen_by_the_first(pattern: Pattern, queries: int, keys: int) -> tuple[int, 
 
 
 def _can_chain(device: torch.device) -> bool:
-    """True where a kernel may begin before the one before it has ended: on sm_90 and later."""
+    """True where a kernel may begin before its predecessor in the stream has ended: on sm_90 and later."""
     return arch_of(device) >= 90
 
 

@@ -1,5 +1,9 @@
 """The kernels that `flash_triton.py` launches; its docstring says how they work. Read `_fwd_kernel` first.
 
+A program owns a tile of queries or of keys of one head. `num_heads` counts the heads of all batch entries: B·H where
+programs own queries, and B·Hkv where they own keys. Each of these heads has `num_tiles` tiles. `Q_PADDED` is Q rounded
+up (`flash_triton._padded`): the numbers that `lse2`, the log-sum-exp in base 2, and `delta` have for each query head.
+
 `first_ptr` and the arguments after it describe a `Pattern`; each is None where the pattern lacks that option.
 - `first_ptr`, `end_ptr`, `bounds_stride`: each query sees an interval of keys, and each key is seen by an interval of
   queries (`lmsys/attention/bounds.py`). The first two hold the intervals of the queries, or keys, that the program
@@ -10,19 +14,28 @@
   are padded by a tile or more at the end, so their loads need no mask.
 - `dlse_ptr`: the gradient of the log-sum-exp (B, H, Q), where that was a result.
 
-Hidden keys have weight zero in a query's sums, and hidden queries in a key's. But 0 · NaN is NaN: a NaN or infinity in
-a hidden vector spoils (makes NaN) the sums of each tile that visits it. With intervals, sums that are NaN are therefore
-computed again:
-1. Vectors that are not finite are loaded as zeros (CLEAN), or their scores are masked after the dot: where hidden,
-   they then add nothing.
+A key that is hidden from a query has weight zero in the sums of that query, and the query has weight zero in the sums
+of that key. But 0 · NaN is NaN: a NaN or infinity in a hidden vector spoils (makes NaN) the sums of each tile that
+visits it. With intervals, sums that are NaN are therefore computed again:
+1. A hidden vector that is not finite must add nothing. v in the forward, k and v in `_dq_kernel`, and q and do in
+   `_dkdv_kernel` are therefore loaded as zeros if they are not finite (CLEAN). For all others, such as k in the
+   forward, it is enough that the scores are masked after the dot.
 2. The weight of such a vector is made NaN where it is seen, so what sees NaN stays NaN.
 3. The new sums replace the old ones.
 The forward does so at once, in its loop over `again`. In the backward this would take registers which the first sums
 need. There the first launch sets flags in `spoilt_ptr`, one for TOGETHER tiles. A second launch, of `_dq_again_kernel`
 or `_dkdv_again_kernel`, has a program for each flag, and computes the flag's tiles again if it is set, as is rare.
 
+Without intervals nothing is computed again: under CAUSAL a NaN in a key or value may spoil all queries of a tile on the
+diagonal, also those that do not see it. Only options that hide keys promise that it does not (docs/kernel.md).
+
 Arguments with `_desc` are descriptors (TMA). Where tiles move without TMA they are a `Strided` of
 `lmsys/kernels/launch.py`, an address with strides, or for a vector the address alone.
+
+Sizes of tiles are chosen in `tuning.py`. HEADS_AT_ONCE changes the speed alone. A new argument has the same place in a
+kernel's signature, in the tuples that `flash_triton.py` passes, and in the calls at the end of this file; unless it is
+a float or a constant, add it to UNSPECIALISED. `flash_triton_decode.py`, `lmsys/model/loss_triton.py` and
+`lmsys/training/muon_triton.py` use functions of this file too, such as `_load` and `_tanh`.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -35,7 +48,9 @@ import triton.language as tl
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)  # heads whose tiles are computed side by side, to share the L2 cache (`_owned_tile`)
-TOGETHER = tl.constexpr(32)  # tiles that share a flag in `spoilt_ptr`
+# Tiles that share a flag in `spoilt_ptr`. `flash_triton.py` makes as many flags as q or k has rows, whichever has more.
+# So TOGETHER must be at least 8: a single query is padded to ROW_PADDING rows, which are 8 tiles of 16, the smallest.
+TOGETHER = tl.constexpr(32)
 TENSORS = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse2", "delta"]  # arguments named `q_desc` and so on
 # Arguments on whose values Triton must not specialise: one binary serves all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
@@ -60,9 +75,9 @@ def _owned_tile(num_heads, num_tiles, ahead=None):
 
 @triton.jit
 def _owned_queries(num_heads, num_tiles, H, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr, ahead=None):
-    """(head of all batch entries, batch entry, head, first row) of this program's tile of queries, the longest first.
+    """(batch * H + head, batch, head, row) of this program's tile of queries, which begins with query `row`.
 
-    `ahead` is that of `_owned_tile`.
+    If CAUSAL, the first programs own the last tiles, which see most keys. `ahead` is that of `_owned_tile`.
     """
     head_index, tile = _owned_tile(num_heads, num_tiles, ahead)
     if CAUSAL:
@@ -72,7 +87,7 @@ def _owned_queries(num_heads, num_tiles, H, BLOCK_Q: tl.constexpr, CAUSAL: tl.co
 
 @triton.jit
 def _is_finite(x):
-    """True for each row of a tile without NaN and infinity."""
+    """True for each row of a tile that has neither NaN nor infinity."""
     return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
 
 
@@ -91,16 +106,22 @@ def _note(spoilt_ptr, spoilt):
 
 @triton.jit
 def _plain(number):
-    """The number n that a `Strided` holds as 2 n + 1: an odd number, so that Triton compiles one kernel for all n."""
+    """The number n that a `Strided` holds as 2 n + 1.
+
+    In a tuple Triton compiles a kernel of its own for the value 1, and one for multiples of 16. For n > 0 the number
+    2 n + 1 is neither, so that one kernel serves all n.
+    """
     return number >> 1
 
 
 @triton.jit
 def _addresses(x, batch, head, start, away, D: tl.constexpr):
-    """The addresses of rows of x, a `Strided`: each row lies `away` times 16 bytes after row `start`.
+    """The addresses (rows, D) of the elements of some rows of x, a `Strided`.
 
-    Only the address of row `start` has 64 bits and changes in a loop. The distances of the other numbers from it fit 32
-    bits and stay the same: 64 bits for each would spill registers.
+    away  (rows,): row i begins away[i] · 16 bytes after row `start` of this head begins
+
+    In the loops of this file only the address of row `start` changes, which has 64 bits. The distances of the elements
+    from it stay the same, and fit 32 bits: with 64 bits for each element registers would spill.
     """
     unit: tl.constexpr = 128 // x.base.dtype.element_ty.primitive_bitwidth
     far = batch * _plain(x.batch).to(tl.int64) + head * _plain(x.head).to(tl.int64)
@@ -110,7 +131,7 @@ def _addresses(x, batch, head, start, away, D: tl.constexpr):
 
 @triton.jit
 def _inside(x, rows, D: tl.constexpr):
-    """(rows, D): True for those numbers of these rows of a tile that are inside of x."""
+    """(rows, D): True for those elements of these rows of a tile that are inside of x."""
     inside = (rows < _plain(x.rows))[:, None]
     if x.columns != D:
         inside = inside & (tl.arange(0, D) < x.columns)[None, :]
@@ -119,7 +140,7 @@ def _inside(x, rows, D: tl.constexpr):
 
 @triton.jit
 def _load(x, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr, CLEAN: tl.constexpr = False):
-    """A tile of rows of x, a descriptor or `Strided`; with CLEAN those that are not finite are zeros."""
+    """A tile of rows of x, a descriptor or `Strided`; with CLEAN a row that is not finite is loaded as zeros."""
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, D)
     else:
@@ -141,7 +162,7 @@ def _load_vector(x, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _spoil(scores, v_desc, batch, head, start, BLOCK_K: tl.constexpr, D: tl.constexpr):
-    """Scores of a tile of keys, with NaN where values are not finite."""
+    """Scores of a tile of keys, with NaN for each key whose row of v is not finite."""
     return tl.where(_is_finite(_load(v_desc, batch, head, start, BLOCK_K, D))[None, :], scores, float("nan"))
 
 
@@ -159,9 +180,13 @@ def _store(x, batch, head, start, tile, BLOCK: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _add_dot(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a b. In float32 each tile is summed apart: 65,536 roundings one after another would be too many."""
+    """acc + a b, a matmul.
+
+    In float32 the matmul of each tile has a sum of its own, which is then added to acc. In one running sum over long
+    sequences, such as 65,536 terms, too many rounding errors would add up.
+    """
     if a.dtype == tl.float32:
-        acc -= tl.dot(-a, b, input_precision=PRECISION)  # a plain sum would be folded into the dot
+        acc -= tl.dot(-a, b, input_precision=PRECISION)  # the compiler would fold `acc + dot` into one running sum
     else:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
@@ -223,12 +248,12 @@ def _within(others, first, end):
 def _tanh(x):
     """tanh(x) by exp2; near zero, where that loses digits by cancellation, by a polynomial.
 
-    The polynomial errs least for |x| < 0.55, by 2**-24.7 of tanh(x), among those with its powers of x. Its last product
-    is added to x, so that only the last addition rounds at the size of the result.
+    Among polynomials with these powers of x, this one has the smallest relative error for |x| < 0.55, 2**-24.7. Its
+    last product is added to x, so that only the last addition rounds at the size of the result.
     """
     s = x * x
     near = x + x * (s * (-0.33332947 + s * (0.13320725 + s * (-0.05267179 + s * 0.01643754))))
-    size = tl.abs(x)  # for negative x 2 / (e + 1) would be near 2, and lose a digit more than near 0
+    size = tl.abs(x)  # for negative x the quotient below would be near 2 rather than near 0, and lose a digit more
     far = 1.0 - 2.0 / (tl.exp2(size * (2 * LOG2_E)) + 1.0)
     return tl.where(size < 0.55, near, tl.where(x < 0, -far, far))
 
@@ -258,7 +283,7 @@ def _masked(scores, HERE: tl.constexpr, first_ptr, rows, col, K, sight, CAUSAL: 
       branch stands between this dot and those that follow. Only then does Triton give all these dots one layout, with
       warps side by side along the rows, and keep P in registers; else scores and P pass through shared memory. This is
       for tiles that move by addresses, whose dots are `mma.sync`, not for TMA. But -inf + NaN is NaN: a hidden key's
-      NaN spoils the sums, which with intervals are made again.
+      NaN spoils the sums. With intervals they are computed again, with the mask after the dot; without, they stay NaN.
 
     `sight` is that of `_keys_seen`: an int, or with intervals a tuple.
     """
@@ -282,7 +307,7 @@ def _masked_keys(
     With intervals `sight` is the tuple of `_interval`. Without them it is None, and queries from `full` on see all
     of these keys where CAUSAL.
     """
-    if HERE and CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
+    if HERE and CAUSAL:  # noqa: SIM102 - decided at compile time, unlike the next `if`
         if row < full:
             x = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], x, HIDDEN)
     if HERE and first_ptr is not None:  # noqa: SIM102
@@ -309,7 +334,8 @@ def _fwd_kernel(
         places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    # See `_masked`. A softcap forbids it: `_tanh` would turn a mask's -inf into -1. It was timed up to D = 128 only.
+    # `_masked` explains `chained`. A softcap forbids it: `_tanh` would turn a mask's -inf into -1. It was timed only up
+    # to D = 128.
     chained: tl.constexpr = not isinstance(q_desc, tl.tensor_descriptor) and softcap is None and D <= 128
     # Chained: 8 partial sums for each row, reduced once at the end, so that nothing moves between threads in the loop.
     total = tl.zeros([BLOCK_Q, 8] if chained else [BLOCK_Q], tl.float32)
@@ -376,7 +402,7 @@ def _dq_kernel(
         delta -= tl.load(dlse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=0.0)
     # Rows past the end get a log-sum-exp of inf, which makes their P zero in both kernels.
     lse = tl.load(lse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=float("inf")) * LOG2_E
-    if first_ptr is not None:  # so do those that see nothing
+    if first_ptr is not None:  # so do queries that see no key
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
     padded = head_index * Q_PADDED + rows
     tl.store(lse2_ptr + padded, lse)
@@ -445,8 +471,8 @@ def _dkdv_kernel(
         start, stop, sight = _interval(first_ptr, end_ptr, bounds_stride, batch, col, K, BLOCK_K, BLOCK_Q)
     for group in range(G):
         head = kv_head * G + group
-        # By addresses, CLEAN loads ahead of their use would need more shared memory than the tile was chosen for: at
-        # D = 128 104 KiB, of 99 that a block has on an RTX 3090.
+        # With CLEAN, tiles that move by addresses are not loaded ahead of their use. That would need more shared memory
+        # than the tile was chosen for: 104 KiB at D = 128, where a block has 99 KiB on an RTX 3090.
         for row in tl.range(start, stop, BLOCK_Q, num_stages=1 if CLEAN and not by_tma else None):
             padded = (batch * H + head) * Q_PADDED + row
             q = _load(q_desc, batch, head, row, BLOCK_Q, D, CLEAN)
@@ -469,7 +495,10 @@ def _dkdv_kernel(
             ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds *= 1.0 - scores * scores
-            if CLEAN:  # where q is not finite, the log-sum-exp is NaN, and where do is not, delta
+            if CLEAN:
+                # A q or do that is not finite was loaded as zeros. Its query has a NaN log-sum-exp, or a delta that is
+                # NaN or infinite, so ds is not finite either. Where the query is hidden, p is 0, and ds becomes 0.
+                # Elsewhere ds stays as it is, for dk, and p becomes NaN, for dv.
                 ds = tl.where(p == 0.0, 0.0, ds)
                 p = tl.where(tl.abs(ds) < float("inf"), p, float("nan"))
             dv = _add_dot(dv, p.to(do.dtype), do, PRECISION)

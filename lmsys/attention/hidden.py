@@ -1,10 +1,11 @@
 """Stops NaN or infinity in keys that a pattern hides from a query from reaching that query's result.
 
-`attention` wraps a row by `kept_apart` if the row lacks the trait `isolates` and options hide keys. Such a row hides a
-key by a weight of 0, but 0 · NaN is NaN. So it is given zeros in place of vectors of q, k and v that hold NaN or
-infinity. A query that holds such a value, or sees a key or value that does, is *spoilt*: its result is NaN. In the
-backward a query is spoilt too if its incoming gradient holds NaN or infinity. A spoilt query has NaN as its own
-gradient, and makes the gradients of the keys and values that it sees, of its bias and of its sinks NaN.
+`attention` in call.py wraps a row (an implementation in the table of table.py) by `kept_apart` if the row lacks the
+trait `isolates` and options hide keys. Such a row hides a key by a weight of 0, but 0 · NaN is NaN. So the row is given
+zeros in place of vectors of q, k and v that hold NaN or infinity. A query that holds such a value, or sees a key or
+value that does, is *spoilt*: its result is NaN. In the backward a query is spoilt too if its incoming gradient holds
+NaN or infinity. A spoilt query has NaN as its own gradient, and makes the gradients of the keys and values that it
+sees, of its bias and of its sinks NaN.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -41,8 +42,8 @@ def _visibility(pattern: Pattern, queries: int, keys: int, device: torch.device)
     """(first, end, key_first, key_end, mask) for `_FiniteInputs`: which keys each query sees.
 
     Without a mask, a query sees the keys [first, end), both (B or 1, Q); a key is seen by the queries [key_first,
-    key_end), both (B or 1, K); the last item is None. With one, the first four are None, and the last is boolean,
-    broadcastable to (B, H, Q, K): all that the pattern lets queries see.
+    key_end), both (B or 1, K); `mask` is None. If the pattern has a mask, the first four are None, and `mask` is
+    boolean, broadcastable to (B, H, Q, K): True where all options of the pattern let the query see the key.
     """
     if pattern.mask is not None:
         return None, None, None, None, pattern.seen(queries, keys, device)
@@ -141,9 +142,9 @@ def _filled(x: Tensor, bad: Tensor, value: float) -> Tensor:
 
 
 def _any_for(bad: Tensor, x: Tensor) -> Tensor:
-    """True for each element of x that broadcasts to a True one of `bad`, which has as many dimensions.
+    """True for each element of x if `bad` is True at one of the places to which this element is broadcast.
 
-    The result has x's shape, but 1 where `bad` has 1.
+    x and `bad` have the same number of dimensions. The result has x's shape, but 1 where `bad` has 1.
     """
     return bad.int().sum_to_size([min(pair) for pair in zip(bad.shape, x.shape, strict=True)]) > 0
 

@@ -1,7 +1,8 @@
 """The log-sum-exp of attention as a result with a gradient, and `merge`, which combines partial results by it.
 
-`merge` is public. For the options in NEEDS, `custom_ops.flash` calls the kernels of a flash row by `attend_with_lse`
-instead of by the row's own autograd Function, which has no gradients of the log-sum-exp, of sinks and of a bias.
+`merge` is public. A *flash row* is an implementation in table.py that `custom_ops.flash` has made. For the options in
+NEEDS, it calls its kernels by `attend_with_lse` instead of by its own autograd Function, which has no gradients of the
+log-sum-exp, of sinks and of a bias. An option that needs such a gradient is added to NEEDS.
 
 Legend: B batch, H query heads, Q queries, K keys, D head dimension, Dv that of the values.
 """

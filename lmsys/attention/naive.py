@@ -1,8 +1,9 @@
-"""Attention as it is written on paper: the row `naive`, and the reference for all others.
+"""Attention as it is written on paper: the implementation `naive`, and the reference for all others.
 
+The implementations are the *rows* of the table in table.py, which names `naive` and `naive_compiled`.
 `lmsys/testing.py` compares results with `naive` in float64, and allows about the error of `naive` in low precision.
-`naive_compiled` is a row of its own. `log_sum_exp` and `with_sinks` also serve other rows. `contract.for_scores` makes
-float16 operands of scores float32, and `contract.repeat_heads` repeats key/value heads for each query head.
+`log_sum_exp` and `with_sinks` also serve other rows. `contract.for_scores` makes float16 operands of scores float32,
+and `contract.repeat_heads` repeats key/value heads for each query head.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
@@ -23,10 +24,10 @@ def masked_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """(scores, blind): scale · q kᵀ (B, H, Q, K), capped and biased, and -inf for keys that a query must not see.
 
-    Row i is query `first_query + i`. `blind` is True for queries that see nothing, broadcastable to (B, H, Q, 1), or
-    None; such a query keeps all its scores, as in `Pattern.seen_and_blind`. For float16 the scores are float32, so that
-    those beyond 65,504 stay finite. Under ALiBi they are float32, too: far from the query they are hundreds, which
-    bfloat16 rounds to whole numbers.
+    Row i is query `first_query + i`. `blind` is True for queries that see no key, broadcastable to (B, H, Q, 1), or
+    None; the scores of such a query are not set to -inf, so that its softmax is finite (`Pattern.seen_and_blind`). For
+    float16 the scores are float32, so that those beyond 65,504 stay finite. Under ALiBi they are float32, too: far from
+    the query they are hundreds, which bfloat16 rounds to whole numbers.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = contract.for_scores(q) @ contract.for_scores(contract.repeat_heads(k, q.shape[1])).mT  # (B, H, Q, K)

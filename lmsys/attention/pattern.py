@@ -1,9 +1,10 @@
 """`Pattern`: the options of a call of attention, which say what each query sees and what is added to its scores.
 
-`attention` calls `checked_pattern`, which makes a `Pattern` of its arguments; rows of the table read it. Plain rows ask
-it for boolean masks (`seen_and_blind`), flash rows for intervals of keys (`bounds`). A new option needs a name in
-OPTIONS (and in HIDING, if it hides keys), a field of `Pattern`, a check in `checked_pattern`, a field of
-`contract.AttentionCase`, and a parameter of `attention`.
+`attention` calls `checked_pattern`, which makes a `Pattern` of its arguments. The implementations of attention, which
+are the *rows* of the table in table.py, read it. Plain rows ask it for boolean masks (`seen_and_blind`), flash rows,
+which work in tiles, for intervals of keys (`bounds`). A new option needs a name in OPTIONS (and in HIDING, if it hides
+keys), a field of `Pattern`, a check in `checked_pattern`, a field of `contract.AttentionCase`, and a parameter of
+`attention`.
 
 Legend: B batch, H query heads, Q queries, K keys, S = Q = K.
 """
@@ -43,9 +44,10 @@ HIDING = {"window", "prefix", "offset", "documents", "key_lengths", "mask"}  # o
 
 @dataclass(eq=False)
 class Pattern:
-    """Query i sees the keys j that every option lets it see; one that sees none gives zeros.
+    """Query i sees the keys j that every option lets it see; a query that sees none has zeros as its result.
 
-    Nobody may change a `Pattern`, since calls share it. It is not `frozen`: that would cost the host a microsecond.
+    Nobody may change a `Pattern`, since calls share it. It is not a `frozen` dataclass: that would cost the host a
+    microsecond in each call.
 
     causal       j <= p, the position of query i among the keys: i + offset, or its place in `documents` + offset
     window       with `causal` a number, j > p - window; or (left, right): p - left <= j <= p + right
@@ -56,7 +58,7 @@ class Pattern:
     mask         boolean, broadcastable to (B, H, Q, K): True where i sees j
     softcap      scores become softcap · tanh(score / softcap)
     bias         broadcastable to (B, H, Q, K): added to the scores
-    alibi        (1 or B, H): alibi[b, h] · |p - j| is taken from the scores
+    alibi        (1 or B, H): alibi[b, h] · |p - j| is subtracted from the scores
     sinks        (1 or B, H): the logit of one more key, whose value is zero
     return_lse   the result is o and the log-sum-exp (B, H, Q) of the scores, with the sink: float32, natural log
     """
@@ -84,10 +86,10 @@ class Pattern:
 
     @property
     def read_again(self) -> list[Tensor]:
-        """The tensors of a caller that the backward of a flash row reads once more, but for a bias.
+        """The caller's tensors, other than a bias, that the backward of a flash row reads again.
 
-        The forward saves them, so that autograd refuses a backward before which one of them was changed in place. A
-        tensor of inference mode cannot be saved.
+        The forward saves them, so that autograd raises an error in the backward if one of them has been changed in
+        place since. A tensor of inference mode cannot be saved, and is left out.
         """
         return [
             x for x in (self.key_lengths, self.offset, self.alibi) if isinstance(x, Tensor) and not x.is_inference()
@@ -125,7 +127,7 @@ class Pattern:
     def seen(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Tensor:
         """True where a query sees a key: boolean, broadcastable to (B, H, Q, K).
 
-        The queries are `num_queries` ones from `first_query` on, the keys are the first `num_keys`.
+        The queries are the `num_queries` from `first_query` on, the keys are the first `num_keys`.
         """
         if not self.bounded:
             position = self.position(num_queries, device, first_query)[:, None, :, None]
@@ -137,7 +139,10 @@ class Pattern:
         return seen if self.mask is None else seen & tile_of(self.mask, rows, slice(num_keys))
 
     def _intervals(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Bounds:
-        """The intervals of keys that queries from `first_query` on see; a mask is left out. Does not wait for a GPU."""
+        """The intervals of keys that queries from `first_query` on see, without regard to a mask.
+
+        The host does not wait for a GPU here.
+        """
         position = self.position(num_queries, device, first_query)
         if self.documents is None:
             starts, ends = torch.zeros_like(position), torch.full_like(position, num_keys)

@@ -1,8 +1,9 @@
-"""Peers: rows of `table.py` that call torch's own attention as its users would, to compare our rows with.
+"""Peers: functions that call torch's own attention as its users would, to compare our implementations with.
 
-`sdpa` leaves the choice of a backend to PyTorch. Each other row forces one implementation. A case that it cannot run is
-refused, with the reason that the implementation gives, and never worked around. For a row `name` here, `name_supports`
-returns None or that reason. `peers_flash_attn.py` has the rows that call FlashAttention's own functions.
+The table of implementations, `table.py`, has a *row* for each. `sdpa` leaves the choice of a backend to PyTorch. Each
+other row forces one implementation. A case that this implementation cannot run is refused, with the reason that it
+gives, and never worked around. For a row `name` here, `name_supports` returns None or that reason. A new peer is such a
+pair of functions and a row. `peers_flash_attn.py` has the rows that call FlashAttention's own functions.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
@@ -28,8 +29,9 @@ from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern, kept_on_
 # that a caller may change, so a mask of these options alone is made once and kept between calls.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
 KNOWN = *MADE_ONCE, OFFSETS, "key_lengths", "mask"  # the options that all rows of SDPA know
-# `sdpa_kernel` sets flags of the process, and puts back those that it found: two threads at once could leave them off.
-# A call of torch's attention by another thread, which takes no turn, sees these flags meanwhile; none are of a thread.
+# A lock around `sdpa_kernel`, which sets flags of the whole process and later puts back those that it found: two
+# threads at once could leave them off. The lock does not cover other calls of torch's attention, such as those of the
+# row `sdpa`: another thread that makes one meanwhile sees these flags.
 _turn = threading.RLock()
 
 
@@ -249,7 +251,8 @@ _block_mask_of = kept_on_documents(block_mask)
 
 def _mask_mod(pattern: Pattern) -> Callable[..., Tensor]:
     """FlexAttention's `mask_mod`: (batch entry, head, query, key), as indices, -> True where the query sees the key."""
-    # `seen` refers to numbers and tensors alone: it is kept on the documents, which it must not refer to.
+    # `seen` refers to numbers and tensors alone. The documents keep it (`kept_on_documents`), so it must not refer to
+    # them.
     left, right, prefix, offset = pattern.left, pattern.right, pattern.prefix, pattern.offset
     documents = pattern.documents
     several = documents is not None and documents.batch > 1

@@ -1,8 +1,9 @@
 """Peers by FlashAttention's packages, versions 2 to 4, and by torch's `varlen_attn`, torch's copy of FlashAttention-2.
 
-Each is a row of `table.py`: a function here, and beside it `<name>_supports`, which returns None or why it cannot run a
-case. These functions read (B, S, H, D), align a causal mask at the bottom right, and count a window as keys to the left
-and right of the query's own position. A package is imported only when its row is asked for.
+Each is a row of the table of implementations, `table.py`: a function here, and beside it `<name>_supports`, which
+returns None or why the function cannot run a case. The packages' functions read (B, S, H, D), align a causal mask at
+the bottom right, and count a window as keys to the left and right of the query's own position. A package is imported
+only when its row is asked for.
 
 Legend: B batch, H query heads, S sequence, D head dimension.
 """
@@ -37,8 +38,8 @@ def _flash_attn(
     """Calls flash_attn_func, or for documents flash_attn_varlen_func, on all sequences laid end to end.
 
     q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D). `module` is the name of the package. In torch's
-    deterministic mode the functions are called with `deterministic=True`. `caches`: few queries of many keys, and key
-    lengths, go to flash_attn_with_kvcache, which divides the keys among programs.
+    deterministic mode the functions are called with `deterministic=True`. With `caches`, a call with few queries of
+    more keys, or with key lengths, goes to flash_attn_with_kvcache, which divides the keys among programs.
     """
     package, pattern = importlib.import_module(module), pattern or PLAIN[causal]
     options: dict[str, Any] = {"softmax_scale": scale, "causal": pattern.causal}
@@ -87,7 +88,8 @@ def _flash_attn_supports(
         return reason
     if case.key_lengths and (case.causal or case.documents or case.grad):
         return "flash-attn takes key_lengths in its call for caches: without `causal`, documents and gradients"
-    # The table explains an ImportError. Where only version 4 is installed, `flash_attn` has nothing but `cute`.
+    # If the package is missing, the table reports the ImportError. If only version 4 is installed, `flash_attn` can be
+    # imported, but has nothing but `cute`.
     lacks = not hasattr(importlib.import_module(module), "flash_attn_func")
     return f"the package {module} that is installed here has no flash_attn_func" if lacks else None
 

@@ -22,7 +22,11 @@ BOOLEAN = "lmsys.attention.peers:boolean_mask"  # of rows of SDPA
 def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str | None = "", **traits: Any) -> Entry:
     """A row whose function is `name` in a module of this package.
 
-    `supports` is "module:function". By default it is `<name>_supports` of the row's module; None: it runs every case.
+    label     the row's name in plots and tables
+    extra     the extra of lmsys that installs the packages that the row needs; "": it needs none
+    supports  "module:function" of its `supports`; "": `<name>_supports` of the row's module; None: the row runs every
+              case
+    traits    fields of `AttentionTraits`
     """
     if supports is not None:
         supports = f"lmsys.attention.{supports or f'{module}:{name}_supports'}"

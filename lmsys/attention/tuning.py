@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 from lmsys import strict_json, values
 from lmsys.kernels.trial import digest_of
 
-MOST_SIZE = 2**16  # the largest number that a tile read from the file may have
+MOST_SIZE = 2**16  # the largest number of a tile that is taken from the file: a larger one is a fault of the file
 
 LONG_MS = 20.0  # for a launch this long one sample is enough
 
@@ -47,10 +47,10 @@ BY_TMA = {
         (Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     ),
 }
-# Candidates for kernels that move tiles by addresses, without TMA, in the same form. The first of each fits 99 KiB and
-# spills no register in its loop on any card that needs them. Up to head dimension 128 the warps divide the rows that a
-# program owns: with 32 rows for each warp, the warps read half as much from shared memory. Those tiles were timed as
-# code for sm_80 on an H100.
+# Candidates for kernels that move tiles by addresses, without TMA, in the same form. The first of each fits 99 KiB of
+# shared memory, and spills no register in its loop on any GPU that takes this form. Up to head dimension 128 the warps
+# divide the rows that a program owns: with 32 rows for each warp, the warps read half as much from shared memory. Those
+# tiles were timed as code for sm_80 on an H100.
 BY_ADDRESSES = {
     ("fwd", 64): (Tile(128, 64, 4, 3), Tile(64, 64, 2, 3), Tile(64, 64, 2, 2)),
     ("dq", 64): (Tile(128, 32, 4, 3), Tile(64, 32, 2, 3), Tile(128, 64, 4, 2)),
@@ -98,7 +98,8 @@ def _tile(sizes: Any) -> Tile:
     return Tile(**sizes)
 
 
-# The file of kept choices: its name; its content and how that is made anew, in the words of messages; a parser.
+# The file of kept choices: its name, what it holds and how to make that again (words for messages), and the parser of
+# an entry.
 KEPT = strict_json.Kept("tuning.json", "tuned choices", "tune", _tile)
 _chosen: dict[tuple[object, ...], Tile] = {}  # by (index of the device, *case)
 
@@ -125,10 +126,11 @@ def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile
 
 
 def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """The tile that is launched fastest. All are timed in order and then in reverse order, and the two times are added.
+    """The tile whose launch takes the least time.
 
-    So a clock that falls evenly meanwhile, as at a power cap, slows all of them equally. At first it falls fastest, by
-    5 % on an H200, so an uncounted round comes before.
+    All tiles are timed in order and then in reverse order, and the two times are added. So a GPU clock that falls
+    evenly meanwhile, as at a power cap, slows all of them equally. At first the clock falls fastest, by 5 % on an H200,
+    so a round that does not count comes before.
     """
     times = dict.fromkeys((tile for tile in tiles if _fits(tile, launch)), 0.0)
     if not times:
@@ -142,7 +144,10 @@ def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
 
 
 def _fits(tile: Tile, launch: Callable[[Tile], None]) -> bool:
-    """False if the tile does not fit the GPU. It compiles the tile, so that the GPU is not idle between timings."""
+    """False if the tile does not fit the GPU.
+
+    It launches the kernel once with this tile. That compiles it, so that the GPU is not idle between timings.
+    """
     try:
         launch(tile)
     except OutOfResources:

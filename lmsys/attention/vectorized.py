@@ -1,9 +1,11 @@
-"""The row `vectorized`: attention in carefully written PyTorch, which every device and dtype runs.
+"""Attention in carefully written PyTorch, which every device and dtype runs: the implementation `vectorized`.
 
-It has batched matmuls and one masked softmax, and works in place where autograd allows it.
+It has batched matmuls and one masked softmax, and works in place where autograd allows it. The table of
+implementations, `table.py`, names it; there it is a *row*. There is nothing to tune here. A new option of `Pattern` is
+applied to the scores in the same order as in `naive.masked_scores`.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension, Dv that of
-the values. `contract.for_scores` makes float16 operands float32.
+the values.
 """
 
 from typing import Any
@@ -27,11 +29,12 @@ def vectorized(
 
     A `pattern` replaces `causal`. Unlike `naive` it scales q instead of the scores, folds the G query heads of a key
     head into the rows of one matmul instead of repeating keys, and masks in place. For the backward it keeps one (Q, K)
-    matrix, the softmax, and where v has a narrower dtype also the softmax in that dtype. With `pattern.return_lse` the
-    result is (o, log-sum-exp (B, H, Q)).
+    matrix, the softmax, and where v has a narrower dtype also the softmax in that dtype. Scores of float16 inputs are
+    float32 (`contract.for_scores`). With `pattern.return_lse` the result is (o, log-sum-exp (B, H, Q)).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    pattern, blind = pattern or PLAIN[causal], None  # blind: which queries see no key, if some do; their o is 0
+    # `blind`: a boolean tensor, True for queries that see no key, whose o is 0; None if there are no such queries.
+    pattern, blind = pattern or PLAIN[causal], None
     num_kv_heads, num_queries, num_keys = k.shape[1], q.shape[2], k.shape[2]
     rows = (contract.for_scores(q) * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
     # (B, Hkv, G * Q, K), and under ALiBi at least float32, as in `naive.masked_scores`

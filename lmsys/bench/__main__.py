@@ -1,6 +1,7 @@
-"""`lmsys bench attention --row mine.py:f`: the line of pytest that measures a benchmark, printed and run.
+"""The command `lmsys bench`: prints the command line of pytest that measures a benchmark, and runs it.
 
-All arguments but the benchmark's name and the options of this command go to pytest as they are.
+For example `lmsys bench attention --row mine.py:f`. A *row* is an implementation under test. All arguments but the
+benchmark's name and the options in `line_of` go to pytest as they are. `lmsys/commands.py` has the text of its help.
 """
 
 import os
@@ -77,9 +78,9 @@ def file_of(benchmark: str) -> Path:
 
 
 def option_of_rows(file: Path, rows: list[str]) -> str:
-    """The option that names these rows, and those that others are compared with, as in "--attention=sdpa,mine.py:f".
+    """The option of pytest that selects these rows, and those that others are compared with (the trait `baseline`).
 
-    ValueError where the file has no axis of rows.
+    For example "--attention=sdpa,mine.py:f". ValueError where the file has no axis of rows.
     """
     from lmsys.registry import Traits
     from lmsys.verify import benchmarks_of

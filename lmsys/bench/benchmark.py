@@ -1,7 +1,8 @@
 """The base class of all benchmarks: what a benchmark declares, and the hooks that the runner calls. Imports no torch.
 
 To write a benchmark, subclass `Benchmark`, override hooks, and end the file with a test that `bench` makes. The runner
-(`lmsys.bench.runner`, `lmsys.bench.trial`) calls the hooks, and alone decides their order.
+(`lmsys.bench.runner`, `lmsys.bench.trial`) calls the hooks, and alone decides their order. A *row* is an implementation
+under test, an `Entry` of a table; a *case* is one row with one set of sizes.
 
 class Matmul(Benchmark):
     name = "matmul"
@@ -81,16 +82,16 @@ class Benchmark:
     """The base class. Its hooks do what most benchmarks need.
 
     A *group* is the cases with one `Case.group`: they share inputs, and run one after another. In hooks, `setup` is
-    what the hook `setup` has returned for the group, and a `Candidate` is a row on its way through the runner.
+    what the hook `setup` has returned for the group. A `Candidate` holds the state of a row while the group runs.
 
     name            names the benchmark in records, results and sweeps
-    case_type       the class of its cases, by which a case is made again from a record
+    case_type       the class of its cases; `case_of` makes a case again from a record by it
     tables          the tables that its rows come from, by their kind, such as "attention"
     axes, fields    what it varies, and the fields of its records beside `fields.COMMON`
     layout          how a report shows it, beside its fields (`lmsys.reports.layout`); empty: by its fields alone
     clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
                     than a device queues; "host": wall time
-    trials          calls before sampling, from which the runner learns what one costs
+    trials          calls before sampling, from which the runner learns how long a call takes
     opens           True: rows are opened and called in this process; False: ranks do everything
     streams         True: each case is a turn of its own, and its result is given as it ends, not as its group ends
     num_proofs      how many timed calls of a case must have been checked, or all if there are fewer: else the case is
@@ -159,8 +160,8 @@ class Benchmark:
     def errors(self, setup: Any, result: Any) -> Mapping[str, float]:
         """Errors over their budgets, by tensor, of what a call returned; {} if there is nothing to check.
 
-        It judges calls before timing and timed ones. Benchmarks that need more than the setup and the result override
-        `check` and `judge` instead.
+        By default the hooks `check`, before timing, and `judge`, for timed calls, call it. Benchmarks that need more
+        than the setup and the result override those two instead.
         """
         return {}
 
@@ -174,15 +175,18 @@ class Benchmark:
                 candidate.judge(ratios)
 
     def redraw(self, setup: Any, draw: int) -> None:
-        """Writes the inputs of a draw into the same memory. Called before every timed call, unless the step has a
-        `redraw` of its own, and before a timed call is judged. See `lmsys.draws`."""
+        """Writes inputs drawn from `draw`, a seed, into the same memory as before (`lmsys.draws`).
+
+        Called before every timed call, unless the step has a `redraw` of its own, and again before a timed call is
+        judged.
+        """
 
     def judge(self, case: Any, candidate: Candidate, setup: Any, kept: Kept) -> Mapping[str, float]:
         """Errors over their budgets, by tensor, of a timed call; {} if it is not checked.
 
-        The call's inputs have been drawn again. `kept.result` holds the copies that `Step.keep` has made, by default
-        all tensors that the call returned. What `repeat` will need goes into `kept.evidence`. A row without a checked
-        call is checked once more after timing, on new inputs.
+        Before this, the call's inputs have been drawn again. `kept.result` holds the copies that `Step.keep` has made,
+        by default of all tensors that the call returned. Put what `repeat` will need into `kept.evidence`. If none of a
+        row's timed calls was checked, the row is checked once more after timing, on new inputs.
         """
         return self.errors(setup, kept.result)
 

@@ -1,7 +1,9 @@
-"""Cases of a benchmark, the rows on their way through the runner, and what was measured. Imports no torch.
+"""Cases of a benchmark, the state of a row while it is measured, and what was measured. Imports no torch.
 
-A benchmark subclasses `Case` with its axes as fields. `lmsys.bench.trial` makes a `Candidate` per row and a
-`Measurement` per case, and hands both to the benchmark's hooks.
+A *row* is an implementation under test. A benchmark subclasses `Case` with its axes as fields. `lmsys.bench.trial`
+makes a `Candidate` per row and a `Measurement` per case. The benchmark's hooks get the case and the `Candidate`.
+
+The *budget* of an error is the largest error that is allowed. Benchmarks give errors over budgets: 1 or less is right.
 """
 
 import math
@@ -18,11 +20,11 @@ from lmsys.registry import Entry
 class Case:
     """One test, in plain values: a row, and the axes (such as length or dtype) that a subclass adds as fields.
 
-    section     the name of the grid that the case is of, which begins its id
+    section     the name of the case's grid, which begins its id; a grid has the values of each axis (`fields.Grid`)
     entry       the row, as its table has it
     device      "cpu" or "cuda"
     group       cases with equal groups share inputs, and run one after another
-    comparison  cases with equal comparisons are sampled together, so that their times have ratios
+    comparison  cases with equal comparisons are sampled together, so that their times can be compared
     id          the test's id, by which a record is found again
     """
 
@@ -78,18 +80,19 @@ def facts_of(case: Case) -> Record:
 
 @dataclass
 class Candidate:
-    """A row on its way through the runner.
+    """The state of a row while the runner opens, checks and times it.
 
     case         the first of its cases
     outcome, reason  "ok" so far, or how it failed and why
-    error_ratio  its largest error over its budget so far; None before a check
+    error_ratio  the largest ratio so far of an error to its budget; None before a check
     call         the callable that `Benchmark.open` has made
     state        whatever else a benchmark keeps of the row
     compile_s    seconds of the first call
     interpreted  True if the first call ran kernels in Triton's interpreter
     notes        fields that all its records get
-    watched      makes call(*args) for watched(call, *args), and returns (result, None) or (None, how it failed). The
-                 trial sets it to `lmsys.bench.watch.Watch.watched` for this row
+    watched      a function: watched(call, *args) calls call(*args), and returns (its result, None), or (None, how it
+                 failed). The call has a deadline, and what it changes in the process is put back. The trial sets this
+                 to `lmsys.bench.watch.Watch.watched` for the row
     """
 
     case: Any
@@ -112,7 +115,10 @@ class Candidate:
         self.outcome, self.reason = outcome, reason
 
     def judge(self, ratios: Mapping[str, float], judged_as: str = "") -> None:
-        """Judges errors over their budgets, by tensor: one above 1, or NaN, makes the candidate wrong."""
+        """Judges errors over their budgets, by tensor: one above 1, or NaN, makes the candidate "wrong".
+
+        judged_as  as in `verdict`
+        """
         self.error_ratio, wrong = verdict(ratios, judged_as)
         if wrong:
             self.failed(*wrong)
@@ -127,13 +133,14 @@ class Candidate:
 
 @dataclass
 class Measurement:
-    """The findings about one case.
+    """Results of one case: its samples, how it failed, and evidence of the checks of its timed calls.
 
     samples  seconds of each timed call; None if it was not timed
     failure  how its timed calls failed, if they did
     record   more fields of its record, such as those of `Benchmark.inspect`
     kept     timed calls that are still to be checked
-    proof    evidence of those that were checked, for the record
+    proof    for each timed call that was checked: which one it was, what its inputs were drawn by, and its errors over
+             their budgets. The record has this, so that `lmsys verify` can check the call again
     """
 
     samples: list[float] | None = None

@@ -3,19 +3,21 @@
 `lmsys report --before` calls `compare`, and a run with --against calls `compare_in_turns`: both return a `Change` with
 a verdict (VERDICTS) for each case. A run with --repeat calls `spreads_between`.
 
-Rows of one run take turns, rows of two runs do not, and the clock of a machine moves from run to run. So a row is
-compared by its ratio, round by round, to an *anchor*: a peer, somebody else's row, that took turns with it in both
-runs. Without an anchor, `ratio` is that of the plain times, and the verdict is "unclear": the clock may have moved, and
-of two rows of ours nobody could say which one has changed.
+A *row* is an implementation under test, a *round* is one sample of each row of a comparison. Rows of one run take
+turns, rows of two runs do not, and the clock of a machine moves from run to run. So a row is compared by its ratio,
+round by round, to an *anchor*: a peer, somebody else's row, that took turns with it in both runs. Without an anchor,
+`ratio` is that of the plain times, and the verdict is "unclear": the clock may have moved. A row of ours cannot be the
+anchor, since it may have changed itself.
 
 A row that took turns with its own earlier state (--against) needs no anchor: the ratio of the two, round by round, is
 the change.
 
-A change is an estimate with an error. Both come from ranks, so that a few slow rounds do not move them. Source: Hodges
-and Lehmann 1963, "Estimates of Location Based on Rank Tests". Intervals invert the rank test of Mann and Whitney or,
-for rows that took turns, that of Wilcoxon. Neighbouring rounds resemble one another, so that they count as fewer: that
-widens the error, and Student's t distribution takes the place of the normal one. Where noise changes so slowly that all
-rounds resemble one another, a case that has not changed may still be called so more often than FALSE_DISCOVERIES says.
+A change is an estimate with an error. Both come from the ranks of times (their places in sorted order), so that a few
+slow rounds do not move them. Source: Hodges and Lehmann 1963, "Estimates of Location Based on Rank Tests". Intervals
+invert the rank test of Mann and Whitney or, for rows that took turns, that of Wilcoxon. Neighbouring rounds resemble
+one another, so that they count as fewer: that widens the error, and Student's t distribution takes the place of the
+normal one. Where noise changes so slowly that all rounds resemble one another, cases that have not changed may be
+called changed more often than FALSE_DISCOVERIES says.
 
 To change a threshold, edit the constants below. A new verdict is a constant, a place in VERDICTS (and in BAD, if it is
 to fail a comparison), a case in `_verdict` or `_change`, and a sentence in MEANINGS of `lmsys.reports.against`.
@@ -73,7 +75,7 @@ class Shift:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Bounds of 95 %."""
+        """The bounds of the 95 % confidence interval."""
         half = self.error * math.sqrt(self.freedom * math.expm1((Z * self._narrowing) ** 2 / self.freedom))
         return self.estimate - half, self.estimate + half
 
@@ -130,13 +132,13 @@ def paired(differences: Sequence[float]) -> Shift:
 
 
 def _shift(candidates: np.ndarray, variance: float, rounds: int, correlation: float, samples: float = 1.0) -> Shift:
-    """The median of all candidates for the shift, with an error from the interval that the rank test leaves around it.
+    """The median of all candidates for the shift; its error comes from the confidence interval of the rank test.
 
-    variance     that of the rank test's statistic
+    variance     the variance of the rank test's statistic
     rounds       of the sample, or of the shorter one
     correlation  that of neighbouring rounds
-    samples      that give degrees of freedom, each as many as `rounds` gives: 2 of one length, fewer if one is longer,
-                 since the shorter one then makes most of the error (Welch 1947)
+    samples      how many samples give degrees of freedom, each as many as `rounds` gives: 2 if both have one length,
+                 fewer if one is longer, since the shorter one then makes most of the error (Welch 1947)
     """
     ordered = np.sort(candidates)
     # The test's 95 % interval runs from the candidate at `place` to the one as far from the other end. It is 2 Z errors
@@ -223,13 +225,13 @@ class Change:
 
 
 def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: float = MARGIN) -> list[Change]:
-    """The cases that both runs timed, or that were right in one of them alone; those that matter most first.
+    """The changes of the cases that both runs timed, or that only one run got right; those that matter most first.
 
     margin  a change of less than this share is none
 
-    The error also includes the standard deviation of the difference between estimates of two runs of one commit, which
-    records that `--repeat` measured hold as `between_runs`. The largest of three counts: that of the old record, that
-    of the new one, and the median of the benchmark's cases (`_usual`).
+    The error of a change also includes how much estimates differ between two runs of one commit. `--repeat` measures
+    this standard deviation, and records hold it as `between_runs`. The largest of three counts: that of the old record,
+    that of the new one, and the median of the benchmark's cases (`_usual`).
     """
     old, new = list(old), list(new)
     usual = _usual(old + new)
@@ -310,10 +312,10 @@ def of_them_disturbed(count: int) -> str:
 
 
 def _judged(changes: Sequence[Change], margin: float) -> list[Change]:
-    """The changes with their verdicts, the most important first; cases that were not timed in both runs are left out,
-    unless they were right in only one of the two.
+    """The changes with their verdicts, the most important first.
 
-    Among many cases some differ by chance: verdicts of "faster" and "slower" allow for that (`discoveries`).
+    Cases that were not timed in both runs are left out, unless they were right in only one of the two. Among many cases
+    some differ by chance: verdicts of "faster" and "slower" allow for that (`discoveries`).
     """
     edge = math.log1p(margin)  # the margin as a logarithm, as shifts are
     compared = [(change, change.shift) for change in changes if change.beside and change.shift]
@@ -425,9 +427,10 @@ def _is_timed(pair: Pair) -> bool:
 
 
 def _unsteadiness(case: fields.Record) -> float:
-    """The median distance of its samples from their median, as a share.
+    """The median distance of the case's samples from their median, as a share of that median.
 
-    It looks at the anchor's own samples: ratios to the judged row would favour anchors that vary with it by luck.
+    Anchors are chosen by it. It reads only the anchor's own samples: by ratios to the judged row, an anchor that
+    happened to vary like that row would be preferred.
     """
     middle = median(case["samples_s"])
     return median(abs(sample - middle) for sample in case["samples_s"]) / middle
@@ -444,7 +447,11 @@ def _change(old: fields.Record, new: fields.Record, anchor: Pair | None = None, 
 
 
 def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, between_runs: float) -> Shift:
-    """The shift by rounds in turns with the earlier row, else by ratios to the anchor, else by times alone."""
+    """The shift of a case.
+
+    It comes from rounds in turns with the earlier row (--against), else from ratios to the anchor, else from the times
+    alone. Its error includes `between_runs` and the tick of the clock.
+    """
     if old.get("against"):
         shift, between_runs = paired(_ratios(new, old)), max(_spreads(old, new))
     elif anchor:
@@ -456,16 +463,18 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
     return replace(
         shift,
         error=math.hypot(shift.error, between_runs),
-        # This part of the error counts as known: the larger it is, the more degrees (Satterthwaite 1946).
+        # This part of the error counts as exactly known: the larger it is, the more degrees of freedom (Satterthwaite
+        # 1946).
         freedom=shift.freedom * (1 + (between_runs / max(shift.error, 1e-9)) ** 2) ** 2,
     )
 
 
 def _rounding(*cases: fields.Record) -> float:
-    """The error of the ratio of two times by the tick of their clock, a share; ranks of equal samples do not tell it.
+    """The error of a ratio of two times that comes from the tick of their clock, as a share of the ratio.
 
-    The tick is the least distance of two samples. Where none are equal, the clock is finer than that, and the error is
-    0; also where all are equal, since nothing then tells the tick. What a tick cuts off is taken to be uniform.
+    A rank test does not see this error, since samples within one tick are equal. The tick is taken to be the smallest
+    distance of two samples. If no samples are equal, the clock is finer than that, and the error is 0. It is 0 as well
+    if all are equal, since the tick is then unknown. What a tick cuts off is taken to be uniformly distributed.
     """
     samples = [sample for case in cases for sample in case["samples_s"]]
     values = np.unique(samples)
@@ -476,7 +485,7 @@ def _rounding(*cases: fields.Record) -> float:
 
 
 def _spreads(*records: fields.Record) -> list[float]:
-    """By record its field `between_runs`, which --repeat measures; 0 where it has none."""
+    """The field `between_runs` of each record, which --repeat measures; 0 where a record has none."""
     return [case.get("between_runs") or 0.0 for case in records]
 
 

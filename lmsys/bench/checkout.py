@@ -1,9 +1,10 @@
-"""The temporary folder behind --against: it imports as today's repository does, but with the rows of an earlier state.
+"""Makes the temporary folder for --against: it imports as today's repository does, but with an earlier state's rows.
 
-In it the files of ROWS are the earlier state's, except JUDGES; all other files of lmsys, the bench and the oracle among
-them, are today's. So one clock and one budget measure both states, and any state will do whose rows can still be
-imported. `lmsys.bench.paired` makes a `Checkout` and runs a worker from its folder. What earlier rows need of today's
-registry is in earlier.py. Imports no torch.
+A *row* is an implementation under test. In the folder the files of ROWS are the earlier state's, except JUDGES. All
+other files of lmsys are today's, among them the harness (`lmsys/bench`) and the oracle, which judges results. So both
+states are measured by one clock and judged by one error budget, and any state will do whose rows can still be imported.
+`lmsys.bench.paired` makes a `Checkout` and runs a worker process from its folder. If earlier rows need a name that
+today's registry lacks, add it to earlier.py. Imports no torch.
 """
 
 import shutil
@@ -29,7 +30,7 @@ class Checkout:
     folder          its path
     name            a short name, as in the row `flash_triton@1a2b3c4d5e`
     commit          the whole hash; "" for a folder
-    working_folder  the folder that stands for the one that this process works in
+    working_folder  the folder in it that corresponds to the working directory of this process
     """
 
     def __init__(self, text: str, temporary: Path):
@@ -48,7 +49,7 @@ class Checkout:
                 not (self.commit and is_folder),
                 f"{begin} is a folder and a git reference: name one by ./{text} or its commit",
             ),
-            # Of a range, such as ^HEAD, git prints the hash with a sign in front of it.
+            # For a range, such as ^HEAD, git prints the hash with a sign in front of it: this is no commit.
             (self.commit.isalnum() or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
         )
         self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
@@ -62,8 +63,8 @@ class Checkout:
         others = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
         for path in (*others, *(PACKAGE / name for name in JUDGES)):
             self.use_today(path)
-        # Today's registry, with the names added that rows of earlier states import from it. Where lmsys lies outside
-        # of the repository, as an installed package does, this path is no link but the package's own file: it stays.
+        # Today's registry, with the names added that rows of earlier states use. Where lmsys lies outside of the
+        # repository, as an installed package does, this path is no link but the package's own file: it stays as it is.
         registry = self._mapped(PACKAGE / "registry.py")
         if registry.is_symlink():
             source = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()

@@ -1,9 +1,10 @@
 """Names that rows of an earlier state of the code use, and that `lmsys.registry` no longer has.
 
-In the worker of an earlier state (`--against`) the rows are the earlier state's, the registry is today's:
-`lmsys.bench.checkout` appends this file to its copy of the registry. Rows of earlier states read traits by
-`row.trait(name)`, and make them by `Traits.stated`, which is `Traits.checked` today. Traits that no class has today are
-left out. When the registry drops a name that rows use, add the name here.
+A *row* is an implementation under test. In the worker process of an earlier state (`--against`) the rows are the
+earlier state's, but the registry is today's: `lmsys.bench.checkout` appends the text of this file to its copy of the
+registry. Rows of earlier states read traits by `row.trait(name)`, and make them by `Traits.stated`, which is
+`Traits.checked` today. Traits that no class has today are left out. When the registry drops a name that rows use, add
+the name here.
 """
 
 from typing import Any

@@ -294,15 +294,16 @@ BATCH_INVARIANT = Field(
 
 
 def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: Any) -> bool | None:
-    """False if a tensor that repeats had other bits when an element was called alone; else True if elements were called
-    alone and all tensors repeat; else None.
+    """The field `batch_invariant` of a record.
 
-    The arguments are parts of the record's `same_bits`: see `lmsys.bench.trial`.
+    False if a tensor that repeats bit for bit had other bits when an element of the batch was called alone. Otherwise
+    True if elements were called alone and all tensors repeat; otherwise None. The arguments are parts of the record's
+    `same_bits`: see `lmsys.bench.trial`.
     """
     return not alone if alone or (elements and not differ) else None
 
 
-# Of two records that agree in these fields, the later replaces the earlier; under another memory limit it does not.
+# A record replaces an earlier one that agrees with it in all of these fields. So under another memory limit both stay.
 IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
 COMMON = columns(  # the fields of every record, whatever was measured
     details("id", "benchmark"),

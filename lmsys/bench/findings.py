@@ -1,6 +1,6 @@
-"""Which code of a row ran: the file of its source, the Triton kernels that it loads, and those that are interpreted.
+"""Finds which code of a row ran: the file of its source, the Triton kernels it loads, and those that are interpreted.
 
-`lmsys.bench.trial` calls these functions for each row.
+A *row* is an implementation under test. `lmsys.bench.trial` calls these functions for each row.
 
 - `source_of` and `loaded_kernels` give "source" and "kernels" of the record's "proof". With its "calls", which trial.py
   collects, the proof lets others check the times (`lmsys verify`).
@@ -22,7 +22,8 @@ from lmsys.registry import Entry, load_target
 def source_of(entry: Entry) -> dict[str, str]:
     """{"name", "sha256"} of the file that defines a row's implementation; {} if there is no such file."""
     try:
-        path = Path(entry.target.rpartition(":")[0])  # which is right for files of users, whose code may run elsewhere
+        # This path is right for a user's file. It is not imported here if it runs in another process (`apart`).
+        path = Path(entry.target.rpartition(":")[0])
         if not entry.apart or entry.is_ours:
             path = Path(inspect.getsourcefile(inspect.unwrap(load_target(entry.target))) or "")
         return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}

@@ -1,17 +1,18 @@
-"""Rows in processes of their own: they are timed, checked and judged from outside, as rows of other people ask for.
+"""Runs attention rows in processes of their own, and times, checks and judges them from outside, as untrusted code.
 
-A *foreign row* is a row of which nothing is believed, such as one from a file. With --own-process rows of ours run so
-too, beside them, since all rows of a comparison must be measured alike. The *judge* is the bench's process. It never
-imports the code of a user's file: it draws inputs, copies them into memory that it shares with the row's process, and
-says "call". The row's process has the function, this memory and the loop `serve`; it has no seed, draw, oracle or
-result. It answers in JSON how long the call took. Then the judge has the results copied into memory that it has made,
-of the shape and dtype that it wants. Which calls are checked is drawn in the judge, and nobody else learns it.
+A *row* is an implementation under test. A *foreign row* is one of which nothing is believed, such as a row from a
+user's file. With --own-process our rows run in this way too, since all rows of a comparison must be measured alike. The
+*judge* is the process of the benchmark. It never imports the code of a user's file: it draws inputs, copies them into
+memory that it shares with the row's process, and says "call". The row's process has the function, this memory and the
+loop `serve`; it has no seed, draw, oracle or expected result. It answers in JSON how long the call took. Then the judge
+has the results copied into memory that it has made, of the shape and dtype that it wants. The judge draws at random
+which calls are checked, and tells no other process.
 
-`ApartClock.read` holds what the row's process says of time against the judge's own clock. Between questions the row's
-process is stopped, with all that it has started in its process group: it works only while it is asked.
+`ApartClock.read` compares the times that the row's process states with the judge's own clock. Between questions the
+row's process is stopped, with all that it has started in its process group: it works only while it is asked.
 
-`Foreign.of` makes such an entry of any, as benchmarks/bench_attention.py asks for it. Its `load` returns a `Process`,
-a function of q, k and v by which checks call the row as any other; `Process.step` is what is timed.
+benchmarks/bench_attention.py calls `Foreign.of`, which makes a foreign row of any entry of a table. Its `load` returns
+a `Process`, a function of q, k and v by which checks call the row as any other; `Process.step` is what is timed.
 
 The parts of this file, in their order:
 
@@ -56,16 +57,18 @@ from lmsys.measure import clock, compare, memory
 from lmsys.measure.step import Failed, nothing
 from lmsys.registry import load_target
 
-# The judge may wait for a row longer than for `null` by these margins: MARGIN_S seconds, and shares of the wait for
-# `null` and of the time that the row's process says (behind a call it frees the last call's memory). On two busy cores
-# of a virtual machine, waits for honest calls of 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the
-# median. DOUBT: how far calls may lean to being late, see `leaning`. MOST_LATE: the share of calls that may be late; an
-# estimate of ratios breaks if 0.29 of its calls are wrong.
+# The judge's waits for a row and for `null`, a row of ours that does nothing, may differ by these margins: MARGIN_S
+# seconds, and by name of the wait (`Seen`) a share of the shorter wait and a share of the time that the row's process
+# states (behind a call the process frees the last call's memory). On two busy cores of a virtual machine, waits for
+# honest calls of 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the median.
+# DOUBT: how far calls may lean to being late, see `leaning`. MOST_LATE: the share of calls that may be late. It is
+# below 0.29, the share of wrong calls from which on the estimate of ratios can be moved at will.
 MARGIN_S, DOUBT, MOST_LATE = 1e-4, 3.0, 0.25
 MARGIN_SHARES = {"answer_s": (0.25, 0.1), "copy_s": (1.0, 0.0)}
-# On a GPU, how long the device idles before a call's inputs arrive: so the row's process launches ahead of the device.
+# On a GPU, how long the device idles before a call's inputs arrive, so that the row's process can launch the call's
+# kernels before the device could run them.
 LEAD_S = 5e-3
-MOST_BYTES, MOST_S = 2**16, 600.0  # of an answer
+MOST_BYTES, MOST_S = 2**16, 600.0  # limits of an answer: its size, and how long the judge waits for it
 # Environment variables of a row's process. Without them glibc gives freed memory back to the system, and each call
 # takes it anew, by hundreds of page faults; the heap of the bench's own process is larger, and seldom ends in free
 # memory.
@@ -80,7 +83,7 @@ RESULTS = {"inference": "results", "forward": "results", "backward": "gradients"
 def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The layout of a block of memory for such tensors: (dtype, shape, strides, first byte, bytes) of each.
 
-    Strides and alignment are as they are now.
+    Strides and alignment are those of the given tensors.
     """
     sizes = [end - begin for begin, end in map(plain.memory_of, tensors.values())]
     # 64 bytes are added to each size for the offset `x.data_ptr() % 64`, which keeps the alignment.
@@ -92,7 +95,10 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _placed(block: Tensor, layout: Mapping[str, Any], copied: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
-    """By name, (its memory as one dimension, the tensor) of each tensor of a block; copied: in copies of the memory."""
+    """By name, (its memory as one dimension, the tensor) of each tensor in `block`, a piece of memory.
+
+    copied  True: the tensors lie in copies of that memory
+    """
 
     def placed(dtype: torch.dtype, shape: Any, strides: Any, begin: int, size: int) -> tuple[Tensor, Tensor]:
         memory = block[begin - begin % 64 : begin + size]
@@ -169,8 +175,9 @@ class _Row:
     def tell(self, options: dict[str, Any], arrived: bytes | None, mode: list[bool]) -> None:
         """Takes the keywords of all calls that follow. Frees memory.
 
-        arrived  of timed calls on a GPU: the handle of the judge's event behind the copies of inputs; else None
-        mode     torch's deterministic mode in the judge, which calls are made in
+        arrived  for timed calls on a GPU: the handle of the event that the judge records once the inputs are copied;
+                 else None
+        mode     torch's deterministic mode in the judge, in which the calls are made
         """
         if mode != deterministic.mode():  # setting it may load torch's compiler
             deterministic.set_mode(mode)
@@ -182,7 +189,7 @@ class _Row:
             self._arrive = partial(torch.cuda.current_stream().wait_event, event)
 
     def read(self, owner: str, way: str) -> None:
-        """Takes what is new in the call that comes next: on a CPU copies it."""
+        """Takes the new inputs of the next call: on a CPU copies them; a GPU reads them where they arrive."""
         for key in [(owner, group) for group in READS[way]] if self._device == "cpu" else ():
             for name, (flat, _) in self._own[key].items():
                 flat.copy_(self._shared[key][name][0])
@@ -234,8 +241,8 @@ class _Row:
 class Block:
     """Memory that the judge shares with rows' processes, and the tensors in it.
 
-    file, handle  by which another process finds it: a file, for memory of the host, or (function, arguments) that open
-                  it, for a GPU's
+    file, handle  by these another process finds it. file: for memory of the host, else None. handle: for memory of a
+                  GPU (function, arguments), a call that opens it, else None
     placed        the tensors, as `_placed` returns them
     """
 
@@ -252,7 +259,8 @@ class Block:
         else:
             self.file = os.fdopen(os.memfd_create("lmsys", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
             self.file.truncate(size)
-            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # a row cannot cut it
+            # The row's process can then not change the file's size: in a shorter file the judge's reads would crash.
+            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             block = _mapped(self.file)
         self.placed = _placed(block, layout)
 
@@ -260,7 +268,8 @@ class Block:
         """Copies tensors of this layout into the block."""
         for name, x in tensors.items():
             flat, _ = self.placed[name]
-            # By one thread on a CPU: OpenMP's go on for milliseconds, on the CPUs that the row needs next.
+            # On a CPU one thread copies: OpenMP's threads would spin for milliseconds after it, on the CPUs that the
+            # row needs next.
             if x.is_cuda:
                 flat.copy_(x.detach().as_strided(flat.shape, (1,)))
             else:
@@ -269,11 +278,11 @@ class Block:
 
 
 class Process:
-    """A row's process, which is started when it is asked, and the row as a function whose calls run there.
+    """A row's process, which the first question starts, and the row as a function whose calls run there.
 
     heartbeat  of the judge's own process: it has the phrase for what the row does, and the deadline
-    windows    {question: seconds that passed here until the last answer to it}; "took", and ways of calling: seconds
-               that a call took, as the process says
+    windows    {name of a question: seconds that the judge waited for the last answer to it}; also seconds that the last
+               call took, as the row's process states: under "took", and under the way of calling
     """
 
     heartbeat = watch.Heartbeat()
@@ -329,7 +338,7 @@ class Process:
             self.windows[name] = time.perf_counter() - begin
             if stops:
                 os.killpg(worker.pid, signal.SIGSTOP)
-                worker.watcher.send_signal(signal.SIGCONT)  # it must see it if this process ends
+                worker.watcher.send_signal(signal.SIGCONT)  # it must run, to notice when this process ends
             answer = dict(json.loads(text))
         except (OSError, EOFError, ValueError, TypeError, RecursionError) as error:
             how = (
@@ -349,7 +358,11 @@ class Process:
         self._worker, self.placed = None, {}
 
     def put(self, group: str, tensors: Mapping[str, Tensor], *others: "Process") -> Block:
-        """Copies tensors to where this process, and others, find them as its group of this name."""
+        """Copies tensors into memory shared with this row's process and those of `others`.
+
+        There they are found by (target of this row, `group`). The block is made, and told to the processes, at the
+        first call and whenever the layout changes.
+        """
         key, layout, rows = (self.entry.target, group), layout_of(tensors), (self, *others)
         block = self.placed.get(key)
         if block is None or block.layout != layout or any(row.placed.get(key) is not block for row in rows):
@@ -360,14 +373,14 @@ class Process:
         return block.fill(tensors)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Calls the row outside of all timing; the results are this process's, and their backward asks the row."""
+        """Calls the row outside of all timing. The results are tensors of the judge; their backward asks the row."""
         is_pair = options.get("return_lse") or getattr(options.get("pattern"), "return_lse", False)
         self.ask("tell", options, None, deterministic.mode())
         results = _Remote.apply(self, torch.is_grad_enabled() and q.requires_grad, is_pair, q, k, v)
         return results if is_pair else results[0]
 
     def results(self, way: str, like: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Calls the row, and returns its results, which are as `like`."""
+        """Calls the row, and returns its results, which have the shapes, dtypes and strides of `like`."""
         block = self.put(RESULTS[way], like)
         clock.synchronize(self.settings.device)
         self.ask("read", self.entry.target, way)
@@ -408,7 +421,8 @@ class Process:
         """
         row, base = pair or (self, clock.CpuClock())
         owner = self.entry.target
-        more_s = self.windows.get(way, 0.0) if row is null else 0.0  # so that both use the CPU alike
+        # `null` is busy for as long as the row's last call took, so that both use the CPU alike.
+        more_s = self.windows.get(way, 0.0) if row is null else 0.0
 
         def arrive() -> None:
             for group in READS[way] if row is self else ():
@@ -421,7 +435,9 @@ class Process:
             )
             return answer
 
-        if way != "backward":  # the process has rested, which makes a call slower: first comes one on old inputs
+        # A process that has been stopped makes its next call more slowly. So one call on the old inputs comes first,
+        # whose time does not count. Not for a backward: its forward came right before, and its graph serves one call.
+        if way != "backward":
             _settle()
             row.ask("call", owner, way, more_s, stops=False)
         base.wait(LEAD_S)
@@ -445,7 +461,7 @@ class Process:
 
 
 def _settle() -> None:
-    """Waits until no thread of this process is at work: OpenMP's go on for milliseconds, and take CPUs from a row."""
+    """Waits until no thread of this process uses a CPU that a row needs: OpenMP's threads spin for milliseconds."""
     for _ in range(20):
         used_s = time.process_time()
         time.sleep(1e-3)
@@ -478,10 +494,10 @@ class _Remote(torch.autograd.Function):
 class Seen(clock.Reading):
     """A timed call of a foreign row.
 
-    run_s      how long the call took, as the row's process says
-    prepare_s  how long the judge waited for what comes before it
-    answer_s   how much longer than `run_s` the judge waited for the answer; and the same of a call of `null`
-    copy_s     how long the judge waited for the results; and for those of `null`
+    run_s      how long the call took, as the row's process states
+    prepare_s  how long the judge waited for the untimed call before it, such as the forward of a backward; 0.0: none
+    answer_s   how much longer than `run_s` the judge waited for the answer; and the same for a call of `null`
+    copy_s     how long the judge waited for the inputs to be read and the results to be copied; and the same for `null`
     """
 
     answer_s: tuple[float, float]
@@ -496,10 +512,10 @@ class Seen(clock.Reading):
 
 
 def leaning(late_s: Sequence[float]) -> float:
-    """How far values lean to one side, in standard deviations of as many throws of a fair coin; 0.0 if all are 0.
+    """How far values lean to the positive side, in standard deviations of as many throws of a fair coin.
 
-    It is the larger of two sums: of the signs, and of the signs times the ranks of sizes (Wilcoxon 1945). Many small
-    values on one side do not hide larger ones on the other, and one that is huge counts as one.
+    It is the larger of two sums: of the signs, and of the signs times the ranks of sizes (Wilcoxon 1945). So many small
+    negative values do not hide larger positive ones, and one huge value counts as one. It is 0.0 if all are 0.
     """
     values = np.array([x for x in late_s if x])
     if not len(values):
@@ -510,9 +526,10 @@ def leaning(late_s: Sequence[float]) -> float:
 
 
 class ApartClock(clock.CpuClock):
-    """The clock of a row in a process of its own: that process says how long calls took, and the judge doubts it.
+    """The clock of a row in a process of its own: that process states how long calls took, and the judge checks it.
 
-    base  the clock of the run
+    null, row  the processes of the row `null` and of the row that is timed; each sample calls both, `null` first
+    base       the clock of the run
     """
 
     def __init__(self, null: Process, row: Process, base: Any):
@@ -534,10 +551,11 @@ class ApartClock(clock.CpuClock):
     def read(self, pending: Any, share_s: float | None = None, trusted: bool = False) -> list[Any]:
         """The calls. ClockError if the judge waited longer than the row's process can explain.
 
-        An honest row's calls differ from those of `null`, which come right before, by chance: by little on a calm
+        An honest row's calls differ by chance from those of `null`, which come right before: by little on a calm
         machine, by more on a busy one. So most of its calls are within the margin or, on a busy machine, as many are
-        late as early, and by as much. A row is refused if MOST_LATE of its calls are late, and calls lean that way by
-        more than DOUBT. Fewer lies hardly move its time, a median, and ratios of times (Hodges and Lehmann 1963).
+        late as early, and by as much. A row is refused if MOST_LATE of its calls are late, and its calls lean to being
+        late by more than DOUBT. If it understates fewer calls than that, its median time and ratios of times (Hodges
+        and Lehmann 1963) hardly change.
         """
         for name, text in {
             "answer_s": "works outside of its calls",
@@ -557,7 +575,7 @@ class ApartClock(clock.CpuClock):
 class Foreign(Entry):
     """A row whose calls are made in a process of its own.
 
-    settings  of the run
+    settings  the settings of the run
     missing   why the row cannot run here, as users read it; empty: it can
     """
 

@@ -1,11 +1,13 @@
-"""Protects the functions that judge and measure, and the process's state that all rows share, from being changed.
+"""Finds and undoes what a row has changed in the process that judges it: replaced functions, and global state.
 
-A row runs in the process that judges it, so Python lets it replace any function. `Guard` remembers the functions that
-judge and measure before the first row's file is imported; it compares them after each row has run, and puts them back.
-`State` does the same for the process's own state, such as torch's default dtype, after each call of a row. The runner
-and `Trial` mend by the guard of `lmsys.bench.instruments`, `lmsys.bench.watch` by a `State`, and ranks by both
-(`lmsys.bench.ranks.on_part`). To protect one more piece of state, add a `Part` to PARTS. What neither can see is in
-docs/threats.md.
+A *row* is an implementation under test. It runs in the process that judges it, so Python lets it replace any function.
+`Guard` remembers the functions that judge and measure before the first row's file is imported. After calls of rows,
+`Guard.mend` compares them and puts them back. `State` does the same for the process's own state, such as torch's
+default dtype, after each call of a row.
+
+The runner and `Trial` use the guard of `lmsys.bench.instruments`, `lmsys.bench.watch` uses a `State`, and ranks use
+both (`lmsys.bench.ranks.on_part`). To protect one more piece of state, add a `Part` to PARTS. docs/threats.md lists
+changes that neither of the two can see.
 """
 
 import builtins
@@ -36,7 +38,8 @@ from lmsys.measure.step import Failed
 from lmsys.processes import Outputs
 
 PACKAGES = "lmsys", "benchmarks", "dev"  # all of their functions and classes are remembered
-# Modules and classes of other packages: only the functions and classes that these themselves hold are remembered.
+# Modules and classes of other packages. Only the functions and classes in these namespaces themselves are remembered,
+# not those of submodules.
 OWNERS = (
     builtins,
     json,
@@ -64,9 +67,10 @@ WHOLE = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom
 # torch.distributed sets sys.excepthook, and interactive shells set sys.displayhook.
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to modules that it compiles, and removes
-# Names of kernels, such as "aten/sub.Tensor/CPU", by which Python code replaces a public operator of torch.
+# Matches the names under which torch.library registers a Python function in place of a public operator of torch, such
+# as "aten/sub.Tensor/CPU".
 OF_PYTHON = re.compile("aten/[^_].*/(CPU|CUDA)").fullmatch
-# The types of values that are remembered.
+# Values of these types are remembered; in PACKAGES constants, too (`_names`).
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 
 
@@ -77,8 +81,8 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        # torch replaces `step` of an optimizer's class when it makes the first one: so do it now, else it would look
-        # like tampering.
+        # torch replaces the method `step` of an optimizer's class when it makes the first object of that class. Have
+        # torch do so now: later it would look like tampering.
         for cls in _classes(_modules()):
             if issubclass(cls, torch.optim.Optimizer):
                 cls._patch_step_function(cls.__new__(cls))
@@ -90,7 +94,7 @@ class Guard:
             f"{owner.__name__}.{name}": value
             for owner, names in owners.items()
             for name, value in names.items()
-            if type(value) is dict and not name.startswith("_")  # private ones are filled by their modules
+            if type(value) is dict and not name.startswith("_")  # modules fill private ones, such as caches
         }
         # (name of the owner or dict, its content now, a function that puts a value back, the remembered content)
         self._held = [(owner.__name__, vars(owner), partial(setattr, owner), names) for owner, names in owners.items()]
@@ -103,7 +107,7 @@ class Guard:
     def mend(self) -> list[str]:
         """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced.
 
-        Raises Lost, which ends the worker, where a kernel of torch was replaced: that cannot be put back.
+        Raises Lost, which ends the worker process, if a kernel of torch was replaced: that cannot be put back.
         """
         if kernels := set(filter(OF_PYTHON, torch.library._impls)) - self._kernels:
             raise Lost(f"it replaces {', '.join(sorted(kernels))}, by which it is judged,")
@@ -134,13 +138,13 @@ def _modules() -> list[types.ModuleType]:
 
 
 def _classes(ours: list[types.ModuleType]) -> list[Any]:
-    """The classes in these modules that PACKAGES define."""
+    """The classes that these modules hold and that are defined in PACKAGES; those of other packages are left out."""
     classes = [value for module in ours for value in vars(module).values() if isinstance(value, type)]
     return [cls for cls in dict.fromkeys(classes) if cls.__module__.partition(".")[0] in PACKAGES]
 
 
 def _names(owner: Any) -> dict[str, Any]:
-    """{name: function or class, in PACKAGES also constant} of a module or class."""
+    """The remembered attributes of a module or class, by name: functions and classes, in PACKAGES also constants."""
     is_ours = getattr(owner, "__module__", owner.__name__).partition(".")[0] in PACKAGES
     return {
         name: value
@@ -152,18 +156,18 @@ def _names(owner: Any) -> dict[str, Any]:
 
 
 def _function(value: Any) -> types.FunctionType | None:
-    """The function of ours that the value is, or that a property or method holds; None if there is none."""
+    """The Python function that a value is, or that a property or method holds; None unless PACKAGES define it."""
     value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     return value if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES else None
 
 
 PLAIN = bool | int | str | torch.dtype | torch.device  # values that a message can show
-# Variables that compilers and profilers add for themselves begin so.
+# Prefixes of environment variables that compilers and profilers set for themselves. `State` leaves these alone.
 OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINETO_")
 
 
 class Changed(Failed):
-    """Raised when a row has changed the process's state. A rank's error shows this name to the user."""
+    """Raised when a row has changed the process's state. Users read the name of this class in errors of ranks."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class Part:
     """A piece of the process's state.
 
     name  how messages call it, as in "it leaves changed: NAME"
-    get   reads it; a value of None means that it is not known, and it is then left alone
+    get   reads it. None means that the value is not known: the part is then neither compared nor put back
     put   puts back a value that `get` has returned
     """
 
@@ -189,7 +193,7 @@ def _set_default_device(device: torch.device) -> None:
 
 def _set_cpus(cpus: set[int]) -> None:
     """Lets all threads of this process run on these CPUs."""
-    for thread in os.listdir("/proc/self/task"):  # a thread has the CPUs of the thread that started it
+    for thread in os.listdir("/proc/self/task"):  # a thread inherits its CPUs when it starts, so each is set by itself
         os.sched_setaffinity(int(thread), cpus)
 
 
@@ -210,7 +214,8 @@ PARTS = (
     ),
     Part("its niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0)),
     Part("whether gradients are recorded", torch.is_grad_enabled, torch._C._set_grad_enabled),
-    # It cannot be put back: a row that leaves it on ends the worker.
+    # It cannot be put back, so `put` does nothing: if a row leaves it on, `State.mend` raises Lost, which ends the
+    # worker process.
     Part("torch.inference_mode", torch.is_inference_mode_enabled, lambda _: None),
     Part("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Part("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
@@ -234,7 +239,7 @@ PARTS = (
         lambda: list(gc.callbacks),
         partial(operator.setitem, gc.callbacks, slice(None)),
     ),
-    # In a list, since None would mean that the value is not known.
+    # `get` puts the hook into a list: without a hook it is None, and a bare None would mean that it is not known.
     Part("a hook of sys.setprofile", lambda: [sys.getprofile()], lambda hooks: sys.setprofile(*hooks)),
     Part("a hook of sys.settrace", lambda: [sys.gettrace()], lambda hooks: sys.settrace(*hooks)),
     *(
@@ -283,7 +288,7 @@ PARTS = (
 class State:
     """The process's state when this is made: PARTS, environment variables, and stdout and stderr.
 
-    The owner calls `close`, which closes copies of the files of stdout and stderr.
+    Its owner must call `close`, which closes its copies of the file descriptors of stdout and stderr.
     """
 
     def __init__(self) -> None:
@@ -294,9 +299,9 @@ class State:
     def mend(self) -> str | None:
         """Puts back what has changed. Returns a sentence that names it, or None. It takes some 20 us.
 
-        Environment variables that were added are removed. The sentence names them beside other changes; alone they
-        give no sentence, since honest libraries add some when they are imported.
-        Raises Lost, which ends the worker, if something cannot be put back.
+        Environment variables that were added are removed. The sentence names them only beside other changes: libraries
+        add some when they are imported, which is no fault of the row. Raises Lost, which ends the worker process, if
+        something cannot be put back.
         """
         parts, (changed, added) = list(self._mend_parts()), self._mend_variables()
         changes = parts + [f"environment variable {name}" for name in changed] + self._outputs.mend()
@@ -341,10 +346,10 @@ def _read(part: Part) -> Any:
     """Returns the value of the part, or the error, as text, if it cannot be read."""
     try:
         return part.get()
-    except Exception as error:  # torch refuses to say some settings after others were made
+    except Exception as error:  # torch raises for some settings once related ones were changed
         return f"{type(error).__name__}: {error}"
 
 
 def _raw_variables() -> dict[Any, Any]:
-    """The environment as the interpreter keeps it: decoding all of it takes 0.1 ms."""
+    """The environment in the encoded form that `os.environ` keeps, which is compared first: decoding takes 0.1 ms."""
     return dict(vars(os.environ)["_data"])

@@ -1,8 +1,8 @@
 """The instruments of a run, made on first use: clocks, sensors, the machine and its limits, the guard, ranks.
 
-`lmsys.bench.runner.Runner` is a subclass, and each `lmsys.bench.trial.Trial` reads its instruments from there. A new
-instrument is a `cached_property` here, which is in `vars(self)` once it has been made; if making it could change what a
-row measures, `ready` makes it as well.
+`lmsys.bench.runner.Runner` is a subclass, and each `lmsys.bench.trial.Trial` reads its instruments from there. To add
+an instrument, add a `cached_property` to `Instruments`; it is in `vars(self)` once it has been made. If making it could
+change the times of a *row* (an implementation under test), make it in `ready`, too, before the first row runs.
 """
 
 import json
@@ -28,10 +28,12 @@ class Instruments:
 
     settings   how to measure
     say        called with each line for the user
-    heartbeat  of a worker process: where it writes which row is at work, for its parent; None: this is no worker
-    parent     id of the process that started this one as a worker, else of this process. All processes of the run
-               descend from it; others on the machine disturb measurements
-    turns      with --against, the turns that this worker takes with the one that measures the earlier code
+    heartbeat  in a worker process: it announces the row that is at work to the parent process (`lmsys.bench.watch`);
+               None: this process is no worker
+    parent     in a worker, the id of the process that started it; else the id of this process. All processes of the run
+               descend from it. What other processes take of the device counts as a disturbance
+    turns      with --against, the turns that this worker takes with the other one: one of the two runs today's code,
+               the other an earlier state of it
     kernels    {target of a row: {name of a Triton kernel that it has loaded: hash}}; a target is the place of the row's
                code, "module:name" or "path.py:name"
     """
@@ -80,7 +82,7 @@ class Instruments:
         return facts
 
     def ceilings(self) -> fields.Record:
-        """The rates that the machine reaches now, each measured for at most as long as two rows are sampled."""
+        """The rates that large matmuls and a large copy reach now. Each is measured for at most as long as two rows."""
         return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
 
     def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:
@@ -97,7 +99,7 @@ class Instruments:
 
     @cached_property
     def limits(self) -> Limits | None:
-        """The rates that this device cannot exceed, by which impossible times are found; None if they are unknown."""
+        """The rates that this device cannot exceed; None if they are unknown. A row that is faster counts as wrong."""
         return limits_of(self.settings.device, self.sensors.settings().get("max_sm_mhz"))
 
     @cached_property
@@ -114,7 +116,7 @@ class Instruments:
     def conditions(self) -> Conditions:
         """Starts to record conditions on the device, such as its clock rate and power, and returns the recorder.
 
-        A clock whose times cannot be right asks the recorder which other programs use the device.
+        A clock that reads impossible times asks the recorder how many processes of other programs use the device.
         """
         now = Conditions(self.settings.device, self.sensors, self.parent)
         for clock in self.clocks.values():
@@ -132,7 +134,7 @@ class Instruments:
         seconds = self.settings.deadline_s
         return Ranks(
             self.settings.memory_limit_bytes,
-            timeout_s=0.7 * seconds,  # ranks that hang end before this process is ended, and say which they are
+            timeout_s=0.7 * seconds,  # shorter than this process's deadline, so that the error names the rank
             alive=lambda: self.heartbeat.renew(seconds),
             parent=self.parent,
         )

@@ -2,10 +2,12 @@
 
     Isolated(settings)    # a Session calls it as it calls a Runner; this process runs no row, makes no CUDA context
 
-`lmsys.bench.results.Session` uses it unless --no-isolation is given. A worker process runs group after group. When it
-dies, or misses the deadline in its heartbeat (`lmsys.bench.watch`), the row that was at work has failed, and the rest
-of its group runs again, in turns as before, in a fresh worker. If no row can be blamed, as when memory ran out, each
-row of the group first runs alone, and those that fail alone have failed.
+A *row* is an implementation under test, a *case* is one row with one set of sizes, a *group* is the cases that share
+inputs. `lmsys.bench.results.Session` uses `Isolated` unless --no-isolation is given. A worker process runs group after
+group. When it dies, or misses the deadline in its heartbeat (`lmsys.bench.watch`), the row that was at work has failed,
+and the rest of its group runs again, in turns as before, in a fresh worker. If it is not known which row to blame, as
+when memory ran out, each row of the group first runs alone in a fresh worker. Those that fail alone have failed, and
+the others then run together again.
 
 Limits are the constants below. A new way in which a worker can end is a case in `Isolated._ended`; a new reason for
 which this process ends it belongs in `Isolated._look_at`.
@@ -30,7 +32,7 @@ from lmsys.bench.checkout import Checkout
 from lmsys.measure import host, step, turns
 from lmsys.processes import DIED, Told, Worker, answered, tell
 
-# (file number of a socket to the worker that this worker takes turns with, True if this worker goes first)
+# (file descriptor of a socket to the worker that this worker takes turns with, True if this worker goes first)
 Line = tuple[int, bool]
 _runner: Any = None  # in a worker: its Runner
 _turns: turns.Turns = turns.ALONE  # in a worker: its turns with the other worker of --against
@@ -46,8 +48,8 @@ class Begun:
 def begin(shared: int, trace: int, settings: Settings, machine: fields.Record | None, line: Line | None) -> None:
     """Called first in a worker: prepares traces of crashes, and makes the worker's runner.
 
-    shared   number of the shared file that heartbeats go to
-    trace    number of the file that faulthandler writes to
+    shared   descriptor of the shared file that heartbeats go to
+    trace    descriptor of the file that faulthandler writes to
     machine  facts of the machine, if they were measured before
     line     to the other worker of --against, if there is one
     """
@@ -65,10 +67,11 @@ def begin(shared: int, trace: int, settings: Settings, machine: fields.Record | 
 
 
 def answer(path: list[str], pickled: bytes) -> None:
-    """Called in a worker: sends back what a method of its runner returns; of `run`, each result as it comes.
+    """Called in a worker: sends back what a method of its runner returns; for `run`, each result as it comes.
 
     path     the parent's `sys.path`, from which benchmarks are imported
-    pickled  (the method's name, its arguments); a benchmark comes first, so that its module is imported before cases
+    pickled  (the method's name, its arguments). A benchmark comes before its cases, so that its module is imported
+             before they are unpickled
     """
     sys.path[:] = path
     name, args = pickle.loads(pickled)
@@ -85,14 +88,15 @@ def answer(path: list[str], pickled: bytes) -> None:
 
 POLL_S = 0.1  # seconds between two looks at a worker that sends nothing
 QUIET_S = 20.0  # after so long without a line for the user, a line says which row is at work
-MOST_HELD = 0.9  # of the memory that was free when a worker started: a worker that holds more is ended as "oom"
+# A worker that holds more than this share of the host's memory that was free when it started is ended as "oom".
+MOST_HELD = 0.9
 
 
 class Ended(RuntimeError):
     """Raised when a worker process has ended.
 
-    row      the index of the candidate that caused it; NOBODY where that is unknown
-    outcome  what its cases are recorded as
+    row      the index, in the group that was running, of the row that caused it; NOBODY if that is unknown
+    outcome  the outcome that the cases of this row get
     """
 
     def __init__(self, reason: str, row: int = watch.NOBODY, outcome: str = "error"):
@@ -114,7 +118,7 @@ class Isolated:
         self.rows = list[list[str]]()  # the case ids of each candidate of the group that is running
         self.line: Line | None = None  # to the other worker of --against
         self._worker: Worker | None = None
-        self._reading: Generator[Any, None, None] = (None for _ in "")  # the last answer; an empty one at first
+        self._reading: Generator[Any, None, None] = (None for _ in "")  # messages of the last answer; none at first
         self._machine: fields.Record | None = None
         self._has_files = False  # True once a worker has imported a file of the user's
 
@@ -123,7 +127,7 @@ class Isolated:
         self._say(text)
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
-        """As `Runner.collect`. ValueError, too, if a user's file ends or hangs the process that imports it."""
+        """Does as `Runner.collect`. ValueError also if a user's file ends or hangs the process that imports it."""
         self._has_files |= any(".py" in text for text in texts.values())
         try:
             return self.ask("collect", benchmark, grids, texts)
@@ -145,7 +149,7 @@ class Isolated:
     def ready(self) -> fields.Record:
         """The facts of the machine. The first call has a worker measure them; later workers are given them."""
         if self._machine is None:
-            if self._has_files:  # the machine is measured by a worker that has imported none
+            if self._has_files:  # then a fresh worker, which has imported no user's file, measures the machine
                 self.close()
             self._machine = self.ask("ready")
         return self._machine
@@ -191,7 +195,7 @@ class Isolated:
 
         Raises Ended when the worker is gone.
         """
-        self._reading.close()  # an answer that was interrupted before its end closes its worker, too
+        self._reading.close()  # if the last answer was not read to its end, this ends its worker: see `_answers`
         self.rows = []
         worker = self._worker or self._start()
         self._reading = self._answers(worker, answer, self._path(), pickle.dumps((name, args)))
@@ -224,7 +228,7 @@ class Isolated:
                     yield message.what
         except BaseException as error:
             has_answered = isinstance(error, Exception) and not isinstance(error, Ended)
-            if not has_answered and worker is self._worker:  # its answer is not read to the end
+            if not has_answered and worker is self._worker:  # it may still be at work: ends it
                 self.close(0.0)
             raise
 
@@ -241,11 +245,11 @@ class Isolated:
             self.say(f"  at work: {ids[0]}, {beat.doing}")
         if not beat.is_late:
             return
-        row = beat.row_on_device  # read at once, as it holds for a second only
+        row = beat.row_on_device  # read at once: after a second the GPU's row counts as unknown
         time.sleep(POLL_S)
         if watch.Beat.from_buffer_copy(self._memory).number != beat.number:
             return  # the beat has changed since: the worker goes on
-        worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
+        worker.signal(signal.SIGUSR1)  # faulthandler then writes its stack to `_trace`, even if native code hangs
         time.sleep(1.0)
         raise Ended(f"no answer within the deadline {beat.doing}{self._place()}", row)
 
@@ -254,7 +258,7 @@ class Isolated:
         # `failure.kind` is DIED or the name of the exception's class: "MemoryEaten" of runner.py, "Lost" of
         # lmsys/measure/compare.py.
         if failure.kind == "Lost":
-            time.sleep(2 * watch.COPY_S)  # until the row that the GPU has reached is copied
+            time.sleep(2 * watch.COPY_S)  # meanwhile a thread of the worker copies which row the GPU has reached
         beat = watch.Beat.from_buffer_copy(self._memory)
         if failure.kind == DIED and "SIGKILL" in failure.text and host.oom_kills() > self._oom_kills:
             return Ended(f"memory ran out, and the system killed its process {beat.doing}", outcome="oom")
@@ -307,7 +311,7 @@ class Group:
             self._tried_alone, endings = True, self._alone()
         else:
             endings = dict.fromkeys(self.left, ("error", f"the bench's process ended: {fault.reason}", True))
-        if endings and endings.keys() <= self.ended.keys():  # the worker ended again, without these cases
+        if endings and endings.keys() <= self.ended.keys():  # these cases were left out, and the worker ended again
             raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
         self.ended |= endings
         if any(crashed for _, _, crashed in endings.values()):

@@ -1,7 +1,9 @@
-"""The options of a run: their declarations, and functions that read and check them for `lmsys.bench.plugin`.
+"""Pytest's options for a run of benchmarks: declares them, and reads and checks them for `lmsys.bench.plugin`.
 
-A new option is an entry of OPTIONS and a use in `plugin._session`. Every refusal is a ValueError with the option and
-its value: `values.hold` raises it where its condition is false. Imports no torch.
+To add an option, add an entry to OPTIONS and use it in `plugin._session`. A wrong value raises a ValueError that names
+the option and the value: `values.hold` raises it if a condition is false. A *row* is an implementation under test, a
+*case* is one row with one set of sizes, a *group* is the cases that share inputs, and an *axis* is what a benchmark
+varies, such as length. Imports no torch.
 """
 
 import os
@@ -64,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # {name without a prefix: keywords of ar
     "fail-on": {"metavar": "OUTCOMES", "help": "exit with 1 where a case ends so, such as wrong,error"},
 }
 
-MOST_ROUNDS = 100_000  # of --benchmark-min-rounds, since with some more zeros a run would never end
+MOST_ROUNDS = 100_000  # the largest --benchmark-min-rounds: with some zeros too many a run would never end
 # Two reasons in REFUSED. "Replayed": pytest-benchmark gets samples that our runner has measured (`lmsys.bench.plugin`).
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
@@ -120,7 +122,7 @@ def as_typed(config: pytest.Config, text: str) -> str:
 
 
 def refuse(config: pytest.Config, device: str) -> None:
-    """ValueError for options that mean nothing here, or that need what is not installed."""
+    """Raises ValueError for options that mean nothing here, or that need a package or a GPU that is not there."""
     hold(
         *(
             (not _given(config, option), f"{option} is not for these benchmarks: {reason}")
@@ -138,7 +140,11 @@ def refuse(config: pytest.Config, device: str) -> None:
 
 
 def check_group_by(text: str, names: Iterable[str]) -> None:
-    """ValueError for --benchmark-group-by values that pytest-benchmark would fail over, but only at the run's end."""
+    """Raises ValueError for values of --benchmark-group-by at which pytest-benchmark would fail at the run's end.
+
+    text   the value of the option, a comma list
+    names  the parameters that "param:NAME" may name
+    """
     known = "group name func fullname fullfunc param".split() + [f"param:{name}" for name in names]
     for grouping in text.split(","):
         choice(grouping, known, f"--benchmark-group-by {grouping}: ")
@@ -196,7 +202,11 @@ def outcomes(text: str | None) -> tuple[str, ...]:
 
 
 def number(option: str, text: str, right: str, **bounds: float) -> float:
-    """The number that the text of an option stands for, finite and within bounds. ValueError says what is `right`."""
+    """The finite number that the text of an option stands for.
+
+    right   what a right value is, for the message of the ValueError
+    bounds  as `values.finite` takes them: `above`, `least`, `most`
+    """
     try:
         return finite(option, float(text), **bounds)
     except ValueError:
@@ -204,7 +214,10 @@ def number(option: str, text: str, right: str, **bounds: float) -> float:
 
 
 def repeats(config: pytest.Config, on_ranks: bool) -> int:
-    """How often each group is measured, by --repeat. on_ranks: torchrun has started this process."""
+    """How often each group is measured, by --repeat. ValueError for more than 1 if there can be no fresh processes.
+
+    on_ranks  torchrun has started this process
+    """
     count = whole("--repeat", config.getoption("lmsys_repeat"), least=1)
     if config.getoption("lmsys_nvtx") or config.getoption("benchmark_disable"):
         return 1  # nothing is timed
@@ -266,7 +279,7 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
 
 
 def margin(text: str | None) -> float:
-    """The margin of verdicts of --against: a smaller change of time, as a share, counts as none."""
+    """The margin of --against, as a share: a smaller change of time counts as no change. None: the default."""
     if text is None:
         return results.MARGIN_IN_TURNS
     return number("--margin", text, "a share above 0 and of at most 1, such as 0.02", above=0, most=1)
@@ -299,9 +312,9 @@ def output(config: pytest.Config) -> Path | None:
 
 
 def check_free(output: Path, command: str) -> None:
-    """ValueError where the output, or its journal, holds what this command would lose: another command's result.
+    """Raises ValueError if this command would overwrite the result of another command, or the journal of a killed run.
 
-    The same command asks the same question again, and may replace its answer.
+    The result of the same command may be replaced, since it answers the same question.
     """
     journal = output.with_name(output.name + ".partial")
     hold(

@@ -1,9 +1,12 @@
-"""--against: today's rows beside the same rows in an earlier state of the code, in two workers that take turns.
+"""Runs --against: measures today's rows beside the same rows of an earlier state of the code, in turns.
 
-Each group runs in both workers: round i of a row today is sampled right beside round i of the earlier row, on the same
-draws. If a row ends its worker, both workers end, and the rest of the group runs again in two fresh ones, so that all
-times that are compared took turns. `lmsys.bench.results.Session` uses `Paired` in place of `Isolated`; the verdicts are
-made in `lmsys.bench.changes`.
+A *row* is an implementation under test. There are two worker processes, one for each state of the code. Each group of
+cases runs in both: round i of today's row is sampled right beside round i of the earlier row, on the same inputs. If a
+row ends its worker, both workers end. The group then runs again from its beginning in two fresh workers, and the
+worker of the row's state leaves this row out: so only times that were sampled in turns are compared.
+
+`lmsys.bench.results.Session` uses `Paired` in place of `Isolated`. `lmsys.bench.changes` makes the verdicts on the
+times.
 """
 
 import socket
@@ -22,13 +25,14 @@ from lmsys.bench.checkout import Checkout
 class Paired(isolation.Isolated):
     """Today's worker, and beside it the worker of an earlier state of the code.
 
-    `Session` calls it as any `Isolated`: this object itself runs today's worker. Both workers run today's bench and
+    `Session` calls it as any `Isolated`: this object itself runs today's worker. Both workers run today's harness and
     today's benchmark; only the rows of the other worker are those of the earlier state. The results of a group are
-    today's, then the earlier ones under names of their own.
+    today's, then the earlier ones, whose names get a suffix (`record.earlier`).
 
     state    the earlier state of the code, as a folder that the other worker imports from
-    earlier  the worker that runs its rows
-    against  {"name", "commit", "margin"} of the earlier state, for its records
+    earlier  the other worker, which runs the rows of the earlier state
+    against  {"name", "commit", "margin"}, for the records of the earlier rows: what the earlier state is called, its
+             hash, and the share by which a time must change to count
     """
 
     def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: fields.Record):
@@ -41,12 +45,13 @@ class Paired(isolation.Isolated):
         self._lines = self._joined()
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
-        """As `Isolated.collect`. ValueError, too, if today's benchmark cannot run the earlier rows."""
+        """Does as `Isolated.collect`. Raises ValueError also if today's benchmark cannot run the earlier rows."""
         collected = super().collect(benchmark, grids, texts)
         check_rows(self.state, type(benchmark), collected[0])
         package = sys.modules[type(benchmark).__module__.partition(".")[0]]
         home = package.__path__[0] if hasattr(package, "__path__") else package.__file__ or ""
-        self.state.use_today(Path(home).resolve())  # the file that the benchmark stands in, or its whole package
+        # Both workers import today's benchmark: its file, or the whole package that it is in.
+        self.state.use_today(Path(home).resolve())
         try:
             self.earlier.collect(benchmark, (), {})  # no grids: only imports the benchmark, and by it the earlier rows
         except Exception as error:  # whatever an earlier state raises when it is imported
@@ -64,8 +69,8 @@ class Paired(isolation.Isolated):
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         """Yields today's results of a group, then the earlier ones."""
-        # {row: {"target", "supports"}} as the earlier state's tables have them, to replace those of today's `Entry`.
-        # Rows of the earlier tables alone are left out: a row from a user's file may have the name of such a row.
+        # {row: {"target", "supports"}} in the earlier state's tables, to replace these fields of today's `Entry`. Rows
+        # that only the earlier tables have are left out: a row from a user's file may have the same name.
         places = {
             name: place
             for name, place in self.earlier.ask("places", benchmark).items()
@@ -98,7 +103,7 @@ class Paired(isolation.Isolated):
                     except StopIteration:
                         going.discard(side)
                     else:
-                        results[side].extend([message] if message else [])  # None: nothing has come within a while
+                        results[side].extend([message] if message else [])  # None: no message has come for a moment
             return results
         except isolation.Ended as fault:
             streams[1 - side].close()  # this also ends the worker that it reads from
@@ -129,7 +134,7 @@ class Paired(isolation.Isolated):
 
 
 def check_rows(checkout: Checkout, cls: type[Benchmark], cases: Mapping[str, Case]) -> None:
-    """ValueError for a row that is defined in its benchmark's file: that file is today's in both workers."""
+    """Raises ValueError for a row that is defined in its benchmark's file: that file is today's in both workers."""
     for case in cases.values():
         if case.entry.target.partition(":")[0] == cls.__module__:
             raise ValueError(

@@ -1,6 +1,8 @@
 """Checks that a result is a plain tensor with memory of its own, of the promised shape, dtype and device.
 
-Benchmarks call `check_plain` on what a row returns, before its values are judged.
+Benchmarks call `check_plain` on what a row (an implementation under test) returns, before its values are judged.
+`lmsys.bench.foreign` calls it, too, for rows that run in processes of their own. To refuse one more kind of result, add
+a check to `check_plain`.
 """
 
 from collections.abc import Iterable
@@ -12,13 +14,15 @@ from lmsys.measure.step import Failed
 
 
 def check_plain(name: str, x: Any, like: torch.Tensor, inputs: Iterable[torch.Tensor]) -> None:
-    """`Failed` as "wrong" unless `x` is a plain tensor with memory of its own, of `like`'s shape, dtype and device.
+    """Raises Failed, "wrong", unless `x` is a plain tensor with memory of its own, of `like`'s shape, dtype and device.
 
-    A subclass could compute when it is read; a tensor whose elements share memory is smaller than it says; one that
-    overlaps the inputs changes with them. Two results of a row may overlap each other here: the values of each are
+    The reasons: a subclass of torch.Tensor could postpone work until it is read, after its time was taken; a tensor
+    whose elements share memory, such as an expanded one, holds fewer numbers than its shape says; a result that
+    overlaps an input changes with that input. Two results of a row may overlap each other here: the values of each are
     judged later.
 
     name    what messages call `x`
+    like    a tensor with the shape, dtype, device and layout that `x` must have
     inputs  tensors whose memory `x` may not overlap
     """
     if type(x) is not torch.Tensor:
@@ -26,7 +30,7 @@ def check_plain(name: str, x: Any, like: torch.Tensor, inputs: Iterable[torch.Te
     for fact in ("shape", "dtype", "device", "layout"):
         if (value := getattr(x, fact)) != (right := getattr(like, fact)):
             raise Failed("wrong", f"{name} must have {fact} {_told(right)}; got {_told(value)}")
-    # empty_like keeps the strides of a tensor that is contiguous in some order of its dimensions, and of no other.
+    # empty_like returns the strides of `x` only if `x` is contiguous in some order of its dimensions, without gaps.
     if torch.empty_like(x, device="meta").stride() != x.stride():
         raise Failed(
             "wrong",

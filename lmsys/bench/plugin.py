@@ -1,9 +1,11 @@
 """The pytest plugin: options, collection, progress, replay into pytest-benchmark, the result file.
 
-pytest loads it by its entry point and calls the hooks below; what a run does is in `lmsys.bench.results.Session`, and
-what its options mean in `lmsys.bench.options`. Our runner measures samples, which are then *replayed*:
-pytest-benchmark gets them by a timer that reads them off. Nothing happens, and torch is not imported, until a test of
-a benchmark is collected or one of the fixtures is used.
+pytest loads it by its entry point (pyproject.toml) and calls the hooks below. They only connect pytest to
+`lmsys.bench.results.Session`, which does the work of a run; `lmsys.bench.options` reads the options. A *row* is an
+implementation under test, and a *case*, a test for pytest, is one row with one set of sizes. Our runner measures the
+samples of a case. They are then *replayed*: pytest-benchmark times an empty function by `RecordedTimer`, which returns
+the samples in place of times. Nothing happens, and torch is not imported, until a test of a benchmark is collected or
+one of the fixtures is used.
 """
 
 import os
@@ -22,7 +24,7 @@ from lmsys.measure import host
 from lmsys.values import choice, hold
 
 SESSION = pytest.StashKey[results.Session]()
-FAULT = pytest.StashKey[str]()  # what is wrong with the options, told when collection ends
+FAULT = pytest.StashKey[str]()  # what is wrong with the options; `pytest_collection_finish` reports it
 
 
 class Hooks:
@@ -30,7 +32,7 @@ class Hooks:
 
     @pytest.hookspec(firstresult=True)
     def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, fields.Sweep]] | None:
-        """Sweeps by name, each by device ("cpu", "cuda"); without it every benchmark runs its axes' defaults."""
+        """{name of a sweep: {"cpu" or "cuda": sweep}}; without this hook benchmarks run the defaults of their axes."""
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -42,9 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class RecordedTimer:
-    """pytest-benchmark's timer while it replays: it reads 0 and a sample in turn, so each difference is the sample."""
+    """pytest-benchmark's timer while it replays: it returns 0 and a sample in turn, so each difference is a sample."""
 
-    __name__ = "recorded"  # by which pytest-benchmark's JSON calls its timer
+    __name__ = "recorded"  # the timer's name in pytest-benchmark's JSON
 
     def replay(self, benchmark: Any, samples: Sequence[float]) -> None:
         """Hands pytest-benchmark these samples as its own."""
@@ -69,9 +71,10 @@ def lmsys_timer(request: pytest.FixtureRequest) -> RecordedTimer:
 
 @pytest.fixture
 def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, benchmark: Any) -> Callable[[str], None]:
-    """`lmsys_measured(cell)`: measures the whole group of the case with this id, and replays the case's own samples.
+    """`lmsys_measured(cell)`: measures the case with this id and its whole group, and replays the case's own samples.
 
-    Rows that are out of memory, unsupported, wrong or failed are results, too: the test is skipped with the reason.
+    The group, the cases that share inputs, is measured when the first of its cases asks. If the case is out of memory,
+    unsupported, wrong or failed, this is a result, too: the test is skipped with the reason.
     """
     session = request.config.stash[SESSION]
 
@@ -130,7 +133,7 @@ def lmsys_device_benchmark(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Makes a test for each case of a benchmark, whose id is the parameter `cell`. Tests of others are left alone."""
+    """Makes a test for each case of a benchmark; the parameter `cell` is the case's id. Leaves other tests alone."""
     cls = _benchmark_of(metafunc)
     if cls is None:
         return
@@ -144,7 +147,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects benchmarks that have no case in this sweep, where others have some: pytest would skip them."""
+    """Deselects benchmarks without a case in this sweep if others have some; pytest would report them as skipped."""
     ours = [item for item in items if _benchmark_of(item)]
     empty = [item for item in ours if not _has_case(item)]
     if empty and len(empty) < len(ours):
@@ -164,7 +167,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest.Item]) -> None:
-    """Gives the session the cases that pytest has selected, and claims its output. ValueError where that cannot be."""
+    """Gives the session the cases that pytest has selected, and locks its output file. ValueError if that fails."""
     known = {axis.name for benchmark in ours.benchmarks.values() for axis in benchmark.axes}
     for text in config.getoption("lmsys_axis"):
         choice(text.partition("=")[0], known, f"--axis {text}: ")
@@ -186,7 +189,7 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
         options.check_group_by(config.getoption("benchmark_group_by"), ours.facts(keys))
     resumed = config.getoption("lmsys_resume")
     if ours.output:
-        # Claimed before it is read: until then another run may write it.
+        # Locked before it is read: until then another run may still write it.
         config.add_cleanup(options.claim_writable(ours.output))
         goes_on = resumed is not None and resumed.resolve() == ours.output.resolve()
         if not goes_on and not config.option.collectonly:
@@ -308,10 +311,10 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[str, Any]]) -> None:
-    """Leaves our cases out of what pytest-benchmark makes tables of, unless an option asks for these.
+    """Leaves our cases out of pytest-benchmark's tables, unless an option asks for these tables.
 
-    Our own summary tells of them. Other tests of the same run keep their tables. Where our cases have some, too, the
-    fields of their records are parameters that --benchmark-group-by=param:NAME may name.
+    Our own summary shows these cases; other tests of the same run keep their tables. If our cases stay in the tables,
+    --benchmark-group-by=param:NAME may name fields of their records, which are added to "params" here.
     """
     if SESSION not in config.stash:
         return
@@ -323,7 +326,7 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[st
         benchmarks[:] = [entry for entry in benchmarks if entry not in ours]
 
 
-@pytest.hookimpl(optionalhook=True, trylast=True)  # the seal is of what other plugins have written, too
+@pytest.hookimpl(optionalhook=True, trylast=True)  # last: the seal covers what other plugins write
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     if SESSION in config.stash:
         machine = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says
@@ -355,7 +358,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _content(config: pytest.Config) -> dict[str, Any]:
-    """The JSON of pytest-benchmark, completed by our part; also if no row was timed, when it would not write any."""
+    """Makes the JSON of pytest-benchmark with our part.
+
+    It is made here, since pytest-benchmark makes none if no row was timed.
+    """
     benchmarks: Any = config._benchmarksession
     commit_info = config.hook.pytest_benchmark_generate_commit_info(config=config)
     config.hook.pytest_benchmark_update_commit_info(config=config, commit_info=commit_info)

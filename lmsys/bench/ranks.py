@@ -1,8 +1,9 @@
 """The ranks of a run: processes that benchmarks of collectives and data parallelism measure on.
 
-They are started when first needed, and again after one has failed; under torchrun they are those that it has started. A
-benchmark calls `Ranks.ask` with a function that `on_part` decorates. The function runs on the first `case.world_size`
-ranks, and `ask` returns the results by rank. New work for ranks is such a function, in the benchmark's own folder.
+Ranks are started when first needed, and started again after one has failed; under torchrun they are the processes that
+torchrun has started. A benchmark calls `Ranks.ask` with a function that `on_part` decorates. The function runs on the
+first `case.world_size` ranks, and `ask` returns the results by rank. New work for ranks is such a function, in the
+benchmark's own folder. A *row* is an implementation under test.
 """
 
 import gc
@@ -47,11 +48,10 @@ def num_nodes() -> int:
 
 
 def world_sizes(grid: Grid, backend: str) -> list[int]:
-    """The grid's numbers of ranks; 0 stands for as many as there are.
+    """The grid's numbers of ranks, in which 0 stands for all ranks that there are.
 
-    Larger numbers are left out if the sweep names them, and kept if the command line does (`grid.given`).
-
-    There is one rank for each GPU; on a CPU there are two, and under torchrun as many as it has started.
+    There is one rank for each GPU, two on a CPU, and under torchrun as many as it has started. A larger number is left
+    out if the sweep names it, and kept if the command line does (`grid.given`).
     """
     group, asked = joined(), "world_size" in grid.given
     most = group.world_size if group is not None else torch.cuda.device_count() if backend == "nccl" else 2
@@ -79,9 +79,9 @@ class Ranks:
         self._environment = {PARENT: str(parent or os.getpid())}
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of function(*args) on each of the first `world_size` ranks; all ranks are asked.
+        """Runs function(*args) on all ranks. Returns the results of the first `world_size` ranks.
 
-        `Failed` as "unsupported" where there are fewer, WorkerError where a rank failed.
+        Raises Failed, "unsupported", if there are fewer ranks, and WorkerError if a rank failed.
         """
         self._alive()
         try:
@@ -90,7 +90,7 @@ class Ranks:
                 group.run(memory.cap_gpu_memory, self._limit)
             return group.run(function, *args)[:world_size]
         except WorkerError:
-            self._group = None  # it has ended
+            self._group = None  # a `WorkerGroup` ends if one of its ranks fails; the next call starts another
             raise
 
     def ask(self, case: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -104,9 +104,9 @@ class Ranks:
         self._group = None
 
     def _ready(self, world_size: int, backend: str) -> WorkerGroup | TorchrunGroup:
-        """A group of `world_size` ranks or more: the present one if it will do, else a new one.
+        """A group of `world_size` ranks or more with this backend: the present group if it fits, else a new one.
 
-        `Failed` as "unsupported" where there are too few ranks, or another backend.
+        Raises Failed, "unsupported", if torchrun's group does not fit, or if a new one cannot be started.
         """
         if self._group is not None and self._group.world_size >= world_size and self._group.backend == backend:
             return self._group
@@ -131,7 +131,7 @@ def subgroup(world_size: int) -> Any:
 
 
 def takes_part(world_size: int) -> bool:
-    """True on the first `world_size` ranks. All ranks must call it, since all make a group together."""
+    """True on the first `world_size` ranks. All ranks must call it: making a process group is collective."""
     subgroup(world_size)
     return dist.get_rank() < world_size
 
@@ -139,7 +139,8 @@ def takes_part(world_size: int) -> bool:
 def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T | None]:
     """Decorates a function of a case: it runs on the first `case.world_size` ranks, and returns None on the others.
 
-    RuntimeError if a row has replaced a function that judges it, Changed if it has changed the process's state.
+    Raises RuntimeError if a row has replaced a function that judges it, and Changed if it has changed the process's
+    state (`lmsys.bench.guard`).
     """
 
     @wraps(function)
@@ -173,7 +174,8 @@ def times(
     draws   a seed for the inputs of each call
     keys    {number of a call: the key that chooses which parts of its result are kept}; other calls keep nothing
     lead_s  seconds for which a GPU idles before the first call, while the host launches ahead
-    finish  waits for work of the last call that may still go on; work that goes on after it is a ClockError
+    finish  called after the last call: waits for work that this call may have left running. If the device works on
+            even after that, ClockError is raised
 
     Drawing inputs before a call and keeping results after it are not timed. On a CPU, ranks begin each call together;
     on a GPU they do if `lead_s` is given, and else calls follow one another as in a training.
@@ -181,7 +183,8 @@ def times(
     kind, kept = device().type, dict[int, Any]()
     clock, marks = clock_of(kind, ahead=False), list[Any]()
     clock.others = partial(_others, kind)
-    # Ranks wait for one another before each call: on a CPU the hosts do, on a GPU with `lead_s` the devices; else none.
+    # Before each call, on a CPU the processes wait for one another; on a GPU with `lead_s` the devices do, in an
+    # all-reduce; without `lead_s` nobody waits.
     begin = partial(dist.barrier, group) if kind == "cpu" else _together(group) if lead_s else nothing
     begin()
     done = clock.watch()  # done() raises ClockError if the device's clock and the host's differ too much
@@ -202,7 +205,11 @@ def times(
 
 
 def _others(kind: str) -> int | None:
-    """The number of other programs' processes on this rank's device; torchrun's agent does not count."""
+    """The number of other programs' processes on this rank's device.
+
+    Under torchrun, PARENT is not set. Then the processes that torchrun's agent, this process's parent, has started
+    belong to the run.
+    """
     return sensors.Conditions(
         kind, sensors.sensors_of(kind), parent=int(os.environ.get(PARENT, os.getppid()))
     ).strangers()
@@ -215,7 +222,7 @@ def _together(group: Any) -> Callable[[], Any]:
 
 
 def entropy() -> int:
-    """A number that nobody can foresee, drawn on a rank. Callers send the first rank's to all, if all need the same.
+    """A number that nobody can foresee. If all ranks need the same, the caller sends the first rank's to the others.
 
     It has 53 bits, the most that every reader of JSON holds exactly.
     """

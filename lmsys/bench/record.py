@@ -1,11 +1,14 @@
-"""The result schema: one flat record per case, and the file that records travel in. Imports no torch.
+"""The format of result files: one flat record for each case, and the file that holds them. Imports no torch.
 
-`lmsys.bench.results` writes files by it; reports, --resume and `lmsys verify` read them by `load`. A result file is
+A *row* is an implementation under test, and a *case* is one row with one set of sizes. `lmsys.bench.results` writes
+files in this format; reports, --resume and `lmsys verify` read them by `load` or `load_file`. `lmsys.bench.fields`
+declares the fields of records, and `lmsys.bench.validate` checks them when a file is read. A result file is
 pytest-benchmark's JSON with one more key, and a seal in it:
 `"lmsys": {"schema": 2, "machine": {...}, "fields": {...}, "layouts": {...}, "rows": {...}, "records": [...]}`.
 
     fields   for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
-    layouts  for each benchmark that says it, how a report shows them (`lmsys.reports.layout`); older files have none
+    layouts  for each benchmark that has one, how a report shows its records (`lmsys.reports.layout`); older files have
+             none
     rows     for each table of rows their names, labels and traits, in the table's order
 
 Each record has a "seal", the SHA-256 of all else in the record. Under "lmsys" there are two more keys: "others" is the
@@ -30,7 +33,8 @@ from lmsys import files, strict_json
 from lmsys.bench import fields, validate
 from lmsys.values import hold, shortly
 
-SCHEMA = 2
+SCHEMA = 2  # the version of the format; a file of another version is refused
+# How a case ended: it was right, ran out of memory, cannot run here, gave a wrong result, or raised or crashed.
 OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 
 
@@ -46,8 +50,9 @@ def check_record(record: fields.Record) -> fields.Record:
 
 
 def earlier(record: fields.Record, against: fields.Record | None) -> fields.Record:
-    """A sealed copy of the record of a row in an earlier state of the code: its names get the suffix `@NAME`.
+    """A sealed copy of a record under the names of an earlier state of the code: id, row and label end in `@NAME`.
 
+    record   the record of a case that was measured in that state (--against)
     against  {"name", "commit", "margin"} of that state; None: the row is today's, and its record is returned as it is
     """
     if against is None:
@@ -66,13 +71,13 @@ def today(record: fields.Record) -> fields.Record:
 
 
 def seal(record: fields.Record) -> str:
-    """SHA-256, in hexadecimal, of the JSON, keys in order, of a record or of all under "lmsys", without its seal."""
+    """The seal of a record, or of all under "lmsys": the SHA-256 of its JSON with sorted keys, without "seal"."""
     return files.digest_of({name: value for name, value in record.items() if name != "seal"})
 
 
 def others_seal(file: fields.Record) -> str:
     """SHA-256, in hexadecimal, of pytest-benchmark's part of a result file: all but what lies under "lmsys"."""
-    # Through JSON, as a reader will find it.
+    # Through JSON, so that the values are those that a reader of the file gets.
     return files.digest_of(json.loads(json.dumps({name: value for name, value in file.items() if name != "lmsys"})))
 
 
@@ -98,7 +103,7 @@ def summarize(samples_s: Sequence[float]) -> fields.Record:
 
 
 def rounded(samples_s: Sequence[float]) -> list[float]:
-    """Samples rounded to six digits. Statistics are computed from these, so that readers of a file can do it again."""
+    """Samples rounded to six digits. Statistics are computed from these, so that readers can compute them again."""
     return [float(f"{sample:.6g}") for sample in samples_s]
 
 
@@ -159,11 +164,12 @@ def load(path: Path) -> fields.Record:
 def load_file(path: Path) -> fields.Record:
     """A whole result file: what `load` returns under "lmsys", and pytest-benchmark's entries under "benchmarks".
 
-    A journal has "lmsys" alone. ValueError as of `load`, also for entries that pytest-benchmark does not write.
+    A journal has "lmsys" alone. ValueError as of `load`, and for "benchmarks" in a form that pytest-benchmark does not
+    write.
     """
     journal = path.with_name(path.name + ".partial")
     if journal.is_file() and not (path.is_file() and path.stat().st_size):
-        path = journal  # an empty file is no result
+        path = journal  # the result file is missing, or empty, which is no result
     text = files.read_text(path)
     try:
         content = {"lmsys": _from_journal(text)} if path.suffix == ".partial" else strict_json.parse_json(text)

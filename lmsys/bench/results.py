@@ -1,10 +1,12 @@
 """One pytest run of benchmarks: the selected cases, their results, and where these are kept. Imports no torch.
 
 `lmsys.bench.plugin` makes one `Session` per pytest run, adds each benchmark to it, selects cases, asks for each result,
-and has the result file written at the end. A *group* is the cases that share inputs: they are set up and measured
-together, by the runner. The *journal*, a file beside the result file, gets each record as soon as it is there, for a
-run that is killed. A result file that an earlier run wrote is read here for --resume. Records are called *answers*
-here, since `record` is a module.
+and has the result file written at the end. A *row* is an implementation under test, and a *case* is one row with one
+set of sizes. A *group* is the cases that share inputs: the runner sets them up and measures them together. Each case
+gets a record, whose form `lmsys.bench.record` describes. Here a record is called an *answer*, since `record` is the
+name of that module. The *journal*, a file beside the result file, gets each record as soon as it is there, and keeps it
+if the run is killed. For --resume, the result file of an earlier run is read here (`_stands` says which of its records
+are kept). The lines at the end of a run come from `summary`.
 """
 
 import json
@@ -33,9 +35,11 @@ if TYPE_CHECKING:
     from lmsys.bench.runner import Runner
 
 MARGIN_IN_TURNS = 0.02  # the default of `Session.margin`
-ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}  # {field of a record: option of `lmsys check`}
-DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
-SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records
+# {field of a record: option of `lmsys check`}, for the commands that `_checks` suggests.
+ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}
+DONE = ("ok", "oom", "unsupported")  # outcomes that --resume takes over; cases that are wrong or failed run again
+# Facts of the machine that a file states once for all its records: --resume refuses a file that differs in one of them.
+SAME = ("name", "torch", "triton", "driver", "commit")
 Key = tuple[str, str]  # a benchmark's name and a case's id
 
 
@@ -56,7 +60,7 @@ class Session:
     texts     values of axes on the command line, as text, by option or axis name
     say       called with each line for the user
     carried   records of the file that --resume names, which are not measured again, by benchmark and case id
-    carried_entries, carried_head  the rest of that file: pytest-benchmark's entries, and lmsys's part but the records
+    carried_entries, carried_head  the rest of that file: pytest-benchmark's entries, and all under "lmsys" but records
     results   records of what this run has measured, by benchmark and case id
     isolated  rows run in a process of their own
     retries   --resume also runs again the cases that had ended their process
@@ -92,10 +96,10 @@ class Session:
     _failed: dict[Key, str] = field(default_factory=dict)  # by (benchmark, group), why the bench could not run it
 
     def add(self, cls: type[Benchmark]) -> list[str]:
-        """Adds a benchmark, with the command line's values of its axes. Returns the ids of its cases; with --against
-        also those of the same cases in the earlier state of the code.
+        """Adds a benchmark, with the command line's values of its axes. Returns the ids of its cases.
 
-        ValueError for bad values.
+        With --against there are also the ids of the same cases in the earlier state of the code. ValueError for bad
+        values of axes.
         """
         benchmark = self.benchmarks.setdefault(cls.name, cls())
         if self.checkout and (benchmark.streams or not benchmark.opens):
@@ -113,8 +117,9 @@ class Session:
     def select(self, keys: Iterable[Key]) -> None:
         """Keeps the cases that pytest has selected, by -k and the like; a group consists of these alone.
 
-        ValueError where, with --against, a case is selected without its earlier counterpart; and where records are
-        carried over from a benchmark that this run does not collect, so that it cannot compute their rates again.
+        ValueError if, with --against, a case is selected without the same case in the other state of the code.
+        ValueError also if --resume carries over records of a benchmark that this run does not collect: it could not
+        compute their rates again.
         """
         unknown, keys = sorted({name for name, _ in self.carried} - self.benchmarks.keys()), dict.fromkeys(keys)
         hold(
@@ -140,9 +145,8 @@ class Session:
     def made_up(self) -> Record:
         """A result file's content with made-up records, by which mistakes of metrics and plots show before the run.
 
-        They are of the first and the last case of each section and row.
-
-        ValueError for a benchmark whose metrics return a field that is declared nowhere.
+        There is a record for the first and the last case of each section and row. ValueError for a benchmark whose
+        metrics return a field that is declared nowhere.
         """
         alike = grouped(
             ((name, case.section, case.impl), (self.benchmarks[name], case))
@@ -168,7 +172,7 @@ class Session:
         return ["benchmark", "section", "impl", "device", *sorted(shared)]
 
     def result(self, key: Key) -> Record:
-        """The case's record; the first of a group to ask has the whole group run."""
+        """Returns the case's record. The first call for a case of a group runs the whole group."""
         group = key[0], self._cases[key].group
         if group in self._failed:
             raise RuntimeError(f"{group[1]} could not be run: {self._failed[group]}")
@@ -206,7 +210,8 @@ class Session:
 
     def _keep(self, group: Key, answer: Record) -> None:
         """Adds a record to `results` and to the journal."""
-        self.results[group[0], answer["id"]] = answer  # first: an interrupt may fall between the two
+        # First in `results`: if an interrupt falls between the two, the final file has the record.
+        self.results[group[0], answer["id"]] = answer
         if self.output:
             self.journal.add(answer)
 
@@ -336,7 +341,10 @@ class Session:
 
     @property
     def failing(self) -> list[str]:
-        """Sentences on why the run fails, where it does."""
+        """Sentences on why the run fails; empty if it does not.
+
+        A wrong result fails the run, unless it is that of a peer (code of others) or of the earlier state of --against.
+        """
         counts = Counter(answer["outcome"] for answer in self.records)
         failed = [f"{counts[outcome]} {outcome}" for outcome in self.fail_on if counts[outcome]]
         worse = Counter(change.verdict for change in self.changes if change.is_bad)
@@ -381,7 +389,7 @@ class Session:
                 info |= {name: value for name, value in answer.items() if name in info}
 
     def _case(self, key: Key, answer: Record) -> Any:
-        """The case of a record; None where this run does not select it, and the record does not say all of it."""
+        """The case of a record; None if this run has not collected it and the record lacks fields of the case."""
         return self._cases[key] if key in self._cases else self.benchmarks[key[0]].case_of(answer)
 
     def resume(self, earlier: Record, entries: Sequence[Record]) -> None:
@@ -451,15 +459,15 @@ class Session:
                 yield f"why {impl} was {outcome}: lmsys check {shlex.join([row, f'--kind={kind}', *asked])}"
 
     def contends(self, answer: Record) -> bool:
-        """True for a record of a selectable case that does the same work as the others of its comparison.
+        """True if the row of a record may be called the fastest: it does the same work as those it is compared with.
 
-        False for records of the earlier state of the code (--against).
+        False for records of the earlier state of the code (--against), and of cases that this run has not collected.
         """
         case = self._cases.get((answer["benchmark"], answer["id"]))
         return case is not None and not answer.get("against") and self.benchmarks[answer["benchmark"]].contends(case)
 
     def close(self) -> None:
-        """Ends the runner, and keeps how long groups took: by this the next run estimates the time left."""
+        """Ends the runner, and saves how long groups took: from this the next run estimates the time left."""
         if self._took and self.settings.timed:
             with suppress(OSError):  # a folder that cannot be written: the next run learns it anew
                 write_json(self._durations, self._earlier | self._took)

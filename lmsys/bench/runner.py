@@ -1,7 +1,10 @@
-"""The one runner: it collects a benchmark's cases, and measures group after group. For each group it owns the order:
+"""The one runner: it collects a benchmark's cases, measures group after group, and decides the order of the steps.
 
-why not -> setup -> first call -> check -> samples, in turns -> check of timed calls -> memory ->
-same bits -> record.
+A *row* is an implementation under test, a *case* is one row with one set of sizes, a *group* is the cases that share
+inputs. The steps of a group, in their order:
+
+why not (can the row run here?) -> setup -> first call -> check -> samples, in turns -> check of timed calls ->
+memory -> same bits (do repeated calls agree?) -> record.
 
 `lmsys.bench.results.Session` calls it, in this process or, by default, in a worker (`lmsys.bench.isolation`). The steps
 themselves are in `lmsys.bench.trial`.
@@ -24,15 +27,16 @@ from lmsys.registry import Traits, message_of, place_of
 class MemoryEaten(compare.Lost):
     """Raised when there is too little memory for the rest of a group, and the row at fault is not known.
 
-    It ends the worker. `lmsys.bench.isolation` knows it by its name, and then runs each row of the group alone.
+    It ends the worker. `lmsys.bench.isolation` recognises it by the name of its class, and then runs each row of the
+    group alone.
     """
 
 
 class Runner(instruments.Instruments):
     """Runs groups of cases in this process.
 
-    `lmsys.bench.isolation.Isolated` calls its methods in a worker by their names. An attribute that is a cached
-    property of `Instruments` is in `vars(self)` once it has been made.
+    `lmsys.bench.isolation.Isolated` calls its methods in a worker by their names. A cached property of `Instruments` is
+    in `vars(self)` once it has been made: so `"guard" in vars(self)` asks if there is a guard, and makes none.
     """
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
@@ -81,7 +85,7 @@ class Runner(instruments.Instruments):
         """
         self.guard.mend()
         self.guard = guard.Guard()  # before a row runs: a benchmark may have been imported since
-        gc.freeze()  # objects that outlive groups need not be visited by the many collections within one
+        gc.freeze()  # the many garbage collections within a group then skip the objects that outlive it
         held = self._held()
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
@@ -101,7 +105,7 @@ class Runner(instruments.Instruments):
             self.is_watched
             and len(trial.candidates) > 1
             and any(trial.ending(case)[0] == "oom" for case in cases)
-            and kept > 2**28  # more has leaked; less may be caches of allocators
+            and kept > 2**28  # 256 MiB: less may be caches of allocators, more has leaked
         ):
             raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
         if not benchmark.streams:
@@ -135,9 +139,10 @@ class Runner(instruments.Instruments):
         }
 
     def made_up(self, cases: Sequence[tuple[Benchmark, Case]]) -> fields.Record:
-        """This machine, and a record of each case, as if all that is measured were 1.
+        """Made-up results: facts of this machine, and a record of each case in which every measured number is 1.
 
-        By them mistakes of a benchmark show before it is run. ValueError for a field that is declared nowhere.
+        They show mistakes in a benchmark's metrics and layout before it is run. ValueError for a field that is declared
+        nowhere.
         """
         ceilings = {"matmul_flops_per_s": {"float32": 1.0, "bfloat16": 1.0}, "copy_bytes_per_s": 1.0}
         facts, records = self.facts() | {"ceilings": ceilings}, list[fields.Record]()
@@ -148,7 +153,7 @@ class Runner(instruments.Instruments):
                 if field.role == "metric" or (field.role == "detail" and field.unit)
             }
             record = ones | facts_of(case) | {"benchmark": benchmark.name, "outcome": "ok"}
-            more, _ = compare.attempt(benchmark.metrics, case, record, facts)  # may fail for want of other fields
+            more, _ = compare.attempt(benchmark.metrics, case, record, facts)  # may fail: other fields are missing
             # `ones` once more, in place of numbers that `metrics` has computed.
             records.append(instruments.all_declared(benchmark, record | (more or {})) | ones)
         return {"machine": facts, "records": records}

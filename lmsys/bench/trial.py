@@ -1,13 +1,14 @@
 """A trial: one group of cases on its way from inputs to records.
 
-`lmsys.bench.runner` makes a `Trial` per group and calls its parts in order: prepare (inputs, first calls, checks), take
-(samples and checks of timed calls, turn by turn), check_again, repeat, result. A *candidate* is a row on its way; a
-*turn* is the cases that are sampled together. `result` decides what a record holds, beside what the benchmark's hooks
-add.
+A *row* is an implementation under test, a *case* is one row with one set of sizes, a *group* is the cases that share
+inputs. `lmsys.bench.runner` makes a `Trial` per group and calls its parts in order: prepare (inputs, first calls,
+checks), take (samples and checks of timed calls, turn by turn), check_again, repeat, result. A *candidate* holds the
+state of a row while the group runs; a *turn* is the cases that are sampled together. `result` decides what a record
+holds, beside what the benchmark's hooks add: a new field of every record goes there, and into `fields.COMMON`.
 
 A call that raises has a failure, (outcome, reason), which `compare.attempt` makes of the exception. `candidate.watched`
 does this for calls of a row's code, and `candidate.attempt` also notes the failure on the candidate. `Trial.own_part`
-is for the bench's own work: all rows fail if it does.
+is for the bench's own work: if it fails, all rows fail.
 """
 
 import math
@@ -40,9 +41,11 @@ Endings = Mapping[str, tuple[str, str, bool]]  # {case id: (outcome, reason, Tru
 
 
 class Trial:
-    """One group on its way: its candidates, by the benchmark's key, and its measurements, by case id.
+    """One group on its way from inputs to records.
 
-    ended  endings of cases that are not run again, because they ended an earlier process
+    candidates    by `Benchmark.key` of a case: the state of its row
+    measurements  by case id: its samples, the failure of its timed calls, and fields of its record
+    ended         endings of cases that are not run again, because they ended an earlier process
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Trial:
             candidate.watched = partial(self.watch.watched, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
-        self._readings: list[Reading] = []  # of the turn that is being sampled
+        self._readings: list[Reading] = []  # of the sensors, in the present turn
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
     def candidate(self, case: Case) -> Candidate:
@@ -73,11 +76,11 @@ class Trial:
     def own_part(self, call: Callable[..., Any], *args: Any) -> None:
         """Runs a part of the trial that is the bench's own work. If it fails, every candidate that was ok fails.
 
-        A failure before there are inputs keeps its outcome: inputs that do not fit are "oom" for every row. A later one
-        is an "error". The reason says in both cases that the bench failed.
+        A failure before there are inputs keeps its outcome: inputs that do not fit into memory are "oom" for every row.
+        A later failure is an "error". In both cases the reason says that the bench failed.
         """
         _, failure = attempt(call, *args)
-        self._mend(self.good())  # first: if a row replaced what judges, rows are wrong, and not the bench
+        self._mend(self.good())  # first: if a row has replaced a judging function, the rows are wrong
         if failure:
             for candidate in self.good():
                 outcome = failure[0] if self.setup is None else "error"
@@ -148,7 +151,7 @@ class Trial:
         if not turn:
             return
         self.watch.doing = "while it was timed"
-        if len(turn) == 1:  # then all work of `sample` is this row's, even where no beat announces it
+        if len(turn) == 1:  # the row at work is known, even if `sample` announces no call (as work on ranks)
             self.watch.beat(self.candidate(turn[0]))
         conditions, self._readings = self.runner.conditions(), []
         self.benchmark.sample(turn, self)  # by default that calls `interleave` below
@@ -177,9 +180,9 @@ class Trial:
     def _energy(self, case: Case) -> Record:
         """The record's fields on the energy of the case's calls, or `energy_note`, which says why there is none.
 
-        It is measured after the case's samples and its memory, with nothing else on the device. Inputs are drawn once,
-        before the pass, since drawing takes energy too. So a row could remember its result: one that is faster here
-        than its arithmetic allows gets no energy.
+        It is measured after the case's samples and its memory, in a pass of many calls with nothing else on the device.
+        Inputs are drawn once, before the pass, since drawing takes energy too. So a row could return a remembered
+        result: a row that is faster in the pass than its arithmetic allows gets no energy.
         """
         sensors, candidate = self.runner.sensors, self.candidate(case)
         why_not = sensors.why_no_joules if case.id in self.called_here else OTHERS_ENERGY
@@ -209,7 +212,11 @@ class Trial:
         return partial(self.benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
 
     def impossible(self, case: Any, time_s: float, cached: bool = False) -> Failure | None:
-        """A failure if no call can be that fast on this machine, else None. cached: its inputs may be in a cache."""
+        """A failure, "wrong", if no right call of the case can be that fast on this machine; else None.
+
+        time_s  seconds of a call
+        cached  True: its inputs may be in a cache, so reading them may take no time
+        """
         work, limits = self.benchmark.least_work(case), self.runner.limits
         if work is None or limits is None:
             return None
@@ -237,8 +244,8 @@ class Trial:
             min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,  # calls before the sampling, by which it is planned
             look=self.runner.sensors.read,
-            expect=partial(setattr, self.watch, "expected_s"),  # called with seconds, which `Watch` makes deadlines of
-            turns=self.runner.turns,  # with the process of the other state, under --against
+            expect=partial(setattr, self.watch, "expected_s"),  # called with the seconds that all samples should take
+            turns=self.runner.turns,  # with the worker of the other state of the code, under --against
         )
         self.watch.settle()
         self.watch.heartbeat.rest()
@@ -269,7 +276,8 @@ class Trial:
     def _step(self, case: Any, candidate: Candidate) -> tuple[Step | None, Failure | None]:
         """(the case's step, None) with each call watched, or (None, how making the step failed).
 
-        The benchmark's `redraw`, and copies of results if it judges calls, stand in where the step has none of its own.
+        If the step has no `redraw`, it gets the benchmark's. If it has no `keep` and the benchmark judges calls, it
+        gets `watch.copied`.
         """
         benchmark = self.benchmark
         step, failure = candidate.watched(benchmark.step, case, candidate, self.setup)
@@ -279,7 +287,7 @@ class Trial:
         return self.watch.over(step, candidate, self.redraw_of(step), keep), None
 
     def _check_timed(self, case: Case) -> None:
-        """Judges the kept timed calls, each against its own inputs, drawn again; stops at the first wrong one."""
+        """Judges the kept timed calls, each on its own inputs, which are drawn again. Stops at the first wrong call."""
         candidate, measurement = self.candidate(case), self.measurements[case.id]
         for kept in sorted(measurement.kept, key=attrgetter("index")):
             if not self.is_able(case):
@@ -297,9 +305,9 @@ class Trial:
         measurement.kept = []
 
     def _unproved(self, case: Case) -> Failure | None:
-        """A failure, "wrong", if fewer timed calls were checked than the benchmark keeps; else None.
+        """A failure, "wrong", if fewer timed calls were checked than the benchmark asks for (`num_proofs`); else None.
 
-        Then kept calls were taken away before they could be checked.
+        If there are fewer, kept calls were removed before they could be checked.
         """
         measurement = self.measurements[case.id]
         proved, least = len(measurement.proof), min(self.benchmark.num_proofs, len(measurement.samples or ()))
@@ -310,7 +318,7 @@ class Trial:
         )
 
     def check_again(self) -> None:
-        """Checks rows once more, on new inputs, if none of their timed calls was checked."""
+        """Checks once more, on new inputs, the rows of which no timed call was checked."""
         self.watch.doing = "in its check after it was timed"
         again = dict[Any, Candidate]()
         for case in self.cases:
@@ -327,7 +335,8 @@ class Trial:
     def repeat(self) -> None:
         """Calls each timed row several times on one draw, and notes whether its results have the same bits.
 
-        This comes last, because a batch of one may make a row compile anew, and slow its other shapes from then on.
+        This comes last: it also calls with a batch of one, for which a row may compile anew, and that may slow down its
+        other shapes from then on. A benchmark that does not override `outputs` is left out.
         """
         if type(self.benchmark).outputs is Benchmark.outputs:
             return
@@ -339,13 +348,14 @@ class Trial:
             candidate.notes["same_bits"] = self._same_bits(candidate)
 
     def _same_bits(self, candidate: Candidate) -> Record:
-        """The record's field `same_bits`, found by repeated calls on the present inputs:
+        """The record's field `same_bits`, found by repeated calls on the present inputs.
 
         calls     how many calls were compared
         differ    {tensor: largest difference} of the tensors whose bits differed from the first call's
         elements  the elements of the batch that were then called alone; [] if a batch cannot be divided
-        alone     {tensor: largest difference} of the tensors that repeat, but had other bits when called alone
-        failure   why this could not be found, or None: the row's other results stay
+        alone     {tensor: largest difference} of the tensors that repeat, but have other bits if an element is called
+                  alone
+        failure   why this could not be found out, or None. The row's other results stay
 
         A row whose calls differ is not wrong.
         """

@@ -1,9 +1,9 @@
-"""Checks of a result file's content when it is read, after which readers can rely on types and sizes.
+"""Checks the content of a result file when it is read, so that readers can rely on types and sizes.
 
-`lmsys.bench.record.load` calls `check_content`. Fields are held to the file's own declarations and to what their
-names say (a name that ends in `_s` is of a number); lists of our own benchmarks are held to SHAPES, on which the
-report's chapters rely: a new list gets its shape there. Every ValueError names the place in the file, the value and
-what would be right. Imports no torch.
+`lmsys.bench.record.load` calls `check_content`, and `lmsys.reports.views` calls `check_value`. A field is checked by
+the declaration that the file has of it, and by its name: a field whose name ends in `_s` must be a number. Fields that
+hold lists or objects are checked by SHAPES, on which the report's chapters rely: add the shape of such a field there.
+Every ValueError names the place in the file, the value and what would be right. Imports no torch.
 """
 
 import math
@@ -18,10 +18,10 @@ from lmsys.values import flag, hold, measured, shortly, whole
 MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
 
 
-# The functions `check_...` and those of `lmsys.values` that SHAPES uses take (the place as text, the value), and raise
-# ValueError for a value that is not as it should be.
+# The functions `check_...` here, and those of `lmsys.values` that SHAPES uses, take (the place in the file as text, the
+# value). They raise ValueError for a value that is not as it should be.
 def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
-    """The value, which must be text of at most `most` characters."""
+    """Returns the value. ValueError unless it is text of at most `most` characters."""
     if not isinstance(value, str) or len(value) > most:
         what = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
         raise ValueError(f"{where}: must be text of at most {most:,} characters; got {what}")
@@ -29,7 +29,7 @@ def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
 
 
 def check_object(where: str, value: Any) -> Record:
-    """The value, which must be an object (a dict) whose names are text that is not too long."""
+    """Returns the value. ValueError unless it is an object (a dict) whose keys are text that is not too long."""
     hold((isinstance(value, dict), f"{where}: must be an object; got a {type(value).__name__}"))
     for name in value:
         check_text(f"{where}: a name in it", name)
@@ -41,7 +41,8 @@ def check_object(where: str, value: Any) -> Record:
 Shape = Callable[[str, Any], Any] | Sequence[Any] | Mapping[str, Any]
 NUMBER, TEXT, LONG_TEXT = measured, check_text, partial(check_text, most=10 * MOST_CHARACTERS)
 POSITIVE, AMOUNT, COUNT = partial(measured, above=0), partial(measured, least=0), partial(whole, least=0, most=2**63)
-# What the machine reaches and cannot exceed: numbers, and for some of them one number for each dtype.
+# The shape of the rates that the machine reaches (ceilings) and of those that it cannot exceed (limits): numbers, and
+# for some of them one number for each dtype.
 RATES = {"*": AMOUNT, "matmul_flops_per_s?": {"*": AMOUNT}, "flops_per_s?": {"*": AMOUNT}}
 SHAPES: dict[str, dict[str, Shape]] = {  # {benchmark: {field: shape}}; the fields of "" are those of every benchmark
     "": {
@@ -71,7 +72,7 @@ SHAPES: dict[str, dict[str, Shape]] = {  # {benchmark: {field: shape}}; the fiel
         "rank_peak_bytes": [NUMBER],
     },
 }
-# Names of fields that are numbers, and of fields that are texts, whatever a file declares.
+# Names of fields that must be numbers, and of fields that must be texts, whatever the file declares.
 NUMBERS = re.compile(
     r".*_(s|bytes|mhz|w|j|c|fraction|ratio|share|efficiency|parameters)|rounds|bytes|flops|times|addend|other_processes"
 )
@@ -79,7 +80,11 @@ TEXTS = re.compile(r"id|benchmark|impl|label|section|comparison|clock|strategy|c
 
 
 def check_named(where: str, benchmark: str, name: str, value: Any) -> None:
-    """ValueError if a field's value does not have the shape that SHAPES, NUMBERS or TEXTS give to its name."""
+    """Raises ValueError unless a field's value has the shape that SHAPES, NUMBERS or TEXTS give to its name.
+
+    where      the value's place in the file, for the message
+    benchmark  the benchmark of the record; "" for fields that are checked as those of every benchmark
+    """
     by_name = TEXT if TEXTS.fullmatch(name) else NUMBER if NUMBERS.fullmatch(name) else None
     shape = SHAPES.get(benchmark, {}).get(name) or SHAPES[""].get(name) or by_name
     if value is not None and shape is not None:
@@ -87,7 +92,7 @@ def check_named(where: str, benchmark: str, name: str, value: Any) -> None:
 
 
 def check_shape(where: str, value: Any, shape: Shape) -> None:
-    """ValueError, with the place inside of the value, unless the value has the shape."""
+    """Raises ValueError, with the place inside of the value, unless the value has the shape."""
     if callable(shape):
         shape(where, value)
     elif isinstance(shape, Mapping):
@@ -101,7 +106,7 @@ def check_shape(where: str, value: Any, shape: Shape) -> None:
 
 
 def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
-    """ValueError unless the value is an object whose keys have their shapes. It may have keys that the shape lacks."""
+    """Raises ValueError unless the value is an object that fits the shape. It may have keys that the shape lacks."""
     for key, item in check_object(where, value).items():
         if known := [shape[name] for name in (key, f"{key}?", "*") if name in shape]:
             check_shape(f"{where}.{key}", item, known[0])
@@ -124,11 +129,15 @@ MACHINE: dict[str, Shape] = {
 
 
 def check_matching(pattern: str, right: str, where: str, value: Any) -> None:
-    """ValueError, which says what is `right`, unless the value is text that the pattern matches as a whole."""
+    """Raises ValueError unless the value is text that the pattern matches as a whole.
+
+    right  what a right value is, for the message
+    where  the value's place in the file
+    """
     hold((re.fullmatch(pattern, check_text(where, value)), f"{where}: must be {right}; got {value!r}"))
 
 
-ENTRIES: Shape = [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}]  # pytest-benchmark's
+ENTRIES: Shape = [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}]  # those of pytest-benchmark
 NAME = partial(check_matching, r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
 CONTENT: Shape = {  # what a file has under "lmsys"; a layout is checked further when it is drawn
     "fields": {
@@ -161,7 +170,10 @@ CONTENT: Shape = {  # what a file has under "lmsys"; a layout is checked further
 
 
 def check_content(content: Record) -> None:
-    """ValueError, with the place, unless the content, as `lmsys.bench.record.load` reads it, is that of a result."""
+    """Raises ValueError, with the place, unless the content is that of a result.
+
+    content  what the file has under "lmsys", as `lmsys.bench.record.load` reads it
+    """
     check_shape("lmsys", content, CONTENT)
     fields = {
         benchmark: {field["name"]: field for field in declared} for benchmark, declared in content["fields"].items()
@@ -181,7 +193,11 @@ def check_content(content: Record) -> None:
 
 
 def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
-    """ValueError unless the field may have this value. `where` names the value's place, as in "record 'id': name"."""
+    """Raises ValueError unless the field may have this value. None is right for every field.
+
+    where  the value's place in the file, as in "record 'id': name"
+    field  the field's declaration, of which "name", "role" and "unit" count
+    """
     unit, role = field.get("unit", ""), field.get("role", "metric")
     if value is None:
         return

@@ -1,7 +1,9 @@
 """Finds which row is fastest, and which rows could not run.
 
-`lmsys.bench.results` prints `lines` at the end of a run. `lmsys.reports` asks `fastest`, `deciding` and `ratio_of` for
-its answers. To change when two rows count as equally fast, edit NEAR.
+A *row* is an implementation under test. A *case* here is the record of one row with one set of sizes. A *comparison* is
+the cases of several rows with the same sizes, sampled together. `lmsys.bench.results` prints `lines` at the end of a
+run. `lmsys.reports` asks `fastest`, `deciding` and `ratio_of` for its answers. To change when two rows count as equally
+fast, edit NEAR.
 """
 
 from collections import Counter
@@ -17,7 +19,7 @@ NEAR_TEXT = f"{100 * (NEAR - 1):.0f} %"  # for sentences of reports
 
 
 def undisturbed(cases: Sequence[fields.Record]) -> Sequence[fields.Record]:
-    """The cases during which the machine was not disturbed; all of them if it always was."""
+    """The cases during which the machine was not disturbed; all cases if it was disturbed in each of them."""
     return [case for case in cases if not case.get("disturbed")] or cases
 
 
@@ -26,7 +28,7 @@ def deciding(
 ) -> list[Sequence[fields.Record]]:
     """The undisturbed cases of each comparison; all of its cases if no case of any comparison was undisturbed.
 
-    says_something  True for cases that are enough for an answer; comparisons whose remaining cases are not are left out
+    says_something  True if these cases of a comparison are enough for an answer; other comparisons are left out
     """
     several = [cases for cases in comparisons if says_something(cases)]
     kept = {id(case) for case in undisturbed([case for cases in several for case in cases])}
@@ -35,9 +37,10 @@ def deciding(
 
 
 def ratio_of(ours: fields.Record, theirs: fields.Record) -> float | None:
-    """Their time over ours: the median over rounds, None where the two were not sampled together.
+    """Their time over ours: the median over rounds; None if the two were not sampled together.
 
-    Cases measured at different times, under different clocks, have no ratio; nor have those that were timed alone.
+    Cases that were measured at different times, with the device's clock perhaps at another rate, have no ratio. Cases
+    that were timed alone have none, either.
     """
     if not ours.get("comparison") or ours["comparison"] != theirs.get("comparison") or ours.get("alone"):
         return None
@@ -49,10 +52,11 @@ def ratio_of(ours: fields.Record, theirs: fields.Record) -> float | None:
 def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> tuple[str, int, int]:
     """(the fastest row, in how many comparisons it was first or near, in how many it was sampled).
 
-    The fastest row is the one that the fewest other rows beat, by geometric means over shared comparisons; ties go to
-    more comparisons. It is near where it took at most NEAR times the time of the fastest row of the comparison.
+    The fastest row is the one that the fewest other rows beat, by geometric means over shared comparisons. If several
+    are beaten by equally few, the one in more comparisons counts. A row is near in a comparison if it took at most NEAR
+    times the time of its fastest row.
 
-    comparisons  timed cases that were sampled together; of a row that has several the fastest counts
+    comparisons  for each, its timed cases; if a row has several cases in one comparison, its fastest one counts
     """
     rows = [{case["impl"]: case for case in sorted(cases, key=time_of, reverse=True)} for cases in comparisons]
 
@@ -76,7 +80,7 @@ def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> tuple[str, int, i
 
 
 def _slowness(ours: fields.Record, theirs: fields.Record) -> float:
-    """Our time over theirs, by rounds that were sampled together where there are any."""
+    """Our time over theirs: by `ratio_of` if the two were sampled together, else by their `time_s`."""
     ratio = ratio_of(ours, theirs)
     return 1 / ratio if ratio else time_of(ours) / time_of(theirs)
 
@@ -86,7 +90,10 @@ def time_of(case: fields.Record) -> float:
 
 
 def not_run(records: Iterable[fields.Record]) -> dict[str, Counter[str]]:
-    """{reason why rows could not run here: {row: number of its cases}}; each memory limit is a reason of its own."""
+    """{reason why rows could not run: {row: number of its cases}}, the most frequent reason first.
+
+    Cases that were out of memory under different memory limits have different reasons.
+    """
     rows: dict[str, Counter[str]] = {}
     for case in records:
         if case["outcome"] in ("unsupported", "oom"):

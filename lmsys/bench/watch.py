@@ -2,14 +2,15 @@
 
     heartbeat.beat(row, "in its first call", seconds)
 
-A *beat* says which row is at work, at what, and by when it must be done. A worker process writes beats into memory that
-it shares with its parent, which reads the last one when the worker has died or hangs (`lmsys.bench.isolation`). A GPU
-works behind the host. So a timed call on a GPU is also announced by a copy in the CUDA stream, right before the call:
-its value says which row the GPU has reached.
+A *row* is an implementation under test. A *beat* says which row is at work, at what, and by when it must be done. A
+worker process writes beats into memory that it shares with its parent. The parent reads the last beat when the worker
+has died or hangs (`lmsys.bench.isolation`). A GPU executes calls later than the host launches them. So a timed call on
+a GPU is also announced by a small copy in the CUDA stream, right before the call: the copied number says which row the
+GPU has reached.
 
-`lmsys.bench.trial` makes a `Watch` for each group. Its candidates are the rows, numbered from 0. `lmsys.bench.guard`
-lists what is put back after a call. A deadline is the run's --deadline; that of a timed call is set by the constants
-WARM_S and TIMES_EXPECTED.
+`lmsys.bench.trial` makes a `Watch` for each group of cases. Its candidates are the rows, numbered from 0.
+`lmsys.bench.guard` lists what is put back after a call. The deadline of a call is the run's --deadline; that of a timed
+call is computed from WARM_S and TIMES_EXPECTED.
 """
 
 import ctypes
@@ -37,7 +38,7 @@ from lmsys.measure.step import Failed, Failure, Step, nothing
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # the phrase of a beat during timed calls; `row_on_device` compares with it
 ROOT = Path(__file__).parents[2]
-COPY_S = 0.05  # seconds between two copies of the row that the GPU has reached
+COPY_S = 0.05  # seconds between two copies, by a thread, of the number of the row that the GPU has reached
 
 
 class Beat(ctypes.Structure):
@@ -92,12 +93,12 @@ class Heartbeat:
         self.rest()
 
     def beat(self, row: int, doing: str, seconds: float) -> None:
-        """The row at this index is at work, for at most `seconds`; `doing` completes "it crashed ..."."""
+        """Says that the row at this index is at work, for at most `seconds`; `doing` completes "it crashed ..."."""
         self.now.until, self.now.row, self.now.phrase = time.monotonic() + seconds, row, doing.encode()[:128]
-        self.now.number += 1  # last: who reads a beat before it is whole sees that its number changes
+        self.now.number += 1  # last: if a reader found the beat half written, the number then changes
 
     def rest(self) -> None:
-        """No row is at work: the bench itself may take as long as it needs."""
+        """Says that no row is at work: the bench itself may take as long as it needs."""
         self.beat(NOBODY, "while no row was at work", math.inf)
 
     def renew(self, seconds: float) -> None:
@@ -106,12 +107,15 @@ class Heartbeat:
 
     @cached_property
     def gpu(self) -> "GpuRow":
-        """Tells which row the GPU is at, which is behind the host."""
+        """The row that the GPU has reached, which may be an earlier one than the host has launched."""
         return GpuRow(self.now)
 
 
 class GpuRow:
-    """The row that the GPU is at: a number in pinned memory, which the GPU writes and a thread copies to the parent."""
+    """The row that the GPU has reached: the GPU writes its number into pinned memory, and a thread copies it to a beat.
+
+    beat  the beat in the memory that the parent process reads
+    """
 
     def __init__(self, beat: Beat):
         self._beat = beat
@@ -121,7 +125,7 @@ class GpuRow:
         threading.Thread(target=self._copy, daemon=True).start()
 
     def enqueue(self, row: int) -> None:
-        """Announces this row's next launches in the current stream: the GPU writes the row once it comes to them."""
+        """Announces this row's next launches: the GPU writes its number when it reaches this place in the stream."""
         self._host.copy_(self._numbers[row : row + 1], non_blocking=True)
 
     def _copy(self) -> None:
@@ -130,7 +134,9 @@ class GpuRow:
             time.sleep(COPY_S)
 
 
-WARM_S, TIMES_EXPECTED = 30.0, 20.0  # deadline of a warm call: 30 s, or 20 times what it should take, if that is longer
+# The deadline of a timed call: WARM_S seconds (--deadline if that is shorter), or TIMES_EXPECTED times
+# `Watch.expected_s` if that is longer. While `expected_s` is not known, it is --deadline.
+WARM_S, TIMES_EXPECTED = 30.0, 20.0
 
 
 class Watch:
@@ -139,9 +145,10 @@ class Watch:
     candidates  the rows, in the order of their numbers
     on_gpu      True: timed calls are also announced in the CUDA stream
     doing       what rows are doing, as a phrase that completes "it crashed ...": "in its first call"
-    expected_s  how long a timed call should take; infinity while that is not known
-    state       the process as it was before the group's first call; `state.mend()` puts that back, and returns what a
-                row had changed, in words, or None
+    expected_s  how long the sampling that runs should take, all rounds of all its rows together (`compare.interleave`);
+                infinity while that is not known
+    state       the process as it was before the group's first call. `state.mend()` puts changes of it back, and returns
+                them in words, or None
     """
 
     def __init__(
@@ -155,7 +162,7 @@ class Watch:
         self.rows = {id(candidate): row for row, candidate in enumerate(candidates)}
         self.doing, self.expected_s = "in its first call", math.inf
         self.state = guard.State()
-        self._last: int | None = None  # the row that ran last, if the process was not mended since
+        self._last: int | None = None  # the row that ran last, if `mend` was not called since
         self._changes: dict[int, str] = {}  # {row: what it changed}, found by `settle` and reported by `failure`
 
     def beat(self, candidate: Candidate) -> None:
@@ -163,9 +170,9 @@ class Watch:
         self.heartbeat.beat(self.rows[id(candidate)], self.doing, self.settings.deadline_s)
 
     def watched(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
-        """(result of the row's call, None), or (None, its failure), as `compare.attempt`, for a call that is not timed.
+        """Makes a call of the row that is not timed. Returns (its result, None), or (None, how it failed).
 
-        Waits for the device, and puts back what the row changed. A row that changed the process has failed.
+        Waits for the device, and puts back what the row has changed in the process: such a change is a failure.
         """
 
         def done() -> Any:
@@ -192,16 +199,16 @@ class Watch:
     def over(self, step: Step, candidate: Candidate, own_redraw: Callable[[int], None], own_keep: Any) -> Step:
         """The step with each timed call announced by a beat, and refused if it changes the process.
 
-        own_redraw, own_keep  the step's hooks, as the benchmark or the trial gives them
+        own_redraw, own_keep  the hooks that take the place of `step.redraw` and `step.keep`; `Trial._step` chooses them
 
-        A timed call has this order (`lmsys.measure.compare`), with what is added here:
+        `lmsys.measure.compare` calls the hooks of a timed call in this order. Here is what this method adds:
 
-        1. `before`, which runs only where the clock is not `ahead`, may be the row's own code: a beat announces it.
-        2. `redraw` first puts back what the last row changed. After the inputs are drawn a beat announces this row.
+        1. `before`, which is called only if the clock is not `ahead`, may be the row's own code: a beat announces it.
+        2. `redraw` first puts back what the last row changed. After the inputs are drawn, a beat announces this row.
         3. `prepare` and `run`, the row's call, stay as they are, since `run` is timed.
         4. `keep` first puts back what the row changed. If there was something, the call fails, and nothing is kept.
 
-        `like`, whose time that of `prepare` is compared with, is the row's own code: a beat announces it, too.
+        `like`, the reference for the time of `prepare`, is the row's own code: a beat announces it, too.
         """
         row = self.rows[id(candidate)]
 

@@ -1,10 +1,13 @@
-"""`lmsys check mine.py:f`: is it right? For the first failure it says where, what, and which mistake.
+"""The command `lmsys check TARGET`: says if an implementation is right, or else where and by which mistake it is wrong.
 
-TARGET is a row of a table by its name, or path.py:attribute: attention, a strategy, an optimizer, a loss, a norm and so
-on (KINDS). Attention is checked with more than one tile, odd lengths, Q != K, grouped heads, a scale, memory that is
-transposed, unaligned or expanded, in three dtypes, forward and backward, each against a float64 oracle. A strategy
-trains on two processes, and is compared with one process. With --all every row of the tables is checked, and is right,
-wrong, or refused for a reason. The check itself is in `kinds.py`.
+TARGET is the name of a row in a table, or path.py:attribute, such as mine.py:f. A *row* is one implementation:
+attention, a strategy, an optimizer, a loss, a norm and so on (KINDS). Attention is checked with more than one tile, odd
+lengths, Q != K, grouped heads, a scale, memory that is transposed, unaligned or expanded, in three dtypes, forward and
+backward, each against a float64 oracle. A strategy of data parallelism trains on two processes, and is compared with
+one process. With --all every row of the tables is checked, and is right, wrong, or refused for a reason.
+
+This file reads the command line. The check itself is in `kinds.py`. A new option is an argument in `main` and a field
+of `question.Options`.
 
 Exit codes: 0 right, 1 wrong or failed (with --all: at least one row), 2 an unknown target or option.
 """
@@ -24,11 +27,14 @@ from lmsys import commands, processes, registry, values
 from lmsys.check import cases, question
 from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
 
-MOST_COMPILED = 4  # with --all, how many right cases are enough for a row that is compiled anew for each case
+MOST_COMPILED = 4  # with --all, a row that is compiled anew for each case is right after so many right cases
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command. Returns its exit code. arguments: those behind `lmsys check`; None: of the command line."""
+    """Runs the command. Returns its exit code.
+
+    arguments  the words that follow `lmsys check`; None: those of the command line
+    """
     parser = commands.parser("check")
     parser.add_argument("target", nargs="?", metavar="TARGET", help="a name of a table, or path.py:attribute")
     parser.add_argument("--all", action="store_true", help="every row of the tables that this machine can run")

@@ -1,8 +1,9 @@
 """Attention: the questions that a kernel is asked, each judged by a float64 oracle.
 
-`kinds.py` calls `questions` and `remark`; the course's grading calls `of_a_handout`. The tasks come from `cases.py`,
-extreme inputs from `extremes.py`; `failure` runs one task and asks `attention_mistakes.py` to explain a wrong
-result.
+A *row* is an implementation of attention that is checked, and a *task* is one call that it is asked to run. A question
+(`question.py`) is a task with the function that judges it. `kinds.py` calls `questions` and `remark`; the course's
+grading calls `of_a_handout`. The tasks come from `cases.py`, extreme inputs from `extremes.py`: add cases there.
+`failure` runs one task and asks `attention_mistakes.py` to explain a wrong result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from lmsys.testing import MEMORY, Oracle, make_inputs, run
 
 
 def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
-    """A question for each task, from the simplest to the rarest; last those with extreme inputs."""
+    """Yields a question for each task, from the simplest to the rarest; those with extreme inputs come last."""
     with interpreted_kernels() as launched:  # empty where no kernel runs in Triton's interpreter
         row = _row(entry, options, launched)
         why_not = partial(_why_not, entry, launched)
@@ -51,11 +52,11 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
             yield from _of_extremes(why_not, row, replace(simple, dtype=dtype), options)
         if launched or laptop.running:
             reason = laptop.INTERPRETED * bool(launched) + laptop.PRETENDED * bool(laptop.running)
-            # With a reason a question is not asked: this one tells the reader what the answers do not say.
+            # A question with a reason is never asked. This one only tells the reader that no GPU gave the answers.
             yield question.Question("on a GPU", lambda: None, reason=reason.strip())
 
 
-# Shapes (batch, length, head dimension): TESTED as in the course's tests; SHORT, which the handout promises as well.
+# Shapes (batch, length, head dimension). TESTED: those of the course's tests. SHORT: one that the handout allows, too.
 TESTED, SHORT = ((4, 128, 64), (1, 256, 32)), ((2, 16, 16),)
 
 
@@ -66,12 +67,12 @@ def of_a_handout(
     shapes: Sequence[tuple[int, int, int]] = TESTED,
     use: cases.Use | None = None,
 ) -> Iterator[question.Question]:
-    """Questions within what CS336's handout promises to a kernel: one head, lengths that are powers of two, float32.
+    """Questions with inputs that CS336's handout promises to a kernel: one head, lengths of powers of two, float32.
 
     Errors may be 1e-2 larger than usual, as in the course's tests.
 
-    causal  causal masks are asked for, too
-    shapes  TESTED or SHORT; many kernels' tiles are longer than SHORT, so "lengths of 16" are an aspect of their own
+    causal  True: there are also questions with a causal mask
+    shapes  TESTED or SHORT. Tiles of many kernels are longer than SHORT, so the questions have an aspect of their own
     use     what is done in place of a single call and its backward: see `cases.Use`
     """
     case = replace(next(_cases(options)).case, heads=1, kv_heads=1)
@@ -95,10 +96,12 @@ def of_a_handout(
 
 
 def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simple: cases.Task | None = None) -> Any:
-    """The row's function. Without a GPU, a row from a file is run in `laptop.Laptop`, which pretends that its tensors
-    are on one, if the row gets further there.
+    """The row's function; on a machine without a GPU it may run in `laptop.Laptop`.
 
-    `simple` is the task by which this is tried, `launched` the list of kernels that Triton has interpreted.
+    `Laptop` pretends that tensors are on a GPU. A row from a file runs there if it gets further there than without.
+
+    launched  the list to which each kernel is added that Triton's interpreter runs
+    simple    the task by which this is tried
     """
     row, simple = adapt(entry.load()), simple or next(_cases(options))
     row = partial(_of_sequences, row) if options.layout == "bshd" else row
@@ -117,7 +120,7 @@ def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simpl
 def _of_sequences(
     row: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """A row for (B, S, H, D), called with tensors (B, H, S, D). Contiguous inputs reach it contiguous."""
+    """Calls a row that works on (B, S, H, D) with tensors (B, H, S, D). Contiguous inputs stay contiguous."""
 
     def exchanged(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2).contiguous() if x.is_contiguous() else x.transpose(1, 2)
@@ -126,7 +129,10 @@ def _of_sequences(
 
 
 def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str | None:
-    """None, or why the row cannot run a case here. `launched`: the kernels that Triton has interpreted so far."""
+    """None, or why the row cannot run a case here.
+
+    launched  the kernels that Triton's interpreter has run so far
+    """
     if launched and case.dtype == "bfloat16":
         return laptop.NO_BFLOAT16
     return entry.why_not(case) or why_not_called(entry.load(), case)
@@ -145,7 +151,8 @@ def _of_extremes(
         ),
         "extreme scores, whole tiles": extremes.case_of_kinds(simple, extremes.WHOLE),
     }
-    # The errors of a row without float32 are also judged in root mean square, which shows what a narrow dtype hides.
+    # If a row cannot run float32, its errors are also judged in root mean square: in a narrow dtype the bound on the
+    # largest error is so wide that it hides some mistakes.
     rms = why_not(replace(simple, dtype="float32")) is not None
     for about, case in cases_of_extremes.items():
         task = cases.Task(about, case)
@@ -167,9 +174,9 @@ def _cases(options: question.Options, passes: Callable[[cases.Task], bool] = lam
 
 
 def remark(entry: Entry, options: question.Options) -> str:
-    """A line that says if repeated calls have the same bits, and a batch entry the same alone as in a batch of 2.
+    """A line for the report: if repeated calls have the same bits, and a batch entry the same alone and in a batch.
 
-    Both are tried on the last case that the row can run. Neither is required of a kernel.
+    The batch has 2 entries. Both are tried on the last case that the row can run. Neither is required of a kernel.
     """
     case = replace([x.case for x in _cases(options) if _why_not(entry, launched=(), case=x.case) is None][-1], batch=2)
     if reason := entry.why_not(case):
@@ -177,7 +184,9 @@ def remark(entry: Entry, options: question.Options) -> str:
     pair = make_inputs(case, options.seed)
     with interpreted_kernels() as launched:
         call = partial(run, _row(entry, options, launched), causal=case.causal, scale=case.scale, grad=options.grad)
-        if not launched:  # the interpreter may be unable to run this case, so it is not run here once more
+        # Finds out if kernels are interpreted, unless `_row` has found that already: the interpreter may be unable to
+        # run this case.
+        if not launched:
             call(pair.alone(0))
     if launched:  # the interpreter runs one program after another, in an order that no GPU keeps
         return "not asked for the same bits: Triton's interpreter is not the GPU"
@@ -194,7 +203,8 @@ def _but_for(differ: Mapping[str, float]) -> str:
 def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = True) -> question.Fault | None:
     """The fault of the row's results of a task; None if they are right.
 
-    named  a known mistake is searched for, by which to explain the fault
+    grad   True: gradients are asked for and judged, too
+    named  True: a known mistake is searched for that explains the fault
     """
     case = task.case
     inputs = make_inputs(case, seed, memory=task.memory)
@@ -207,8 +217,9 @@ def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = Tru
     for name in filter(outputs.__contains__, list(cases.LIKE) + ["lse"]):
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
-            # None: no known mistake gives this result, as for all cases with options. "": none was searched for.
-            # "transposed" is left to `explain`, which knows the result of a row that ignores strides.
+            # `mistake` is None if no known mistake gives this result, as always with options, and "" if none was
+            # searched for. A task with transposed memory goes to `explain`, which knows how a row that ignores strides
+            # is wrong.
             mistake = None if case.options else ""
             if named and (task.use in cases.USES.values() or task.memory not in ("", "transposed")):
                 mistake = _of_circumstances(row, task, grad, seed, name)
@@ -219,9 +230,9 @@ def failure(row: Any, task: cases.Task, grad: bool, seed: int, named: bool = Tru
 
 
 def _of_circumstances(row: Any, task: cases.Task, grad: bool, seed: int, name: str) -> str | None:
-    """The mistake of a row whose result `name` is wrong only in memory or calls like the task's.
+    """The mistake of a row whose result `name` is wrong only with the task's layout of memory, or its way of calling.
 
-    None if the row is also wrong in a single call on contiguous inputs.
+    None if the row is also wrong in a single call on contiguous inputs: then these are not the cause.
     """
     if failure(row, replace(task, memory="", use=None), grad, seed, named=False) is not None:
         return None

@@ -1,11 +1,13 @@
 """Mistakes that people make in attention kernels, tried one after another to explain a wrong result.
 
 `check/attention.py` calls `explain`. Each mistake is the formula of attention with that mistake in it, in float64. The
-first whose result equals the kernel's, within the error that a right kernel may have, is named. If there is none, the
-places that are wrong are described. To add a mistake, add an entry to `mistakes` (`_scales`, `_masks`), `of_backwards`,
-`_elsewhere`, OF_ONLINE or `_roundings`, the plainest first, and an exhibit to `tests/museum/`.
+first one whose result equals the kernel's, within the error that a right kernel may have, is named. If there is none,
+the places that are wrong are described. To add a mistake, add an entry to `mistakes` (`_scales`, `_masks`),
+`of_backwards`, `_elsewhere`, OF_ONLINE or `_roundings`, the plainest first, and an exhibit, an implementation that
+makes the mistake, to `tests/museum/`.
 
-Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, S queries or keys, D head dimension; o result,
+do its gradient, P = softmax(scale q kᵀ), dP = do vᵀ, delta = rowsum(do · o), dS = P (dP - delta).
 """
 
 import math
@@ -22,8 +24,8 @@ from lmsys.testing import Inputs
 
 TILES = (16, 32, 64, 128, 256)  # rows or columns of a tile that a kernel may have
 ONLINE_TILES = (8, *TILES, 48, 96, 192)  # tile sizes of an online softmax, in keys
-# A rounding is named if it leaves at most this share of an error unexplained: the kernel's tiles and order of sums are
-# unknown, and a number halfway between two others may be rounded either way.
+# A rounding is named if it leaves less than this share of an error unexplained. No rounding explains all of it: the
+# kernel's tiles and order of sums are unknown, and a number halfway between two others may be rounded either way.
 UNEXPLAINED = 0.25
 
 
@@ -69,12 +71,12 @@ def online(
     """o (B, H, Q, D) of an online softmax: by tiles of keys, whose sums are rescaled when the maximum of a row grows.
 
     tile      keys in a tile
-    The options make mistakes:
-    kept      names what is not rescaled: "o", "sum" or both
-    detached  the one value that a backward treats as constant: "factor", by which sums are rescaled, or "maximum", in P
-    divided   False: o is not divided by the sum at the end
+    kept      what is not rescaled, which is a mistake: "o", "sum" or both
+    detached  the one value that the backward treats as constant, which is a mistake: "factor", by which sums are
+              rescaled, or "maximum", in P
+    divided   False, which is a mistake: o is not divided by the sum at the end
     rounded   names what is rounded: "scores" (q kᵀ), "P" (as it is multiplied by v), "sum" (P as it is summed)
-    near      the function that rounds it
+    near      the function that rounds what `rounded` names
     """
     scores, v = right.scores(q, k), repeat_heads(v, q.shape[1])
     scores = near(scores / right.scale) * right.scale if "scores" in rounded else scores
@@ -112,7 +114,7 @@ def right(case: AttentionCase) -> Formula:
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
     """The formula with each mistake of a forward, by the mistake in words, the plainest first."""
-    # Numbers of keys after which a kernel may stop: that of the queries, whole tiles, or one too few.
+    # Numbers of keys after which a mistaken kernel may stop: as many as queries, whole tiles, or all but one.
     ends = {case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}
     changes: dict[str, dict[str, Any]] = {
         **{words: {"scale": scale} for words, scale in _scales(case).items()},
@@ -195,7 +197,10 @@ def outputs_of(forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inpu
 
 
 def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
-    """The gradient `name` with each mistake that only a backward can make, by the mistake in words."""
+    """The gradient `name` with each mistake that only a backward can make, by the mistake in words.
+
+    name  "dq", "dk" or "dv"
+    """
     formula = right(case)
     scale = formula.scale
     q, k, v, do = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
@@ -211,12 +216,12 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         return {"dq": lambda: ds @ keys * scale, "dk": lambda: ds.mT @ q * scale, "dv": lambda: p.mT @ do}[name]()
 
     def summed(*args: Any) -> Tensor:
-        """The gradient `name` by key head for dk and dv, the sum over a group's query heads. args: of `by_head`."""
+        """As `by_head`; but dk and dv are by key head, summed over the query heads of its group."""
         gradient = by_head(*args)
         return gradient if name == "dq" else gradient.unflatten(1, (case.kv_heads, -1)).sum(dim=2)
 
     def with_p(p: Tensor) -> Tensor:
-        """The gradient `name` of a backward that recomputes this P."""
+        """The gradient `name` of a backward that recomputes P mistakenly, as this `p`."""
         return summed(p, p * (dp - delta))
 
     gradients = {
@@ -264,16 +269,18 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Mapping[str, Tensor], 
 
     None if none of these describes it.
 
-    name    "o", "dq", "dk" or "dv"
-    budget  the error that a right result may have
+    outputs  the kernel's results, by name
+    name     "o", "dq", "dk" or "dv"
+    budget   the largest difference to a mistake's result at which the two count as equal
     """
     output, good = outputs[name].double(), outputs_of(right(case).forward, inputs)[name]
     unusable, output = ~output.isfinite(), output.nan_to_num(0.0)
 
     def equals(expected: Tensor, times: float = 1.0) -> bool:
-        """True if the output equals `expected` where it is finite, within `times` the budget.
+        """True if the output equals `expected` within `times` the budget, where the output is finite.
 
-        If the output is not all finite, `expected` must also differ from the right result in its finite part.
+        If the output is finite only in a part, `expected` must differ from the right result in this part: otherwise any
+        formula, even the right one, would explain it.
         """
         alike = ((output - expected).abs() <= times * budget) | unusable
         shows = not unusable.any() or bool(((good - expected).abs() > budget)[~unusable].any())
@@ -285,7 +292,7 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Mapping[str, Tensor], 
         if not torch.equal(expected, good) and equals(expected):
             return mistake
     for mistake, formula in mistakes(case).items():
-        larger = max(1.0, abs(formula.scale / right(case).scale))  # errors grow as the scores do
+        larger = max(1.0, abs(formula.scale / right(case).scale))  # rounding errors grow with the scores
         if equals(outputs_of(formula.forward, inputs)[name], larger):
             return mistake
     for mistake, expected in _of_online_softmax(case, inputs, name).items():
@@ -326,7 +333,8 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
 
     good  the right output
     """
-    # The memory of each input, read by the strides of a contiguous tensor. A tensor on "meta" has strides, no memory.
+    # The memory of each input, read by the strides of a contiguous tensor of its shape (a tensor on "meta" gives the
+    # strides and takes no memory).
     q, k, v, do = (
         torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in inputs.tensors.values()
     )
@@ -341,7 +349,7 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
 
 def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
     """The output `name` of an online softmax with each of its mistakes, by the mistake in words."""
-    # One tile of all keys: a mistake that needs no second tile.
+    # Mistakes that show without a second tile.
     whole: dict[str, Callable[..., Tensor]] = {
         "o is not divided by the sum of the exponentials": partial(online, right(case), case.keys, divided=False),
         "the mask is applied after the softmax: the weights that stay do not sum to 1": (
@@ -360,15 +368,15 @@ def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[s
 
 
 def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
-    """o with a rounding in each place, by the place in words.
+    """o (B, H, Q, D), computed in float64 but for one kind of rounding, by that rounding in words.
 
-    P = exp(scores - maximum) is also rounded by tiles of keys, where it has the maximum so far.
+    P = exp(scores - maximum) is also rounded tile by tile: then `maximum` is that of the tiles so far.
     """
     made, (q, k, v) = dict[str, Tensor](), (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     for kind, dtype in (("TF32 or float16", None), ("bfloat16", torch.bfloat16)):
         near = partial(_nearest, dtype=dtype)
         near_q, near_k, near_v = near(q), near(k), near(v)
-        places = {  # by words, where {} stands for the rounding: (q, k and v as they are given, `rounded` of `online`)
+        places = {  # {words, with {} for the rounding: (q, k and v, some of them rounded; `rounded` of `online`)}
             "q and k are {}": ((near_q, near_k, v), ""),
             "q, k, v and P = exp(scores - maximum) are {}": ((near_q, near_k, near_v), "P"),
             "P = exp(scores - maximum) and v are {}": ((q, k, near_v), "P"),

@@ -1,7 +1,10 @@
 """The tasks that an attention kernel is given, from the simplest to the rarest, so that the first failure says most.
 
-`check/attention.py` asks them. New ones go to `tasks`, `larger` or USES; the aspect of a task is a line of the table
-that `lmsys check` prints. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+A *row* is the implementation of attention that is checked, and a task is one call of it. `check/attention.py` makes a
+question of each task. Add a task to `tasks`, `larger` or USES. Its `aspect` is the line of the table printed by
+`lmsys check` in which its answer is counted.
+
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +23,7 @@ from lmsys.testing import MEMORY, Inputs, run
 LONG, ODD, WHOLE = 384, 237, 256  # lengths: of several tiles; no multiple of a tile; a power of two
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS, LONGER = "batches and heads", "lengths of models"  # aspects that several tasks share
-# By result, the input that has its shape. They are judged in this order: a wrong result makes the later ones wrong.
+# {result: the input that has its shape}. Results are judged in this order, since a wrong one makes later ones wrong.
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 Row = Callable[..., torch.Tensor]
 # (call of q, k and v; its inputs; True if gradients are needed) -> results by name
@@ -33,9 +36,9 @@ class Task:
 
     about   the task in words
     memory  the layout of the inputs in memory, a name in MEMORY; "": contiguous
-    aspect  the line of the table that the answer counts in; by default that of tasks with inputs of `extremes.py`
-    room    what is added to the usual budget of an error
-    use     what is done in place of a single call, as models do it: a function of USES; None: a single call
+    aspect  the line of the table in which the answer is counted; the default is for tasks with inputs of `extremes.py`
+    room    an absolute error that is allowed beside the usual budget
+    use     what is done in place of a single call, as models do it: a `Use`, such as those of USES; None: a single call
     """
 
     about: str
@@ -61,10 +64,11 @@ def tasks(
     head_dim: int = 64,
     passes: Callable[[Task], bool] = lambda task: True,
 ) -> Iterator[Task]:
-    """All tasks in float32, then in the narrow dtypes those in which a kernel may run other code.
+    """Yields all tasks in float32; then, in the narrow dtypes, those for which a kernel may run other code.
 
-    Rarer tasks have odd lengths and are causal. But if the row fails the simple task with odd lengths, the rarer tasks
-    have other lengths, and if it fails the one with a causal mask, they have none: so each tells something new.
+    Most rare tasks have an odd length and a causal mask. But if the row fails the simple task with an odd length, they
+    have a length of whole tiles instead; if it fails the simple task with a causal mask, they have no mask. So a
+    mistake that is known already does not make all rare tasks fail.
 
     device, capability  as in `AttentionCase`
     passes              runs a task: True if the row's results are right
@@ -93,7 +97,7 @@ def tasks(
         Task("an odd length", odd, aspect="odd lengths"),
         Task("an odd length, causal", replace(odd, causal=True), aspect="odd lengths"),
     ]
-    yield from simple  # before `passes` runs: if the process dies, the reader knows in which task
+    yield from simple  # first: a row that ends the process then does so in a task that was announced, not in `passes`
     # simple[5] has the odd length, simple[1] the causal mask.
     length, masked = ODD if passes(simple[5]) else WHOLE, passes(simple[1])
     shorter = ODD - 100 if length == ODD else WHOLE // 2  # odd, or a power of two, as `length` is
@@ -116,12 +120,13 @@ def tasks(
     memory = [
         Task(about, replace(causal, batch=2), memory=name, aspect="strides") for name, (_, _, about) in MEMORY.items()
     ]
-    # Asked twice: in the second call a row may use what it kept from the first.
+    # This task comes twice: in the second call a row may use what it has kept from the first one.
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
     yield from rare + memory
     for dtype in DTYPES[1:]:
-        # One tile; several tiles, causal if the row passed that; the odd length, causal, if it passed odd lengths. Then
-        # grouped heads, rare[-2], and the layouts in memory after the first, which is memory[0] and memory[1].
+        # `plain`: one tile; several tiles, causal if the row passed causal masks; and, if it passed odd lengths, the
+        # odd length with a causal mask. rare[-2] has grouped heads. memory[0] and memory[1], of one layout, are left
+        # out.
         plain = [simple[0], simple[3 if masked else 2]] + simple[6:] * (length == ODD)
         for task in plain + [rare[-2]] + memory[2:]:
             # A kernel that refuses grouped heads says nothing about dtypes, so the task with them keeps its aspect.
@@ -145,7 +150,7 @@ def larger(case: AttentionCase) -> list[Task]:
         *usual,
         *wide,
         *[Task(about, case, aspect="calls of models", use=use) for about, use in USES.items()],
-        *[  # a row may take another way where no gradients are needed: o is that of such a call
+        *[  # a row may run other code if no gradients are needed: o comes from such a call, the gradients do not
             Task(
                 f"{aspect}, without gradients",
                 changed,
@@ -190,9 +195,10 @@ def pattern_of(case: AttentionCase, seed: int) -> Pattern:
 def answer(
     row: Row, task: Task, inputs: Inputs, grad: bool, pattern: Pattern | None = None
 ) -> tuple[dict[str, torch.Tensor], Fault | None]:
-    """(results of the row by name, fault): the fault is an exception, a changed input, or a wrong shape or dtype.
+    """Calls the row. Returns (its results by name, fault).
 
-    It is None if there is no such fault. If the fault is in the backward, the results of the forward are returned too.
+    The fault is an exception, a changed input, or a wrong shape or dtype; None if there is none of these. The values of
+    the results are judged elsewhere. If the fault is in the backward, the results of the forward are returned as well.
     """
     given: dict[str, Any] = {"causal": task.case.causal, "scale": task.case.scale}
     before = {name: x.clone() for name, x in inputs.tensors.items()}

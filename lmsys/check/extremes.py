@@ -1,8 +1,10 @@
 """Attention on extreme inputs: one call has all kinds of `lmsys.extremes.attention`, and each is judged alone.
 
-`check/attention.py` calls `failure`. A *unit* is a pair of batch entry and key head. If a row is wrong, `range_mistake`
-asks it for which range of scores it is right: the scores that it gets wrong tell what it does with the maximum of a
-row of scores.
+`check/attention.py` calls `failure` for an implementation of attention, here called `row`. A *unit* is a pair of batch
+entry and key head; each unit has one kind of extreme inputs. If the implementation is wrong, `range_mistake` finds out
+for which range of scores it is right. From the ends of this range follows what it does wrong with the maximum that a
+softmax subtracts. Kinds of inputs are added in `lmsys.extremes.attention`, HEADS at a time, so that they fill whole
+batch entries; a new mistake goes to `range_mistake`.
 """
 
 import math
@@ -21,12 +23,13 @@ HEADS = 2  # key heads of a batch entry, each with one kind of extreme inputs
 # Queries and keys: no multiple of a tile. On a CPU fewer, since interpreters are slow and their tiles small.
 LENGTH = {"cuda": 161, "cpu": 97}
 WHOLE = 256  # a length that is a multiple of most tiles
-# The case of equal keys. There are many, since a sum of ones stops growing at 2,048 in float16, at 256 in bfloat16.
+# Sizes of the case "many equal keys". More than 2,048 and 256 keys, at which a sum of ones stops growing in float16 and
+# in bfloat16: it shows a sum that is kept in such a dtype.
 EQUAL_QUERIES, EQUAL_KEYS = 32, 4133
 # exp(x) overflows float32 above LARGEST, is denormal below SMALLEST, and 0 below DENORMAL.
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)
-RESOLUTION = 2.0  # the step between the scores near 0 that `score_range` asks
+RESOLUTION = 2.0  # the step between the scores near 0 that `score_range` tries
 Wrong = tuple[Unit, str, float, Oracle]  # the unit, its first wrong tensor, its error over its budget, and the oracle
 
 
@@ -50,8 +53,9 @@ def failure(
 
     A case with a single unit has the kind "equal" alone: many keys, all equal.
 
-    rms    errors are also judged in root mean square: see `Oracle.judge`
-    named  the mistake is searched for
+    grad   True: gradients are asked for and judged, too
+    rms    True: errors are also judged in root mean square, see `Oracle.judge`
+    named  True: the mistake is searched for
     """
     kinds = ["equal"] if case.batch * case.kv_heads == 1 else list(KINDS)
     units = {kind: divmod(number, case.kv_heads) for number, kind in enumerate(kinds)}
@@ -103,7 +107,7 @@ def _fault(
 def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> str | None:
     """The mistake that follows from the range of scores in which the row is right, in words.
 
-    None if that range has no end, or if the row fails in another way meanwhile.
+    None if that range has no end, or if the row raises an exception or is wrong at ordinary scores.
     """
     try:
         least, most, _ = score_range(row, replace(case, causal=False), keys=WHOLE, grad=grad)
@@ -144,10 +148,14 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
 
 
 def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> tuple[float, float, bool]:
-    """(least, most, leaks): the scores in which the row is right, if all keys of a query have the same score.
+    """(least, most, leaks): the row is right between these scores, if all keys of a query have the same score.
 
-    They are -inf and inf where the range has no end. `leaks`: below `least` results have values of keys that a query
-    must not see. ValueError if the row is wrong at ordinary scores.
+    `least` and `most` are the scores nearest to 0, below and above it, at which the row is wrong; -inf and inf if there
+    is none. `leaks` is True if wrong results have values of keys that the query must not see. ValueError if the row is
+    wrong at ordinary scores.
+
+    keys  how many keys there are; more with a causal mask, if the queries need them
+    grad  True: a gradient that is not finite is wrong, too
     """
     # Near 0 in steps of RESOLUTION, from 256 on by powers of two, on both sides of 0. In float16 up to 2**12: q kᵀ,
     # score / scale = 2**12 · √D, then stays below 65,504, float16's largest, up to D = 128.
@@ -161,7 +169,7 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
     if not len(below):
         return -math.inf, most, False
     least = below.max().item()
-    if least <= -256:  # there only powers of two were tried: try the scores between two of them
+    if least <= -256:  # from there on only powers of two were tried: now try scores between two of them
         between = torch.linspace(least, least / 2, 256)
         lost, leaks = _lost_and_leaks(row, case, keys, grad, between)
         least = between[lost].max().item()
@@ -171,9 +179,10 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
 def _lost_and_leaks(
     row: cases.Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lost, leaks), by query: True where o is wrong, and where it is too large, since it has values of masked keys.
+    """(lost, leaks), (len(scores),) each: True where o of a query is wrong, and where o is too large.
 
-    All keys of query i have the score scores[i], so o is the mean of the values that the query sees.
+    All keys of query i have the score scores[i], so o is the mean of the values that the query sees. Values grow with
+    the number of the key: with a causal mask, o is too large if it has values of masked keys.
     """
     dtype, scale = DTYPES[case.dtype], case.head_dim**-0.5 if case.scale is None else case.scale
     keys = max(keys, len(scores) + 1) if case.causal else keys  # so that no query sees all keys

@@ -1,7 +1,8 @@
 """Functions of tensors: `judge` compares results and gradients with float64, and names the mistake behind a wrong one.
 
-The kinds `loss.py`, `norm.py`, `rotary.py` and `swiglu.py` are built on this module. Each of them has a table of cases
-(`Case`), the inputs of a case (`Problem`), a formula, and tables of mistakes in words, the plainest first.
+`loss.py`, `norm.py`, `rotary.py` and `swiglu.py`, the kinds of implementation that are functions of tensors, are built
+on this module. Each of them has a table of cases (`Case`), the inputs of a case (`Problem`), a formula, and tables of
+mistakes in words, the plainest first: add cases and mistakes there, and here what all of them share.
 
 A formula is the function as it is written on paper, in PyTorch. In float64 it gives the right result. In the dtype of
 the inputs its error is the budget, the error that an implementation may have. A mistake is the formula with the mistake
@@ -37,8 +38,9 @@ class Case:
 
     about    the case in words; with `extreme` the kind of extreme inputs, a key of a table in `lmsys.extremes`
     shape    the sizes of the case; the docstring of each kind's module says of which tensor
-    more     other settings of the case, by name, which the kind reads; "spare columns": inputs are parts of rows that
-             have so many columns more; "retained": as in `Problem`
+    extreme  True: the inputs are extreme
+    more     other settings of the case by name, which the kind's module reads. Two are read here. "spare columns": each
+             input is a view of a tensor whose rows have so many columns more. "retained": see `Problem`
     """
 
     about: str
@@ -93,8 +95,8 @@ class Problem:
     grad_output  the gradient of the result
     grad         False: gradients are not checked
     extreme      plain PyTorch may be exact on these inputs, so the mean error is not judged
-    retained     the gradients are those of a second backward of a retained graph; their kind has asked for those of the
-                 first on equal inputs before
+    retained     the gradients are those of a second backward through a retained graph. Those of the first backward, on
+                 equal inputs, are judged in an earlier case
     """
 
     inputs: Inputs
@@ -132,7 +134,7 @@ def drawn(options: question.Options, name: str, *shape: int) -> torch.Tensor:
     return draws.values(draws.key(options.seed, name), first=0, count=math.prod(shape)).view(shape)
 
 
-# By the mistake in words: the outputs that it leads to. A mistake of the backward alone gives gradients alone.
+# {mistake in words: function that returns the outputs it leads to}. For a mistake of the backward these are gradients.
 Mistakes = dict[str, Callable[[Problem], Outputs]]
 Gradients = Callable[[Problem, Outputs], Outputs]  # (problem in float64, its right outputs) -> mistaken gradients
 
@@ -154,7 +156,10 @@ def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.fl
 
 
 def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64) -> Mistakes:
-    """Mistakes made in the forward, from formulas by words. Their gradients follow by autograd, all in `dtype`."""
+    """Mistakes made in the forward, from {mistake in words: mistaken formula}. autograd gives their gradients.
+
+    dtype  that of the computation, forward and backward
+    """
     return {text: partial(outputs_of, formula, dtype=dtype) for text, formula in formulas.items()}
 
 
@@ -162,7 +167,8 @@ def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
     """Mistakes made in the backward alone, each of which gives some of the gradients.
 
     formula    the right formula
-    gradients  by the mistake in words. A mistake that any backward can make, to ignore grad_output, is put before them
+    gradients  {mistake in words: function that makes its gradients}. One mistake that every backward can make, to
+               ignore grad_output, is put before these
     """
     mistaken: dict[str, Gradients] = {
         "grad_output is ignored: the backward uses ones in its place": lambda exact, _: outputs_of(
@@ -191,14 +197,15 @@ def padding(width: int) -> list[int]:
 
 
 def cut(width: int) -> list[int]:
-    """The columns left of `width`, increasing, if a kernel drops the last column, a last block that is not full, or all
-    blocks but the first.
+    """The numbers of columns that a kernel may read of `width` if it mistakenly drops some, in increasing order.
+
+    It may drop the last column, a last block that is not full, or all blocks but the first.
     """
     return sorted(x for x in {*(width // block * block for block in BLOCKS), *BLOCKS, width - 1} if 0 < x < width)
 
 
 def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice]:
-    """By mistake in words, the rows over which a weight's gradient is summed, instead of over all `count` rows.
+    """{mistake in words: the rows over which a weight's gradient is summed, instead of over all `count` rows}.
 
     rows   the word for rows in messages, such as "tokens"
     sizes  the possible sizes of a block of rows
@@ -224,10 +231,10 @@ def judge(
 ) -> question.Fault | None:
     """The fault of a function's result and gradients; None if they are right. The kinds call this for their cases.
 
-    call           the function, called by roles
-    mistakes       the known mistakes, for a problem
-    widened        the result may be float32 although the inputs are narrower
-    plain_formula  another usual way to write the formula: the larger error of both is allowed
+    call           the function, which takes its arguments by their roles (`lmsys.signature`)
+    mistakes       returns the known mistakes for a problem
+    widened        True: the result may be float32 although the inputs are narrower
+    plain_formula  another usual way to write the formula: the larger error of the two is allowed
     """
     given = {**problem.inputs, **problem.settings, "grad_output": problem.grad_output}
     before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
@@ -291,7 +298,7 @@ def judge(
                     | mistakes(problem),
                 ),
             )
-    # Once more without gradients, since an implementation may then take another way.
+    # Once more without gradients, since an implementation may then run other code.
     return (
         judge(call, formula, mistakes, replace(problem, grad=False), widened, plain_formula) if problem.grad else None
     )
@@ -300,7 +307,8 @@ def judge(
 def run(call: signature.Called, problem: Problem, alone: bool = False) -> Outputs:
     """The result of a function (of a tuple its first item), and the gradients of those inputs that have one.
 
-    alone  False: the function is called a second time, on other inputs, before the first result is read
+    alone  False: the function is called a second time, on other inputs, before the first result is read: this shows if
+           the second call overwrites what the first has returned or saved
     """
     leaves = {name: x.detach().requires_grad_(problem.grad) for name, x in problem.inputs.items()}
     with (
@@ -328,7 +336,7 @@ def run(call: signature.Called, problem: Problem, alone: bool = False) -> Output
 
 
 def _ratio(output: torch.Tensor, reference: torch.Tensor, plain: torch.Tensor, mean: bool = False) -> float:
-    """The error over its budget in the dtype of `plain`; with `mean`, in a narrow dtype also in root mean square."""
+    """The error over its budget in the dtype of `plain`; with `mean`, for narrow dtypes also in root mean square."""
     return testing.ratio_of(output, reference, plain, plain.dtype, mean=mean and plain.dtype != torch.float32)
 
 
@@ -338,9 +346,12 @@ def explain(
     """The known mistake that gives the wrong `outputs[name]`, in words; else a factor by which it is wrong; else None.
 
     outputs    what the function gave
+    name       the first output that is wrong
     reference  what is right
-    plain      what plain PyTorch gives in the dtype
-    The mistake must also give the outputs before `name`: a right result excludes a mistake of the forward.
+    plain      what plain PyTorch gives in the dtype of the inputs
+
+    The mistake must also give the outputs before `name`, which are right: a right result excludes a mistake of the
+    forward.
     """
     output, right, plain_output = outputs[name], reference[name], plain[name]
     names, mean = list(reference)[: list(reference).index(name) + 1], not problem.extreme
@@ -354,7 +365,7 @@ def explain(
             and not (mistaken[name].isfinite().all() and _ratio(mistaken[name], right, plain_output, mean) <= 1)
         ):
             return text
-    # A scalar is a multiple of any other, which would say nothing.
+    # A scalar is a multiple of any other scalar, so a factor would say nothing about it.
     has_factor = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())
     factor = float((output.double() * right).sum() / right.square().sum()) if has_factor else math.nan
     is_wrong = math.isfinite(factor) and _ratio(factor * right, right, plain_output) > 1
@@ -392,7 +403,10 @@ def _name_of(name: str) -> str:
 def _fault(
     name: str, names: Sequence[str], output: torch.Tensor, right: torch.Tensor, ratio: float, mistake: str | None
 ) -> question.Fault:
-    """The fault of the output `name`. The outputs before it in `names` are right. ratio: its error over the budget."""
+    """The fault of the output `name`. The outputs before it in `names` are right.
+
+    ratio  its error over the budget
+    """
     at = question.worst(output, right)
     lines = [
         f"  {_name_of(name)}{str(list(at)) * bool(at)}{' without gradients' * (names == [RESULT])}: expected"
@@ -400,7 +414,7 @@ def _fault(
     ]
     if at:
         error = (output.double() - right).abs()
-        # The largest error over `ratio` is what an element may have.
+        # `error.max() / ratio` is the error that an element may have.
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
         where = question.where(
             wrong,

@@ -1,8 +1,9 @@
 """The kinds of implementation that can be checked, which kind a function or class is, and the verdict on one.
 
-`lmsys check TARGET` calls `check_target`. `lmsys check --all` calls `verdict_on` for each row of KINDS, and so does the
-benchmark of attention. The course's grading asks the questions of KINDS itself. A new kind is a module with a function
-`questions`, an entry in KINDS, and a way to recognise it in `kind_of`.
+A *row* is one implementation, an entry of a table of `lmsys.registry`, or one made from a user's file. `lmsys check
+TARGET` calls `check_target`. `lmsys check --all` calls `verdict_on` for each row of the tables in KINDS. The benchmark
+of attention calls it for rows before it times them. The course's grading asks the questions of KINDS itself. A new kind
+is a module with a function `questions`, an entry in KINDS, and a way to recognise it in `kind_of`.
 """
 
 import importlib
@@ -20,7 +21,7 @@ import torch
 from lmsys import attention, parallel, processes, registry, signature, values
 from lmsys.check import laptop, question
 
-LIMIT_S = 600.0  # the most seconds of the check of one implementation, which check/__main__.py enforces
+LIMIT_S = 600.0  # check/__main__.py ends the check of one implementation after so many seconds
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Kind:
     """A kind of implementation.
 
     table  the rows whose names can be given to `lmsys check` in place of a file
-    asks   `module:function` of its questions. The module may also have `remark(entry, options)`, which returns a last
-           line for the report of a right implementation, or None
+    asks   `module:function` of the function that yields its questions. The module may also have a function
+           `remark(entry, options)`, which returns a last line for the report of a right implementation, or None
     """
 
     table: registry.Table
@@ -61,15 +62,15 @@ KINDS = {
         ("swiglu", "swiglu:questions", {}),
     )
 }
-# By kind, names of parameters by which `kind_of` recognises it: one of the call, or of the class's constructor, is
-# enough. The first kind that fits is taken.
+# {kind: names of parameters by which `kind_of` recognises it}. One such parameter, of the call or of the class's
+# constructor, is enough. The first kind that fits is taken.
 MARKS = {
     "loss": {"target", "targets", "label", "labels"},
     "rotary": {"positions", "token_positions", "position_ids", "cos"},
     "swiglu": {"gate", "w1", "w_gate"},
     "norm": {"eps", "epsilon", "variance_epsilon"},
 }
-OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # names of the parameter that gets torch's optimizer
+OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # names of the parameter that takes an optimizer's class
 
 
 def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
@@ -80,7 +81,7 @@ def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
     if kind is None and ".py" not in target:
         kind = next((name for name, known in KINDS.items() if target in list(known.table)), "attention")
     if kind is not None:
-        # Code from a file may be named as a row is, such as AdamW. An empty table does not take it for that row.
+        # Code from a file may have the name of a row, such as AdamW. In an empty table it is not taken for that row.
         table = KINDS[kind].table
         return kind, (registry.Table(kind, [], traits=table.traits) if ".py" in target else table).select([target])[0]
     return find(target, kind_of(registry.Table("implementation", []).select([target])[0].load()))
@@ -89,7 +90,7 @@ def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
 def kind_of(implementation: Any) -> str:
     """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
     try:
-        # For a module's class `own` are those of the constructor.
+        # For a module's class, `own` are the parameters of the constructor, and `taken` those of its forward.
         own, taken = inspect.signature(implementation).parameters, signature.parameters_of(implementation)
         names = signature.names_of(own) | signature.names_of(taken)
     except (TypeError, ValueError):
@@ -130,13 +131,14 @@ SCHEMA = 1  # the version of the JSON lines: docs/check.md
 
 
 def check_target(target: str, kind: str | None, options: question.Options, as_json: bool = False) -> int:
-    """`check` of a name in a table or of path.py:attribute. ValueError as in `find`.
+    """Finds `target`, a name in a table or path.py:attribute, and runs `check` on it. ValueError as in `find`.
 
-    It changes torch and Triton in this process (`laptop.install`), so the process should serve this check alone.
+    It patches torch, and without a GPU Triton, for the rest of this process (`laptop.install`, `question.poison`): so
+    the process should serve this check alone.
     """
     laptop.install()
     with closing(processes.Outputs()) as mended:
-        # A file may ask for a GPU, or allocate on one, as it loads.
+        # A file may ask for a GPU, or allocate memory on one, when it is imported.
         with laptop.Laptop() if ".py:" in target else nullcontext():
             kind, entry = find(target, kind)
         return check(entry, options, kind, as_json, mended.mend)
@@ -149,11 +151,12 @@ def check(
     as_json: bool = False,
     mend_outputs: Callable[[], Any] = lambda: None,
 ) -> int:
-    """Prints for each question if the answer is right. Returns RIGHT or WRONG.
+    """Asks a row the questions of its kind, and prints for each if the answer is right. Returns RIGHT or WRONG.
 
     Attention is asked all questions, and a table of the answers is printed. Other kinds are asked up to the first wrong
     answer.
 
+    as_json       True: each line is a JSON object (docs/check.md)
     mend_outputs  called before each line: puts back stdout, which the row may have closed
     """
 
@@ -246,7 +249,7 @@ def verdict_on(
 ) -> Answer:
     """Asks a row the questions of its kind, up to the first wrong answer unless `held` is given. Returns the findings.
 
-    may_raise  an exception counts as a refusal of the case, not as a fault
+    may_raise  True: an exception counts as a refusal of the case, not as a fault
     most       how many right cases are enough; None: all are asked
     say        called for each case, as `say` in `check`
     held       counts the answers; with it every question is asked, also after a wrong answer

@@ -2,10 +2,12 @@
 
 `install` patches both in this process; `kinds.py`, `trained.py` on each rank, and the course's grading call it. Inside
 the context `Laptop` tensors say that they are on a GPU, and Triton's interpreter runs the kernels. `attention.py` calls
-`fitting`, which finds out if a row needs this. The Python code around kernels may assert that its tensors are on a GPU,
-ask for the current device or the active driver, and allocate with device="cuda"; such memory is the host's. What else
-it may ask for is added to `install`. The interpreter computes bfloat16 wrongly, runs no two threads, and takes the
-first configuration of an autotuner.
+`fitting`, which finds out if a row (an implementation that is checked) needs this. The Python code around kernels may
+assert that its tensors are on a GPU, ask for the current device or the active driver, and allocate with device="cuda";
+such memory is the host's. If such code asks for something else, add it to `install`.
+
+The limits of the interpreter: it computes bfloat16 wrongly (of this only products of matrices are mended here), it
+cannot run in two threads at once, and it runs only the first configuration of an autotuner.
 """
 
 import importlib.metadata
@@ -27,7 +29,7 @@ NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloa
 # Notes that end `attention.questions`: the first if kernels were interpreted, the second if a row ran in `Laptop`.
 INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
 PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
-running: list[Any] = []  # the row that `fitting` runs in `Laptop`, if any: then backwards run in `Laptop` as well
+running: list[Any] = []  # the row that `fitting` runs in `Laptop`, if any: backwards then run there, too
 _apply = BackwardCFunction.apply  # the original of the function that `install` replaces
 
 
@@ -46,7 +48,7 @@ class Laptop(TorchFunctionMode, ContextDecorator):
             return answer
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        if kwargs and isinstance(kwargs.get("device"), int):  # as torch.cuda.current_device() names it
+        if kwargs and isinstance(kwargs.get("device"), int):  # a GPU by its number, as current_device() returns it
             kwargs = kwargs | {"device": GPU}
         args, kwargs = torch.utils._pytree.tree_map(
             lambda x: (
@@ -68,11 +70,10 @@ class Done:
 
 
 def install() -> None:
-    """Patches this process, if it has no GPU, so that torch and Triton do not refuse to run. NVTX does nothing.
+    """Patches this process, if it has no GPU, so that torch and Triton do not refuse to run. NVTX then does nothing.
 
-    A second call changes nothing.
-    On any machine, packages of the course CS336 that are not installed, but lie on the path, get a version: they ask
-    for their own when they are imported.
+    On any machine, packages of the course CS336 that lie on the path but are not installed get the version "0", since
+    they ask for their own version when they are imported. A second call changes nothing.
     """
     importlib.metadata.version = version
     if torch.cuda.is_available() or BackwardCFunction.apply is _backward:
@@ -138,10 +139,10 @@ def _install_in_triton() -> None:
 
 
 def _mend_interpreter() -> None:
-    """Mends three things that Triton's interpreter gets wrong.
+    """Mends three faults of Triton's interpreter.
 
-    It multiplies the bits of bfloat16 operands of a dot, takes no bool of Python for a tensor, and does not replace
-    functions of Triton that a file has imported by name.
+    It reads the bits of bfloat16 operands of a dot as whole numbers, it refuses a Python bool as a tensor, and it does
+    not replace functions of Triton that a file has imported by name.
     """
     import numpy as np
     from triton import language
@@ -167,7 +168,7 @@ def _mend_interpreter() -> None:
     patch = interpreter._patch_lang  # the interpreter calls it for each kernel that it runs
 
     def by_name(function: Any) -> Any:
-        """Makes names that a file imported from triton.language call what the interpreter has put there in their place.
+        """Makes functions that a file has imported from triton.language call those that the interpreter puts there.
 
         `_patch_lang` refuses a file that has no name for the module triton.language, so the file gets one.
         """
@@ -188,7 +189,7 @@ def _of_language(name: str, *args: Any, **kwargs: Any) -> Any:
 def _backward(self: Any, *gradients: Any) -> Any:
     """Runs the backward of an autograd Function, in `Laptop` if its forward ran there. autograd calls this.
 
-    A backward is called after the forward has left its context.
+    It enters `Laptop` itself, because the forward's context has ended when autograd calls the backward.
     """
     with Laptop() if running else nullcontext():
         return _apply(self, *gradients)

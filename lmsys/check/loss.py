@@ -1,11 +1,12 @@
 """Cross-entropy losses: their cases, each compared with float64. `loss_mistakes.py` has the formula and the mistakes.
 
-`kinds.py` calls `questions`. A loss is `f(logits, targets)`, or with the language model's head in it
-`f(hidden, weight, targets)` (the weight may come first). It may take an `ignore_index`, and the options in
-`loss_mistakes.OPTIONS`; it is asked for those that it has a parameter for. A module's class is built without arguments.
-The loss is the mean over all tokens that are not ignored. A case's shape is that of the logits, (N, V). Its setting
-"ignored" is how many tokens, from the first on, are ignored; its other settings are arguments of the loss. ROLES lists
-the names that parameters may have. The benchmark of losses calls `faults_of_options`.
+`kinds.py` calls `questions`, and the benchmark of losses calls `faults_of_options`. A loss is `f(logits, targets)`, or
+with the language model's head in it `f(hidden, weight, targets)` (the weight may come first). It may take an
+`ignore_index`, and the options in `loss_mistakes.OPTIONS`: it is asked only about those for which it has a parameter.
+A module's class is constructed without arguments. The loss is the mean over all tokens that are not ignored.
+
+Add a case to CASES, and to ROLES a name that a parameter may have. A case's shape is that of the logits, (N, V). Its
+setting "ignored" is how many tokens, from the first on, are ignored; its other settings are arguments of the loss.
 
 Legend: N tokens, V vocabulary, M d_model, WIDTH in all cases. KINDS are kinds of extreme inputs.
 """
@@ -32,11 +33,12 @@ ROLES: signature.Roles = {
     "z_loss": ("z_loss", "lse_square_scale", "z_loss_weight", "z_loss_multiplier"),
     "softcap": ("softcap", "logit_softcap", "logits_soft_cap", "final_logit_softcapping"),
 }
-# The roles of a loss without a weight: whatever the usual names of logits or hidden states name is then the logits.
+# The roles of a loss without a weight. Its tensor is the logits, even if the parameter has a usual name of hidden
+# states, such as `x`.
 OF_LOGITS = {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
     role: names for role, names in ROLES.items() if role not in ("logits", "hidden", "weight")
 }
-UPSTREAM = 0.625  # grad_output of a loss that is one number: exact, and not 1, so that ignoring it shows
+UPSTREAM = 0.625  # grad_output of a loss that is one number: exact in every dtype, and not 1, so that ignoring it shows
 TOKENS, ODD = 24, (101, 517)  # a few tokens; tokens and vocabulary, neither of them a multiple of a tile
 LONG = 330, 517  # more tokens than a chunk of most kernels
 OPTION_CASES = tuple(  # two cases for each option, the second with ignored tokens; the option's value is in `more`
@@ -73,7 +75,7 @@ CASES = (
 def questions(
     entry: registry.Entry, options: question.Options, cases: Iterable[formulas.Case] = CASES
 ) -> Iterator[question.Question]:
-    """A question for each case. If the loss lacks a parameter for an option, this is the reason not to ask it."""
+    """A question for each case. A case with an option for which the loss has no parameter is not asked."""
     implementation = entry.load()
     call = signature.called(
         signature.built(implementation, {}, {}) if signature.is_module(implementation) else implementation,
@@ -88,10 +90,11 @@ def questions(
 
 
 def faults_of_options(entry: registry.Entry) -> dict[str, float]:
-    """The wrong cases, for the benchmark of losses: by case, the error over its budget, or inf if no number is wrong.
+    """{case in words: error over its budget} of the cases in which a loss is wrong, for the benchmark of losses.
 
-    A function from a file is asked all cases in float32 but that of a second backward, which a training has not; a row
-    of a table only the cases of options that it has.
+    The value is inf if there is no such number, as when the loss raises an exception. A function from a file is asked
+    all cases in float32 except that of a second backward, which no training does. A row of a table is asked only the
+    cases of options for which it has a parameter.
     """
     cases = [case for case in CASES if "retained" not in case.more] if ".py:" in entry.target else OPTION_CASES
     chosen = questions(entry, question.Options(dtypes=("float32",)), cases)
@@ -112,7 +115,7 @@ def roles_of(implementation: object) -> signature.Roles:
 
 
 def _problem(call: signature.Called, case: formulas.Case, options: question.Options) -> formulas.Problem:
-    """The inputs of a case."""
+    """The inputs of a case: hidden states and the head's weight if the loss takes a weight, else the logits."""
     tokens, vocabulary = case.shape
     ignored, ignore_index = (
         case.more.get(name, usual) for name, usual in (("ignored", 0), ("ignore_index", config.IGNORED))

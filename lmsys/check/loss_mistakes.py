@@ -13,10 +13,11 @@ its words and a function to the table for the place of the mistake:
     FIRST_FOR_ALL    the backward of a loss with options
     `others` in `mistakes`: all else
 
-The function is a `Formula` or a `Gradients`. A Formula gives the loss from (inputs, settings), x and s in lambdas, and
-`forwards` derives its gradients by autograd. A Gradients gives mistaken gradients directly, for `backwards`.
+The function is a `Formula` or a `Gradients` (`formulas.py`). A Formula computes the loss from (inputs, settings), which
+lambdas call x and s; `forwards` derives its gradients by autograd. A Gradients returns mistaken gradients directly, for
+`backwards`. *Counted* tokens are those that are not ignored.
 
-Legend: N tokens, V vocabulary.
+Legend: N tokens, V vocabulary, p = softmax(logits).
 """
 
 import math
@@ -53,23 +54,23 @@ SMOOTHINGS = (0.1, 0.05, 0.01, 0.2)  # amounts of label smoothing that a loss ma
 
 
 def right(inputs: Inputs, settings: Settings) -> Tensor:
-    """The mean of -log softmax(logits)[target] over the tokens that are not ignored, or as the options change it."""
+    """The right loss: the mean of -log softmax(logits)[target] over counted tokens, or what the options make of it."""
     others = {name: value for name, value in settings.items() if name != "targets"}
     formula: Callable[..., Tensor] = cross_entropy if options_of(settings) else F.cross_entropy
     return formula(logits_of(inputs), settings["targets"], **others)
 
 
 def logits_of(inputs: Inputs) -> Tensor:
-    """The logits (N, V): an input, or made of the hidden states and the head's weight."""
+    """The logits (N, V): an input, or the product of the hidden states and the head's weight."""
     return inputs["logits"] if "logits" in inputs else F.linear(inputs["hidden"], inputs["weight"])
 
 
 def plain(inputs: Inputs, settings: Settings) -> Tensor:
     """`right`, except in float32 without options: there a log-sum-exp, as it is often written, token by token.
 
-    A product of a few rows, such as those of a small chunk, may add up in another order than one of many, and round
-    more. Where logits are large, both terms of log-sum-exp - logit round. Both may happen in a right implementation, so
-    `judge` allows the larger of the errors of `right` and `plain`.
+    Two things may make a right implementation less exact than `right`. A matrix product of a few rows, as in a small
+    chunk, may add in another order than one of many rows, and round more. Where logits are large, both terms of
+    log-sum-exp - logit round. So `judge` allows the larger of the errors of `right` and `plain`.
     """
     if options_of(settings) or next(iter(inputs.values())).dtype != torch.float32:
         return right(inputs, settings)
@@ -104,7 +105,10 @@ def of_sum(
     lse: Callable[[Tensor], Tensor] = lambda logits: logits.logsumexp(dim=-1),
     times: int = 1,
 ) -> Tensor:
-    """The loss with `lse` in place of the logarithm of the sum of exponentials, in which each class counts `times`."""
+    """The loss with `lse` in place of log-sum-exp; each class counts `times` in the sum of exponentials.
+
+    lse  logits (N, V) -> (N,)
+    """
     logits = logits_of(inputs)
     return mean(lse(logits) + math.log(times) - at_target(logits, settings), settings)
 
@@ -154,7 +158,8 @@ def mistakes(problem: Problem) -> Mistakes:
     }
     return {
         **forwards({"the losses are summed, not averaged": lambda x, s: losses(x, s).sum()}),
-        # In float32, where exp overflows beyond 88: in float64, beyond 709, it would not for logits of hundreds.
+        # Computed in float32, where exp overflows beyond 88. In float64 it overflows beyond 709, so logits of hundreds
+        # would not show these mistakes.
         **forwards(MAXIMUM, torch.float32),
         **forwards(
             ({} if bool(counted.all()) else IGNORED)
@@ -167,7 +172,7 @@ def mistakes(problem: Problem) -> Mistakes:
     }
 
 
-OF_OPTIONS: dict[str, dict[str, Formula]] = {  # mistakes in an option, by its name
+OF_OPTIONS: dict[str, dict[str, Formula]] = {  # {option: {mistake in words: formula}}
     "token_weights": {
         "the weighted sum is divided by the number of tokens, not by the sum of weights": (
             lambda x, s: right(x, {**s, "reduction": "sum"}) / counted_tokens(s).sum()
@@ -267,7 +272,7 @@ def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
 
 
 def _of_chunks(tokens: int) -> dict[str, Formula]:
-    """Mistakes of a mean loss that is computed chunk by chunk, for so many tokens."""
+    """Mistakes of a mean loss over `tokens` tokens that is computed chunk by chunk."""
     sizes = {f"chunks of {size} tokens": size for size in CHUNKS if size < tokens}
     parts = {f"{parts} chunks": math.ceil(tokens / parts) for parts in (2, 4, 8)}
     sizes |= {words: size for words, size in parts.items() if size not in CHUNKS}
@@ -328,10 +333,13 @@ def _through_the_head(
     tokens: Tensor,
     names: tuple[str, ...] = ("hidden", "weight"),
 ) -> Outputs:
-    """Gradients of the inputs, from gradients of the logits: of the logits themselves, or with a head of `names`.
+    """The gradients of the inputs that follow from mistaken gradients of the logits.
 
-    of_logits  (p, targets as one-hot rows), (N, V) each -> gradients of the logits (N, V)
+    If the logits are the input, these are the gradients. If there is a head, the gradients of its inputs are returned.
+
+    of_logits  (p, targets as one-hot rows), (N, V) each -> gradients of the logits (N, V), for a loss that is a sum
     tokens     (N,), boolean: the tokens that add to the gradients
+    names      the inputs of the head whose gradients are returned
     """
     inputs, counted, logits = problem.inputs, counted_tokens(problem.settings), logits_of(problem.inputs)
     one_hot = F.one_hot(problem.settings["targets"].where(counted, 0), logits.shape[-1])

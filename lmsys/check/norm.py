@@ -29,7 +29,7 @@ BUILT: signature.Roles = {  # as ROLES, for the parameters of a class's construc
     "width": ("dim", "d_model", "hidden_size", "width", "n_embd", "features", "d", "normalized_shape", "ndim"),
     "eps": ROLES["eps"],
 }
-EPS = 2.0**-10  # exact, and not a value that an implementation would have built in
+EPS = 2.0**-10  # exact in every dtype, and no eps that an implementation would have built in
 ODD = 33, 237  # no multiples of a kernel's tile
 CASES: tuple[formulas.Case, ...] = (
     (
@@ -81,12 +81,15 @@ def _fault_of(
 
 
 def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Called:
-    """A module of the class `implementation` as a function of x, weight and bias, which replace its parameters."""
+    """Makes a module of this class, and returns it as a function of x, weight and bias.
+
+    The given weight and bias replace the module's parameters, so that `formulas.judge` gets their gradients.
+    """
     x = problem.inputs["x"]
     module = signature.built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
 
     def call(x: Tensor, **parameters: Tensor) -> Any:
-        # They are given in the module's order, whatever its names are: its weight, and its bias if it has one.
+        # By their order, since a module may name them as it likes: first the weight, then the bias if it has one.
         given = zip(dict(module.named_parameters()), parameters.values(), strict=False)
         return torch.func.functional_call(module, dict(given), (x,))
 
@@ -122,7 +125,7 @@ def _problem(case: formulas.Case, options: question.Options, with_bias: bool) ->
 
 BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)  # rows that a kernel may take at a time
 USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)  # values that an implementation may have built in
-Divisor = Callable[[Tensor, float], Tensor]  # (x, eps) -> what x is divided by; LayerNorm's x is less its mean already
+Divisor = Callable[[Tensor, float], Tensor]  # (x, eps) -> what x is divided by. LayerNorm passes x less its mean
 
 
 def rms_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
@@ -155,9 +158,10 @@ def of_parts(
     weighted: Callable[[Tensor, Tensor], Tensor] = torch.mul,
     bias: float = 1.0,
 ) -> Tensor:
-    """A norm: x is divided by `divisor(x, eps)` and `weighted` by the weight; then `bias` times the bias is added.
+    """A norm: weighted(x / divisor(x, eps), weight) + `bias` times the bias. Mistakes change one of its parts.
 
-    centred: the mean of x is subtracted first.
+    centred  True: the mean of x is subtracted first, as in LayerNorm
+    bias     what the bias is multiplied by
     """
     x = less_mean(inputs["x"], centred)
     y = weighted(x / divisor(x, settings["eps"]), inputs["weight"])
@@ -191,7 +195,7 @@ def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
                 )
             }
         ),
-        # The formula is right. Computed in the dtype of x, not in float64, it is the mistake.
+        # The formula is right. The mistake is to compute it in the dtype of x, which `forwards` does here.
         **formulas.forwards({OVERFLOWS: partial(of_parts, divisor=rms, centred=False)}, x.dtype),
         **formulas.forwards(_forward_mistakes(x.shape[-1], centred=False)),
         **formulas.backwards(rms_norm, _dx_mistakes(centred=False) | _weight_gradient_mistakes(x, centred=False)),
@@ -218,9 +222,9 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     }
     return {
         **formulas.forwards(plainest | _forward_mistakes(width, centred=True) | padded),
-        # The formula is right. Computed in the dtype of x, not in float64, it is the mistake.
+        # The formula is right. The mistake is to compute it in the dtype of x, which `forwards` does here.
         **formulas.forwards({OVERFLOWS: partial(of_parts, divisor=rms, centred=True)}, x.dtype),
-        # In the dtype of x: `_one_pass` computes in float32, where the subtraction cancels.
+        # x in its own dtype, not in float64: `_one_pass` itself computes in float32, where the subtraction cancels.
         **formulas.forwards(
             {"the variance is mean(x^2) - mean(x)^2, which cancels; use mean((x - mean)^2)": _one_pass}, x.dtype
         ),
@@ -260,12 +264,15 @@ def _over(width: int, columns: int) -> Divisor:
 
 
 def _root(columns: int | None = None, eps: float | None = None) -> Divisor:
-    """The divisor of RMSNorm over the first `columns` alone, or with an eps that replaces the one given."""
+    """The divisor of RMSNorm with a mistake: over the first `columns` alone, or with this `eps`, not the given one."""
     return lambda x, given: rms(x[..., :columns], given if eps is None else eps)
 
 
 def _forward_mistakes(width: int, centred: bool) -> dict[str, formulas.Formula]:
-    """Mistakes in the divisor, and in how the weight is applied. centred: of LayerNorm; False: of RMSNorm."""
+    """Mistakes in the divisor, and in how the weight is applied, of a norm over `width` columns.
+
+    centred  True: those of LayerNorm; False: those of RMSNorm
+    """
     squares = "var" if centred else "mean(x^2)"
     divisors: dict[str, Divisor] = {
         f"eps is added to the root, not under it: sqrt({squares}) + eps": lambda x, eps: rms(x, 0.0) + eps,
@@ -321,7 +328,7 @@ def _dx_mistakes(centred: bool) -> dict[str, formulas.Gradients]:
     def with_dx(
         exact: formulas.Problem, _: formulas.Outputs, dx_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     ) -> formulas.Outputs:
-        """The gradient of x by a function as in `dx`, below."""
+        """The gradient of x that a function of the table `dx`, below, gives."""
         dy, x = exact.grad_output, less(exact.inputs["x"])
         r = 1 / rms(x, exact.settings["eps"])
         return {"x": dx_of(dy * exact.inputs["weight"], x * r, r, dy)}
@@ -362,7 +369,10 @@ def _weight_gradient_mistakes(x: Tensor, centred: bool) -> dict[str, formulas.Gr
         normalised: bool = True,
         times: float = 1.0,
     ) -> formulas.Outputs:
-        """The gradients of weight and bias, `times` their sum over `rows`. normalised False: made of x itself."""
+        """The gradients of weight and bias: `times` their sum over `rows`.
+
+        normalised  False: the weight's gradient is made of x, not of the normalised x
+        """
         x = less_mean(exact.inputs["x"], centred)
         n = x / rms(x, exact.settings["eps"]) if normalised else x
         each = {"weight": exact.grad_output * n, "bias": exact.grad_output}

@@ -1,14 +1,14 @@
 """Optimizers: each step is compared with the formula in float64, from the weights that the step began with.
 
 `kinds.py` calls `questions`, and `remark` at the end of the report. The formula is one of the published *forms* of the
-algorithm (`optimizer_formula.py`): the one that the optimizer's first steps follow. The budget
-(`lmsys.testing.error_ratio`) is the error of torch's optimizer in the dtype; for forms that torch lacks, that of the
-formula in plain PyTorch. Each row of a parameter is judged alone, so that a row of huge steps hides no error in others.
-An optimizer that claims to keep float32 master weights for bfloat16 weights is compared over the whole run in float64
-instead.
+algorithm (`optimizer_formula.py`): the one that the optimizer's first steps follow. The budget, the error that a step
+may have (`lmsys.testing.error_ratio`), comes from the error of torch's optimizer in the dtype of the weights; for forms
+that torch lacks, from that of the formula in plain PyTorch. Each row of a parameter is judged alone, so that a row of
+huge steps hides no error in others. An optimizer that claims to keep float32 master weights for bfloat16 weights is
+compared in another way: with a run in float64 from the first weights on, since its master weights cannot be read.
 
-The tables from IGNORED to KEEPING_MISTAKES hold the known mistakes, as changes of the two parts of a `Formula`, its
-rule and its keeping; add new ones there.
+The tables from IGNORED to KEEPING_MISTAKES hold the known mistakes. Each is a change of one of the two parts of a
+`Formula`: its rule, the arithmetic, or its keeping, which settings and state a step gets. Add new mistakes there.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
 
 
 def remark(entry: registry.Entry, options: question.Options) -> str:
-    """The form that the optimizer follows, in words, to end the report with."""
+    """The form that the optimizer follows, in words: the last line of the report."""
     optimizer = entry.load()
     claim = optimizer_runs.claim_of(optimizer)
     return str(form_of(optimizer, claim, options.seed) or optimizer_formula.FORMS[claim.algorithm][0])
@@ -54,9 +54,9 @@ NEAR_EPS = 2.0**-27  # scales gradients to about 7.5e-9, so that an eps of 1e-8 
 
 
 def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int) -> optimizer_formula.Form | None:
-    """The form that an optimizer follows for the most of its first four steps.
+    """The form that an optimizer's first four steps follow the longest.
 
-    None if no form gives its first step, and if a step raises an exception or makes a weight that is not finite.
+    None if no form agrees with its first step, or if a step raises an exception or makes a weight that is not finite.
     """
     # AdamW is asked with decay, in which its forms may differ, if it takes one.
     decay = claim.taken({"weight_decay": 0.5}) if claim.algorithm == "AdamW" else {}
@@ -73,7 +73,10 @@ def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int) -> optimizer
 
 
 def _followed(form: optimizer_formula.Form, run: optimizer_formula.Run, made: optimizer_formula.Trace) -> int:
-    """The number of steps, from the first on, that agree with the form. `made`: what the optimizer made of the run."""
+    """The number of steps, from the first on, that agree with the form.
+
+    made  the weights that the optimizer made in the run, by step
+    """
     exact, plain = (
         optimizer_formula.Formula(form.rule).trace(run, [list(run.parameters)] + made[:-1], dtype)
         for dtype in (torch.float64, torch.float32)
@@ -108,7 +111,8 @@ def failure(
             "step() changes the gradient in place; gradients must stay as they are",
             error_ratio=None,
         )
-    # Each step begins from the weights that the optimizer itself made, except with master weights, which are not seen.
+    # The formula begins each step from the weights that the optimizer itself has made. Master weights cannot be read:
+    # with them (`begins` is None) it begins only the first step so, and goes on from its own weights.
     begins = None if case.masters else [list(run.parameters)] + made[:-1]
     exact = optimizer_formula.Formula((form or optimizer_formula.FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)
@@ -132,9 +136,10 @@ def _plain(
     run: optimizer_formula.Run,
     begins: optimizer_formula.Trace | None,
 ) -> optimizer_formula.Trace:
-    """The run as plain PyTorch makes it, in the dtype of the parameters; with master weights in float32, then rounded.
+    """The run as plain PyTorch makes it, in the dtype of the parameters.
 
-    Its error against the exact run is what an optimizer may lose.
+    With master weights it is computed in float32, and then rounded to that dtype. From its error against the exact run
+    follows how large an optimizer's error may be.
     """
     dtype = run.parameters[0].dtype
     if begins is None:
@@ -154,7 +159,7 @@ def _plain(
 
 
 def _ratios(made: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> list[float]:
-    """The error of each row of a parameter over the budget of the row; a vector is one row."""
+    """The error of each row of a parameter over the budget of that row. A parameter with one dimension is one row."""
     rows = zip(*(x.reshape(-1, x.shape[-1]) for x in (made, exact, plain)), strict=True)
     return [testing.error_ratio(*row) for row in rows]
 
@@ -162,7 +167,12 @@ def _ratios(made: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> lis
 def _place(
     case: optimizer_runs.Case, step: int, i: int, ratios: list[float], made: torch.Tensor, exact: torch.Tensor
 ) -> str:
-    """The place, in words, where parameter i is most wrong after a step. ratios: each row's error over its budget."""
+    """The place, in words, where parameter i is most wrong after a step.
+
+    ratios  each row's error over its budget
+    made    the parameter as the optimizer made it
+    exact   the parameter as it should be
+    """
     row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), case.sizes.get(step)
     made, exact = (x.reshape(len(ratios), -1)[row] for x in (made, exact))
     (column,) = question.worst(made, exact)
@@ -184,9 +194,9 @@ def explain(
 ) -> str | None:
     """The known mistake that leads to the steps that were made, in words; None if there is none.
 
-    traces  what the optimizer made, what is right, and what plain PyTorch makes, in this order
-    begins  the weights that each step begins from, as in `Formula.trace`
     form    mistakes are tried in this form; None: in all forms, since a mistake may hide which form it is
+    traces  the weights by step: as the optimizer made them, as they should be, and as plain PyTorch makes them
+    begins  the weights that each step begins from, as in `Formula.trace`
     """
     forms = optimizer_formula.FORMS[claim.algorithm]
     others = {
@@ -215,10 +225,12 @@ def _gives(
     mistaken: optimizer_formula.Trace,
     traces: tuple[optimizer_formula.Trace, optimizer_formula.Trace, optimizer_formula.Trace],
 ) -> bool:
-    """True if a mistake leads to what was made in all steps, and not to what is right.
+    """True if a mistake gives the weights that were made, in all steps, and if these are not the right ones.
 
-    traces  as in `explain`
-    The steps of the mistake and those made may differ by the usual error, that of plain PyTorch.
+    The weights of the mistake and those that were made may differ by as much as right ones.
+
+    mistaken  the weights that the mistake gives, by step
+    traces    as in `explain`
     """
     differs = False
     flat = [list(chain.from_iterable(trace)) for trace in traces + (mistaken,)]
@@ -234,11 +246,11 @@ def _gives(
     return differs
 
 
-# By mistake in words: the fields of a rule (`Adam`, `Sgd`) or of a `Formula` that make the mistake, by name. The
-# docstrings of these classes say what each field is, and which arguments it gets if it is a function.
+# {mistake in words: {field: value that makes the mistake}}. The fields are those of a rule (`Adam`, `Sgd`) or of a
+# `Formula`. The docstrings of these classes say what each field is, and which arguments it gets if it is a function.
 Changes = dict[str, dict[str, Any]]
-# Rules differ in how weights decay: `in_gradient` times the decay is added to the gradient, `taken` from the weights.
-# `Adam.taken` takes lr weight_decay p, `Sgd.taken` takes nothing.
+# Rules differ in how weights decay. `in_gradient` times weight_decay p is added to the gradient of a weight p; what
+# `taken` returns is subtracted from p: `Adam.taken` returns lr weight_decay p, and `Sgd.taken` returns 0.
 DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": optimizer_formula.Adam.taken}
 IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": optimizer_formula.Sgd.taken}}
 
@@ -351,7 +363,7 @@ KEEPING: Changes = {  # mistakes in keeping settings and state, of every algorit
     },
     "load_state_dict leaves settings as the constructor set them": {"restores": lambda loaded, made: made},
 }
-KEEPING_OF_ADAM: Changes = {  # more of them, of AdamW and Adam
+KEEPING_OF_ADAM: Changes = {  # more mistakes in keeping settings and state, of AdamW and Adam
     "eps of the first param group is used for all": {
         "setting": lambda schedule, step, group: schedule[step][group] | {"eps": schedule[step][0]["eps"]},
     },

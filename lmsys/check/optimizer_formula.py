@@ -1,22 +1,25 @@
 """The formulas of AdamW, Adam and SGD in their published forms, with fields for what a mistaken optimizer does.
 
-A formula has two parts. The *rule* (`Adam`, `Sgd`) is the arithmetic of one parameter. The *keeping*, all other fields
-of `Formula`, surrounds the rule: which parameters are stepped, by which settings, and what becomes of their state.
-`optimizer.py` compares optimizers with `Formula.trace`, and lists mistakes in both parts.
+`optimizer.py` compares each step of an optimizer with `Formula.trace` in float64. It also lists the known mistakes,
+each of which changes the values of some fields of a formula. Add a mistake there, and a published form to FORMS here.
+
+A formula has two parts. The *rule* (`Adam` or `Sgd`) is the arithmetic of a step of one parameter. The *keeping*, which
+is all other fields of `Formula`, is the bookkeeping around the rule: which parameters are stepped, with which settings,
+and how their state is kept, saved and loaded.
 
     Adam  m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  p -= lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
     Sgd   b = momentum b + (1 - dampening) g, in its first step b = g;  p -= lr b, or lr (g + momentum b) with nesterov
 
-Adam, AdamW: arXiv 1412.6980, Algorithm 1, and arXiv 1711.05101, Algorithm 2, as torch.optim has them: AdamW takes
-lr weight_decay p from p before the step, Adam and SGD add weight_decay p to g.
+Adam, AdamW: arXiv 1412.6980, Algorithm 1, and arXiv 1711.05101, Algorithm 2, as torch.optim has them: AdamW
+subtracts lr weight_decay p from p before the step, Adam and SGD add weight_decay p to g.
 
-Adam and AdamW have several forms (FORMS), since authors differ in two choices. No choice is a mistake if all steps
-make the same one:
+Adam and AdamW have several forms (FORMS), since authors differ in two choices. Either choice is right, if an optimizer
+makes the same one in all steps:
 
 - eps is added to √(v / (1 - β2ᵗ)), after bias correction (arXiv 1412.6980, Algorithm 1; torch), or to √v, before it
-  (the efficient order of computation at the end of section 2 there; CS336's handout).
-- AdamW's weights decay before the step (arXiv 1711.05101, Algorithm 2; torch), or after it, moved as they are (CS336's
-  handout; transformers' AdamW).
+  (arXiv 1412.6980, the more efficient order at the end of section 2; the handout of the course CS336).
+- AdamW's weights decay before the step (arXiv 1711.05101, Algorithm 2; torch), or after it. Then the decay is computed
+  from the weights that the step has moved (CS336's handout; transformers' AdamW).
 """
 
 from collections import defaultdict
@@ -45,13 +48,13 @@ DEFAULTS: Settings = {  # the settings of an optimizer, unless a case has others
 
 @dataclass(frozen=True)
 class Run:
-    """The inputs of a training that an optimizer is asked for.
+    """The inputs of a training that an optimizer is asked for. `optimizer_runs.run_of` makes them.
 
     parameters  their values before the first step
     groups      for each param group: the indices of its parameters
     settings    lr and the other settings, by step and group
     gradients   by step, by parameter: its gradient, or None
-    reloads     the steps before which the optimizer is constructed again, and gets its saved state dict
+    reloads     the steps before which a new optimizer is constructed, and loads the state dict of the old one
     """
 
     parameters: Sequence[Tensor]
@@ -63,16 +66,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Adam:
-    """The arithmetic of Adam and AdamW for one parameter.
+    """The arithmetic of Adam and AdamW for one parameter. The defaults are those of AdamW in torch's form.
+
+    An arrow says what a function gets and returns. `step` calls these functions at the places where optimizers differ.
 
     taken        (lr, weight_decay, p) -> what decoupled weight decay subtracts from p
-    late         p decays after the step, not before it
+    late         True: p decays after the step, not before it
     in_gradient  how many times weight_decay p is added to the gradient
     betas        (β1, β2) -> β1 and β2 as they are used
-    square       g -> what the second moment is the mean of
-    corrections  (1 - β1ᵗ, 1 - β2ᵗ) -> what the moments are divided by
-    update       (m, v, c1, c2, eps) -> p changes by -lr times this; c1, c2 are what `corrections` returns
-    keep         a moment -> as it is kept between steps
+    square       g -> the tensor whose running mean is the second moment: g²
+    corrections  (1 - β1ᵗ, 1 - β2ᵗ) -> (c1, c2), the divisors of the moments m and v
+    update       (m, v, c1, c2, eps) -> the step without lr: p changes by -lr times this
+    keep         a moment -> its value as it is stored for the next step
     """
 
     taken: Callable[[float, float, Tensor], Tensor | float] = lambda lr, decay, p: lr * decay * p
@@ -87,12 +92,15 @@ class Adam:
     keep: Callable[[Tensor], Tensor] = lambda moment: moment
 
     def step(self, p: Tensor, g: Tensor, state: State, settings: Settings, t: float) -> Tensor:
-        """The new values of p after step t by the gradient g. `Formula.trace` calls it. Changes `state`."""
+        """Returns p after a step by the gradient g, and writes the new moments into `state`. `Formula.trace` calls it.
+
+        t  the number of the step in bias correction, from 1 on
+        """
         beta1, beta2 = self.betas(*settings["betas"])
         g = g + self.in_gradient * settings["weight_decay"] * p
         m = beta1 * state.get("m", torch.zeros_like(p)) + (1 - beta1) * g
         v = beta2 * state.get("v", torch.zeros_like(p)) + (1 - beta2) * self.square(g)
-        # "corrected_by": other betas for bias correction, set by a mistake in `optimizer.py` alone.
+        # Bias correction uses the same betas, unless a mistake in `optimizer.py` sets others as "corrected_by".
         corrected = self.betas(*settings.get("corrected_by", settings["betas"]))
         state |= {"m": self.keep(m), "v": self.keep(v)}
         p = p if self.late else self.decay(p, settings)
@@ -109,11 +117,11 @@ class Adam:
 class Sgd:
     """The arithmetic of SGD for one parameter.
 
-    taken, in_gradient  as in Adam
-    only_with_momentum  there is no weight decay if momentum is 0
-    buffer              (b, g, momentum, dampening) -> the new b; in the first step b is None
-    rate_within         the buffer adds up lr times the gradients
-    nesterov            (g, b, momentum) -> the step with nesterov
+    taken, in_gradient  as in `Adam`
+    only_with_momentum  True: there is no weight decay if momentum is 0, which is a mistake
+    buffer              (b, g, momentum, dampening) -> the new momentum buffer b; in the first step b is None
+    rate_within         True: the buffer adds up lr g, not g, which is a mistake
+    nesterov            (g, b, momentum) -> the step without lr, if nesterov is set
     """
 
     taken: Callable[[float, float, Tensor], Tensor | float] = lambda lr, decay, p: 0.0
@@ -126,7 +134,7 @@ class Sgd:
     nesterov: Callable[[Tensor, Tensor, float], Tensor] = lambda g, b, momentum: g + momentum * b
 
     def step(self, p: Tensor, g: Tensor, state: State, settings: Settings, t: float) -> Tensor:
-        """The new values of p, as `Adam.step`. SGD has no bias correction, so t is not used."""
+        """Returns p after a step, as `Adam.step` does. SGD has no bias correction, so t is not used."""
         momentum, lr = settings["momentum"], settings["lr"]
         decay = 0.0 if self.only_with_momentum and momentum == 0 else settings["weight_decay"]
         g, p = g + self.in_gradient * decay * p, p - self.taken(lr, decay, p)
@@ -140,15 +148,16 @@ class Sgd:
 
 @dataclass(frozen=True)
 class Formula:
-    """A rule, and the keeping that surrounds it.
+    """A rule, and the keeping around it: see the module. The default keeping is right; any other value is a mistake.
 
-    rule              the arithmetic of one parameter
-    count             (steps of the parameter, calls of `step`, steps of all parameters) -> t in the bias correction
+    rule              the arithmetic of a step of one parameter
+    count             (steps of this parameter, calls of the optimizer's `step`, steps of all parameters together), each
+                      so far -> t in the bias correction
     without_gradient  what happens to a parameter that has no gradient: "nothing"; "decay", its weight decay alone, for
                       which `rule` must be an `Adam`; or "step", as by a gradient of zeros
-    shared            all parameters of one shape share one state
-    forgets           the moments begin as zeros in each step
-    loads             state of a parameter -> state after it was saved and loaded
+    shared            True: all parameters of one shape share one state
+    forgets           True: moments, or the momentum buffer, are lost after each step
+    loads             state of a parameter -> its state after it was saved and loaded
     restores          (settings in a state dict, settings of the constructor) -> settings after loading
     setting           (the run's settings, step, group) -> the settings that are used
     weights           the dtype that weights are rounded to after each step; None: they are not rounded
@@ -165,10 +174,11 @@ class Formula:
     weights: torch.dtype | None = None
 
     def trace(self, run: Run, begins: Trace | None = None, dtype: torch.dtype = torch.float64) -> Trace:
-        """The parameters after each step, computed in `dtype`: float64 gives the right ones, others plain PyTorch's.
+        """Returns the parameters after each step of a run.
 
-        begins  by step, by parameter: the values that the step starts from; None: those that the formula itself made
-                in the step before
+        begins  by step, by parameter: the values that the step starts from; None: a step starts from the result of this
+                formula's step before
+        dtype   of the computation: float64 for the exact result, another for plain PyTorch's result with its roundings
         """
         of_all, values = 0, [p.to(dtype) for p in run.parameters]
         states: dict[Any, State] = defaultdict(dict)
@@ -226,7 +236,7 @@ _LARGER_EPS = (
     "eps is added to √v before bias correction, and so acts as eps / √(1 - beta2 ** t): 32 eps at t = 1, beta2 = 0.999"
 )
 _LATE_DECAY = "here the update decays, too: p = (p - update) (1 - lr weight_decay)"
-FORMS: Mapping[str, Sequence[Form]] = {  # by algorithm; torch's is first, and is taken if steps fit several forms
+FORMS: Mapping[str, Sequence[Form]] = {  # by algorithm; torch's form is first: it is taken if steps fit several forms
     "AdamW": (
         Form(Adam(), "AdamW in the form of torch.optim.AdamW"),
         Form(

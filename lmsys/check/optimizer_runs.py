@@ -1,7 +1,7 @@
-"""Runs of optimizers, for `optimizer.py`: the algorithm that an optimizer claims to be, its cases, and its steps.
+"""Runs of optimizers, for `optimizer.py`: the algorithm that an optimizer claims to be, its test cases, and its steps.
 
-`claim_of` tells the algorithm from the constructor, `cases_of` lists the cases, `run_of` draws the inputs of a case,
-and `trace_of` steps an optimizer through them. A new case is an entry in `cases_of`.
+`claim_of` tells the algorithm from the constructor and the class's name, `cases_of` lists the cases, `run_of` draws the
+inputs of a case, and `trace_of` steps an optimizer through them. A new case is an entry in `cases_of`.
 """
 
 import copy
@@ -17,8 +17,9 @@ from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
 from lmsys.parallel import sharded_optimizer
 
-# Algorithms without a formula here, by their names in class names that may also have Adam or SGD in them. A name with a
-# space behind it must end the class's name: an AdamPlain is no AdamP.
+# An optimizer with one of these words in its class's name, or in that of a base class, is another algorithm, for which
+# there is no formula here, although the name may contain Adam or SGD as well. A word with a space behind it must end
+# the name: "AdamP " does not fit AdamPlain.
 OTHERS = (
     *sharded_optimizer.OF_WHOLE,
     *("AdaBelief", "AdaMax", "Adamax", "AdaMod", "Adan", "Cautious", "DAdapt", "Lion", "NAdam", "QHAdam", "RAdam"),
@@ -28,12 +29,13 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Claim:
-    """The algorithm that an optimizer is held to, and what its constructor takes.
+    """The algorithm that an optimizer is compared with, and what its constructor takes.
 
     algorithm  "AdamW", "Adam" or "SGD", as torch.optim has them
     why        how this is known, in words
     settings   the names in DEFAULTS that its constructor takes
-    masters    arguments of its constructor that make it keep float32 master weights; None if it does not claim to
+    masters    arguments of its constructor that make it keep float32 master weights, {} if it needs none; None if it
+               does not claim to keep them
     """
 
     algorithm: str
@@ -46,7 +48,7 @@ class Claim:
 
     @property
     def plain(self) -> Callable[..., torch.optim.Optimizer]:
-        """torch's optimizer of this algorithm, whose error in a dtype is the error allowed."""
+        """torch's optimizer of this algorithm. Its rounding error in a dtype is the error that others may have."""
         return getattr(torch.optim, self.algorithm)
 
     def taken(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,9 +59,9 @@ class Claim:
 def claim_of(optimizer: Any) -> Claim:
     """The claim of an optimizer's class, by its constructor and its name.
 
-    The nearest class with "Adam" in its name decides between AdamW and Adam: the optimizer's own, or one that it
-    derives from. Both take betas. SGD has "SGD" in one of these names. ValueError for any other, since there is no
-    formula for it, and for what is no class.
+    If it takes `betas`, the first class with "Adam" in its name decides, of its own class and then the base classes: it
+    is an AdamW if that name has AdamW in it, else an Adam. SGD has "SGD" in one of these names. ValueError for any
+    other algorithm, since there is no formula for it, and for an object that is not a class.
     """
     values.hold((inspect.isclass(optimizer), f"{optimizer!r} is no class: name the class of the optimizer"))
     parameters, name = _parameters(optimizer), optimizer.__name__
@@ -110,19 +112,20 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
 
 
 def _masters(name: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any] | None:
-    """`Claim.masters`: {argument: True} if the constructor has an argument with "master" in its name that is a flag.
+    """The value of `Claim.masters`, found by the word "master" in the names of arguments and of the class.
 
-    {} if this argument's default is no bool, and if only the class's name says that it keeps master weights: then no
-    argument is passed. None if neither name has "master".
+    {argument: True} if a constructor's argument has the word in its name, and a bool as its default. {}, so that no
+    argument is passed, if that default is not a bool, or if only the class's name has the word. None if no name has it.
     """
     if setting := next((setting for setting in parameters if "master" in setting.lower()), None):
         return {setting: True} if isinstance(parameters[setting].default, bool) else {}
     return {} if "master" in name.lower() else None
 
 
-SHAPES = (8, 16), (8, 16), (24,)  # of the parameters of each run
-# The steps and learning rate of the runs with master weights: bfloat16 weights between 1 and 2 would lose each such
-# step by rounding, but all steps together change them by 0.28.
+SHAPES = (8, 16), (8, 16), (24,)  # of the three parameters of each run
+# The number of steps and the learning rate of the runs with master weights. Here each step of Adam is about lr. That is
+# less than half the spacing of bfloat16 between 1 and 2, 2**-7, so bfloat16 weights without a float32 copy would not
+# move at all; but all steps together are 0.28.
 MASTER_STEPS, MASTER_LR = 96, 0.75 * 2.0**-8
 
 
@@ -131,17 +134,18 @@ class Case:
     """A case: what an optimizer is asked to do. `run_of` draws its inputs. Steps and parameters are numbered from 0.
 
     about       the case in words
-    steps       how many
+    steps       the number of steps
     given       for each param group: settings that replace DEFAULTS
     groups      for each param group: its parameters
     changes     by step: settings that all groups have from then on
     missing     by step: the parameters without a gradient
     reloads     the steps before which the state is saved and loaded
-    sizes       by step: the size of its gradients, a name in `lmsys.extremes.model.SIZES`; others are near-normal
+    sizes       by step: the size of its gradients, a name in `lmsys.extremes.model.SIZES`; in a step that is not here
+                they are nearly standard normal
     dtype       of parameters and gradients
-    masters     the optimizer must keep float32 master weights
-    in_place    a step may change gradients
-    transposed  parameters and gradients are transposed in memory
+    masters     True: the optimizer must keep float32 master weights
+    in_place    True: a step may change gradients in place, as torch's own does in this case
+    transposed  True: parameters and gradients are transposed in memory
     """
 
     about: str
@@ -175,7 +179,7 @@ class Case:
 def cases_of(claim: Claim) -> list[Case]:
     """The cases for an optimizer with this claim, from the first step to the rarest inputs."""
     sgd = claim.algorithm == "SGD"
-    # `half` is given whether or not the constructor takes it: if not, the case is not asked.
+    # `half` does not go through `claim.taken`: if the constructor takes no weight_decay, `why_not` leaves the case out.
     momentum, half, decay = {"momentum": 0.9}, {"weight_decay": 0.5}, claim.taken({"weight_decay": 0.5})
     # Settings under which a step depends on earlier ones, so that lost state shows.
     stateful = decay | claim.taken(momentum if sgd else {"betas": (0.8, 0.95)})
@@ -184,7 +188,7 @@ def cases_of(claim: Claim) -> list[Case]:
         Case("weight decay, without and with momentum", 4, (half, stateful | half), ((0,), (1, 2))),
         Case("momentum", 6, (momentum,)),
         Case("momentum and dampening", 6, (momentum | {"dampening": 0.5},)),
-        # torch's own foreach SGD adds the momentum to the gradients themselves here (torch 2.13).
+        # With nesterov torch's own foreach SGD adds the momentum to the gradients in place (torch 2.13).
         Case("nesterov", 6, (momentum | {"nesterov": True},), in_place=True),
     ]
     of_adam = [
@@ -201,7 +205,7 @@ def cases_of(claim: Claim) -> list[Case]:
                 claim.taken({"lr": 0.025, "weight_decay": 0.0, "momentum": 0.5, "nesterov": True}),
             ),
             ((0,), (1, 2)),
-            in_place=sgd,  # as for nesterov
+            in_place=sgd,  # the second group has nesterov: see above
         ),
         Case("maximize", 4, (decay | {"maximize": True}, decay | {"maximize": False}), ((0,), (1, 2))),
         Case("weights transposed in memory", 4, (decay,), transposed=True),
@@ -268,7 +272,7 @@ def run_of(case: Case, seed: int) -> Run:
         ]
         return [x.t().contiguous().t() for x in made] if case.transposed else made
 
-    # With masters they are 1.4 to 1.6 at first, and within 1 to 2 in all steps: bfloat16 rounds each step away.
+    # With master weights they begin at about 1.4 to 1.6: Adam's steps then leave them within 1 to 2, see MASTER_STEPS.
     parameters = [1.5 + p / 32 if case.masters else p for p in drawn("parameter")]
     current: list[Settings] = [{**DEFAULTS, **given} for given in case.given]
     settings, gradients = [], []
@@ -309,7 +313,7 @@ def trace_of(
         if step in run.reloads:
             state = copy.deepcopy(optimizer.state_dict())
             parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-            # The new one is constructed with DEFAULTS, so that settings which load_state_dict does not restore show.
+            # The new one is constructed with DEFAULTS: if load_state_dict does not restore a setting, the steps differ.
             optimizer = _optimizer_of(make, claim, run, parameters, [DEFAULTS] * len(run.groups))
             optimizer.load_state_dict(state)
         if step > 0 and run.settings[step] != run.settings[step - 1]:

@@ -1,7 +1,8 @@
 """The types of `lmsys check`: a question to an implementation, the fault of its answer, and a table of the answers.
 
-The modules of the kinds make questions; `kinds.py` and the course's grading ask them. `where` and `worst` describe
-where a tensor is wrong.
+A *kind* is a type of implementation, such as attention or an optimizer. The module of each kind makes questions;
+`kinds.py`, and `lmsys/course/parts.py` for the course CS336, ask them. `where` and `worst` describe where a tensor is
+wrong. A new option of the command is a field of `Options`, and an argument in `__main__.py`.
 """
 
 import math
@@ -21,11 +22,12 @@ class Options:
 
     head_dim  head dimension of attention
     grad      False: only forwards are checked
-    dtypes    attention, losses and norms are checked in these dtypes
+    dtypes    attention and functions of tensors, such as losses and norms, are checked in these dtypes
     seed      seed of the inputs
     layout    layout of attention's tensors: "bhsd" is (B, H, S, D), "bshd" (B, S, H, D)
-    uses      attention is also asked what models do with it, and larger sizes
-    extremes  attention is asked only about extreme scores
+    uses      False: a quick check of attention, as before a benchmark, without larger sizes and without calls as models
+              make them, such as two forwards before a backward
+    extremes  True: attention is asked only about extreme scores
     """
 
     head_dim: int = 64
@@ -43,9 +45,10 @@ class Fault:
 
     text         where, and the values expected and given, in lines for a reader
     mistake      the known mistake that gives this answer, in words; None if there is none
-    error_ratio  the largest error over its budget; None if no number is wrong, or if it is not finite
-    raises       the implementation raised an exception instead of an answer
-    backward     the fault is in the backward alone: the forward is right
+    error_ratio  the largest error over its budget, the error that is allowed; None if no number is wrong, or if the
+                 ratio is not finite
+    raises       True: the implementation raised an exception instead of an answer
+    backward     True: the fault is in the backward alone, and the forward is right
     """
 
     text: str
@@ -59,8 +62,8 @@ class Fault:
         """The fault of an implementation that raises an exception: its type, its first line, and where in its file."""
         what, line = "its backward" if backward else "it", registry.message_of(error).splitlines()[0]
         text = f"  {what} raises {type(error).__name__}: {line}{registry.place_of(error)}"
-        # A row in a process of its own reports a result that is not as promised by an exception, whose `failure` begins
-        # with "wrong". That is a wrong answer, not a refusal.
+        # Some exceptions carry a pair `failure`, (outcome, reason). If the outcome is "wrong", the implementation did
+        # answer, but not as promised, such as with another shape: that is a wrong answer, not a refusal.
         failure = getattr(error, "failure", None)
         return cls(text, raises=not (isinstance(failure, tuple) and failure[:1] == ("wrong",)), backward=backward)
 
@@ -95,7 +98,7 @@ class Question:
              named=False leaves out the search for the mistake
     shape    the case in full, in words
     reason   why the implementation is not asked; None: it is asked
-    extreme  the inputs are extreme: see `lmsys.extremes`
+    extreme  True: the inputs are extreme, as in `lmsys.extremes`
     aspect   the line of a table `Holds` in which the answer counts, if there is such a table
     """
 
@@ -138,10 +141,12 @@ AXES = ("batch", "head", "row", "column")
 
 
 def where(wrong: torch.Tensor, axes: Sequence[str] = AXES) -> str:
-    """The words that follow "wrong in": where a mask, by default (B, H, S, D), is True.
+    """Describes where a boolean mask is True, in words that follow "wrong in".
 
-    axes  the names of the mask's axes; an axis is named if the mask is True at some of its indices, and not at all
-    For example "rows 214 to 236 of 237, the last 23 (9.7 % of the elements)".
+    For example "rows 214 to 236 of 237, the last 23 (9.7 % of the elements)". An axis is left out if the mask is True
+    somewhere at each of its indices.
+
+    axes  the names of the mask's axes
     """
     parts = []
     for axis, name in enumerate(axes):
@@ -156,7 +161,7 @@ def where(wrong: torch.Tensor, axes: Sequence[str] = AXES) -> str:
 
 
 def _of_axis(name: str, at: Sequence[int], size: int) -> str:
-    """Describes the indices `at` on an axis of this name and size."""
+    """Describes the indices `at`, in increasing order, on an axis of this name and size."""
     first, last, count, names = at[0], at[-1], len(at), "batches" if name == "batch" else f"{name}s"
     second = at[min(1, count - 1)]
     is_range, ends = count == last - first + 1, f"{names} {first} to {last} of {size}"

@@ -1,8 +1,9 @@
 """Records the collectives that a rank begins, and compares them with those of the other ranks before they run.
 
 `trained.py` records each training. Ranks that begin different collectives wait for ever, or add up values that do not
-belong together. So each rank first writes what it is about to begin into the store of the process group, and reads what
-the others have written. If they differ, all ranks raise `Mismatch`.
+belong together. So each rank first writes a *note* of what it is about to begin into the key-value store of the process
+group, and reads the notes of the others. If they differ, all ranks raise `Mismatch`. Another collective to record is an
+entry of KINDS.
 
 With gloo, the result of an asynchronous collective is delivered only when the strategy waits for it (`Delayed`), so
 that a missing wait() shows as wrong weights.
@@ -24,8 +25,8 @@ import torch.distributed as dist
 from lmsys import doing
 
 PEER_S = 5.0  # how long a rank waits for the others' notes; then the collective begins in any case
-# By the name of a method of torch's ProcessGroup: (the collective in words, the index of the argument that the method
-# writes its result to, where self is not counted; None: its result is not delayed).
+# By the name of a method of torch's ProcessGroup: (the collective in words; the index of the argument that gets the
+# result, not counting self, or None if the result is not to be delayed).
 KINDS = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", None),
@@ -57,10 +58,10 @@ class Recorder:
 
     trial     a number that identifies the training, the same on all ranks
     group     the process group of the ranks that train
-    names     of parameters, by their number of elements, for messages
-    unwaited  running collectives that were not waited for yet: their handles, and in words what they are
+    names     {number of elements: parameter's name}, by which messages name a collective of so many elements
+    unwaited  {handle: words} of running collectives that the strategy has not waited for yet
     raced     collectives whose tensors were written to while they were running, in words
-    _numbers  by the name of a process group: the numbers of this rank's next notes
+    _numbers  by the name of a process group: a counter, which gives the number of this rank's next note
     """
 
     trial: int
@@ -88,14 +89,14 @@ class Recorder:
         return _read(self._note("", self.group, "ended"), timeout_s) is not None
 
     def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of torch's process groups, called `name` there, that is recorded, and delayed where it may be."""
+        """The replacement of a method of torch's ProcessGroup: records a call, and delays its result if possible."""
         kind, written = KINDS[name]
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             tensors = _tensors(args[written or 0]) if args else []
             what = self._words(kind, tensors)
             self.mark(what, group)
-            # Delayed are only collectives that a strategy's own code begins with gloo, on tensors that can be copied.
+            # A result is delayed only if the strategy's own code begins the collective, by gloo, on contiguous tensors.
             if (
                 written is None
                 or group.name() != "gloo"
@@ -104,7 +105,8 @@ class Recorder:
                 or not all(x.is_contiguous() for x in _tensors(args))
             ):
                 return method(group, *args, **kwargs)
-            # The collective runs on copies. `before` are other copies, by which writes to the tensors are noticed.
+            # The collective runs on `copies`. `before` are second copies. If the strategy's tensors differ from them as
+            # the result is delivered, they were written to while the collective was running.
             copies, before = (
                 torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), args) for _ in range(2)
             )
@@ -168,7 +170,8 @@ class Recorder:
 class Delayed:
     """The handle of a running collective, which a strategy gets in place of torch's `Work`.
 
-    It delivers the result when the strategy waits, in any of the ways that `Work` has. All else is the work's own.
+    It delivers the result once the strategy waits: by `wait`, by `get_future`, or by an `is_completed` that is True.
+    All other attributes are those of the `Work` inside.
     """
 
     def __init__(self, work: Any, deliver: Callable[[], None]):
@@ -214,7 +217,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _begun_by_strategy() -> bool:
     """True if a strategy's own code began the collective; False for torch's code, such as DistributedDataParallel.
 
-    The functions of torch.distributed in between are passed over.
+    Between that code and the collective are functions of torch.distributed, which are skipped.
     """
     frame: Any = sys._getframe(2)  # the caller of `call` in `Recorder._recorded`
     while frame.f_globals.get("__name__") in ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"):

@@ -4,8 +4,8 @@
 `f(x, cos, sin)` with tables (S, D / 2). Or it is a module's class, built with a theta, a head dimension and a longest
 sequence, and called as (x, positions). x is (B, H, S, D), positions are (S,). The pairs of columns that are rotated may
 be neighbours (2i, 2i + 1) or lie in two halves (i, i + D / 2), but must be the same in all cases. A case's shape is
-that of x. ROLES and BUILT list the names that parameters may have; new mistakes go to `mistakes` and its tables, with
-an exhibit in `tests/museum/`.
+that of x. ROLES and BUILT list the names that parameters may have. A new mistake goes to `mistakes` or one of its
+tables, and an exhibit, a published fault that makes it, to `tests/museum/rotary.py`.
 
 Legend: B batch, H heads, S sequence length, D head dimension.
 """
@@ -32,7 +32,7 @@ BUILT: signature.Roles = {  # as ROLES, for the parameters of a class's construc
     "head_dim": ("head_dim", "d_k", "dim", "d_head", "rotary_dim"),
     "length": ("max_seq_len", "context_length", "max_position_embeddings", "max_len", "seq_len"),
 }
-THETA, LONGEST = 10_000.0, 2**11  # the theta of most cases; the longest sequence: every position is less
+THETA, LONGEST = 10_000.0, 2**11  # the theta of most cases; the longest sequence, so every position is below it
 SMALL, ODD = (1, 2, 16, 64), (1, 2, 33, 64)  # shapes of x (B, H, S, D)
 LATE = {"first position": LONGEST - 33}  # the last token of ODD is then at LONGEST - 1
 CASES = (
@@ -105,7 +105,7 @@ def _fault_of(implementation: Any, options: question.Options, case: formulas.Cas
 
 
 def _problem(case: formulas.Case, options: question.Options, pairs: str) -> formulas.Problem:
-    """The inputs of a case. Tables are float32."""
+    """The inputs of a case. The tables of cosines and sines are float32."""
     head_dim, theta = case.shape[-1], case.more.get("theta", THETA)
     x = formulas.drawn(options, "x", *case.shape)
     if case.extreme:
@@ -129,8 +129,8 @@ def _problem(case: formulas.Case, options: question.Options, pairs: str) -> form
     )
 
 
-NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"  # the pairs of channels that turn together
-THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)  # those that an implementation may have built in
+NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"  # the pairs of columns that turn together
+THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)  # thetas that an implementation may have hard-coded
 
 
 def angles_of(x: torch.Tensor, settings: formulas.Settings) -> torch.Tensor:
@@ -147,7 +147,7 @@ def frequencies(x: torch.Tensor, theta: float) -> torch.Tensor:
 def turned(x: torch.Tensor, angles: torch.Tensor, pairs: str, columns: str = "") -> torch.Tensor:
     """x (..., S, D) with `pairs`, HALVES or NEIGHBOURS, rotated by angles (S, D / 2), in x's dtype.
 
-    columns  the pairs that the tables of cosines and sines are laid out for; "": `pairs`
+    columns  the pairs that the tables of cosines and sines are laid out for; "": `pairs`, others are a mistake
     """
     first, second = x.chunk(2, dim=-1) if pairs == HALVES else x.unflatten(-1, (-1, 2)).unbind(-1)
     # Each pair (a, b) of x as (-b, a), in the same columns; and the angle of each column.
@@ -164,9 +164,10 @@ def by(angles: Callable[[torch.Tensor, formulas.Settings], torch.Tensor]) -> for
 right = by(angles_of)
 
 
-# `right` with angles that are off by eps of float32. Twice that error, 2 units in the last place, is allowed. A
-# frequency is a power or an exponential, mostly inverted, which rounds by at most one unit; its product with the
-# position rounds once more.
+# `right` with every angle too large by a relative eps of float32. `formulas.judge` allows twice the error that this
+# makes: 2 units in the last place of an angle. Right implementations need this room. They compute a frequency by a
+# power or an exponential, and mostly a reciprocal, which are off by at most one unit; the product with the position
+# rounds once more.
 plain = by(lambda x, s: angles_of(x, s) * (1 + torch.finfo(torch.float32).eps))
 
 
@@ -207,7 +208,7 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
 
 
 def _turning(times: float) -> formulas.Gradients:
-    """A backward that rotates by `times` the angles; -1 would be right."""
+    """A backward that rotates grad_output by `times` the angles; -1 would be right."""
     return lambda exact, _: {
         "x": turned(exact.grad_output, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
     }

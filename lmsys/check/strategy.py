@@ -1,7 +1,8 @@
 """Strategies and sharded optimizers: small trainings on two ranks, and on one, compared with one process in float64.
 
 `kinds.py` calls `questions` for a strategy, and `optimizer_questions` for a sharded optimizer. The trainings are the
-trials of `lmsys.extremes.strategy`. The ranks are processes with gloo on a CPU, or GPUs with NCCL if there are two.
+trials of `lmsys.extremes.strategy`: add a training there, and a known mistake in `strategy_mistakes.py`. The ranks are
+processes with gloo on a CPU, or GPUs with NCCL if there are two.
 
 The right gradient is the mean over ranks of each rank's gradient, as in DistributedDataParallel. With equal batches it
 is the gradient of the batch of all ranks; a rank with a smaller batch counts as much as the others. Every rank must end
@@ -28,7 +29,7 @@ from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
 WORLD_SIZE = 2  # ranks of all trials but one
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # environment of ranks: otherwise a wait that times out prints four lines
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # environment of ranks: otherwise torch logs each wait that times out
 START_S, TRIAL_S = 120.0, 12.0  # timeouts: for ranks to start and import; for a trial, which takes milliseconds
 
 
@@ -45,13 +46,13 @@ def questions(
     """
     row, device = entry.load(), "cuda" if torch.cuda.device_count() >= WORLD_SIZE else "cpu"
     with nullcontext(ranks) if ranks else Ranks() as running:
-        # On a rank alone a strategy is wrong that divides by 2 rather than by the number of ranks.
+        # The last trial has a single rank: it shows a strategy that divides by 2, not by the number of ranks.
         alone = replace(trials(1, options.seed)[0], about="a single rank", extreme=True)
         for trial in (*trials(WORLD_SIZE, options.seed), alone):
             reason = entry.why_not(SimpleNamespace(device=device)) or trained.why_not(entry, trial, row)
             results = running.ask(entry, trial) if reason is None else []
             failure = blamed(results)
-            # A strategy need not support trials that are extreme or have micro-batches.
+            # A strategy may refuse a trial that is extreme or has micro-batches by an exception: it is then not asked.
             if failure is not None and failure.refuses and (trial.extreme or trial.micro_batches > 1):
                 reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
             yield question.Question(
@@ -129,7 +130,7 @@ def fault(ask: strategy_mistakes.Ask, trial: Trial, results: Sequence[trained.Re
         )
     if failure is not None:
         return question.Fault(f"  {failure}")
-    # What is right after the last step, exact and with ordinary errors.
+    # The right state after the last step: exact, and with the roundings of float32, whose size is allowed.
     last, ordinary = (trained.plain(trial, dtype)[-1] for dtype in (torch.float64, torch.float32))
     for rank, result in enumerate(results):
         if other := sorted(result.state.keys() ^ last.weights.keys()):

@@ -16,18 +16,21 @@ from lmsys.extremes.strategy import OPTIMIZERS, Trial
 from lmsys.values import sentences_of
 
 Ask = Callable[[Trial], Sequence[Result]]  # trains on the ranks; the results by rank
-# A rule is (a mistake in words, where {gradients} and {names} stand for parameters; the weights after a step with that
-# mistake, by parameter). Weights are (...) for all ranks, or (world_size, ...). Parameters that a rule lacks cannot
-# have the mistake.
+# A rule is (a mistake in words, the weights after a step with that mistake, by parameter). In the words `_sentence`
+# replaces {gradients} and {names}. Weights are (world_size, ...), or have the parameter's shape: then all ranks have
+# them. A parameter that is not in the rule cannot have the mistake.
 Rule = tuple[str, State]
 
 
 NOT_SHARED = "no broadcast or all-gather brings the updated weights to all ranks"
 EARLY = "are synchronized too early, before both uses of the weight have added their parts"
 TWICE = "are synchronized twice, once after each use of the weight"
-# Each mistake is (the condition under which it can be made, what happens to gradients, the gradient that ranks step
-# by: (1, ...) for all ranks, or (world_size, ...)). `StepGradients.holds` knows the conditions; "" always holds. "are
-# ..." follows {gradients}. If two mistakes give equal results, the first is named.
+# Each mistake is (condition, words, gradient):
+# - condition: when the mistake can be made, as `StepGradients.holds` knows it; "" always holds;
+# - words: what happens to the gradients; `rules` puts {gradients} before them, as in "gradients are counted twice";
+# - gradient: a function that returns the gradient by which ranks step, (1, ...) if it is the same on all ranks, else
+#   (world_size, ...).
+# If two mistakes give equal results, the first is named.
 MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] = (
     ("", "are never synchronized: each rank steps by its own gradients", lambda s: s.local),
     (
@@ -131,7 +134,10 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], torch.Tensor]], ...] =
 
 
 def rules(steps: Sequence[Before]) -> Iterable[Rule]:
-    """A rule for each known mistake of a strategy, in the last of `steps`, the first that is wrong."""
+    """A rule for each known mistake of a strategy.
+
+    steps  the right training before each step, up to the first wrong one; a rule's weights are those after that step
+    """
     before = steps[-1]
     for condition, words, gradient in MISTAKES:
         grads = {name: gradient(s) for name, s in before.grads.items() if s.holds(condition)}
@@ -145,7 +151,8 @@ def rules(steps: Sequence[Before]) -> Iterable[Rule]:
             f"{{gradients}} come from rank {rank} alone on every rank: they are not averaged",
             _stepped(before, {name: s.local[rank : rank + 1] for name, s in before.grads.items()}),
         )
-    for dtype in (torch.bfloat16, torch.float16):  # sums may be in this dtype, or what is sent, or the result
+    for dtype in (torch.bfloat16, torch.float16):
+        # Three ways: the sum is computed in this dtype; only what is sent is rounded to it; only the result is.
         words = f"{{gradients}} are communicated in {str(dtype).removeprefix('torch.')}"
         sent = {name: s.local.to(dtype) for name, s in before.grads.items()}
         yield words, _stepped(before, {name: x.sum(dim=0, keepdim=True) / len(x) for name, x in sent.items()})
@@ -160,14 +167,11 @@ def _stepped(before: Before, grads: Mapping[str, torch.Tensor]) -> State:
     return {name: torch.stack([of_rank[name] for of_rank in after]) for name in grads}
 
 
-CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
+CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # of the options that a schedule changes, those that are ignored
 
 
 def optimizer_rules(steps: Sequence[Before]) -> Iterable[Rule]:
-    """A rule for each known mistake of a sharded optimizer, as in `rules`.
-
-    steps  the right training before each step, up to the first wrong one; a rule's weights are those after that step
-    """
+    """A rule for each known mistake of a sharded optimizer. `steps` is as in `rules`."""
     last, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
     means, world_size, options_given = last.means, trial.world_size, OPTIMIZERS[trial.optimizer]
     known = [
@@ -241,7 +245,7 @@ def explain(ask: Ask, trial: Trial) -> str | None:
 
 
 def _beginning(trial: Trial, wrong: Sequence[str], exact: Before, results: Sequence[Result]) -> str:
-    """The mistake where the tensors `wrong` are wrong before the first step, in words."""
+    """The mistake, in words, if the tensors `wrong` are wrong even before the first step."""
     if trial.sharded:
         return f"the optimizer's constructor changes weights: {listed(wrong)}"
     names = {  # "scale" is the buffer of a `Probe`
@@ -277,7 +281,8 @@ def _step(
             break
         sentences.append(_sentence(rule, names, trained, trial, results))
         unexplained = [name for name in unexplained if name not in names]
-    # "alone on every rank" is in the words of the rules for each rank, in `rules`.
+    # `rules` has a rule with "alone on every rank" for each rank. If each of them explains some parameters, then each
+    # parameter follows the gradient of one rank, its owner.
     if len(sentences) == trial.world_size and not unexplained and all("alone on every rank" in x for x in sentences):
         return "each parameter is stepped by the gradient of its owner rank alone: gradients are not averaged"
     if sentences:
@@ -298,7 +303,11 @@ def _fitting(
     """
 
     def ranks(name: str, wide: State, narrow: State) -> list[int]:
-        """The ranks that end with these weights of the parameter: `wide` in float64, `narrow` in float32."""
+        """The ranks that end with these weights of the parameter.
+
+        wide    the weights in float64
+        narrow  the same in float32; its error is the error that a rank may have
+        """
         shape = len(results), *exact[-1].weights[name].shape
         ends = zip(results, wide[name].broadcast_to(shape), narrow[name].broadcast_to(shape), strict=True)
         return [
@@ -328,7 +337,8 @@ def _fitting(
 def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Trial, results: Sequence[Result]) -> str:
     """The mistake `rule` as a sentence about the parameters `names`; `trained` are all parameters that are trained.
 
-    Words of the rules decide: "summed", "twice", "never synchronized" and NOT_SHARED are parts of mistakes above.
+    What is added to the sentence depends on words in `rule`: "summed", "twice", "never synchronized", and NOT_SHARED.
+    Keep them in the tables above.
     """
     are_all, subject = set(names) == set(trained), listed(names)
     if "tied" in trial.parts and names == ["embed.weight"] and ("summed" in rule or "twice" in rule):
@@ -339,7 +349,8 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
     sentence = rule.format(gradients="gradients" if are_all else f"the gradients of {subject}", names=subject)
     waits = [call for result in results for call in result.unwaited]
     never, late = "never synchronized" in rule, NOT_SHARED in rule
-    is_end = not are_all and set(names) == set(trained[: len(names)])  # a backward makes their gradients last
+    # True if they are the module's first parameters: a backward makes their gradients last.
+    is_end = not are_all and set(names) == set(trained[: len(names)])
     return next(
         sentences_of(
             (waits and (never or late), f"{sentence}; the {''.join(waits[:1])} is not waited for"),
@@ -351,5 +362,5 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names in a line; of more than four only the first three, and how many more there are."""
+    """The names in a line; if there are more than four, the first three and the number of the others."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -2,8 +2,8 @@
 
 `kinds.py` calls `questions`. The implementation is `f(gate, up)`, silu(gate) · up. Or it is the whole feed-forward
 `f(x, w1, w2, w3)`, W2 (silu(W1 x) · W3 x), with weights as `nn.Linear` has them. A case's shape is that of gate and up,
-(N, F). ROLES lists the names that parameters may have; new mistakes go to ACTIVATIONS, OVERFLOWS or BACKWARDS, with an
-exhibit in `tests/museum/`.
+(N, F). ROLES lists the names that parameters may have. A new mistake goes to ACTIVATIONS, OVERFLOWS or BACKWARDS, and
+an exhibit, a published fault that makes it, to `tests/museum/swiglu.py`.
 
 Legend: N rows, M d_model, F d_ff.
 """
@@ -55,7 +55,8 @@ def _fault_of(call: signature.Called, options: question.Options, case: formulas.
 def _problem(call: signature.Called, case: formulas.Case, options: question.Options) -> formulas.Problem:
     """The inputs of a case.
 
-    For extreme gates of the whole feed-forward, one feature of x is 1, and its column of w1 holds the gates.
+    For extreme gates of the whole feed-forward, one feature of x is 1, its column of w1 holds the gates, and all else
+    of w1 is 0: so W1 x is exactly the gates.
     """
     rows, columns = case.shape
     if call.has("gate"):
@@ -113,7 +114,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "up is left out: silu(gate)": lambda a, b: F.silu(a) + 0 * b,
     "gate and up are read from alternate columns of [gate, up]; gate is the first half, up the second": _interleaved,
 }
-# Formulas that are right on paper: in {}, the dtype that they are computed in, they overflow.
+# Formulas that are right on paper, but overflow in the dtype that they are computed in, whose name replaces {}.
 OVERFLOWS: dict[str, formulas.Formula] = {
     "sigmoid is exp(x) / (1 + exp(x)), which overflows {}": (
         partial(of_halves, activate=lambda a, b: a * (a.exp() / (1 + a.exp())) * b)

@@ -24,7 +24,7 @@ from lmsys.parallel import adapter, baselines
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
 
 OTHERS_S = 2.0  # how long a rank that raised waits for the other ranks to end
-SMALL_MB = 2.0**-13  # the size of small buckets, 32 float32: each layer has more, so that a module fills several
+SMALL_MB = 2.0**-13  # MiB of a small bucket: 32 float32. Each layer has more, so that a module fills several buckets
 # Exceptions by which a strategy refuses what it is given.
 REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError", "AssertionError")
 State = dict[str, torch.Tensor]
@@ -32,7 +32,12 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank: its type, its first line, and what the rank was doing."""
+    """An exception of a rank, or the end of its process.
+
+    kind   the exception's type; DIED, STOPPED (by SIGSTOP) or TIMEOUT if the process did not raise one
+    text   the first line of the exception's message
+    doing  what the rank was doing, in words such as "in the backward of step 2"
+    """
 
     rank: int
     kind: str
@@ -71,7 +76,7 @@ class Result:
 def prepare(entry: registry.Entry) -> None:
     """Prepares a rank, once: uninitialised memory is NaN from now on, and all that a training imports is imported.
 
-    The step of an optimizer imports torch's compiler, which takes seconds.
+    The first step of an optimizer imports torch's compiler, which takes seconds.
     """
     question.poison(setattr)
     laptop.install()  # without a GPU, torch and Triton pretend that there is one
@@ -179,9 +184,10 @@ class StepGradients:
     """The gradients of one parameter in a step, from all ranks.
 
     grads    (world_size, micro_batches, ...): of the loss that each backward is called on
-    early    (world_size, ...): for a weight that is used twice, the part that a backward makes first; else 0
-    used     (world_size, 1, ..., 1): 1 for ranks that use the parameter, which have a gradient that is not 0, else 0
-    sizes    (world_size, 1, ..., 1): the examples in each rank's batch
+    early    (world_size, ...): for a weight that is used twice, the part of its gradient from the second use, which a
+             backward makes first; else 0
+    used     (world_size, 1, ..., 1): 1 for each rank that uses the parameter, so that its gradient is not 0; else 0
+    sizes    (world_size, 1, ..., 1): the number of examples in each rank's batch
     """
 
     grads: torch.Tensor
@@ -200,7 +206,7 @@ class StepGradients:
         return over_ranks(self.local)
 
     def resummed(self, factor: float) -> torch.Tensor:
-        """(1, ...): the sum over ranks, if each micro-batch multiplies the sum of earlier ones by `factor`."""
+        """(1, ...): the sum over ranks, if all so far is multiplied by `factor` before a micro-batch is added."""
         summed = torch.zeros_like(self.mean)
         for micro in self.grads.unbind(dim=1):
             summed = factor * summed + micro.sum(dim=0)
@@ -271,7 +277,8 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
     It steps by the mean over ranks of each rank's gradient. If all batches have the same size, that is the gradient of
     the batch of all ranks.
     """
-    # In `apart` both uses of a weight have parameters of their own, and `trial.twins` says which belong together.
+    # `apart` is the same module, but both uses of a weight have parameters of their own, so that each use has its own
+    # gradient. `trial.twins` says which parameters belong together.
     module, apart = probe(trial, rank=0).to(dtype), probe(trial, rank=0, apart=True).to(dtype)
     optimizer = made_optimizer(trial, module, lambda params, optimizer_cls, **options: optimizer_cls(params, **options))
     steps = list[Before]()

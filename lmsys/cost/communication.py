@@ -63,7 +63,9 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {  # by operation, in a ring of
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """The bytes that a link carries over those of the whole tensor: nccl-tests' "busbw" over "algbw" (PERFORMANCE.md).
+    """The bytes that a link carries, divided by the bytes of the whole tensor.
+
+    This is "busbw" / "algbw" in nccl-tests (PERFORMANCE.md there).
 
     ValueError for an operation that is not in BUS_FACTORS.
     """

@@ -2,9 +2,10 @@
 
 python -m lmsys.cost.memory --size medium --context 1024 --batch 8 --precision bf16
 
-`fit` chooses what blocks keep for their backward, for training and benchmarks. `lmsys.checkpointing` describes the
-levels, and `kept_bytes` has what a block of each keeps. A *stage* is one of ZeRO's: what ranks divide among them
-(`zero_memory`). Imports no torch.
+Training and benchmarks call `fit`, which chooses what blocks keep for their backward; benchmarks also compare
+`training_memory` with what they measure. `lmsys.checkpointing` describes the levels. A new level needs its bytes in
+`kept_bytes`, and its operations in `again_flops`. A *stage* is a stage of ZeRO, 0 to 3: which state ranks divide among
+them (`zero_memory`). Imports no torch.
 """
 
 import argparse
@@ -44,9 +45,9 @@ class Footprint:
 def training_memory(
     config: ModelConfig, batch: int, context: int, precision: str, world_size: int = 1, stage: int = 0
 ) -> Footprint:
-    """The memory of a training step with AdamW in float32 and eager blocks, by an attention row that keeps no scores.
+    """The memory of a training step with float32 AdamW, uncompiled blocks, and an attention that keeps no scores.
 
-    batch, context     sequences, and tokens of each
+    batch, context     sequences that the device holds at once, and tokens of each
     precision          of MATMUL_BYTES, bf16 and fp16 by autocast; ValueError for another
     world_size, stage  as in `zero_memory`; in stage 3 what matmuls read is gathered in the precision's dtype
     """
@@ -115,7 +116,8 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
 def _activations(config: ModelConfig, tokens: int, precision: str, world_size: int, stage: int) -> dict[str, int]:
     """The fields `activations` and `recomputed` of a `Footprint`."""
     narrow = MATMUL_BYTES[precision]
-    after = recomputed = 0  # after: what later groups keep, which is free again when this group's backward begins
+    # after: what later groups keep. Their backwards run first, so it is free again when this group's backward begins.
+    after = recomputed = 0
     for group in reversed(config.groups):
         blocks = group.stop - group.first
         # A group of the level "whole" keeps the input of its first block, and runs all of its blocks again together.
@@ -139,8 +141,9 @@ def kept_bytes(
 ) -> int:
     """Bytes that a block keeps for its backward. level: of `lmsys.checkpointing`; the rest as in `training_memory`.
 
-    They include autocast's copies of float32 weights, but for weights that are cast again in the backward, by a block
-    or a piece of it that runs again (`lmsys.model.selective`). All weights but output_proj's are in such pieces.
+    They include the copies of float32 weights that autocast makes and keeps. Of a block, or a piece of it, that runs
+    again in the backward no copies are kept: its weights are cast once more then. At the levels "matmuls" and
+    "attention" all weights but output_proj's are in such pieces (`lmsys.model.selective`).
     """
     narrow = MATMUL_BYTES[precision]
     casts = narrow < WIDE and not _gathers(world_size, stage)
@@ -178,8 +181,10 @@ def again_flops(config: ModelConfig, level: str, tokens: int, context: int) -> f
 
 
 def table(config: ModelConfig, batch: int, precision: str, world_size: int = 1, stage: int = 0) -> str:
-    """A table in Markdown, a line for each level: what a block keeps, the peak of a step, both in GiB, and what is
-    recomputed."""
+    """A table in Markdown, with a line for each level of checkpointing.
+
+    Its columns: what a block keeps and the peak of a step, in GiB; recomputed matmuls, in % of a step's operations.
+    """
     context = config.context_length
     step = model_flops(config, tokens=batch * context, context=context, mode="step")
     lines = ["| level | a block keeps, GiB | peak, GiB | matmuls again, % of a step |", "|---|---:|---:|---:|"]

@@ -1,6 +1,7 @@
-"""Work from shapes: operations and bytes of attention, parameters and operations of a model. No torch.
+"""Work from shapes: operations and bytes of attention, parameters and operations of a model. Imports no torch.
 
-Benchmarks divide this work by times to get rates, and the training loop to get MFU, the share of a GPU's peak.
+Benchmarks divide this work by times to get rates, and the training loop to get MFU, the share of a GPU's peak. To count
+another operation, add a function here, and call it in its benchmark.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension; M d_model, F d_ff, L layers,
 V vocabulary size, S sequence length.
@@ -77,7 +78,10 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> float:
 
 
 def model_parameters(config: ModelConfig) -> int:
-    """How many numbers `TransformerLM` learns: two embeddings, a last norm; in each layer seven matrices, two norms."""
+    """How many numbers `TransformerLM` learns.
+
+    They are in the input embedding and the head, both (V, M), a last norm, and seven matrices and two norms per layer.
+    """
     width = config.d_model
     return 2 * config.vocab_size * width + config.num_layers * (block_matrices(config) + 2 * width) + width
 
@@ -90,10 +94,12 @@ def block_matrices(config: ModelConfig) -> int:
 def model_flops(config: ModelConfig, *, tokens: int, context: int, mode: str) -> float:
     """Operations of a training step, as MFU counts them: (6 · (parameters - V·M) + 6·L·S·M) · tokens.
 
-    Each weight but the input embedding's takes part in one multiplication and addition forward and two backward, and
-    causal attention adds half of 12·L·S·M. A forward is a third of it, a backward two thirds; recomputing and the
-    optimizer are not counted as work. Source: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311), appendix B.
-    ValueError for a mode that has no such count.
+    For a token, each weight but the input embedding's takes part in one multiplication and addition in the forward, and
+    in two in the backward. Attention adds 12·L·S·M, and causal attention half of it. A forward is a third of a step, a
+    backward two thirds; recomputing and the optimizer are not counted as work. Source: Chowdhery et al. 2022 (PaLM,
+    arXiv 2204.02311), appendix B.
+
+    mode  a key of FLOPS_OF_STEP, else ValueError
     """
     counted = (
         model_parameters(config) - config.vocab_size * config.d_model + config.num_layers * context * config.d_model

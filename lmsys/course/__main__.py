@@ -33,6 +33,10 @@ from lmsys.bench.fields import grouped
 from lmsys.course import checkout, parts, systems
 from lmsys.reports import page
 
+# checkout.py finds and imports a checkout. parts.py lists the parts: add one there. basics.py and basics_training.py
+# have the questions about assignment 1, systems.py wraps what `lmsys check` asks and the bench measures. Here are the
+# processes that ask, what is printed, and `measure`.
+
 # Two exit codes, the version of the JSON, and the most seconds of a part.
 USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
 NO_GPU = not torch.cuda.is_available()

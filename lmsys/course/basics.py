@@ -1,8 +1,10 @@
-"""Assignment 1, the model: the questions that its adapters are asked, in the sizes of the course's tests.
+"""The questions about the model of CS336's assignment 1, in the sizes of the course's tests.
 
-Each function without arguments asks one adapter, and is named in parts.py: it yields pairs (question, whether it goes
-beyond the handout). Adapters get their arguments by place, in the order of tests/adapters.py. Results are compared with
-formulas of torch. A known mistake is named by the result that it gives: add one to the `mistakes` of its question.
+An *adapter* is a function of the course's tests/adapters.py that calls a student's code; the *handout* is the text of
+the assignment. Each function without arguments asks one adapter, and yields pairs (question, True if it goes beyond the
+handout); parts.py names these functions. Adapters get their arguments by place, in the order of tests/adapters.py.
+Results are compared with formulas of torch. If a result equals that of a known mistake, the mistake is named: add one
+to the `mistakes` of its question.
 
 Legend: B batch, S positions, M d_model, H heads, FF d_ff, V ids.
 """
@@ -23,11 +25,11 @@ from lmsys.course.checkout import adapter
 Questions = Iterator[tuple[question.Question, bool]]  # (question, True where it goes beyond the handout)
 # The sizes of the legend, blocks of a model, the longest sequence, and the theta of rotary positions.
 B, S, M, H, FF, V, LAYERS, LONGEST, THETA = 4, 12, 64, 4, 128, 97, 2, 16, 10000.0
-ROOM = 1e-4  # tolerance as a share of the largest value, as in the course's tests
+ROOM = 1e-4  # tolerance: a share of the largest expected value, or of 1 if that is less, as in the course's tests
 
 
 def drawn(about: str, *shape: int) -> Tensor:
-    """A random tensor of this shape, nearly normal, and equal for an equal name."""
+    """A random tensor of this shape, nearly standard normal. The name `about` is its seed."""
     return draws.values(draws.key(0, about), 0, math.prod(shape)).view(shape)
 
 
@@ -171,7 +173,7 @@ def projections(about: str) -> list[Tensor]:
 def heads(x: Tensor, weights: Sequence[Tensor], rotated: str = "", mask: Tensor | None = CAUSAL) -> Tensor:
     """Multi-head attention of x (B, S, M), by `weights` as `projections` returns them.
 
-    rotated  the projections that get RoPE, of "qkv"; "": none
+    rotated  letters of "qkv": these projections get RoPE; "": none
     """
     parts = [(x @ w.mT).unflatten(-1, (H, -1)).transpose(1, 2) for w in weights[:3]]
     turned = [

@@ -1,7 +1,8 @@
-"""Assignment 1, training and tokenizer: the questions that its adapters are asked.
+"""The questions about training and the tokenizer of CS336's assignment 1.
 
-As in basics.py, each function without arguments asks one adapter, is named in parts.py, and yields pairs (question,
-whether it goes beyond the handout).
+As in basics.py, each function without arguments is named in parts.py, asks one adapter (`checkpoints` asks two), and
+yields pairs (question, True if it goes beyond the handout). An adapter is a function of the course's tests/adapters.py
+that calls a student's code. A new known mistake goes to the `mistakes` of its question.
 """
 
 import io
@@ -61,7 +62,7 @@ def schedule() -> basics.Questions:
     def rate(it: int, late: int = 0, begin: int = warmup, end: int = cycle) -> float:
         """The learning rate of an iteration.
 
-        late        is added to the iteration in the warm-up
+        late        is added to the number of the iteration in the warm-up
         begin, end  the first and the last iteration of the cosine
         """
         if it < warmup:
@@ -143,9 +144,9 @@ VOCABULARY = 320  # tokens: the 256 bytes, END, and what is merged
 
 
 def smallest(count: int, pair: naive.Pair) -> object:
-    """A `rank` for `naive.learn_merges`, which merges the pair of the largest rank. This one is a mistake.
+    """A mistaken `rank` for `naive.learn_merges`: of equally frequent pairs the smallest is merged, not the greatest.
 
-    Of equally frequent pairs the smallest has the largest rank, since its bytes are negated.
+    `learn_merges` merges the pair with the largest rank. Here bytes are negated, so the smallest pair has that rank.
     """
     return count, [[-x for x in part] for part in pair]
 

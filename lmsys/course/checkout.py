@@ -1,7 +1,9 @@
-"""A checkout of an assignment: finds it, and imports its tests/adapters.py; `adapter(name)` gives an adapter.
+"""A checkout of an assignment of CS336: finds it, and imports its tests/adapters.py; `adapter(name)` gives an adapter.
 
-__main__.py calls `root_of` and `path_of`. All else runs in processes that ask adapters: the workers of __main__.py, and
-the benchmarks of its --measure.
+A checkout is a student's copy of the assignment. An adapter is a function of its tests/adapters.py, by which the
+course's tests call the student's code. __main__.py calls `root_of` and `path_of`. All else runs in processes that ask
+adapters: the workers of __main__.py, and the benchmarks of its --measure. How a package that is missing is treated is
+decided in `load`.
 """
 
 import importlib.metadata
@@ -45,14 +47,14 @@ def path_of(root: Path) -> list[str]:
 
 
 class Missing(types.ModuleType):
-    """Stands for a module that a checkout imports, may never use, and that is not installed.
+    """Stands for a module that is not installed, but that a checkout imports, perhaps without ever using it.
 
-    While the adapters load, any name can be imported from it, called, and derived from. Later use is a
+    While the adapters load, any name can be imported from it, called, and used as a base class. A call later raises
     ModuleNotFoundError with the module's name.
     """
 
-    __path__: list[str] = []  # as of a package, so that modules in it can be asked for
-    loading = True  # of the class, for all: the adapters load now
+    __path__: list[str] = []  # as a package has it, so that `import package.module` looks for the module inside
+    loading = True  # of the class, and so of all instances: True while the adapters load
 
     def __getattr__(self, name: str) -> Any:
         """The module itself for any name, as in `from module import name`."""
@@ -66,15 +68,15 @@ class Missing(types.ModuleType):
         return self
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
-        """The base that Python takes in place of this one in `class X(module.name)`; making an X calls this module."""
+        """The base class that Python uses for this object in `class X(module.name)`. An X() then calls this object."""
         return (type("Base", (), {"__new__": lambda *args, **kwargs: self()}),)
 
 
 def load() -> Any:
     """The module tests.adapters. The process must work in the checkout, with sys.path as `path_of` says.
 
-    An import that fails is tried again: the folder of the module joins sys.path if it lies deeper in the checkout; else
-    a `Missing` stands for the module.
+    If it imports a module that is not found, the import is tried again. Before that, the module's folder is added to
+    sys.path, if the module lies deeper in the checkout; else a `Missing` takes its place.
     ValueError, with the line, where tests.adapters does not load.
     """
     importlib.metadata.version = laptop.version  # packages of the course read their version, installed or not
@@ -97,8 +99,8 @@ def load() -> Any:
 
 
 def _make_importable(module: str) -> None:
-    """Puts the folder of a module on the path, of this process and those that it starts, or marks it as missing."""
-    folders = [  # those that hold a file of this name, or a package: the parent of a package's own folder
+    """Adds the folder of a module to the path of this process, and of those that it starts, or marks it as missing."""
+    folders = [  # that hold the module's file, or its package
         str(file.parents[file.stem == "__init__"])
         for name in (f"{module}.py", f"{module}/__init__.py")
         for file in Path.cwd().glob(f"[!.]*/**/{name}")
@@ -117,8 +119,8 @@ def adapter(name: str) -> Any:
 
 
 def written() -> Mapping[str, bool]:
-    """{name of an adapter: True where it does more than the course's template, which raises NotImplementedError}."""
+    """{name of an adapter: True if a student has written it}. The course's template only raises NotImplementedError."""
     return {
-        name: getattr(getattr(x, "__code__", None), "co_names", ()) != ("NotImplementedError",)  # all that it names
+        name: getattr(getattr(x, "__code__", None), "co_names", ()) != ("NotImplementedError",)  # all names in its code
         for name, x in vars(load()).items()
     }

@@ -1,6 +1,8 @@
-"""The parts of assignments 1 and 2, of 2025 and 2026: PARTS has the adapter and questions of each; `ask` judges one.
+"""The parts of CS336's assignments 1 and 2, of 2025 and 2026: PARTS has each part's adapter and questions.
 
-A new part is an entry of PARTS, with questions as in basics.py.
+`lmsys course` calls `ask` in a worker process for the verdict on one part. A part is a piece of a student's work; its
+adapter is the function of the course's tests/adapters.py that calls it. A new part is an entry of PARTS, with questions
+as in basics.py. The handout is the text of the assignment.
 """
 
 import json
@@ -39,7 +41,7 @@ VERDICTS = {
     r"NotImplementedError.*(interpreter mode|Could not run)": NOT_JUDGED,  # raised by Triton or torch
     r"NotImplementedError": NOT_WRITTEN,  # raised by the course's template
     r"ModuleNotFoundError|ImportError|FileNotFoundError|ConnectionError": NOT_JUDGED,
-    # A compiler fails or is missing; in the next two lines a GPU, its driver, NCCL, or Triton for this machine.
+    # A compiler fails or is missing. In the next two lines it is a GPU, its driver, NCCL, or Triton for this machine.
     r"InductorError|BackendCompilerFailed|Cpp\w*Error|InternalTorchDynamoError|dynamo|CompilationError": NOT_JUDGED,
     r"NVIDIA|CUDA (error|driver)|compiled with CUDA|No CUDA|cudart|active driver|dummy base class": NOT_JUDGED,
     r"[Nn][Cc][Cc][Ll]|Did you forget to add @triton.jit": NOT_JUDGED,
@@ -53,7 +55,7 @@ class Part:
     adapter    the name of its function in tests/adapters.py
     questions  yields (question, True if it goes beyond the handout): see basics.py
     asks       what the handout asks, in words
-    backward   verdicts on what goes beyond the handout are those on the backward; False: those on the forward
+    backward   True: beyond the handout, the part is right in an aspect if the backward is; False: if the forward is
     """
 
     adapter: str
@@ -88,7 +90,8 @@ def _of_flash(name: str, backward: bool) -> basics.Questions:
             yield question, False
         if causal and not backward and not launched and os.environ.get("TRITON_INTERPRET") == "1":
             yield Question("its kernels", lambda: NO_KERNEL), False
-    yield replace(question, aspect="a second call"), True  # the handout's last question again, now beyond it
+    # The handout's last question again: a second call goes beyond the handout.
+    yield replace(question, aspect="a second call"), True
     options = Options(grad=backward, dtypes=("float32", "bfloat16"))
     yield from ((question, True) for question in attention.questions(entry, options))
     yield from ((question, True) for question in attention.of_a_handout(entry, options, causal, attention.SHORT))
@@ -97,8 +100,8 @@ def _of_flash(name: str, backward: bool) -> basics.Questions:
 def saved_lse(call: Callable[..., Tensor], inputs: testing.Inputs, grad: bool) -> dict[str, Tensor]:
     """The outputs by name: the result o, and lse, the log-sum-exp that the call saves for its backward.
 
-    The function is a `lmsys.check.cases.Use`, which is done in place of a single call and its backward. ValueError
-    unless the call saves exactly one tensor of shape (batch, queries).
+    `attention.of_a_handout` gets this function as its `use`, and so calls it in place of a single call of the row and
+    its backward. ValueError unless the call saves exactly one tensor of shape (batch, queries).
     """
     o, shape = call(*inputs.leaves(True)), (inputs.q.shape[0] * inputs.q.shape[1], inputs.q.shape[2])
     node: Any = o.grad_fn
@@ -110,7 +113,7 @@ def saved_lse(call: Callable[..., Tensor], inputs: testing.Inputs, grad: bool) -
     return {"o": o.detach().clone(), "lse": saved[0].detach().float().reshape(inputs.q.shape[:-1])}
 
 
-LENGTHS = "float32, lengths of 128 and 256"  # words for `Part.asks`, as DDP is
+LENGTHS = "float32, lengths of 128 and 256"  # this and DDP are words for `Part.asks`
 DDP = "steps of SGD from rank 0's weights, tied weights, frozen parameters"
 OF_DDP = "one step|several steps|small buckets|tied weights|frozen parameters"  # questions that the handout asks
 PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout asks)
@@ -207,7 +210,7 @@ PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout
 }
 
 
-# Adapters without kernels of their own: the worker that asked them is used again.
+# Adapters without kernels of their own: the worker that asked them is used again. A kernel may damage its process.
 IN_ONE_PROCESS = {part.adapter for part in PARTS.values() if "run_" in part.adapter} | {
     "get_tokenizer",
     "get_adamw_cls",

@@ -2,8 +2,8 @@
 
 The checkout is a student's copy of an assignment of CS336: nearly all here is for the second, systems. An adapter is a
 function of its tests/adapters.py, by which the course's tests reach the student's code; its arguments are those of the
-handout. parts.py names the functions and classes here as targets of checks, and __main__.py as rows of benchmarks.
-`fsdp` asks questions of its own.
+handout. parts.py names the functions and classes here as targets of checks, and __main__.py as rows of benchmarks. To
+wrap another adapter, add a function or class here, and name it in parts.py. `fsdp` asks questions of its own.
 """
 
 import os
@@ -24,7 +24,7 @@ CLASSES = {  # by the name that a class has in this module: the adapter that ret
     "flash_pytorch": "get_flashattention_autograd_function_pytorch",
     "flash_triton": "get_flashattention_autograd_function_triton",
 }
-MOST_HELD = 0.9  # share of the parameters, or their state: one of two ranks that holds more has not divided them
+MOST_HELD = 0.9  # a rank that holds more than this share of the parameters, or of their state, has not divided them
 
 
 def __getattr__(name: str) -> Any:
@@ -57,11 +57,11 @@ def cross_entropy(inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Ddp(nn.Module):
-    """A DDP container of the checkout as a strategy, whose methods `lmsys.parallel.adapter` calls.
+    """A data-parallel container of the checkout as a strategy, whose methods `lmsys.parallel.adapter` calls.
 
-    make    the name of the adapter that makes the container
-    after   that of the adapter to call after a backward
-    before  that of the adapter to call before a forward; "": none
+    make    the name of the adapter that wraps a model in the container
+    after   the name of the adapter to call after a backward
+    before  the name of the adapter to call before a forward; "": none
     """
 
     make, after, before = "get_ddp", "ddp_on_after_backward", ""
@@ -116,7 +116,7 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
         inner = [x for x in (optimizer, *vars(optimizer).values()) if isinstance(x, torch.optim.Optimizer)]
         kept = [item for x in inner for item in getattr(x, "state", {}).items()]  # a wrapper may have none
         states = {id(p): p.numel() for p, state in kept if state and isinstance(p, Tensor)}
-        # Of two parameters one rank may own nearly all.
+        # With one or two parameters, a rank may rightly own nearly all elements.
         if len(params) > 2 and sum(states.values()) > MOST_HELD * whole > 0:
             raise RuntimeError("nothing is sharded: a rank keeps the optimizer's state of all parameters")
         return result
@@ -128,7 +128,7 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
 
 
 def prepare() -> None:
-    """Prepares a worker or a rank, which will run a checkout's code, that may ask for a GPU and print.
+    """Prepares the process of a worker or a rank for a checkout's code, which may ask for a GPU and print.
 
     Without a GPU this process pretends that there is one. What it prints goes to standard error: standard output has
     nothing but the verdicts of `lmsys course`.
@@ -236,7 +236,7 @@ def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> question.Fault | N
     return None
 
 
-MISTAKES = {  # by the factor of the learning rate that has the same effect
+MISTAKES = {  # by the factor of the learning rate that has the same effect: SGD is linear in its gradients
     strategy.WORLD_SIZE: "gradients are summed over ranks, not averaged",
     1 / strategy.WORLD_SIZE: "gradients are divided by the number of ranks twice",
     0.0: "nothing is trained",

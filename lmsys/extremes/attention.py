@@ -1,10 +1,10 @@
 """Extreme inputs of attention: scores far from zero, sinks, one-hot rows, outlier channels.
 
-A *unit* is a pair of batch entry and key head. Inputs are drawn normal, but in some draws one unit's q, k and v become
-one of KINDS. Benchmarks draw by `AttentionDraws`, judges make a unit again by `drawn_unit`, and `lmsys check` writes
-all kinds by `plant`. Values are changed by assignment, by copies and by powers of two, so that any machine makes the
-same bits again. Old records are judged by drawing their inputs again, so a change of these values needs a new
-`lmsys.draws.VERSION`.
+A *unit* is a pair of batch entry and key head, with the query heads of that key head. Inputs are drawn normal, but in
+some draws one unit's q, k and v become one of KINDS. Benchmarks draw by `AttentionDraws`; `lmsys verify` draws a unit
+of a timed call again by `drawn_unit`, to judge it; `lmsys check` writes all kinds by `plant`. Values are changed by
+assignment, by copies and by powers of two, so that any machine makes the same bits again. Old result files are judged
+in this way, too, so a change of these values, such as a new kind, needs a new `lmsys.draws.VERSION`.
 
 Sources: sinks, Xiao et al. 2024 (arXiv 2309.17453); outlier channels, Dettmers et al. 2022 (arXiv 2208.07339), of keys
 Liu et al. 2024 (arXiv 2402.02750); growth of attention's logits, Dehghani et al. 2023 (arXiv 2302.05442), section 3.
@@ -33,7 +33,7 @@ KINDS = {
     "climb": "scores that rise from tile to tile",
     "outlier": "channels of outliers in keys and values",
 }
-SHARE = 1 / 16  # the largest share of all units drawn that is extreme
+SHARE = 1 / 16  # about this share of all units drawn is extreme; less if a draw has more than 16 units
 FAR, FARTHEST = 12, {torch.float16: 15}  # |q · k| is 2**FAR; for "lowest" 2**15 in float16, 2**20 in other dtypes
 SHARP = 2.0**5  # a query that is SHARP times a key has nearly all weight on that key
 SINK = 2.0**11  # q · k for key 0 of "sink"
@@ -48,7 +48,7 @@ def plant(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
     """Writes `kind`, a key of KINDS, into a unit that was drawn normal, in place: q (G, Q, D), k and v (K, D)."""
     queries, keys = q.shape[-2], len(k)
     if kind in ("low", "lowest", "high"):
-        exponent = FARTHEST.get(q.dtype, 20) if kind == "lowest" else FAR
+        exponent = FARTHEST.get(q.dtype, 20) if kind == "lowest" else FAR  # half of it goes to q, the rest to k
         q.zero_()
         q[..., 0], k[:, 0] = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2) * (1 if kind == "high" else -1)
     elif kind == "equal":
@@ -74,9 +74,9 @@ def plant(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
 
 
 def planted(case_units: int, kv_heads: int, seed: int, draw: int) -> tuple[Unit, str] | None:
-    """(the extreme unit of a draw, its kind), or None if the draw has none.
+    """(the extreme unit of a draw, its kind), or None if the draw has none. It depends on the arguments alone.
 
-    case_units  the number of units, batch times key heads
+    case_units  the number of units in a draw, batch times key heads
     """
     chance = random.Random(f"{seed} {draw} extreme")
     is_extreme = chance.random() < SHARE * case_units

@@ -60,7 +60,7 @@ class ExtremeTokens:
 
 
 def is_extreme(places: range, length: int) -> torch.Tensor:
-    """(length,) int64: 1 at these places, else 0. These are the groups of tokens and classes that are judged apart."""
+    """(length,) int64: 1 at these places, else 0. By it, extreme tokens or classes are judged apart from the others."""
     marks = torch.zeros(length, dtype=torch.int64)
     marks[places.start : places.stop : places.step] = 1
     return marks

@@ -11,14 +11,15 @@ Squares of huge rows overflow float16, and so do squares of an outlier channel. 
 overflow float32: exp(-x) for negative gates, exp(x) for positive ones. Which of the two is computed depends on how
 sigmoid is written.
 
-Gradients are zero, tiny, near 1e-20, or huge, near 1e+20. The square of HUGE overflows float32, which ends at 2**128.
-But AdamW adds only 1 - beta2 = 0.001 of it to its second moment, which does not overflow: the order of the products
-decides. The square of TINY lies below the smallest normal number, 2**-126, and does not matter beside any eps.
+Gradients are zero, tiny, near 1e-20, or huge, near 1e+20. The square of HUGE, 2**132, overflows float32, which ends at
+2**128. But AdamW adds only 1 - beta2 = 0.001 of the square to its second moment, and this product fits:
+((1 - beta2) g) g is finite, while (1 - beta2) (g g) is inf. The square of TINY lies below the smallest normal number,
+2**-126, and does not matter beside any eps.
 
 torch's CUDA kernels square a gradient before they scale it: with HUGE their moments become inf, in the fused kernels
 NaN (torch 2.11, one H200), while those of a CPU are right. Code that follows the papers, v = β2 v + (1 - β2) g²,
-overflows on a CPU too. So optimizers that are compared with torch on a GPU get LARGE, whose square float32 can hold,
-and so do those that `lmsys check` asks.
+overflows on a CPU too. So optimizers that are compared with torch on a GPU get LARGE in place of HUGE: float32 can hold
+its square. Those that `lmsys check` asks get LARGE, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,9 +88,9 @@ def write_model(parameters: Mapping[str, Tensor]) -> None:
 def group_of(name: str, rows: int) -> Tensor:
     """(rows,) int64: 0 for an ordinary row of the parameter `name`, 1, 2, ... for each kind of extreme row.
 
-    Gradients are judged by these groups. Rows of w1 that make saturated gates count as ordinary: their gradients are
-    small, since the gates are multiplied by small values. Where a gate happens to be near 0, the rounding of its large
-    terms decides its gradient, so these rows cannot be judged by themselves. The rows of w3 that make these values have
+    Gradients are judged group by group. Rows of w1 that make saturated gates count as ordinary. Their gradients are
+    small, since the gates are multiplied by small values, and cannot be judged by themselves: where a gate happens to
+    be near 0, the rounding of its large terms decides its gradient. The rows of w3, which make the small values, have
     large gradients, and are a group.
     """
     group = torch.zeros(rows, dtype=torch.int64)
@@ -108,8 +109,8 @@ SIZES = "zero", "tiny", "huge", "mixed"  # of gradients: see `extreme`
 def planted(held_by_torch: bool) -> tuple[float, ...]:
     """The values of zero, tiny and huge gradients, in this order.
 
-    held_by_torch: True where torch's own kernels on a GPU must hold these gradients. The huge one is then LARGE,
-    whose square float32 can hold, in place of HUGE.
+    held_by_torch  True where torch's own kernels on a GPU must work with these gradients: the huge one is then LARGE,
+                   whose square float32 can hold, in place of HUGE
     """
     return 0.0, TINY, LARGE if held_by_torch else HUGE
 
@@ -130,7 +131,7 @@ def extreme(gradient: Tensor, size: str, held_by_torch: bool) -> Tensor:
 def plant(gradient: Tensor, rows: Sequence[int], values: Sequence[float], scale: float = 1.0) -> None:
     """Fills each of `rows` of a gradient, in place, with the value of the same place in `values` times `scale`.
 
-    scale  the factor of the loss, as in training in float16, by which all gradients are too large
+    scale  the factor by which the loss was multiplied, as in training in float16, and so all gradients
     """
     for row, value in zip(rows, values, strict=True):
         gradient[row] = value * scale

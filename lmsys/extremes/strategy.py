@@ -1,10 +1,16 @@
-"""Trials: small trainings, a millisecond a step, that test what data-parallel strategies and sharded optimizers meet.
+"""Trials: small trainings, a millisecond a step, that test data-parallel strategies and sharded optimizers.
 
-`lmsys check` and the benchmark of data parallelism run the TRIALS of strategies and the OPTIMIZER_TRIALS of sharded
-optimizers; new ones go there. By its `parts` the module (`Probe`) of a `Trial` has tied weights, a layer used twice,
-frozen layers, layers that one rank or no rank uses, or gradients from 1e-20 to 1e+10 in one bucket. All values come
-from `lmsys.draws` and are scaled by powers of two, so that any machine makes the same bits. `lmsys/check/trained.py`
-runs a trial: it calls `probe`, `batch`, `made_optimizer` and `change_options`.
+`lmsys check` runs all TRIALS of strategies and all OPTIMIZER_TRIALS of sharded optimizers; new ones go there. The
+benchmark of data parallelism runs TRIALS too: the `extreme` ones with a strategy that passed an earlier test, else all.
+The `parts` of a `Trial` say what its module (`Probe`) has: tied weights, a layer used twice, frozen layers, layers that
+one rank or no rank uses, or gradients from 1e-20 to 1e+10 in one bucket. All values come from `lmsys.draws` and are
+scaled by powers of two, so that any machine makes the same bits. `lmsys/check/trained.py` runs a trial: it calls
+`probe`, `batch`, `made_optimizer` and `change_options`.
+
+To add a part, describe it in `Trial`, and let `Probe.forward` use it. `Probe.__init__` makes a linear layer for each
+part that is in LAYERS; make other parameters there. A second use of a weight goes into TWINS. `probe` draws all
+weights, and its `units` sets their size. If only some ranks or micro-batches use the part, add it to `Trial.switches`
+and to the arguments of `forward`. If some strategies cannot train it, `why_not` of trained.py must say so.
 """
 
 from collections.abc import Callable
@@ -21,7 +27,9 @@ EXAMPLES, FEW = 4, 1  # sequences in a batch, and in a smaller batch of the last
 EXPONENTS = (-66, -33, 0, 33)  # sizes of gradients: 2**-66 = 1.4e-20, 2**33 = 8.6e+9
 # By part: the name of its layer in a `Probe`.
 LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}
-# By part of a trial: {name of the second use of a weight, which is another weight in a `Probe` with `apart`: its name}.
+# By part in which a weight is used twice: {a twin's name: the weight's name}. A *twin* is a second parameter with the
+# values of the weight. It takes the weight's place in the second use, so that each use has a gradient of its own. Only
+# `Probe(trial, apart=True)` has twins; otherwise the weight itself is used twice.
 TWINS = {
     "tied": {"head.weight": "embed.weight"},
     "twice": {"again.weight": "shared.weight", "again.bias": "shared.bias"},
@@ -40,9 +48,10 @@ class Trial:
     micro_batches  backwards for each step, all but the last under no_sync()
     uneven         the last rank has FEW examples in a batch, the others EXAMPLES
     small_buckets  the strategy is built with buckets that hold less than the module
-    extreme        the trial goes beyond a plain module and equal batches: a strategy may refuse it, and benchmarks,
-                   whose gate tests plain training, ask a right strategy for these alone
-    sharded        a sharded optimizer is asked, which gets averaged gradients
+    extreme        the trial goes beyond a plain module and equal batches. A strategy may refuse it by an exception. The
+                   benchmark of data parallelism first tests plain training in its own way. A strategy that passes this
+                   test runs only the extreme trials; one that fails runs all, to find its mistake
+    sharded        the trial tests a sharded optimizer, which gets gradients that are averaged over ranks already
     optimizer      a name in OPTIMIZERS
     groups         the optimizer has two param groups: biases are in the second, with other options
     schedule       learning rate and momentum change after each step
@@ -67,7 +76,7 @@ class Trial:
 
     @property
     def twins(self) -> dict[str, str]:
-        """By the name of a second use of a weight in a `Probe` with `apart`: the weight's own name."""
+        """{a twin's name: the name of its weight}, of all parts of this trial; TWINS says what a twin is."""
         return {twin: name for part, twins in TWINS.items() if part in self.parts for twin, name in twins.items()}
 
     def switches(self, rank: int, micro_batch: int) -> dict[str, bool]:
@@ -111,7 +120,8 @@ def trials(world_size: int, seed: int, sharded: bool = False) -> list[Trial]:
 class Probe(nn.Module):
     """The module of a trial: tokens (B, S) -> the loss, a mean over all tokens.
 
-    apart  a tied or repeated layer is two layers with equal weights, so that each use has a gradient of its own
+    apart  True: the second use of a tied or repeated layer is a layer of its own, with the twins of TWINS as weights.
+           `probe` gives both layers equal weights
     """
 
     shared: nn.Module
@@ -163,14 +173,14 @@ class Probe(nn.Module):
 def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     """The trial's module with the weights of this rank, which differ from those of all other ranks.
 
-    Buffers differ only if "buffers" is among the trial's parts, so that each trial tests a single thing.
+    Buffers are equal on all ranks unless "buffers" is among the trial's parts, so that each trial tests a single thing.
     """
     module = Probe(trial, apart)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     sizes = {name: state[name].numel() for name in sorted(state) if name not in trial.twins}
     drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), first=0, count=sum(sizes.values()))
     values = dict(zip(sizes, drawn.split(list(sizes.values())), strict=True))
-    # By name the factor of the drawn values, whose standard deviation is 1; it is 0.5 for all other tensors.
+    # By name: the factor of the drawn values, whose standard deviation is 1. All other tensors have the factor 0.5.
     units = {"scale": 1.0, "narrow": 0.0} | {
         f"sizes.{number}": 2.0**exponent for number, exponent in enumerate(EXPONENTS)
     }

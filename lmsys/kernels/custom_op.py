@@ -1,7 +1,7 @@
 """Custom operators of torch, `torch.ops.lmsys.*`: torch.compile, torch.func and dispatch modes see a kernel as a node.
 
-`lmsys/attention/custom_ops.py` and `lmsys/model/rotary.py` call `define`. `lmsys/attention/contract.py` uses the
-decorator `constant`.
+`lmsys/attention/custom_ops.py` and `lmsys/model/rotary.py` call `define`, once for each operator: so does a new
+operator. Functions of `lmsys/attention` that torch.compile must not trace have the decorator `constant`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator: torch.compile calls the function while it traces, and takes the result for a constant.
+    """A decorator: torch.compile calls the function while it traces, and treats the result as a constant.
 
     Its arguments are plain values. `torch.compiler.assume_constant_result` does the same, but imports the compiler,
     which takes about a second.

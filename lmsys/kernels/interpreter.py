@@ -21,8 +21,8 @@ PARAMETERS = {"_get_np_dtype": ["tt_dtype"], "_patch_builtin": ["pkg", "builder"
 _theirs: dict[str, Any] = {name: getattr(interpreter, name, None) for name in PARAMETERS}
 _patch_tensor: Any = getattr(interpreter, "_patch_lang_tensor", None)
 _dtypes: dict[str, Any] = {}  # numpy's dtypes by the names of Triton's
-# By the id of a kernel file's global names: (these names, the modules of Triton's language among them). The names are
-# kept alive, so that no other file's can get the same id.
+# By the id of a kernel file's dict of global names: (this dict, the modules of Triton's language in it). The dict is
+# kept alive, so that the dict of another file cannot get the same id.
 _languages: dict[int, tuple[Any, list[Any]]] = {}
 
 
@@ -36,7 +36,7 @@ def mend() -> None:
 
 
 def _patch_index(tensor: Any, scope: Any) -> None:
-    """Replaces the interpreter's function, which turns a tensor of one element into an index in a way that fails."""
+    """Replaces the interpreter's function, which makes an index of a tensor of one element in a way that fails."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
@@ -58,7 +58,8 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 def _patch_lang(function: Any) -> Any:
     """Replaces the interpreter's function, which patches the language again for each function that a kernel calls.
 
-    If the language is patched already, there is nothing to do, and nothing to undo: an empty scope is returned.
+    If the language is patched already, there is nothing to do, and nothing to undo later: the scope that it returns,
+    which lists what is to be undone, is empty.
     """
     names = function.__globals__
     if id(names) not in _languages:

@@ -1,8 +1,8 @@
 """Launches compiled Triton kernels with little Python between a call and the driver.
 
-The launchers of attention rows make a `Kernel` once and keep it. `launch`, which `lmsys/model/fused_triton.py` and
-`lmsys/training/muon_triton.py` call, makes and keeps the `Kernel` of each of their kernels. The row `flash_gluon`
-derives a class of its own from `DirectKernel`.
+The attention implementations `flash_triton*.py` make a `Kernel` once and keep it. `launch`, which
+`lmsys/model/fused_triton.py` and `lmsys/training/muon_triton.py` call, makes and keeps the `Kernel` of each of their
+kernels: a new kernel is best launched by it. The attention `flash_gluon` derives its own class from `DirectKernel`.
 
 Triton's own launch looks a kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
 17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once,
@@ -28,10 +28,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lmsys.kernels.tritons import is_known
 
 FUSED = {"enable_fp_fusion": True}  # Triton's default, given since 3.9 warns that 3.10 will change it
-FARTHEST_ROWS = 2**23  # a row stride in elements: 256 rows, the most of a tile, then span 2**31 elements
+FARTHEST_ROWS = 2**23  # a row stride in elements: the 256 rows of the largest tile then span 2**31 elements
 MAX_DESCRIPTORS = 8192  # kept at a time, about 1 KiB each
 
-_descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # by address, geometry and way of encoding
+_descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # arguments of launches: see `DirectKernel._described`
 INTERPRETED = triton.knobs.runtime.interpret  # True: kernels run in Triton's interpreter
 if INTERPRETED:
     from lmsys.kernels import interpreter
@@ -76,8 +76,8 @@ def arch_of(device: torch.device) -> int:
 def by_tma(device: torch.device) -> bool:
     """True if kernels move tiles by descriptors: on sm_90 and sm_100, and in the interpreter, which takes both.
 
-    Descriptors are slow on other GPUs. Without TMA the compiler makes of them a 64-bit address and a load for each
-    element, and no load runs ahead of its use. On sm_120, which has TMA, registers spill.
+    Descriptors are slow on other GPUs. Without TMA the compiler turns them into a 64-bit address and a load for each
+    element, and no load is prefetched. On sm_120, which has TMA, registers spill.
     """
     return device.type != "cuda" or 90 <= arch_of(device) < 110
 
@@ -121,6 +121,7 @@ def dot_precision(x: Tensor) -> str:
 class DirectKernel:
     """One binary of `function`, compiled for constants and for the dtypes and blocks of its descriptors.
 
+    function     the kernel, as `triton.jit` returns it
     descriptors  examples of the first arguments, as `described` makes them
     others       an example of each further argument, tensors for pointers. Whatever Triton specialises on (types,
                  alignment, divisibility) must be the same in every call
@@ -141,7 +142,9 @@ class DirectKernel:
         # Later versions have one launcher for all kernels, which is told how to read the arguments; 3.6 has one for
         # each kernel.
         self._common = hasattr(utils, "launch")
-        self._head: tuple[Any, ...]  # None stands for what is left out: metadata of launches, hooks, scratch memory
+        # The arguments of the launcher behind the grid and the stream, in the order of its C function. None stands for
+        # what is left out: metadata of launches, hooks, scratch memory.
+        self._head: tuple[Any, ...]
         if self._common:
             reads = launcher.arg_annotations, launcher.kernel_signature
             self._launch = utils.launch
@@ -165,7 +168,8 @@ class DirectKernel:
     ) -> None:
         """Launches `grid` by `grid_y` programs on `stream`, a stream of the current device.
 
-        `tensors` are those of the descriptors. `others`: ints, floats, and pointers as tensors or ints.
+        tensors  the tensor of each descriptor
+        others   the further arguments: ints, floats, and pointers as tensors or ints
         """
         args: list[Any] = []
         for x, meta in zip(tensors, self._metas, strict=True):
@@ -184,7 +188,7 @@ class DirectKernel:
         else:
             shape, strides = geometry(x)
             swizzle, element_size, element_type, *block = meta
-            # 0: what a tile reads outside of the tensor is zero.
+            # 0: what a tile reads outside of the tensor is zero, not NaN.
             encoded = self._encode(address, swizzle, element_size, element_type, block, shape, strides, 0)
             arguments = encoded, *shape, *strides
         if len(_descriptors) >= MAX_DESCRIPTORS:
@@ -249,11 +253,12 @@ def launch(
 ) -> None:
     """Launches a kernel, which is compiled once for its constants and for the dtypes and the alignment of its tensors.
 
-    tiles    for each of the kernel's first arguments a tensor (B, H, S, D), as `describable` returns it, and the shape
-             of the tiles that the kernel moves. A tile is as wide as the tensor; `options` determine its shape
-    others   tensors of one device and numbers; the kernel must not be specialised on them (`do_not_specialize`)
-    options  the constants and compiler options
-    With `grid` 0 nothing is launched.
+    grid, grid_y  the numbers of programs; with `grid` 0 nothing is launched
+    others        tensors of one device and numbers; the kernel must not be specialised on them (`do_not_specialize`)
+    tiles         for each of the kernel's first arguments a tensor (B, H, S, D), as `describable` returns it, and the
+                  shape of the tiles that the kernel moves. A tile is as wide as the tensor. Equal `options` must mean
+                  equal shapes of tiles: they are a part of the key by which compiled kernels are kept, the shapes not
+    options       the constants and compiler options
     """
     moved = tuple(x for x, _ in tiles)
     tensors = [*moved, *(x for x in others if isinstance(x, Tensor))]

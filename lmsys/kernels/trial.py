@@ -1,4 +1,4 @@
-"""Tries a row once on a version of Triton that it was not tested on, and keeps the verdict on disk between runs.
+"""Tries a row, one of our kernels, once on a version of Triton that is new to it, and keeps the verdict on disk.
 
 `lmsys/attention/flash_gluon/support.py` calls `refusal`, and `lmsys/attention/tuning.py` calls `digest_of`. The file is
 `trials.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A verdict belongs to one version of Triton, of torch and of
@@ -36,7 +36,12 @@ def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capa
     """None if trial(capability) ended without an error, now or in an earlier run; else why the row is refused.
 
     The trial runs in a process of its own, since it may crash. It fails by an exception, by a crash, or by not ending
-    within DEADLINE_S. `sources`: the files, or folders of them, that the verdict holds for.
+    within DEADLINE_S.
+
+    row      the row's name
+    trial    the function that tries the row, or its name "module:function"
+    sources  files and folders: the verdict holds until one of these files, or a Python file in one of the folders,
+             changes
     """
     versions = f"triton {triton.__version__}", f"torch {torch.__version__}", f"sm_{capability[0]}{capability[1]}"
     key = "/".join((row, *versions, digest_of(*sources)))
@@ -73,9 +78,9 @@ def _verdict_now(trial: processes.Function, capability: tuple[int, int]) -> str:
 
 
 def digest_of(*sources: Path) -> str:
-    """12 hex digits, a hash of files, or of the Python files in folders: a key made of it changes with the code.
+    """12 hex digits, a hash of files, and of the Python files in folders: a key made of it changes with the code.
 
-    Folders inside of folders are not read.
+    Folders inside of these folders are not read.
     """
     files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -1,7 +1,8 @@
-"""The versions of Triton that the kernels which use its undocumented parts were tested on.
+"""The versions of Triton that our kernels were tested on. Some kernels use undocumented parts of Triton, which change.
 
-`nox -s tritons` tests all of KNOWN_TRITON. Add a version there once that session passes with it, and to ON_GPUS once
-`nox -s gpu` passes with it.
+`lmsys/kernels/launch.py` launches kernels directly on versions in KNOWN_TRITON. On a version that is not in ON_GPUS,
+`flash_gluon` is first tried (`lmsys/kernels/trial.py`). `nox -s tritons` tests all of KNOWN_TRITON: add a version there
+once that session passes with it, and to ON_GPUS once `nox -s gpu` passes with it.
 """
 
 import triton

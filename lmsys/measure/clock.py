@@ -2,9 +2,12 @@
 
 `lmsys.measure.compare` takes samples by one of the two clocks, which have the same methods: `sample` runs a call and
 returns a *mark* of it, and `read` turns marks into seconds. Before a sample, `wait` keeps the device idle, so that the
-host launches ahead of it. The timed code may try to cheat. So the functions used here are imported with this file,
-before any row's file could replace them, and no variable of a Python frame holds the marks while a call runs. On a
-GPU `CudaClock.read` also refuses samples of calls that began before their start was recorded.
+host launches ahead of it. The bench makes clocks by `clock_of`; a clock for another device is a class with the methods
+of `CpuClock`, and a case there.
+
+The timed code, a *row*, may be anybody's, and may try to cheat. So the functions used here are imported with this file,
+before any row's file could replace them, and no variable of a Python frame holds the CUDA events while a call runs. On
+a GPU `CudaClock.read` also refuses samples of calls that began before their start was recorded.
 """
 
 import itertools
@@ -25,11 +28,11 @@ from lmsys.measure.step import nothing
 
 
 def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[float]:
-    """Seconds, gaps included, of what runs on the device between each two short kernels named `separator`.
+    """The seconds on the device of each *span*: what runs between two short kernels named `separator`, gaps included.
 
-    Separators come in pairs. What runs between pairs is left out, and so are the first `skipped` kernels of each span.
-    The list is empty if CUPTI gives nothing, as when another profiler has it, or if a kernel is missing. Only
-    `CudaClock.beside_cupti` calls it.
+    The profiler (CUPTI) records the kernels while `call` runs. Separators come in pairs. What runs between pairs is
+    left out, and so are the first `skipped` kernels of each span. The list is empty if CUPTI gives nothing, as when
+    another profiler uses it, or if a kernel is missing. Only `CudaClock.beside_cupti` calls it.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         call()
@@ -39,7 +42,7 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
         for event in recorded.profiler.kineto_results.events()
         if str(event.device_type()).endswith("CUDA")
     )
-    groups: list[list[tuple[int, int]]] = []  # one begins at each separator
+    groups: list[list[tuple[int, int]]] = []  # (start, end) of kernels; a group begins at each separator
     for start, end, name in kernels:
         if separator not in name:
             if groups:
@@ -53,7 +56,7 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
 
 CYCLES_PER_S = 2e9  # about a GPU's clock rate: `_sleep` counts cycles
 SHORT_S = 1e-4  # for calls shorter than this, the time that the events themselves add is measured row by row
-NUM_SPANS = 120  # calls by which that time is measured: the error of a single call is up to 1 us
+NUM_SPANS = 120  # how many calls measure that time: the error of a single call is up to 1 us
 LEAD_S = 2e-3  # how long the device waits before timed calls, so that the host launches ahead, also under a profiler
 _Event = torch._C._CudaEventBase  # not torch.cuda.Event, whose Python methods can be replaced
 
@@ -79,14 +82,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Reading:
-    """How long a timed call took, and how long its preparation just before, in seconds."""
+    """How long a timed call took (`run_s`), and its untimed preparation just before (`prepare_s`), in seconds."""
 
     run_s: float
     prepare_s: float
 
 
 def in_turn(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of the calls, one after another. While one runs, no frame of Python holds the others by name."""
+    """Calls the functions one after another, and returns their results.
+
+    While one of them runs, no variable of a Python frame holds the others, so that a row cannot find and change them.
+    """
     return list(map(operator.call, calls))
 
 
@@ -96,9 +102,9 @@ class CudaClock:
     ahead  True: the host launches ahead of the device, so that the time is the device's alone. Before each call the
            device writes a buffer of 256 MiB, or of twice the L2 cache if that is more, so that no call finds its
            inputs in this cache.
-           False: each call begins on an idle device, after what comes before the call in a loop (`Step.before`). Where
-           the host launches more slowly than the device works, the time is the host's. This is for calls of more than
-           about 1,000 launches, which is how many a device queues: the host cannot be ahead of more.
+           False: the clock of calls in a loop, such as training steps. Each call begins on an idle device, after
+           `Step.before`. If the host launches more slowly than the device works, the time is the host's. This is for
+           calls of more than about 1,000 launches: a device queues no more, so the host cannot be further ahead.
 
     others   a function, set by workers of the bench, that returns how many processes of other programs are on the
              device, or None if that is not known; it is called when times are impossible
@@ -108,7 +114,9 @@ class CudaClock:
 
     warm_s = 0.1  # seconds of load until the device's clock rate settles under the power limit
     num_prepares = 7  # how often `compare` repeats a call's untimed preparation, to see how long it takes
-    saving_s = 5e-5  # upper bound on how much longer a forward with autograd takes than one without
+    # Upper bound on how much longer a forward with autograd takes than one without. The untimed preparation of a
+    # backward may be so much longer than its reference, a forward without autograd: see `compare._prepares_too_much`.
+    saving_s = 5e-5
 
     def __init__(self, ahead: bool = True) -> None:
         self.ahead, self.name = ahead, "cuda_event" if ahead else "cuda_event_in_a_loop"
@@ -130,7 +138,7 @@ class CudaClock:
             self.share_s = statistics.median(pair_s - span_s for _, pair_s, span_s in spans) if spans else 0.0
 
     def _plain(self, x: torch.Tensor) -> int:
-        """The mark of a call that launches one plain kernel."""
+        """Takes a sample of a call that launches one plain kernel, and returns its mark."""
         self.wait(LEAD_S)
         return self.sample(lambda _: x.add_(1))[0]
 
@@ -142,7 +150,8 @@ class CudaClock:
         late  the bench's own work between `prepare` and `run`, such as filling in inputs that `prepare` must not see
         """
         number, marks = next(self._numbers), [_Event(enable_timing=True) for _ in range(4)]
-        # Functions that record each event; the last two, of start and end, leave the list as they are used.
+        # Functions that record each event. Those of start and end are taken out of the list when they are used, so that
+        # no variable holds them while the call runs.
         begin, ready, *record = (partial(mark.record, self._stream) for mark in marks)
         _, prepared, _ = in_turn(begin, prepare, ready)
         del begin, ready
@@ -171,8 +180,8 @@ class CudaClock:
         """The durations of the calls with these marks, in order, less `share_s` (default: the clock's own).
 
         ClockError if the device was busy right before the calls' starts for far longer than the bench's own work there
-        takes: then a row has recorded the starts again later, or has run its work before them. This is not checked of
-        `trusted` calls, which are the bench's own.
+        takes (`expect`): then a row has recorded the starts again later, or has run its work before them. `trusted`
+        calls, which are the bench's own, are not checked.
         """
         cuda_synchronize()
         share_s = self.share_s if share_s is None else share_s
@@ -201,13 +210,13 @@ class CudaClock:
         take  samples calls and returns (name, mark) of each
 
         The seconds by CUPTI go from the start of a call's first kernel to the end of its last, gaps included. These
-        calls differ from others only by two tiny kernels, one before the cache is cleared and one behind the call. The
+        calls differ from others only by two tiny kernels, one before the cache is cleared and one after the call. The
         list is empty where CUPTI is not available, or a call launches nothing.
         """
         taken: list[tuple[str, int]] = []
         self._is_bracketed = True
         try:
-            # "spin_kernel" is the kernel of `_sleep`; the one that is skipped clears the cache.
+            # "spin_kernel" is the kernel of `_sleep`. The one kernel that is skipped is the one that clears the cache.
             spans = spans_of(lambda: taken.extend(take()), separator="spin_kernel", skipped=1)
         finally:
             self._is_bracketed = False
@@ -215,10 +224,12 @@ class CudaClock:
         return list(zip([name for name, _ in taken], pairs, spans, strict=True)) if len(spans) == len(pairs) else []
 
     def shares(self, take: Callable[[], Sequence[tuple[str, int]]]) -> dict[str, float]:
-        """{name: the time that the pair of events adds to the kernels between them, in seconds}; `take` as above.
+        """{name: the time that the pair of events adds to the kernels between them, in seconds}.
 
-        If this is far from what was measured with a plain kernel, the latter is returned: any other wait of the device
-        is caused by the row's host code, and counts as the row's time.
+        If this time is far from `share_s`, which was measured with a plain kernel, `share_s` is returned: the rest is a
+        wait of the device that the row's host code causes, and counts as the row's time.
+
+        take  as in `beside_cupti`
         """
         added_s: dict[str, list[float]] = {}
         for name, pair_s, span_s in self.beside_cupti(take):
@@ -237,7 +248,7 @@ class CudaClock:
         cuda_synchronize()
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
-        """The cost of a call before which the device waits `lead_s`, which should be a little longer than launching."""
+        """The cost of a call. Before it the device waits `lead_s` seconds, a little more than launching should take."""
         start, end = _Event(enable_timing=True), _Event(enable_timing=True)
         cuda_synchronize()
         self.wait(lead_s)
@@ -252,8 +263,8 @@ class CudaClock:
     def watch(self) -> Callable[[], None]:
         """Begins to time many calls by the device's clock and by the host's. It returns a function to call at the end.
 
-        That function raises ClockError if the two times differ by more than waits explain: of host and device for each
-        other, and for another program that shares the device.
+        That function raises ClockError if the two times differ by more than two kinds of waits explain: of host and
+        device for each other, and of both for another program that shares the device.
         """
         start, end = _Event(enable_timing=True), _Event(enable_timing=True)
         cuda_synchronize()
@@ -281,14 +292,14 @@ def _seconds(start: Any, end: Any) -> float:
 class CpuClock:
     """Wall time in seconds by `time.perf_counter`, with the methods of `CudaClock`; a mark is the `Reading` itself.
 
-    A method that on a GPU deals with the device's queue does nothing here.
+    A method that deals with the device's queue on a GPU does nothing here.
     """
 
     name = "perf_counter"
     warm_s = 0.0
     num_prepares = 3
     saving_s = 5e-4  # larger than on a GPU: here autograd's own work on the host counts, most of all if compiled
-    ahead = True  # host and device are one
+    ahead = True  # host and device are the same, so `compare` need not wait for a device
     share_s, share_by = 0.0, "nothing"
     others: Callable[[], int | None] = staticmethod(nothing)
     expect = forget = wait = drain = staticmethod(nothing)

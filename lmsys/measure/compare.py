@@ -1,16 +1,17 @@
-"""Samples several callables side by side, and turns what a failing one raises into an outcome. Knows no kernel.
+"""Samples several callables side by side, and turns what a failing one raises into an outcome, whatever they compute.
 
 A *row* is one of these callables. `lmsys.bench.trial` calls `interleave` with a `Step` for each row, and gets the
-samples of each; `attempt` turns whatever a row's call raises into an outcome and a reason.
+samples of each; `attempt` turns whatever a row's call raises into an outcome and a reason. A new outcome goes into
+`outcome_of`, into OUTCOMES of `lmsys.bench.record`, and into OUTCOMES and MEANINGS of `lmsys.reports.words`.
 
-Under load the clock of a GPU moves, which swings a figure by up to a fifth, so rows measured minutes apart
-cannot be compared. Here all rows of a comparison take turns (A B C, C A B, ...): round i of one ran beside
-round i of the others, and a speedup is the median of the ratios round by round. The clock also depends on the row
-just before: each round has an order of its own, or one row would always come after the hottest.
+Under load the clock rate of a GPU changes, which changes a time by up to a fifth, so rows measured minutes apart cannot
+be compared. Here all rows of a comparison take turns, in rounds: A B C, C A B, ... Round i of one row runs beside round
+i of the others, and a speedup is the median of the ratios of each round. The clock rate also depends on the row just
+before. So each round has another random order, or one row would always come after the hottest.
 
-Every round has inputs of its own, drawn right before each call. Parts of the results of a few calls are kept, to be
-checked afterwards. Which calls and which parts is drawn from the system's entropy after the call, so that no row can
-know it.
+Every round has its own inputs, drawn right before each call. Parts of the results of a few calls are kept, to be
+checked afterwards. Which calls and which parts they are is drawn from the system's entropy after the call, so that no
+row can know it.
 """
 
 import gc
@@ -30,23 +31,23 @@ from lmsys.measure.step import Failure, Kept, Step, nothing
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
 
-MAX_ROUNDS = 200  # of a sampling, unless `min_rounds` is more
+MAX_ROUNDS = 200  # the most rounds of a call of `interleave`, unless its `min_rounds` is more
 MOST_LOOKS = 20  # about how often the sensors are read during one sampling
 MOST_OF_EXPECTED = 2.0  # sampling ends after this many times the expected wall time: the machine has become busy
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-_ENTROPY = random.SystemRandom()  # numbers of 53 bits are drawn, the most that every reader of JSON holds exactly
+_ENTROPY = random.SystemRandom()  # draws numbers of 53 bits, the most that every reader of JSON holds exactly
 
 
 @dataclass
 class Sampled:
-    """Returned by `interleave`; each field is by row, but for the last one.
+    """The result of `interleave`. Each field but the last is a dict by the name of a row.
 
     samples    seconds of each timed call
     kept       the timed calls that are to be checked
     prepare_s  least seconds of the untimed prepare before a call
     share_s    seconds that were taken off each sample, since the clock itself adds them
-    failures   outcome and reason of rows that failed on the way
-    looks      what `look` returned between rounds, of all rows together
+    failures   outcome and reason of rows that failed during the sampling
+    looks      what `look` returned between rounds, for all rows together
     """
 
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class Sampled:
 
 
 class Lost(BaseException):
-    """Raised when this process cannot measure other rows any more: a worker then ends."""
+    """Raised when this process cannot measure any more rows, as when its device is lost: a worker then ends."""
 
 
 def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
@@ -73,7 +74,7 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
         raise
     except BaseException as error:
         failure = outcome_of(error)
-    try:  # an error that stays, such as of an access out of bounds: every call to the device repeats it
+    try:  # after some errors, such as an access out of bounds, every call to the device fails in the same way
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
     except Exception as error:
@@ -120,17 +121,19 @@ def interleave(
 ) -> Sampled:
     """Samples every step, in turns, for about `seconds` of wall time each and at least `min_rounds` rounds.
 
-    Sampling ends early, but not before `min_rounds` rounds, once it has taken twice as long as the trials let expect.
-    Where another process takes turns, it does not end early.
+    Sampling ends early, but not before `min_rounds` rounds, once it has taken twice as long as the trial calls
+    predicted. If it takes turns with another process, it does not end early.
 
-    A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
-    after rounds that only warm the device. With `clock.ahead`, on a GPU, the host enqueues two rounds ahead; where
-    launching is slower than executing, the GPU is made to wait. Without it `step.before` runs before each sample.
+    A slow row gets fewer rounds than a quick one, so the lists of samples differ in length. They start in the same
+    round, after rounds that only warm the device. With `clock.ahead`, on a GPU, the host enqueues two rounds ahead;
+    where launching is slower than executing, the GPU is made to wait. Without it `step.before` runs before each sample.
 
-    trials  calls of each row before the sampling; the quickest one says what a call costs
-    look    called between rounds, at even distances, about MOST_LOOKS times: it reads the device's sensors
-    expect  called with the seconds that the sampling should take
-    turns   takes turns with another process, which samples rows of these names, too: as many rounds, on equal inputs
+    seconds     wall time of each row's samples, about
+    min_rounds  the fewest rounds of each row
+    trials      calls of each row before the sampling; the quickest one says what a call costs
+    look        called between rounds, at even distances, about MOST_LOOKS times: it reads the device's sensors
+    expect      called with the seconds that the sampling should take
+    turns       takes turns with another process, which samples rows of the same names: as many rounds, on equal inputs
     """
     # Rows with a clock of their own: they run in processes of their own (`lmsys.bench.foreign`).
     apart = {name for name, step in steps.items() if step.clock is not Step.clock}
@@ -148,7 +151,7 @@ def interleave(
     rounds = {name: max(count, theirs.get(name, 0)) for name, count in rounds.items()}
     expected_s = sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items())
     expect(expected_s)
-    # The bench's own work, equal for all rows; 0 is any seed.
+    # The clock measures the bench's own work between prepare and run, which is equal for all rows; 0 is any seed.
     clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
     look_cost, distance = CpuClock().cost(look, lead_s=0), math.ceil(max(rounds.values()) / MOST_LOOKS)
     end_watch = clock.watch()
@@ -159,7 +162,7 @@ def interleave(
     until = time.monotonic() + MOST_OF_EXPECTED * expected_s
     for index in range(-warming, max(rounds.values())):  # rounds below 0 only warm the device
         order = _order(index, [name for name in taken.pending if index < rounds[name]], theirs)
-        order.sort(key=apart.__contains__)  # they come last: the device is idle behind them
+        order.sort(key=apart.__contains__)  # rows in other processes come last: the device is idle after them
         if not order or (index >= min_rounds and time.monotonic() > until and not turns.together):
             break
         draw = turns.before(index, _ENTROPY.getrandbits(53))  # the number that all inputs of the round are drawn from
@@ -169,7 +172,9 @@ def interleave(
             clock.wait(2 * (host_s + costs[order[0]].host_s))
             taken.attempt(_call, order[0])
         else:
-            # 1.25: launching may take longer now than in the trial calls.
+            # The device works on this round for the seconds that are subtracted. If launching the round takes longer,
+            # the device waits for the difference, so that the host stays ahead. 1.25: launching may take longer now
+            # than in the trial calls.
             clock.wait(1.25 * host_s - sum(costs[name].device_s for name in order))
         for name in order:
             taken.sample(name, draw, index)
@@ -185,7 +190,11 @@ def interleave(
 
 
 class _Taken:
-    """Samples as they are taken: `pending` has the clock's marks of each row that has not failed, `result` the rest."""
+    """The samples that are being taken.
+
+    pending  the clock's marks of the calls of each row that has not failed, to be read at the end
+    result   a `Sampled`, with all that is known so far
+    """
 
     def __init__(self, steps: Mapping[str, Step], clock: Clock):
         self.result, self.pending = Sampled(), dict[str, list[Any]]()
@@ -269,11 +278,12 @@ def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) 
 
 
 def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | None:
-    """A failure if the untimed part before each timed call takes far longer than its reference, `step.like`; else None.
+    """A failure if the untimed `prepare` before each timed call takes far longer than its reference; else None.
 
-    Both are timed right after a timed call, which leaves a CPU's threads busy for a while. The least of each is
-    compared. On a busy machine the comparison is repeated up to three times. A step whose `like` is None is not judged;
-    one without a `prepare` of its own may take no time there.
+    If a backward is timed, `prepare` is the forward with autograd, and its reference, `step.like`, one without it. Both
+    are timed right after a timed call, which leaves a CPU's threads busy for a while. The least of each is
+    compared. If `prepare_s` is too long, both are measured again, up to three times, since the machine may be busy. A
+    step whose `like` is None is not judged; one without a `prepare` of its own may take no time there.
     """
     like, clock = nothing if step.prepare is nothing else step.like, step.clock(clock)
     if like is None:
@@ -310,10 +320,10 @@ def _sample_again(step: Step, clock: Clock) -> Any:
 
 
 def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, int, Kept | None]:
-    """(the clock's mark, the place of the call among the kept ones, what is kept of its result or None).
+    """Takes a sample: (the clock's mark, the call's place among the kept ones, what is kept of its result or None).
 
     draw   the number from which the inputs are drawn
-    index  of the round; negative in calls that are never kept
+    index  the number of the round; negative in calls that are never kept
 
     Whether a call is kept is drawn after the call, so that a row cannot find out while it runs. Calls of index 0 and
     more all have the same chance to be kept in the end, since a later one may take the place of an earlier one (Vitter,

@@ -1,11 +1,13 @@
-"""The energy of a call: by the device's counter, and beside it by the integral of its power. Knows no kernel.
+"""Measures the energy of a call by the device's energy counter, and beside it by the integral of the device's power.
 
-`lmsys.bench.trial` calls `of_step` for --energy. A counter moves in steps of milliseconds to a tenth of a second. So
-calls follow one another for a second or more, and the energy between two moves of the counter is divided by the calls
-between them. Calls before that warm the device until power and clocks are steady. The device idles only for a moment
-about every CHUNK_S, when the host waits for it, and where the host launches more slowly than the device works.
+`lmsys.bench.trial` calls `of_step` for the option --energy. `lmsys.measure.machine.measure_sustained` uses `repeated`,
+`sampling` and `calls_between`. No code here depends on a kernel; the constants below set durations and tolerances.
 
-`lmsys.measure.machine.measure_sustained` uses `repeated`, `sampling` and `calls_between`, too.
+A device updates its counter once in a few milliseconds, or only ten times in a second: each update is a *move*. So the
+call is repeated for a second or more, and the energy between the first and the last move is divided by the number of
+calls between them. Calls before that warm the device until power and clocks are steady. The device works without a
+pause, except for a moment about every CHUNK_S, when the host waits for it, and where the host launches more slowly than
+the device works.
 """
 
 import threading
@@ -22,10 +24,10 @@ import numpy as np
 from lmsys.measure.sensors import Sensors
 from lmsys.measure.step import Failed, Step, nothing
 
-# Seconds of a pass of calls that count; seconds of calls before that, which only warm: some sensors of power give the
-# mean of the last second.
+# A pass repeats one call. PASS_S: the seconds of a pass that are measured. WARM_S: the seconds before that, which only
+# warm the device; they last one second because some power sensors give the mean of the last second.
 PASS_S, WARM_S = 1.5, 1.0
-LONGER = 3  # a pass takes so many times as long if two are subtracted: their difference has the errors of both
+LONGER = 3  # passes take so many times as long if one is subtracted from another, as errors of both then add up
 SAMPLE_S = 0.005  # between two readings of the sensors
 CHUNK_S = 0.05  # about the seconds of calls between two waits for the device, which idles then for a moment
 APART = 0.03  # the largest relative difference of counter and integral of power at which both are believed
@@ -35,7 +37,7 @@ Mark = tuple[float, int]  # a time by `perf_counter`, and the calls that are don
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment by `perf_counter`, the counter's joules, and the power in watts; None without a sensor of power."""
+    """One reading: when (`perf_counter`), the counter's joules, and the power in watts, None without a power sensor."""
 
     at_s: float
     joules: float
@@ -44,11 +46,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Energy:
-    """Means over `calls` calls.
+    """Energy and time of one call, as means over many calls.
 
     joules      energy of a call by the counter
     integral_j  energy of a call by the integral of power; None without a sensor of power
     call_s      seconds from one call to the next
+    calls       the number of calls that the means are over; a fraction, since it is interpolated
     """
 
     joules: float
@@ -57,7 +60,7 @@ class Energy:
     calls: float
 
     def less(self, part: "Energy") -> "Energy":
-        """The energy of a call without a part of it, which was measured alone. `Failed` where nothing is left."""
+        """The energy of a call minus that of `part`, which was measured alone. `Failed` where nothing is left."""
         rest = Energy(
             joules=self.joules - part.joules,
             integral_j=None
@@ -71,9 +74,9 @@ class Energy:
         return rest
 
     def record(self, tokens: int | None, disturbed: str | None = None) -> dict[str, Any]:
-        """The fields of a record.
+        """The fields on energy of a case's record.
 
-        tokens     how many a call works on; None: no energy of a token is given
+        tokens     how many tokens a call works on; None: the record gets no energy per token
         disturbed  what disturbed the device meanwhile, as a clause; None: nothing
         """
         notes = self.doubt(), disturbed and f"while its energy was measured {disturbed}"
@@ -113,7 +116,7 @@ def of_call(
 
     synchronize  waits until the device has done the calls
     warm_s       seconds of calls before the first move that counts
-    `Failed` where the counter stands still, or does what no counter can.
+    `Failed` where the counter stands still, goes back, or rises by more than the power limit allows.
     """
     marks: list[Mark] = []
     call()  # the first one may compile
@@ -129,7 +132,10 @@ def of_call(
 
 
 def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, limit_w: float | None) -> Energy:
-    """The energy of a call between the first and the last move of the counter from `begin_s` to the last mark."""
+    """The energy of a call, from the counter's first to its last move between `begin_s` and the last mark.
+
+    limit_w  the power limit in watts; None: not known. `Failed` as in `of_call`
+    """
     samples = [sample for sample in samples if sample.at_s <= marks[-1][0]]
     moves = moves_of(samples, begin_s)
     if len(moves) < 2:
@@ -137,8 +143,8 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
     for (before_s, before_j), (at_s, joules) in pairwise(moves):
         if joules < before_j:
             raise Failed("error", f"the counter of energy went back, from {before_j:.1f} to {joules:.1f} J")
-        # A counter may lag, but by less than 0.3 s: in one move it adds at most what the power limit gives in this time
-        # and the time since the last move.
+        # A counter may lag, but by less than 0.3 s. So one move adds at most the energy that the power limit allows in
+        # the time since the last move plus 0.3 s.
         if limit_w is not None and joules - before_j > limit_w * (at_s - before_s + 0.3):
             raise Failed(
                 "error",
@@ -157,7 +163,7 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
 
 
 def moves_of(samples: Sequence[Sample], begin_s: float) -> list[tuple[float, float]]:
-    """(time, joules) of each sample from `begin_s` on whose counter is not that of the sample before."""
+    """The moves: (time, joules) of each sample after `begin_s` whose joules differ from those of the sample before."""
     pairs = pairwise(sample for sample in samples if sample.at_s >= begin_s)
     return [(sample.at_s, sample.joules) for before, sample in pairs if sample.joules != before.joules]
 
@@ -177,7 +183,10 @@ def calls_between(marks: Sequence[Mark], begin_s: float, end_s: float) -> float:
 
 
 def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: list[Mark]) -> Iterator[float]:
-    """Calls again and again. Whenever the device has done some calls, appends to `marks` and yields the mark's time."""
+    """Repeats `call` without end, in chunks. After each, waits for the device, appends a `Mark` and yields its time.
+
+    A chunk begins as one call, and doubles until it takes at least half of CHUNK_S.
+    """
     chunk = 1
     synchronize()
     marks.append((perf_counter(), 0))
@@ -193,8 +202,10 @@ def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: lis
 
 @contextmanager
 def sampling(take: Callable[[], Any], every_s: float) -> Iterator[list[Any]]:
-    """A context in which a thread calls `take` every `every_s` seconds. Its value is a list: the thread appends to it
-    what `take` returned. `Failed` at the end if `take` has failed, which ends the thread.
+    """A context in which a thread calls `take` every `every_s` seconds.
+
+    The context's value is a list, to which the thread appends each result of `take`. If `take` raises, the thread ends,
+    and the context raises `Failed` when it is left.
     """
     taken, is_over = list[Any](), threading.Event()
 

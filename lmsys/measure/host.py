@@ -1,7 +1,8 @@
 """The host's memory and load, read from Linux's /proc and /sys; on other systems nothing is known. Imports no torch.
 
-`lmsys.bench.isolation` uses it for workers that hold too much memory, `lmsys.measure.memory` for the memory that is
-available, `lmsys.measure.sensors` and `lmsys.bench.plugin` for other programs that are at work.
+`lmsys.bench.isolation` uses it to find workers that hold too much memory, `lmsys.measure.memory` to learn how much
+memory is available, `lmsys.measure.sensors` and `lmsys.bench.plugin` to see the load of other programs. Parameters
+`root` and `proc` are the folders to read from; tests pass folders of their own.
 """
 
 import os
@@ -12,14 +13,14 @@ from pathlib import Path
 
 LEAST_LOAD_S = 0.2  # the shortest time over which a load is measured
 BUSY = 0.1  # the share of the CPU's time above which other programs count as a disturbance
-CGROUP_FILES = (  # cgroup 2, cgroup 1: the files of limit, use and statistics; the statistic of droppable bytes
+CGROUP_FILES = (  # of cgroup 2, of cgroup 1: files with limit, use, statistics; the statistic of droppable cache
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 
 def available_bytes(root: Path = Path("/")) -> float:
-    """The bytes that the machine, and a container's limit, still allow; infinity where Linux does not tell them."""
+    """The bytes that processes can still get: the machine's, or a container's if less; infinity if not known."""
     least, groups = float("inf"), root / "sys/fs/cgroup"
     with suppress(OSError, KeyError):
         least = 1024.0 * int(_facts(root / "proc/meminfo")["MemAvailable:"])
@@ -31,7 +32,7 @@ def available_bytes(root: Path = Path("/")) -> float:
 
 
 def _facts(file: Path) -> dict[str, str]:
-    """{the first word of a line: the second}."""
+    """{first word: second word} of each line of a file."""
     return {words[0]: words[1] for words in map(str.split, file.read_text().splitlines())}
 
 
@@ -65,20 +66,21 @@ class Load:
 
 
 def load(parent: int, root: Path = Path("/")) -> Load | None:
-    """The load now, with the family of `parent`; None where Linux does not tell it."""
+    """The load up to now; `own_s` is that of the family of `parent`, a process id. None where Linux does not tell."""
     with suppress(OSError, ValueError, IndexError):
         ticks, processes = os.sysconf("SC_CLK_TCK"), processes_in(root / "proc")
         family_ticks = sum(processes[pid][1] for pid in family_of(parent, processes) if pid in processes)
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         lines = [words for words in map(str.split, (root / "proc/stat").read_text().splitlines()) if words]
-        # All but idling and waiting for a disk: user, nice, system, irq, softirq and steal.
+        # Columns of a core's line: user, nice, system, irq, softirq, steal. Left out are idle, waiting for a disk,
+        # and the time of guests, which user and nice include.
         busy = sum(int(words[at]) for words in lines if words[0] in cores for at in (1, 2, 3, 6, 7, 8))
         return Load(time.monotonic(), busy / ticks, family_ticks / ticks)
     return None
 
 
 def family_of(parent: int, processes: dict[int, tuple[int, int]]) -> set[int]:
-    """The ids of `parent` and all that it has started, and these in turn. `processes`: as `processes_in` gives them."""
+    """The ids of `parent` and of all its descendants. `processes` is what `processes_in` returns."""
     family = {parent}
     while more := {pid for pid, (above, _) in processes.items() if above in family} - family:
         family |= more
@@ -86,7 +88,7 @@ def family_of(parent: int, processes: dict[int, tuple[int, int]]) -> set[int]:
 
 
 def others_share(before: Load | None, after: Load | None) -> float | None:
-    """The share of the cores' time between two moments that went to others than the family, from 0 to 1.
+    """The share of the cores' time, from 0 to 1, that processes outside the family used between two loads.
 
     None where it is not known, and for less than LEAST_LOAD_S, since Linux counts in ticks of 10 ms.
     """
@@ -97,7 +99,7 @@ def others_share(before: Load | None, after: Load | None) -> float | None:
 
 
 def others_now(seconds: float = 1.25 * LEAST_LOAD_S) -> float | None:  # with a margin above the least
-    """The share of the cores' time that others than this process's family take in the next `seconds`, or None."""
+    """`others_share` of the next `seconds`, for the family of this process. It sleeps for that time."""
     before = load(os.getpid())
     time.sleep(seconds)
     return others_share(before, load(os.getpid()))

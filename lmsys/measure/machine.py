@@ -1,8 +1,9 @@
 """Facts about this machine, the ceilings that it reaches and sustains, and the limits that no kernel can beat.
 
-`lmsys.bench.instruments` puts them into every result. *Ceilings* are rates that a large matmul and a large copy reach
-here; *limits* are the rates of a GPU's data sheet, computed from its clocks and widths. A new GPU is a line in
-PEAK_FLOPS_PER_S and FLOP_PER_CYCLE.
+`lmsys.bench.instruments` and `lmsys.bench.runner` put facts and ceilings into every result; the training loop and
+benchmarks/models.py take `peak_flops_per_s` from here. *Ceilings* are rates that a large matmul and a large copy reach
+on this machine; *limits* are the rates of a GPU's data sheet, computed from its clocks and widths. To add a GPU, add a
+line to PEAK_FLOPS_PER_S, and one to FLOP_PER_CYCLE if its compute capability is new.
 """
 
 import datetime
@@ -30,8 +31,8 @@ from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 CEILING_S, LEAST_RUNS = 0.2, 5  # seconds and runs of each ceiling: on a busy machine three runs may all be slow
 LONG_S = 1.0  # if runs take this long together, two suffice: bfloat16 on a CPU without instructions for it is slow
 SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # by device: the sides of the square matmuls that are tried
-# Dense bfloat16 and float16, from data sheets, by words of a GPU's name. The first that fits counts: an H100 or H200 on
-# a PCIe card has less power than one on a board, and a lower peak.
+# Peak FLOP/s of dense bfloat16 and float16 matmuls, from data sheets, by words of a GPU's name. The first entry that
+# fits counts, so "H100 PCIe" stands before "H100": on a PCIe card the GPU gets less power, and has a lower peak.
 PEAK_FLOPS_PER_S = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -46,7 +47,10 @@ PEAK_FLOPS_PER_S = {
 
 
 def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, Any]:
-    """Machine, versions, commit, and the run's command, seed and sweep, JSON-safe. What is not known is None."""
+    """Facts about machine, versions and commit, JSON-safe, with the run's command, seed and sweep as they are given.
+
+    A fact that is not known is None.
+    """
     on_gpu = device == "cuda"
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if on_gpu else None
     return {
@@ -81,7 +85,7 @@ def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
     no cache holds, whose reads and writes are counted. Each is repeated for `seconds`, CEILING_S at most, and the
     fastest run counts. On a CPU several sizes, and both layouts of the second operand, are tried: which is fastest
     depends on the dtype.
-    `spread`: how far the median run of any of these was from its fastest, as a share of it.
+    `spread`: by what share the median run took longer than the fastest; the largest of all of these.
     """
     copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)  # 1 GiB, 128 MiB
     matmuls = {
@@ -99,7 +103,7 @@ def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
 
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, float]:
-    """(the best rate, FLOP/s; the spread of its runs), of the size and layout that a few runs found fastest."""
+    """(the best rate in FLOP/s, the spread of its runs) of a matmul, in the size and layout of the best trial."""
     tried: list[tuple[float, int, Callable[[], Any]]] = []
     for transposed in (False, True) if device == "cpu" else (False,):
         for size in SIZES[device]:
@@ -149,9 +153,10 @@ def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> fl
 
 
 def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEAST_RUNS) -> tuple[float, float]:
-    """(the least, the median) of the seconds of some calls: `least` or more, until they took `seconds` together.
+    """(the minimum, the median) of the seconds of repeated calls.
 
-    Where calls take more than LONG_S together, two suffice. A call before them is not counted: it touches new memory.
+    It makes `least` calls or more, until they took `seconds` together. Where calls take more than LONG_S together, two
+    suffice. One call before them is not counted: it touches new memory.
     """
     clock, samples = clock_of(device), list[float]()
     timed(clock, call)
@@ -161,7 +166,7 @@ def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEA
 
 
 def _cpu_name() -> str:
-    """The name of the model that most cores are."""
+    """The CPU's model name; where cores differ, that of most cores."""
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -201,12 +206,18 @@ class Limits:
     bytes_per_s: float
 
     def least_s(self, flops: float, dtype: str, read_bytes: float) -> float:
-        """The seconds that so much arithmetic, and so many bytes that are in no cache, take at least."""
+        """The least seconds that `flops` operations and the read of `read_bytes` bytes take, when both overlap wholly.
+
+        The bytes are in no cache. For a dtype without a limit only the read counts.
+        """
         return max(flops / self.flops_per_s[dtype] if dtype in self.flops_per_s else 0.0, read_bytes / self.bytes_per_s)
 
 
 def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:
-    """The current GPU's limits; None on a CPU, for a GPU that the table lacks, and where clocks cannot be read."""
+    """The current GPU's limits; None on a CPU, for a GPU that the table lacks, and where clocks cannot be read.
+
+    max_sm_mhz  the highest clock of the multiprocessors, as `Sensors.settings` gives it; None: not known
+    """
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
     if gpu is None or max_sm_mhz is None or (gpu.major, gpu.minor) not in FLOP_PER_CYCLE:
         return None
@@ -218,16 +229,16 @@ def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:
 
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # of the matmul of `measure_sustained`
-WINDOW_S, LEAST_S, MOST_S = 1.0, 3.0, 15.0  # of a window, whose mean rate counts; limits of the whole run
+WINDOW_S, LEAST_S, MOST_S = 1.0, 3.0, 15.0  # seconds: of a window, whose mean rate counts; limits of the whole run
 STEADY = 0.01  # a rate has settled when two windows, one after the other, differ by less than this share
-SAMPLE_S = 0.02  # between two readings of the sensors
+SAMPLE_S = 0.02  # seconds between two readings of the sensors
 
 
 def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
-    """{"matmul_flops_per_s": {dtype: x}, "seconds": how long it ran}, with the state of the device at its end.
+    """The matmul rate that the device holds for long: {"matmul_flops_per_s": {dtype: x}, "seconds": duration, ...}.
 
     It repeats the largest matmul of SIZES until the rate has settled, for MOST_S at most. x is the mean rate of the
-    last WINDOW_S. A mark is (a moment, the calls done by then).
+    last WINDOW_S. The other entries are the state of the device in this window, as `state_of` gives it.
     """
     size, dtype = SIZES[device][-1], DTYPES[device]
     a, marks = torch.randn(size, size, device=device, dtype=dtype), list[energy.Mark]()
@@ -253,7 +264,7 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
 def has_settled(marks: list[energy.Mark]) -> bool:
     """True where the rate of the last window differs from that of the window before it by less than STEADY.
 
-    False until LEAST_S have passed.
+    marks  (time, calls done by then), as `energy.repeated` appends them. False until they span LEAST_S.
     """
     end_s = marks[-1][0]
     if end_s - marks[0][0] < LEAST_S:

@@ -1,9 +1,9 @@
-"""The memory of one call: its peak, what its forward keeps for the backward, phase by phase and event by event.
+"""Measures the memory of a call: its peak, what a forward keeps for its backward, each phase, each allocation.
 
-Benchmarks call these functions in their `inspect` hooks, alone on the device; workers and ranks of the bench call
-`cap_gpu_memory` and `cap_host_memory` when they begin. On CUDA the caching allocator is asked; on a CPU, events that
-torch's profiler collects from the allocator. The CPU's events do not show when memory is freed that was allocated
-before the recording began.
+Benchmarks call these functions in their `inspect` hooks, while nothing else runs on the device; workers and ranks of
+the bench call `cap_gpu_memory` and `cap_host_memory` when they begin. On CUDA, torch's caching allocator gives the
+figures. On a CPU they come from the allocator's events, which torch's profiler records. These do not show it when
+memory is freed that was allocated before the recording began.
 """
 
 import bisect
@@ -46,7 +46,7 @@ class AllocatorEvent:
 
 
 def cap_gpu_memory(limit_bytes: int) -> None:
-    """Makes the allocator give at most `limit_bytes` of the current GPU. ValueError for more than that has."""
+    """Makes the allocator give at most `limit_bytes` of the current GPU. ValueError for more than the GPU has."""
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     limit, most = (f"{size / 2**30:.4g}GiB" for size in (limit_bytes, total))
     hold((limit_bytes <= total, f"--memory-limit {limit} is more than the {most} of this GPU"))
@@ -61,18 +61,18 @@ def cap_host_memory() -> None:
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int:
-    """The most that was live during `call`, its result included, above what was live before it."""
+    """The most bytes that were live during `call`, its result included, above those that were live before it."""
     return phases({"call": call}, device)["call"]["peak_bytes"]
 
 
 def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int:
-    """The most that a command and the processes that it starts were seen to hold in memory at once, on Linux.
+    """The most bytes that a command and the processes that it starts were seen to hold in memory at once, on Linux.
 
-    Each process's resident set counts, so pages that several share count for each. OSError elsewhere;
-    RuntimeError when the command fails.
+    It looks every `interval_s` seconds, and adds up the resident sets; a page that several processes share counts for
+    each. OSError on other systems; RuntimeError when the command fails.
     """
     peak = 0
-    # A file: a process that writes more than a pipe holds, which nobody reads yet, would wait for ever.
+    # A file, not a pipe: nobody reads before the process ends, and a process that has filled a pipe waits for ever.
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
         while process.poll() is None:
@@ -104,9 +104,10 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
     """Runs the steps (forward, backward, optimizer) in order: `{name: {"peak_bytes": ..., "live_bytes": ...}}`.
 
     peak_bytes is the most that was live during the step, live_bytes what is live at its end, both above what was live
-    before the first step. A step's result is dropped; it must keep by itself what the next step needs. After a forward,
-    live_bytes is what the backward needs and the output: the activations. On a CPU each step is profiled, and must wait
-    for its collectives: one of gloo that is under way when a profile ends crashes the process when it is freed.
+    before the first step. A step's result is dropped, so a step must store by itself what the next one needs. After a
+    forward, live_bytes is what the backward needs and the output: the activations. On a CPU each step is profiled, and
+    must wait for its collectives: if a collective of gloo is still under way when a profile ends, the process crashes
+    when the collective is freed.
     """
     memory: dict[str, dict[str, int]] = {}
     live = 0
@@ -130,7 +131,9 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
 def first_steps(
     make: Callable[[], Any], step: Callable[[], Any], device: str
 ) -> tuple[float, dict[str, dict[str, int]]]:
-    """(seconds of a training's first step, which compiles and tunes; `phases`: "make", "first" step, next "step").
+    """(seconds of a training's first step, the memory of its beginning by phase, as `phases` gives it).
+
+    The first step compiles and tunes. The phases are "make", "first" (the first step) and "step" (the second step).
 
     make  builds what `step` trains
     """
@@ -150,7 +153,7 @@ def first_steps(
 def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer state and buffers, as they are now; of a sharded tensor, this rank's.
 
-    Each storage counts once and whole: under the first of these that reaches it, however many tensors share it.
+    Each storage counts once and whole, under the first of the four that has a tensor in it.
     """
     groups = {
         "parameters_bytes": module.parameters(),
@@ -168,16 +171,16 @@ def _new_storages(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[i
     """Yields the bytes of each storage that is not in `seen`, and adds it there."""
     for x in tensors:
         storage = (x.to_local() if hasattr(x, "to_local") else x).untyped_storage()
-        if storage._cdata not in seen:  # unlike its address, unique on the meta device too
+        if storage._cdata not in seen:  # a number that is unique on the meta device too, unlike an address
             seen.add(storage._cdata)
             yield storage.nbytes()
 
 
 def timeline(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[tuple[float, int]]]:
-    """Runs the steps as `phases` does: (time_s, live_bytes) after each event of the allocator, by step.
+    """Runs the steps as `phases` does, and gives by step (time_s, live_bytes) after each event of the allocator.
 
-    The time is the host's, since the first event. Bytes are above what was live before it, and as requested; on CUDA
-    the allocator rounds each request up to 512.
+    time_s is by the host's clock, since the first event. live_bytes is above what was live before that event. It counts
+    bytes as requested; on CUDA the allocator rounds each request up to a multiple of 512.
     """
     ends = []
 
@@ -270,7 +273,7 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
     with profile(use_kineto=True, profile_memory=True) as recorded:
         _ = call()
     events = list(recorded.kineto_results.experimental_event_tree())
-    for event in events:  # of all levels: the list grows while it is walked
+    for event in events:  # the list grows while it is walked, until it has the events of all levels
         events.extend(event.children)
     return events
 

@@ -1,10 +1,10 @@
 """Where the time of a call goes: kernels, what kind they are, and the parts of a model that they belong to.
 
 Benchmarks of models and of data parallelism call `profile_call`, `communication_of` and `largest_allocations`; models
-mark their parts with `part`; `lmsys.bench.trial` calls `call_in_ranges` for --nvtx. Every figure is read off the trace
-that torch.profiler writes (Chrome trace format, for a browser's trace viewer). On CUDA a kernel is what the device
-runs; on a CPU it is an operator, without those that it calls. A kernel of unknown kind gets one by `register_kernels`,
-or by a line in PATTERNS.
+mark their parts with `part`; `lmsys.bench.trial` calls `call_in_ranges` for --nvtx. Times of kernels are read off the
+trace that torch.profiler writes (Chrome trace format, for a browser's trace viewer). On CUDA a kernel is what the
+device runs; on a CPU it is an operator, without those that it calls. A kernel of unknown kind gets one by
+`register_kernels`, or by a line in PATTERNS.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from lmsys.measure import clock, memory
 from lmsys.measure.step import Step
 from lmsys.values import one_of
 
-PART = "part: "  # in a trace, the names of ranges that `part` makes begin so
+PART = "part: "  # in a trace, the names of ranges that `part` makes begin with this
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
 
 _SUFFIX = r"(_backward)?(_data)?_?$"  # the end of an operator's name
@@ -74,14 +74,15 @@ PATTERNS = (  # kernels of torch and its libraries: the first pattern that is fo
 )
 
 _parts_are_on = False  # True: `part` makes ranges
-_registered: dict[str, str] = {}  # kind by pattern: kernels that this file does not know
+_registered: dict[str, str] = {}  # {pattern: kind} of kernels that PATTERNS lacks; these patterns are tried first
 
 
 def register_kernels(pattern: str, kind: str) -> None:
-    """Says that kernels whose name matches the regular expression are of this kind, of KINDS; "" registers none.
+    """Registers the kind, one of KINDS, of kernels whose names match the regular expression; "" registers nothing.
 
-    A file of kernels registers its own when it is imported. A row of a table may name its kernels in its trait
-    `kernels` instead, which the code that profiles the row registers. ValueError for another kind.
+    A registered pattern counts before those of PATTERNS. A file of kernels registers its own when it is imported. An
+    implementation in a table may state a pattern in its attribute `kernels` instead (`lmsys.registry.Traits`): the code
+    that profiles it registers this pattern. ValueError for another kind.
     """
     one_of("kind", kind, KINDS)
     if pattern:
@@ -92,7 +93,7 @@ def register_kernels(pattern: str, kind: str) -> None:
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
-    """The kind, of KINDS, of the kernel or operator that a trace calls `name`."""
+    """The kind, of KINDS, of the kernel or operator that a trace calls `name`; "other" if no pattern is found in it."""
     return next((kind for pattern, kind in tuple(_registered.items()) + PATTERNS if re.search(pattern, name)), "other")
 
 
@@ -133,7 +134,7 @@ class Part:
     total_s     seconds of the kernels launched inside of the part
     backward_s  seconds of the kernels of its backward
     count       how often the part ran
-    kinds       the share of each kind in `total_s`, in seconds
+    kinds       {kind: its seconds}; they add up to `total_s`
     """
 
     name: str
@@ -191,7 +192,8 @@ def _events_of(recorded: profile, trace: Path | None = None) -> list[dict[str, A
         return list(json.loads(path.read_bytes())["traceEvents"])
 
 
-# One run of a kernel: its name, its seconds, and where the host launched it, as (thread, microseconds).
+# One run of a kernel: its name, its seconds, and when the host launched it, as (thread, microseconds) or, if the trace
+# does not say it, None.
 Run = tuple[str, float, tuple[Any, float] | None]
 
 
@@ -236,7 +238,8 @@ def _self_times(operators: list[dict[str, Any]]) -> list[Run]:
 
 def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int) -> list[Part]:
     """The parts, the longest first. `events`: by category of a trace."""
-    # Ranges hold for every thread: autograd works in threads of its own while its caller waits inside the part.
+    # A range counts for all threads (None). A part may call a backward: autograd runs it in threads of its own, while
+    # the thread of the range waits.
     spans = [
         (None, event["ts"], event["end"], event["name"].removeprefix(PART))
         for event in events["user_annotation"]
@@ -247,7 +250,8 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int)
     # (thread, start, end, when its forward ran) of the nodes of the backward. A trace links them to their forward by
     # flows "fwdbwd", each of which has an event "s" in the forward and an event "f" in the backward.
     forward_at = {flow["id"]: flow["ts"] for flow in events["fwdbwd"] if flow["ph"] == "s"}
-    # Of operators that begin at once, the longest holds the others: sorted by length, it is the one that stays.
+    # Of operators of a thread that begin at the same time, the longest holds the others. Sorted by length it comes
+    # last, so it is the one that stays in the dict.
     outermost = {(op["tid"], op["ts"]): op for op in sorted(events["cpu_op"], key=lambda op: op["dur"])}
     backward_spans = [
         (flow["tid"], flow["ts"], outermost[flow["tid"], flow["ts"]]["end"], forward_at[flow["id"]])
@@ -255,7 +259,8 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int)
         if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in outermost and flow["id"] in forward_at
     ]
     nodes = _enclosing(backward_spans, [launch for *_, launch in launched])
-    # Of several nodes the one whose forward ran last counts; -1, where there is none, lies in no part.
+    # A kernel may be launched within several nodes: the one whose forward ran last counts. A kernel within no node gets
+    # the time -1, at which there is no part.
     origins = _enclosing(spans, [(None, max(forward, default=-1.0)) for forward in nodes])
     count = Counter(name for *_, name in spans)
     backward = dict.fromkeys(count, 0.0)
@@ -310,7 +315,10 @@ class Allocation:
 
 
 def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) -> list[Allocation]:
-    """The `top` largest allocations during `call`, with the line of code that made them: see `allocator_events`."""
+    """The `top` largest allocations during `call`, with the line of code that made them.
+
+    `memory.allocator_events` says which line that is.
+    """
     events = memory.allocator_events(call, device, lines=True)
     levels = [0] + list(itertools.accumulate(event.bytes for event in events))
     live: dict[int, tuple[int, str, str]] = {}  # by address: (bytes, where, function)
@@ -326,7 +334,7 @@ def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) 
     ]
 
 
-PROFILED_STEPS = 3  # of `communication_of`
+PROFILED_STEPS = 3  # steps that `communication_of` profiles
 # By device: the categories of a trace whose events are work on the device.
 WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}
 Intervals = list[tuple[float, float]]
@@ -334,10 +342,11 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Communication:
-    """Seconds of a step with a collective in flight, on one rank.
+    """The communication of a step, on one rank.
 
-    overlap_fraction  the share of that time in which something computes, None where nothing is sent
-    timeline          (what, start_s, end_s) of the last step, of "communication" and "computation"
+    time_s            seconds of a step in which a collective is in flight
+    overlap_fraction  the share of these seconds in which something computes too; None where nothing is sent
+    timeline          (what, start_s, end_s) of the last profiled step; `what` is "communication" or "computation"
     """
 
     time_s: float
@@ -348,7 +357,11 @@ class Communication:
 def communication_of(
     step: Callable[[], Any], finish: Callable[[], Any], begin: Callable[[], Any], device: str
 ) -> Communication:
-    """Profiles a few steps on each rank. `finish` waits for what a step leaves under way; `begin` is a barrier.
+    """Profiles a few steps of this rank; all ranks call it together.
+
+    step    runs one training step
+    finish  waits for what a step has begun and not ended, such as collectives
+    begin   a barrier of all ranks
 
     On CUDA the host's calls are not recorded: that would slow down the host, for which many steps wait. Ranks begin
     together, after a step under the profiler: a rank that came early would wait inside a collective, and this wait
@@ -401,7 +414,7 @@ def merged(intervals: Intervals, gap: float = 0.0) -> Intervals:
 
 
 def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tuple[str, float, float]]:
-    """`Communication.timeline`: the last of the steps, with few and short numbers, since results files keep it.
+    """`Communication.timeline`: the last of the steps, with few and short numbers, since result files keep it.
 
     Intervals that lie at most 1 / 2000 of the profiled time apart become one.
     """
@@ -416,14 +429,14 @@ def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tupl
     return rows
 
 
-NUM_CALLS = 3  # of `call_in_ranges`
+NUM_CALLS = 3  # calls that `call_in_ranges` makes
 
 
 def call_in_ranges(name: str, step: Step, device: str) -> None:
-    """Calls a step a few times, each on new inputs and in an NVTX range `name` that holds nothing else.
+    """Calls a step NUM_CALLS times, each on new inputs and in an NVTX range `name` that holds this call alone.
 
-    A range belongs to a thread, so a backward runs in this thread too. The range ends once the device has done the
-    call.
+    A range belongs to a thread, so autograd is made to run the backward in this thread too. The range ends once the
+    device has done the call.
     """
     for draw in range(NUM_CALLS):
         step.before()

@@ -1,6 +1,6 @@
-"""Calls repeated on the same inputs: do their results have the same bits, and how far apart are they if not?
+"""Repeats a call on the same inputs: do the results have the same bits, and how far apart are they if not?
 
-`lmsys.bench.trial` and `lmsys.check.attention` call both functions. Knows no kernel.
+`lmsys.bench.trial` and `lmsys.check.attention` call `repeated` and `apart`, for any kernel.
 """
 
 import time
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-LEAST, MOST = 3, 10  # numbers of calls: two may agree by chance
+LEAST, MOST = 3, 10  # the least and the most calls; not 2, as two calls may agree by chance
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element, integers of its size
 Outputs = Mapping[str, torch.Tensor]
 
@@ -18,8 +18,8 @@ def repeated(
 ) -> tuple[dict[str, torch.Tensor], int, dict[str, float]]:
     """(copies of the first call's tensors, the number of calls, the largest differences from these copies).
 
-    The differences are by name, of those tensors alone whose bits differed in any call. Calls follow one another: LEAST
-    at least, more while `seconds` are left, and MOST at most.
+    The differences are by name, of those tensors alone whose bits differed in any call. It makes at least LEAST calls,
+    then more until `seconds` have passed, and MOST at most.
     """
     first = {name: x.detach().clone() for name, x in call().items()}
     differ: dict[str, float] = {}
@@ -42,6 +42,6 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """The largest difference between finite elements of two tensors."""
-    # In parts, whose copies in float64 need little memory.
+    # In parts of 2**24 elements, so that the copies in float64 need little memory.
     parts = zip(*(x.detach().reshape(-1).split(2**24) for x in (first, second)), strict=True)
     return max((x.double() - y.double()).abs().nan_to_num(0.0, posinf=0.0).max().item() for x, y in parts)

@@ -1,9 +1,10 @@
-"""A device's own sensors: clocks, temperature, power, energy, and other programs' processes on it.
+"""Reads a device's own sensors: clocks, temperature, power, energy, and other programs' processes on it.
 
 `sensors_of` reads a GPU by NVML (nvidia-ml-py), a CPU by Linux's files: RAPL's counters of energy, and the frequency of
 cores. What a device does not tell is None, and `why_no_joules` says why its energy cannot be measured.
-`lmsys.bench.trial` makes `Conditions` before it samples rows, and puts `Conditions.record` into the record of each row
-afterwards. This file knows no kernel.
+`lmsys.bench.trial` begins `Conditions` before it samples rows (the implementations under test), and puts
+`Conditions.record` into the record of each row afterwards; `lmsys.bench.ranks` counts strangers by `Conditions`. To
+support another kind of device, add a subclass of `Sensors`, and return it from `sensors_of`.
 """
 
 import os
@@ -21,7 +22,10 @@ from lmsys.measure import host
 
 @dataclass(frozen=True)
 class Reading:
-    """The state of a device at a moment. `reasons`: bits of REASONS, why its clock is not higher."""
+    """The state of a device at a moment. All fields but `reasons` are None where the device does not tell.
+
+    reasons  why the clock is not higher: the sum of bits that are keys of REASONS; 0: none, or the device does not tell
+    """
 
     sm_clock_mhz: float | None = None
     memory_clock_mhz: float | None = None
@@ -32,7 +36,7 @@ class Reading:
 
 
 class Sensors:
-    """The one interface to a device's sensors. This base has none: it stands for a GPU that cannot be asked.
+    """The interface to a device's sensors. This base class has none itself: it stands for a GPU that NVML cannot read.
 
     `Gpu` and `Cpu` override the methods that they have sensors for.
 
@@ -62,12 +66,16 @@ class Sensors:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Facts that do not change while rows run, as far as they are known: text, numbers in MHz and W."""
+        """Settings of the device that do not change during a run, if known: text such as "on", numbers in MHz and W."""
         return {}
 
 
 class Gpu(Sensors):
-    """A GPU by NVML. nvml: the module `pynvml`, which is initialized; handle: its handle of the GPU."""
+    """A GPU, read by NVML.
+
+    nvml    the module `pynvml`, which is initialized
+    handle  NVML's handle of the GPU
+    """
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml, self._handle = nvml, handle
@@ -115,7 +123,10 @@ class Gpu(Sensors):
         return {name: value for name, value in settings.items() if value is not None}
 
     def _instant(self) -> int | None:
-        """The power now, in milliwatts. On most GPUs nvmlDeviceGetPowerUsage gives the mean of a second instead."""
+        """The power now, in milliwatts; None where this GPU has no such field.
+
+        It is preferred to nvmlDeviceGetPowerUsage, which on most GPUs gives the mean of the last second.
+        """
         fields = self._ask("nvmlDeviceGetFieldValues", [self._nvml.NVML_FI_DEV_POWER_INSTANT])
         return int(fields[0].value.uiVal) if fields and fields[0].nvmlReturn == self._nvml.NVML_SUCCESS else None
 
@@ -128,7 +139,7 @@ class Gpu(Sensors):
 
 
 class Cpu(Sensors):
-    """The CPUs of this machine, as Linux tells of them in files under `root`; RAPL counts whole packages."""
+    """The CPUs of this machine, read from Linux's files under `root`. RAPL counts the energy of whole CPU packages."""
 
     def __init__(self, root: Path = Path("/")):
         self._root = root
@@ -171,7 +182,7 @@ class Cpu(Sensors):
         return {}
 
     def _files(self, name: str) -> Sequence[Path]:
-        """The files of this name of the first four cores that this process may use."""
+        """The files of this name, one for each of the first four cores that this process may use."""
         return [
             self._root / f"sys/devices/system/cpu/cpu{core}/cpufreq/{name}"
             for core in sorted(os.sched_getaffinity(0))[:4]
@@ -198,7 +209,7 @@ def nvml(ask: Callable[[Any], Any]) -> Any:
 
 
 def _scaled(unit: float, value: float | None) -> float | None:
-    """The product unit * value: 1e-3 makes watts of milliwatts, 1.0 only makes a float of an int. None stays None."""
+    """The product unit * value: 1e-3 converts milliwatts to watts, 1.0 converts an int to a float. None stays None."""
     return None if value is None else unit * value
 
 
@@ -225,9 +236,10 @@ EXPECTED = 0x1 | 0x2 | 0x4  # reasons of a healthy machine: a GPU under load wor
 
 
 class Conditions:
-    """The conditions on a device from when this is made until `record` is called.
+    """The conditions on a device, from the moment when this object is made until `record` is called.
 
-    parent  a process; *strangers* are processes that it has not started
+    parent  the id of the process that started the run. It and its descendants are the *family*; all other processes on
+            the device are *strangers*
     """
 
     def __init__(self, device: str, sensors: Sensors, parent: int):
@@ -235,7 +247,7 @@ class Conditions:
         self._load, self._strangers = host.load(parent), self._count()
 
     def record(self, readings: Sequence[Reading]) -> dict[str, Any]:
-        """The fields of a row's record on the conditions, JSON-safe. `readings`: those taken between calls."""
+        """The fields on conditions of a row's record, JSON-safe. `readings`: what the sensors read between calls."""
         share, strangers = host.others_share(self._load, host.load(self._parent)), self.strangers()
         return state_of(readings) | {
             "other_processes": strangers,
@@ -244,15 +256,14 @@ class Conditions:
         }
 
     def strangers(self) -> int | None:
-        """The most strangers that were seen on the device, when this was made and now; None where it does not tell."""
+        """The larger number of strangers on the device, of that at the beginning and that now; None where not known."""
         return max(_without_none([self._strangers, self._count()]), default=None)
 
     def _count(self) -> int | None:
-        """How many strangers have something on the device.
+        """The number of strangers that have a context on the device; None where it does not tell.
 
-        The family is `parent` and the processes that descend from it. In a container NVML may number processes
-        otherwise than this process sees them. Then as many of them as the family has processes are taken for the
-        family's, and all others are strangers.
+        In a container NVML may report other process ids than this process sees. If this process's own id is not among
+        them, the family's processes cannot be told apart, and it subtracts the size of the family from their number.
         """
         processes = self._sensors.processes()
         if processes is None:
@@ -262,8 +273,10 @@ class Conditions:
 
 
 def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
-    """The fields of a record that readings alone tell: median clocks and power, the highest temperature, and why a
-    clock was not higher."""
+    """The fields of a record that follow from readings alone.
+
+    They are the median clocks and power, the highest temperature, and why a clock was not higher, in words.
+    """
     return {
         "sm_clock_mhz": _median(reading.sm_clock_mhz for reading in readings),
         "memory_clock_mhz": _median(reading.memory_clock_mhz for reading in readings),
@@ -275,11 +288,11 @@ def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
 
 
 def disturbance(reasons: Iterable[int], strangers: int | None, share: float | None) -> str | None:
-    """A clause on what a reader must know of a figure that was taken under these conditions; None for nothing.
+    """A clause that warns readers of a figure that was measured under these conditions; None where all was well.
 
     reasons    bits of REASONS
-    strangers  how many processes of others were on the device
-    share      the share of the CPU's time that others took
+    strangers  how many strangers (see `Conditions`) were on the device; None: not known
+    share      the share of the CPU's time, from 0 to 1, that other programs took; None: not known, or of no importance
     """
     unexpected, strangers, share = [bit for bit in reasons if not bit & EXPECTED], strangers or 0, share or 0.0
     clauses = (
@@ -292,7 +305,7 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
 
 
 def told(reasons: Iterable[int]) -> str:
-    """The words of these bits of REASONS."""
+    """These bits of REASONS in words, such as "power cap, thermal slowdown by software"."""
     return ", ".join(REASONS.get(bit, f"reason {bit:#x}") for bit in sorted(reasons))
 
 

@@ -1,6 +1,7 @@
 """The call that a benchmark times, and what is kept of it. Imports no torch.
 
-`Benchmark.step` returns a `Step`; `lmsys.measure.compare` times it, and leaves a `Kept` for each call to be checked.
+The method `step` of a benchmark (`lmsys.bench.benchmark`) returns a `Step`. `lmsys.measure.compare` times it, and
+leaves a `Kept` for each call to be checked.
 """
 
 from collections.abc import Callable
@@ -30,13 +31,15 @@ def nothing(*_: Any) -> None:
 class Step:
     """A call to be timed: `run(prepare())`, of which `run` alone is timed. *The row* is the implementation under test.
 
+    run          the timed call; gets what `prepare` returned, and returns the result
+    prepare      the row's untimed work before the call, such as a forward where `run` is its backward
     before       called before each sample by a clock that times calls in a loop (`CudaClock(ahead=False)`)
     redraw       called with a seed before each `prepare`: draws new inputs, in place
     redraw_late  called with the seed between `prepare` and `run`: draws the inputs that `prepare` must not see
     keep         called right after `run` with its result and a key. With a key it returns copies of the parts that the
                  key selects; the row cannot know which calls those are. With None it only checks the result's form.
-                 `Failed` unless the result is what was promised
-    num_kept     how many calls are checked. Of 3 calls a row that is wrong in half of its calls passes 1 time in 8
+                 It raises `Failed` unless the result has the promised form
+    num_kept     how many calls are checked. With 3, a row that is wrong in half of its calls passes 1 time in 8
     clock        makes the clock of the run the clock of this step, which may run in another process
                  (`lmsys.bench.foreign`)
     like         the row's own part of `prepare`, timed alone as a reference: if `prepare` takes much longer than this,
@@ -56,9 +59,9 @@ class Step:
 
 @dataclass
 class Kept:
-    """A timed call that is checked afterwards.
+    """A timed call that is checked afterwards, when `redraw(draw)` has made its inputs again.
 
-    index     its number among the samples
+    index     the call's number among the samples
     draw      the seed that its inputs were drawn by
     key       a random number that says which parts of its result were kept
     result    copies of these parts, until they are checked

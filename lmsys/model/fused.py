@@ -2,19 +2,20 @@
 
 `TransformerLM.fuse_blocks` makes the model call `run` in place of its blocks. The kernels are in fused_triton.py.
 `lmsys.training.possible` asks `why_not` and `check_levels` before a training, and rotary.py uses `kernels` and
-`is_plain`.
+`is_plain`. `add_norm` and `swiglu` have two versions, by kernels and in plain PyTorch, which must compute the same: a
+change of one version is made in the other too.
 
-A block ends in an addition, and the next one begins with a norm of the sum. Here both are one function: it reads the
-residual stream and the branch (the output of attention or feed-forward) once, and writes the sum and the norm that the
-next matmuls read. Its backward writes the gradient of the sum twice, in the stream's dtype and in the matmuls' dtype
-for the branch, where autograd and a compiler need a pass for each. Captured as a CUDA graph, such a step needs no
-compiler.
+A block ends in an addition, and the next block begins with a norm of the sum. Here both are one function, `add_norm`.
+It reads the residual stream and the branch (the output of attention or feed-forward) once, and writes the sum and the
+norm that the next matmuls read. Its backward writes the gradient of the sum twice in one pass: in the residual stream's
+dtype, and for the branch in the matmuls' dtype. Autograd and a compiler need two passes. Captured as a CUDA graph, such
+a step needs no compiler.
 
 Queries and keys are rotated in place, where their projection has written them. Under autocast one matmul writes gate
 and value of SwiGLU side by side. The backward of SwiGLU writes their gradients side by side, too, so that one matmul
-gives the gradient of its input, and one those of w1 and w3.
+gives the gradient of its input, and one matmul the gradients of w1 and w3.
 
-On a CPU, in float64 and without Triton, the same functions are made of PyTorch's.
+On a CPU, in float64 and without Triton, plain PyTorch computes the same functions.
 Legend: B batch, S sequence length, M d_model, F d_ff.
 """
 
@@ -70,7 +71,8 @@ def why_not(device: torch.device) -> str:
 def check_levels(config: ModelConfig) -> None:
     """ValueError for a model with activation checkpointing: fused blocks keep all that their backward reads.
 
-    A group's `level` says what its blocks keep (`lmsys.checkpointing`); "none" is without checkpointing.
+    Checkpointing divides the blocks into groups of neighbours. The `level` of a group says what its blocks keep
+    (`lmsys.checkpointing`); at the level "none" they keep all that their backward reads.
     """
     values.hold(
         (
@@ -85,7 +87,7 @@ def run(layers: list[Any], last: Any, x: torch.Tensor, attend: list[Any], rope: 
 
     layers           the `Block`s
     last             the `RMSNorm` behind them
-    attend           for each block the function of its attention row
+    attend           for each block its attention function, as in `Attention.mix`
     rope, positions  as in `Attention.mix`
     Blocks are not called as modules, so their hooks do not run; nor do those of their attention, their feed-forward
     and, on CUDA, of their norms.
@@ -96,18 +98,19 @@ def run(layers: list[Any], last: Any, x: torch.Tensor, attend: list[Any], rope: 
         branch = layer.attn.mix(layer.attn.project(normalised), attend_here, rope, positions, in_place=True)
         x, normalised = add_norm(x, branch, layer.ln2)
         with part("feed-forward"):
-            # w1 and w3 side by side, as q, k and v are; by `forward`, as hooks of `qkv` expect those.
+            # One matmul for w1 and w3, by the module that also serves q, k and v. Its `forward` is called directly, as
+            # hooks of this module expect q, k and v.
             branch = layer.ffn.w2(swiglu(layer.attn.qkv.forward(normalised, layer.ffn.w1, layer.ffn.w3)))
     return add_norm(x, branch, last)[1]
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """True where PyTorch's functions take x: off CUDA, in float64, without Triton, and inside of torch.func."""
+    """True where plain PyTorch must compute on x: off CUDA, in float64, without Triton, or inside of torch.func."""
     return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or autograd.is_transformed()
 
 
 class _AddNorm(torch.autograd.Function):
-    """`add_norm` by the kernels. dtype: of the normalised result."""
+    """`add_norm` by the kernels. dtype: that of the normalised result."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """The kernels of fused.py and rotary.py in Triton: addition and norm, SwiGLU's product, rotation of queries and keys.
 
 fused.py calls `add_norm`, `swiglu` and their backwards, and rotary.py calls `turn`. Each kernel reads and writes an
-element once, forward and backward. Functions `..._options` choose the tile of a kernel by the width of a row; tests
-compile the kernels with them.
+element once, forward and backward. The functions named `..._options` choose a kernel's tile and warps by the width of a
+row: change them there, since tests compile the kernels with what these functions return.
 Legend: T tokens, M d_model, F d_ff, B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from lmsys.kernels.launch import launch
 from lmsys.measure.profile import register_kernels
 
-SWIGLU_BLOCK = 4096  # the most elements of the product that a program of SwiGLU makes
-NORM_BLOCK = 1024  # elements that a program of a norm's backward holds at once: whole rows, one at least
+SWIGLU_BLOCK = 4096  # the most elements of the product that one program of SwiGLU computes
+NORM_BLOCK = 1024  # elements that a program of a norm's backward holds at once: whole rows, and at least one
 # A norm's backward has as many programs as make WARPS warps on each multiprocessor, or fewer. Each program sums up a
 # part of d_weight over its rows.
 WARPS = 32
@@ -40,7 +40,7 @@ def _add_norm_forward_kernel(
     x = tl.load(X + row + at, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         x += tl.load(BRANCH + row + at, mask=mask, other=0.0).to(tl.float32)
-        x = x.to(TOTAL.dtype.element_ty)
+        x = x.to(TOTAL.dtype.element_ty)  # the norm is that of the rounded sum, which the backward reads
         tl.store(TOTAL + row + at, x, mask=mask)
         x = x.to(tl.float32)
     rstd = 1 / tl.sqrt_rn(tl.sum(x * x) / M + eps)
@@ -83,7 +83,7 @@ def _add_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_rows_kernel(PARTS, SUM, num_rows, M: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
-    """A program owns BLOCK_M columns of all num_rows <= ROWS rows, which it reads at once."""
+    """A program adds up BLOCK_M columns over all rows. It holds all of them at once: num_rows <= ROWS."""
     at, row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, ROWS)
     mask = (row < num_rows)[:, None] & (at < M)[None, :]
     parts = tl.load(PARTS + row[:, None] * M + at[None, :], mask=mask, other=0.0)
@@ -92,7 +92,7 @@ def _sum_rows_kernel(PARTS, SUM, num_rows, M: tl.constexpr, BLOCK_M: tl.constexp
 
 @triton.jit
 def _swiglu_forward_kernel(HALVES, PRODUCT, F: tl.constexpr, BLOCK: tl.constexpr):
-    """A program owns a part of a row of gate and value side by side."""
+    """A program computes BLOCK elements of a row of PRODUCT. A row of HALVES has F elements of gate, F of value."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < F
     gate = tl.load(HALVES + row * 2 * F + at, mask=mask, other=0.0).to(tl.float32)
@@ -102,7 +102,7 @@ def _swiglu_forward_kernel(HALVES, PRODUCT, F: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _swiglu_backward_kernel(D_PRODUCT, HALVES, D_HALVES, F: tl.constexpr, BLOCK: tl.constexpr):
-    """A program owns a part of a row, as in the forward."""
+    """A program computes the gradients of BLOCK elements of the gate and of the value, at the same places of a row."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < F
     gate = tl.load(HALVES + row * 2 * F + at, mask=mask, other=0.0).to(tl.float32)
@@ -172,7 +172,7 @@ def norm_backward_options(width: int) -> dict[str, int]:
 
 
 def _sum_rows(parts: Tensor) -> Tensor:
-    """The sum of parts (P, M) over rows: (M), in an order that is always the same. Much faster than torch.sum here."""
+    """The sum of parts (P, M) over rows, (M). The order of the additions is fixed. torch.sum is much slower here."""
     num_rows, width = parts.shape
     rows = triton.next_power_of_2(num_rows)
     total = parts.new_empty(width)
@@ -198,7 +198,7 @@ def swiglu_backward(d_product: Tensor, halves: Tensor) -> Tensor:
 
 
 def _launch_swiglu(kernel: Any, *tensors: Tensor) -> Tensor:
-    """Runs a kernel on tensors (..., F) and (..., 2 F), of which it writes the last; returns that."""
+    """Runs a kernel on tensors (..., F) and (..., 2 F), in the kernel's order; returns the last, which it writes."""
     width = min(x.shape[-1] for x in tensors)  # of the product
     options = swiglu_options(width)
     num_rows, parts = tensors[-1].numel() // tensors[-1].shape[-1], triton.cdiv(width, options["BLOCK"])
@@ -217,9 +217,10 @@ def _rotate_kernel(
     HEADS, Q, K, V, COS, SIN, num_angles, H: tl.constexpr, HKV: tl.constexpr,
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BACKWARD: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """A program turns BLOCK_H of the heads of one token: those of q, then of k, then of v, which it only copies.
+    """A program rotates BLOCK_H of the heads of one token: those of q, then of k, then of v, which are only copied.
 
-    num_angles: the rows of COS and SIN, S or B S. IN_PLACE it reads and writes HEADS, and leaves v alone.
+    num_angles: the rows of COS and SIN, S or B S. BACKWARD: it rotates back, reads Q, K and V, and writes HEADS.
+    IN_PLACE: it reads and writes HEADS only, and leaves v alone.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -257,8 +258,8 @@ def turn(
     heads     (B, S, H + 2 Hkv, D): the heads of q, then of k, then of v
     parts     q (B, S, H, D), k and v (B, S, Hkv, D); None: q and k are rotated within heads, and v stays as it is
     cos, sin  (S, D / 2) or (B, S, D / 2), in float32 or float64
-    backward  pairs are turned back, and with `parts` it reads these and writes `heads`
-    All are contiguous.
+    backward  True: pairs are rotated back; with `parts`, these are read and `heads` is written
+    All tensors are contiguous.
     """
     batch, length, total, head_dim = heads.shape
     kv_heads, in_place = (total - num_heads) // 2, parts is None

@@ -1,17 +1,19 @@
-"""x Wᵀ under autocast with float32 weight gradients, and copies of weights in the narrow dtype that are kept.
+"""Computes x Wᵀ under autocast with float32 weight gradients, and keeps copies of weights in the narrow dtype.
+
+The layers of transformer.py call `linear`, and loss.py `matmul_dtype` and `rounded` for a matmul of its own.
+`TransformerLM.fuse_blocks` makes a `RoundedWeights`.
 
 Autocast casts the weights W (O, M) and the input x to a narrow dtype, multiplies those, rounds the weight's gradient to
 the narrow dtype too, and widens it again. The GPU's matmul units add up in float32 anyway. `linear` has them write that
-sum as the gradient, which is more exact, moves fewer bytes and needs no kernel to widen it. Each weight is copied in
-any case, so several weights that multiply one input are copied side by side, for one matmul in place of several. The
-layers of transformer.py, and loss.py, call `linear`.
+sum as the gradient, which is more exact, moves fewer bytes and needs no kernel to widen it. The cast copies each weight
+in any case. So several weights that multiply one input are copied side by side, for one matmul in place of several.
 
 `RoundedWeights` keeps such copies, as the weights' attribute `rounded`: then a copy is read, and nothing is cast.
 Copies that lie side by side in memory are read as one tensor. The gradient is that of the weight all the same, in
 float32. `lmsys.training.optimizer.AdamW` writes the copies in the pass that steps the weights. Otherwise a copy is made
-again when its weight has changed, which its version, counted up by every change in place, and its address show. The
-steps of torch's fused optimizers are counted here, as torch does not. A change through `.data` is not counted, and must
-be followed by `torch.autograd.graph.increment_version`.
+again when its weight has changed. A change shows in the weight's address, or in its version counter, which every change
+in place raises. torch's fused optimizers do not raise it, so a hook here does so after their steps. A change through
+`.data` does not raise it either: call `torch.autograd.graph.increment_version` after it.
 
 Legend: T tokens, M input features, O output features.
 """
@@ -68,7 +70,7 @@ class _NarrowLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, sources: list[Tensor], *weights: Tensor) -> Tensor:
         narrow, weight = x.reshape(-1, x.shape[-1]).to(dtype), _side_by_side(sources, dtype)  # (T, M), (O, M)
         needs_x, _, _, *needs_weights = ctx.needs_input_grad
-        kept = sources if all(w.dtype == dtype for w in sources) else [weight]  # kept copies need no more memory
+        kept = sources if all(w.dtype == dtype for w in sources) else [weight]  # kept copies are in memory anyway
         ctx.save_for_backward(narrow if any(needs_weights) else None, *(kept if needs_x else ()))
         ctx.wide, ctx.rows = x.dtype, list(map(len, weights))
         return (narrow @ weight.mT).view(*x.shape[:-1], len(weight))
@@ -91,7 +93,10 @@ class _NarrowLinear(torch.autograd.Function):
 
 
 def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The rows of all weights as one tensor of that dtype. A compiler fuses cast and copy; else `out` does both."""
+    """The rows of all weights as one tensor of that dtype: a view where they lie so in memory, else a copy.
+
+    A compiler fuses cast and copy. Without a compiler torch.cat does both in one pass, by its argument `out`.
+    """
     if len(weights) == 1:
         return weights[0].to(dtype)
     if torch.compiler.is_compiling():
@@ -112,12 +117,12 @@ def _stamps(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
     return {id(weight): (weight._version, weight.data_ptr()) for weight in weights}
 
 
-# A compiler of a step would trace the count, and drop it: compiled code breaks here.
+# torch.compile of a whole step would trace this call and drop it. So it breaks the compiled graph here.
 _count_up = torch._disable_dynamo(torch.autograd.graph.increment_version)
 
 
 def _count_fused_steps(optimizer: Optimizer, *_: Any) -> None:
-    """Counts up the versions of weights that one of torch's fused optimizers has stepped: its kernels do not."""
+    """Raises the version counters of weights that a fused optimizer of torch has stepped: its kernels do not."""
     weights = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
     if weights:
         _count_up(weights)
@@ -126,8 +131,8 @@ def _count_fused_steps(optimizer: Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_count_fused_steps)  # of all optimizers of this process
 
 
-# The `RoundedWeights` that forwards have read since it was last cleared. Whoever captures a CUDA graph clears it first:
-# each replay must `refresh` those that the capture has read.
+# The `RoundedWeights` that forwards have read since this set was last cleared. Code that captures a CUDA graph clears
+# it first, and calls `refresh` before each replay for all that the capture has read.
 READ: WeakSet["RoundedWeights"] = WeakSet()
 
 
@@ -185,7 +190,7 @@ class RoundedWeights:
             return
         torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
         if stale[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # while a graph is captured nothing is copied; its replays do that
+            return  # a capture only records the copy, which replays of the CUDA graph then make: no copy is new yet
         self._made_of = now
 
     def of(self, weight: Tensor) -> Tensor | None:

@@ -1,10 +1,11 @@
 """Cross-entropy, and cross-entropy of a language model's head without the logits of the whole batch.
 
 `TransformerLM.loss` calls `linear_cross_entropy`, which is head and loss in one function; `cross_entropy` is for users,
-and stands in for it inside of torch.func. For each chunk of tokens `linear_cross_entropy` computes the logits, their
-loss and, in the same pass and the same memory, their gradient, and drops them. Nothing of size tokens x vocabulary is
-ever held, and no matmul is done twice. The idea: Wijmans et al. 2024, "Cut Your Losses" (arXiv 2411.09009); Hsu et al.
-2024, "Liger Kernel" (arXiv 2410.10989).
+and stands in for it inside of torch.func, where all logits are held. Elsewhere `linear_cross_entropy` computes, for
+each chunk of tokens, the logits, their loss and, in the same pass and the same memory, their gradient, and drops them.
+So nothing of size tokens x vocabulary is held. No matmul is done twice either, unless the loss of each token is asked
+for or weights of tokens need a gradient: then the backward computes the logits again. The idea: Wijmans et al. 2024,
+"Cut Your Losses" (arXiv 2411.09009); Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989).
 
 On CUDA the kernel of `loss_triton.py` turns logits into losses and gradients; on a CPU, in float64 and without Triton
 plain PyTorch does, in `_replace_by_gradient`. An option of the loss is a field of `LossOptions` and a parameter of both
@@ -26,7 +27,7 @@ from lmsys.kernels import HAS_TRITON
 from lmsys.model import functions, linear
 
 CHUNK_LOGITS = 2**28  # logits held at once: 512 MiB in bfloat16
-CHUNK_MULTIPLE = 128  # a larger chunk has a multiple of so many tokens, for whole tiles of matmuls
+CHUNK_MULTIPLE = 128  # larger chunks are rounded up to a multiple of this many tokens, so that matmuls have whole tiles
 MOST_SOFTCAP = 1e30  # the largest softcap that is taken; the smallest is 1 / MOST_SOFTCAP
 REDUCTIONS = "mean", "sum", "none"
 STRIDE_MULTIPLE = 16  # the stride between rows of logits is a multiple of this, for wide loads and matmuls
@@ -133,8 +134,9 @@ def linear_cross_entropy(
                    same way, without a gradient
     The other options are those of `LossOptions`.
 
-    Gradients are computed in the forward. With reduction "none", or weights that need a gradient themselves, they are
-    computed in the backward, from logits that are computed again: one matmul more.
+    Gradients are computed in the forward. With reduction "none", or `token_weights` that need a gradient themselves,
+    they are computed in the backward, from logits that are computed again: one matmul more. Inside of torch.func plain
+    PyTorch computes all logits at once, and their loss by `cross_entropy`.
     """
     values.hold(
         (
@@ -180,7 +182,8 @@ def linear_cross_entropy(
 def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
     """The factor by which each token counts, in the targets' shape: 0 where it is ignored, else its weight or 1.
 
-    ValueError for weights of another shape, device or kind.
+    `counts` are these factors, and the mean divides by their sum. ValueError for weights of another shape, device or
+    kind.
     """
     counted, x, shape = targets != options.ignore_index, token_weights, tuple(targets.shape)
     if x is None:
@@ -195,7 +198,7 @@ def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOption
 
 
 def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
-    """Losses (N,) of tokens, weighted by `counts` (...) and reduced; a scalar is the weighted sum already.
+    """Losses (N,) of tokens, weighted by `counts` (...) and reduced. `losses` may also be their weighted sum, a scalar.
 
     Where no token counts, or the weights add up to 0, the mean is NaN and its gradients are 0, as in torch.
     """
@@ -210,19 +213,20 @@ def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
 
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:
-    """Tokens of a chunk, when the fewest chunks that CHUNK_LOGITS allows share all tokens evenly."""
+    """Tokens of a chunk: all tokens divided evenly among as few chunks as CHUNK_LOGITS allows, and rounded up."""
     chunk = max(1, math.ceil(tokens / max(1, math.ceil(tokens * vocabulary / CHUNK_LOGITS))))
     return chunk if chunk <= CHUNK_MULTIPLE else math.ceil(chunk / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss and the z-losses (N,) of tokens. The loss is (N,), or with `at_once` the sum of losses · factors.
+    """(the loss, the z-losses (N,)) of tokens. The loss is (N,), or with `at_once` the scalar sum of losses · factors.
 
     source    the values of the weight, or their copy in a narrow dtype
-    factors   (N,) by how much each token counts
+    factors   (N,) the `counts` of `counts_of`, flat and without a graph
     at_once   the forward computes the gradients, if they are `recorded`; else the backward does
     recorded  autograd records the call
-    weighted  factors are other numbers than 0 and 1
+    weighted  factors may be other numbers than 0 and 1
+    Other arguments are as in `_by_chunks`.
     """
 
     @staticmethod
@@ -241,13 +245,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weighted: bool,
     ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[:2] if at_once and recorded else (False, False)
-        # Factors of 0 and 1 say no more than the targets do, and each kernel that reads them takes its time.
+        # `shares` are the factors divided by the largest of them, `top`, by which `backward` multiplies the gradients.
+        # Factors that are only 0 and 1 say no more than the targets do, and a kernel that reads them takes longer.
         shares, top = _shares(factors) if weighted else (None, None)
         ctx.how = options, chunk, dtype
         losses, z_losses, *gradients = _by_chunks(needs, shares, hidden, weight, source, targets, *ctx.how)
         ctx.save_for_backward(*((top, *gradients) if at_once else (hidden, weight, source, targets)))
         ctx.mark_non_differentiable(z_losses)
-        if at_once:  # no dot: autocast would cast its inputs
+        if at_once:  # not by torch.dot, whose inputs autocast would cast
             losses = (losses * factors if weighted else losses).sum()
         return losses, z_losses
 
@@ -255,7 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # The factor 1 / N and the loss scale come last: earlier, float16 would round small gradients to zero.
-        if grads[0].dim():
+        if grads[0].dim():  # not at_once: the factors are the gradients of the tokens' losses
             shares, factor = _shares(grads[0])
             _, _, *gradients = _by_chunks(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
         else:
@@ -279,7 +284,10 @@ def _by_chunks(
 
     needs    which of the two gradients to compute; a gradient that is not needed is None. They are the gradients of the
              sum of losses · factors
-    factors  (N,); None: 1 for each token that is not ignored
+    factors  (N,) the `shares` of the caller: factors divided by the largest; None: 1 for each token that is not ignored
+    source   the weight, or its copy in the narrow dtype; the matmuls read it
+    chunk    tokens of a chunk
+    dtype    that of the matmuls
     """
     with torch.autocast(hidden.device.type, enabled=False):
         operand = source.detach().to(dtype)  # (V, M)
@@ -291,6 +299,7 @@ def _by_chunks(
         room = _rows(min(chunk, len(hidden)), len(weight), operand)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
+            # shares: the factors of this chunk's tokens
             rows, labels, shares = hidden[part].to(dtype), targets[part], None if factors is None else factors[part]
             logits = torch.mm(rows, operand.mT, out=room[: len(rows)])  # (C, V)
             losses[part], lses = _replace_by_gradient(logits, labels, shares, options, gradient=any(needs))
@@ -304,9 +313,10 @@ def _by_chunks(
 
 
 def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """(factors / largest, the largest): gradients in float16 so keep the size that they have without factors.
+    """(factors / the largest, the largest).
 
-    Sizes count, not signs. The largest is at least float32's smallest normal number, since all factors may be 0.
+    The first, of which the largest is 1, leave gradients in float16 about as large as they are without factors. The
+    largest is by absolute value, and at least float32's smallest normal number, since all factors may be 0.
     """
     top = nn.functional.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
     return factors / top, top
@@ -315,8 +325,8 @@ def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
 def _rows(num_rows: int, width: int, like: Tensor) -> Tensor:
     """An unwritten tensor (num_rows, width) in the dtype of `like`; rows begin at multiples of STRIDE_MULTIPLE.
 
-    Between the rows there are zeros: bfloat16 products of oneDNN with AMX read on there, and zero times what was in
-    fresh memory may be NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
+    Between the rows there are zeros: bfloat16 matmuls of oneDNN with AMX read these elements, and zero times whatever
+    was in fresh memory may be NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
     """
     rows = like.new_empty(num_rows, math.ceil(width / STRIDE_MULTIPLE) * STRIDE_MULTIPLE)
     rows[:, width:] = 0
@@ -334,7 +344,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient · factor, in place unless the graph will be used again, since a second d_weight needs much memory.
+    """gradient · factor, computed in place, as a second d_weight needs much memory, unless the graph is used again.
 
     The product is computed in the wider dtype of the two. By the same query torch.compile decides whether a backward
     may write over what its forward has saved.
@@ -346,10 +356,13 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
 def _replace_by_gradient(
     logits: Tensor, labels: Tensor, factors: Tensor | None, options: LossOptions, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """(the cross-entropy, for a z-loss the log-sum-exp) of each row (C,), 0 where it is ignored.
+    """(the cross-entropy, the log-sum-exp) of each row of the logits, (C,) each; 0 for rows that are ignored.
 
-    With `gradient` the logits (C, V) become the gradient of the sum of losses · factors (C,), which includes z-losses.
-    factors None: 1 for each row
+    Only with a z-loss may the log-sum-exp be read: without one the kernel of loss_triton.py does not write it.
+
+    factors   (C,); None: 1 for each row
+    gradient  True: the logits (C, V) are overwritten by the gradient of the sum of losses · factors, where losses
+              include z-losses
     """
     if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
         from lmsys.model.loss_triton import replace_by_gradient

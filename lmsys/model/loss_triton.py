@@ -25,7 +25,7 @@ HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread: of a
 # With this limit rows of 16,384 take 0.73 of the time on one H200, although some registers spill; rows of 10,000, of
 # which none spill, take 0.79.
 MAX_REGISTERS = 64
-NUM_STAGES = 1  # stages of the loads: with more they go through shared memory
+NUM_STAGES = 1  # pipeline stages of the loads: with more than one, loads go through shared memory
 LOWEST = tl.constexpr(-3e38)  # finite: a lane that sees nothing but -inf must not compute -inf - (-inf)
 
 register_kernels(r"^_cross_entropy_kernel$", "reduction")
@@ -33,19 +33,19 @@ register_kernels(r"^_cross_entropy_kernel$", "reduction")
 
 @triton.jit
 def _ratio(x, softcap):
-    """A logit's *ratio*, the form in which it is held: itself, or under a soft cap tanh(x / softcap)."""
+    """A logit's *ratio*, in which form the kernel holds it: the logit itself, or with a soft cap tanh(x / softcap)."""
     return x.to(tl.float32) if softcap is None else _tanh(x.to(tl.float32) / softcap)
 
 
 @triton.jit
 def _capped(x, softcap):
-    """The logit of a ratio, under the soft cap if there is one."""
+    """The logit that a ratio stands for, after the soft cap if there is one."""
     return x if softcap is None else softcap * x
 
 
 @triton.jit
 def _load(row_ptr, cols, stride, V, softcap):
-    """Ratios in float32, and -inf from V on: up to the row's stride memory is read too, so that loads are wide."""
+    """Ratios in float32; -inf for columns from V on. Memory up to the row's stride is read, so that loads are wide."""
     x = tl.load(row_ptr + cols, mask=cols < stride, other=0.0)
     return tl.where(cols < V, _ratio(x, softcap), float("-inf"))
 
@@ -58,7 +58,7 @@ def _store_gradient(row_ptr, cols, x, p, label, counted, stride, V, label_smooth
         gradient += tl.where(cols < V, label_smoothing * (tl.where(cols == label, 1.0, 0.0) - 1.0 / V), 0.0)
     if softcap is not None:
         gradient *= tl.where(cols < V, (1.0 - x) * (1.0 + x), 0.0)
-    if factors_ptr is not None:  # at the end of a row a load is waited for
+    if factors_ptr is not None:  # None saves this load, for which the end of each row would wait
         gradient *= tl.load(factors_ptr + row)
     gradient = tl.where(counted, gradient, 0.0)
     tl.store(row_ptr + cols, gradient.to(row_ptr.dtype.element_ty), mask=cols < stride)

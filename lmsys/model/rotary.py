@@ -1,9 +1,10 @@
-"""Rotary position embedding: splits a tensor in which q, k and v lie side by side, and rotates q and k by position.
+"""Rotary position embedding (RoPE): splits a tensor that has q, k and v side by side, and rotates q and k by position.
 
 `TransformerLM` holds a `RotaryEmbedding`, and its attention layers call it. On CUDA one kernel (fused_triton.py) reads
 the projections and writes q, k and v, and another puts their gradients side by side again. Plain PyTorch, even when
-torch.compile fuses it, reads pairs of neighbours one value at a time, at half the memory's speed. In place, the kernels
-read and write q and k alone, and v is never copied: attention reads all three as parts of one tensor.
+torch.compile fuses it, reads pairs of neighbours one value at a time, at half the memory's speed. With `in_place` the
+kernels read and write q and k alone, and v is never copied: attention reads all three as parts of one tensor. Where no
+kernel can run, `_turn` does the same rotation in plain PyTorch: whoever changes one changes both.
 
 Source: Su et al. 2021 (arXiv 2104.09864).
 Legend: B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension, N = H + 2 Hkv.
@@ -21,9 +22,12 @@ from lmsys.model import functions, fused
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns the pair (2i, 2i + 1) of every query and key by position · theta^(-2i / D).
+    """Rotates the pair of elements (2i, 2i + 1) of every query and key by the angle position · theta^(-2i / D).
 
-    context_length  how many positions there are. ValueError for an odd head_dim, and theta that is not positive
+    head_dim        D, an even number
+    context_length  how many positions there are
+    theta           the base of the angles, a positive number
+    ValueError for other numbers.
     """
 
     def __init__(self, head_dim: int, context_length: int, theta: float, device: Any = None):
@@ -45,7 +49,10 @@ class RotaryEmbedding(nn.Module):
         return angles.cos().float().to(dtype), angles.sin().float().to(dtype)
 
     def _apply(self, *args: Any, **options: Any) -> Any:
-        """Computes the tables anew when torch moves the module: no state dict has them, and `to_empty` copies none."""
+        """Called when torch moves or casts the module: computes the tables anew, which `to_empty` leaves unwritten.
+
+        They cannot come from a state dict, as they are buffers that are not saved.
+        """
         super()._apply(*args, **options)
         self.cos, self.sin = self._tables(self.cos.device, self.cos.dtype)  # type: ignore[has-type]
         return self
@@ -53,12 +60,14 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, projected: Tensor, num_heads: int, positions: Tensor | None, in_place: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """projected (B, S, N D), positions (S) or (B, S), by default 0 ... S - 1 -> q (B, S, H, D) and k, v
+        """Splits `projected` into q, k and v, and rotates q and k by `positions`.
+
+        projected (B, S, N D), positions (S) or (B, S), by default 0 ... S - 1 -> q (B, S, H, D) and k, v
         (B, S, Hkv, D), each in memory of its own, of projected's dtype.
 
-        in_place  eager kernels write q and k over projected, and q, k and v are views of it; gradients that lie side by
-                  side are turned back in place, too. Nobody else may read these tensors afterwards; autograd raises in
-                  a backward that needs projected as it was
+        in_place  True: where kernels run in eager mode, they write q and k over projected, and q, k and v are views of
+                  it. In the backward, gradients that lie side by side are rotated back in place, too. Nobody else may
+                  read these tensors afterwards: autograd raises in a backward that needs projected as it was
         ValueError on a CPU for positions outside the context.
         """
         if positions is not None:
@@ -124,7 +133,10 @@ def _like_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) ->
 
 
 class _RotateInPlace(torch.autograd.Function):
-    """The rotation in place, also of gradients that lie side by side, as some attention rows leave them."""
+    """Rotates q and k in place, and in the backward their gradients if these lie side by side in one tensor.
+
+    Some attention rows leave gradients so.
+    """
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, ...]:

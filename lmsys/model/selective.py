@@ -1,9 +1,11 @@
 """Selective activation checkpointing: runs a block in pieces, each of which keeps its inputs and is run again later.
 
-`Block.forward` calls `run_selectively` for the levels "matmuls" and "attention" of `lmsys.checkpointing`. Pieces end in
-matmuls, and the attention row is in no piece, so that neither is computed again; at the level "attention" the first two
-matmuls of the feed-forward are an exception. As the cuts are between modules and not between operators, any attention
-row can be used, whatever kernels it launches. `TransformerLM.hidden` calls `run_again` for the level "whole".
+`Block.forward` calls `run_selectively` for the levels "matmuls" and "attention" of `lmsys.checkpointing`, which says
+what each level keeps. Pieces end in matmuls, and attention itself is in no piece. So neither matmuls nor attention are
+computed again; at the level "attention" the first two matmuls of the feed-forward are an exception. As the cuts are
+between modules and not between operators, any implementation of attention can be used, whatever kernels it launches.
+`TransformerLM.hidden` calls `run_again` for the level "whole". A new level needs a place in other modules, too, which
+`lmsys.checkpointing` names.
 """
 
 from collections.abc import Callable
@@ -18,14 +20,14 @@ MATMUL = torch.ops.aten.mm.default
 
 
 def run_selectively(block: Any, level: str, x: torch.Tensor, *mixing: Any) -> torch.Tensor:
-    """The output of a `Block`, which keeps for its backward what `level` says, "matmuls" or "attention".
+    """The output of a `Block` for x (B, S, M). It keeps for its backward what `level`, "matmuls" or "attention", says.
 
-    mixing  the arguments of `Attention.mix` behind the projections: attend, rope, positions
+    mixing  the arguments of `Attention.mix` after the projections: attend, rope, positions
     """
     attn, ffn = block.attn, block.ffn
 
     def up(x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(x after attention, whose result is `mixed`; the two inner tensors of the feed-forward)."""
+        """(y, the block's state after attention, whose result is `mixed`; W1 ln2(y); W3 ln2(y))."""
         y = x + mixed
         return y, *ffn.up(block.ln2(y))
 
@@ -42,7 +44,7 @@ def run_selectively(block: Any, level: str, x: torch.Tensor, *mixing: Any) -> to
 
 
 def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """function(*inputs), which keeps its inputs alone and runs again in the backward.
+    """function(*inputs), of which only the inputs are kept: the function runs again in the backward.
 
     options  of torch's `checkpoint`; where function draws random numbers, `preserve_rng_state=True` must be one
     """

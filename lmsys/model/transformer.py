@@ -2,7 +2,9 @@
 
 Read from bottom to top it is TransformerLM -> Block -> Attention, FeedForward -> RMSNorm, Linear, Embedding. The config
 is `lmsys.config.ModelConfig`. Training, benchmarks and generation call `loss`, `hidden` and `forward`. Parameter names
-are those of CS336, so its checkpoints load. Parameters are float32; matmuls run in lower precision under autocast.
+are those of CS336, so its checkpoints load: do not rename attributes of modules. Parameters are float32; matmuls run in
+lower precision under autocast. An *attention row* is an entry of the table `lmsys.attention.ATTENTION`, that is, one
+implementation of attention; its function is called as f(q, k, v, causal=True).
 
 Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm, 1910.07467); Shazeer 2020 (SwiGLU,
 2002.05202).
@@ -62,10 +64,11 @@ def plain(*layers: nn.Module, kinds: tuple[type[nn.Module], ...] = (Linear,)) ->
     """True where calling each layer would only multiply by its weight, so that the weight can be read instead.
 
     It would do more where another module is in the layer's place, such as LoRA's, and where the layer has a hook, a
-    parametrization, as of pruning, or a forward of its own. Of compiled blocks torch reads hooks once, for all blocks.
+    parametrization, as of pruning, or a forward of its own. In compiled blocks hooks are looked up once, when torch
+    compiles the code that all blocks share.
 
-    kinds  the classes of which the modules may be; with others than `Linear`, calling them runs their class's forward
-           and no more
+    kinds  the classes that the modules may have. For another class than `Linear`, True says that a call of the module
+           runs the forward of this class and nothing else
     """
     return all(
         type(x) in kinds
@@ -76,7 +79,7 @@ def plain(*layers: nn.Module, kinds: tuple[type[nn.Module], ...] = (Linear,)) ->
 
 
 class Embedding(nn.Embedding):
-    """A row of W (V, M) for each token id; W standard normal, cut off at three. Further options: as of nn.Embedding."""
+    """A row of W (V, M) for each token id; W standard normal, cut off at 3. Takes nn.Embedding's other options, too."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *options: Any, device: Any = None, **more: Any):
         super().__init__(
@@ -92,8 +95,8 @@ class Embedding(nn.Embedding):
 class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight over the last dimension, in float32 at least.
 
-    The result has the dtype that the next matmuls read: so they share one cast, and keep one tensor for their backward,
-    where autocast would make three.
+    The result already has the dtype that the next matmuls read. So they share one cast and keep one tensor for their
+    backward, where autocast would make three.
     """
 
     def __init__(
@@ -125,8 +128,8 @@ class RMSNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Causal self-attention of H query heads over Hkv key/value heads: x (B, S, M) -> (B, S, M).
 
-    `kv_heads` are as many as query heads, by default. ValueError unless d_model divides into the heads, and these into
-    key/value heads.
+    By default there are as many key/value heads as query heads. ValueError unless num_heads divides d_model, and
+    kv_heads divides num_heads.
     """
 
     def __init__(self, d_model: int, num_heads: int, kv_heads: int | None = None, **factory: Any):
@@ -175,8 +178,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The result (B, S, M) of attention, from what `project` gives.
 
-        attend               the function of attention: f(q, k, v, causal=True)
-        positions, in_place  as in `RotaryEmbedding`
+        attend                     the function of an attention row: f(q, k, v, causal=True)
+        rope, positions, in_place  as in `forward`, and as in `RotaryEmbedding.forward`
         """
         with part("rotation"):  # q (B, S, H, D), k and v (B, S, Hkv, D)
             q, k, v = (
@@ -202,10 +205,11 @@ def attention_case(
     grad: bool,
     documents: bool = False,
 ) -> contract.AttentionCase:
-    """The case of a model's attention, by which a row says whether it can run: `batch` sequences of `length` tokens.
+    """Describes a model's attention on `batch` sequences of `length` tokens: a row says by this if it can run.
 
-    grad       gradients are needed
-    documents  documents are packed
+    dtype      its name, such as "bfloat16"
+    grad       True: gradients are needed
+    documents  True: several documents are packed into a sequence
     """
     return contract.AttentionCase(
         batch=batch,
@@ -278,9 +282,11 @@ class Block(nn.Module):
         return x + self.ffn(self.ln2(x))
 
     def is_plain(self) -> bool:
-        """True where all parts are `plain`. Others may draw random numbers, such as LoRA's dropout, and must be called,
-        which `lmsys.model.selective` does not do with attention and feed-forward. A hook of the block itself may be
-        there: it runs outside of what a level runs again, but for "whole", and may not draw random numbers under that.
+        """True where all parts are `plain`.
+
+        Other parts may draw random numbers, such as LoRA's dropout, and must be called as modules, which
+        `lmsys.model.selective` does not do with attention and feed-forward. The block itself may have a hook. At the
+        levels "matmuls" and "attention" it is not run again; at "whole" it is, and may not draw random numbers.
         """
         return plain(self.ln1, self.attn, self.ln2, self.ffn, kinds=(RMSNorm, Attention, FeedForward)) and plain(
             *(self.attn.qkv, self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
@@ -290,9 +296,9 @@ class Block(nn.Module):
 
 
 def _run(layers: list[Block], x: Tensor, attend: list[Any], *rest: Any) -> Tensor:
-    """Runs several blocks in a row: `compile_blocks(together=2)` and more compile this function.
+    """Runs several blocks one after another. `compile_blocks` compiles this function if `together` is 2 or more.
 
-    attend  for each block the function of its attention
+    attend  for each block the function of its attention row
     rest    rope, positions and level, as in `Block.forward`
     """
     for layer, attend_here in zip(layers, attend, strict=True):
@@ -324,10 +330,11 @@ class TransformerLM(nn.Module):
     def compile_blocks(self, together: int = 1, **options: Any) -> "TransformerLM":
         """Compiles `together` blocks as one graph. Blocks share their code, so it is compiled once.
 
-        With 1 each block is compiled in place, and is still a module that hooks and wrappers may surround. With more
-        the host enters fewer graphs, and a block's last addition is fused with the next one's norm; then no hook may
-        stand between the blocks of a graph. `options` are torch.compile's. Unless they say otherwise, compiled code
-        does not check shapes that its guards have checked. Returns the model. ValueError for less than one block.
+        With together=1 each block is compiled in place, and is still a module that hooks and wrappers may surround.
+        With more the host enters fewer graphs, and a block's last addition is fused with the next one's norm; then no
+        hook may stand between the blocks of a graph. `options` are torch.compile's. Unless they say otherwise,
+        compiled code does not check sizes again that its guards have checked. Returns the model. ValueError for less
+        than one block.
         """
         values.whole("together", together, least=1)
         if "backend" not in options and "mode" not in options:
@@ -417,7 +424,7 @@ class TransformerLM(nn.Module):
         all_blocks = checkpointing.Group(first=0, stop=len(self.layers), level="none")
         for group in self.config.groups if torch.is_grad_enabled() else [all_blocks]:
             x = (
-                # While they run again, blocks keep all that the backward, which follows at once, reads.
+                # level="none": when blocks run again, their backward follows at once, and they keep all that it reads.
                 selective.run_again(
                     self._blocks,
                     x,
@@ -528,7 +535,7 @@ class TransformerLM(nn.Module):
 
 
 class Loss(nn.Module):
-    """A module whose forward is the model's loss: strategies wrap this one."""
+    """A module whose forward is the model's loss: the data-parallel strategies of `lmsys.parallel` wrap this module."""
 
     def __init__(self, model: TransformerLM):
         super().__init__()

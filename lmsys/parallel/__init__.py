@@ -1,7 +1,7 @@
 """`STRATEGIES`, the table of data-parallel strategies: training and benchmarks look a strategy's class up here by name.
 
-A strategy wraps a module and averages its gradients over ranks; `wrapper.py` states the contract. The rows are in the
-order in which to read their files. A new strategy is a file in this folder and a row below.
+A strategy wraps a module and averages its gradients over ranks; `wrapper.py` states the contract. Read the files in the
+order of the rows. A new strategy is a file in this folder and a row below; CONTRIBUTING.md says what else it needs.
 """
 
 from lmsys.registry import Entry, Table
@@ -11,14 +11,20 @@ __all__ = ["STRATEGIES", "StrategyTraits"]
 
 
 def _row(name: str, target: str, label: str, color: str = "", supports: str = "") -> Entry:
-    """A row by its name, where its class is, its label and its color in plots. `supports`: as in `Entry`."""
+    """A row of the table. Rows of the file peers.py are marked as peers, that is, implementations by others.
+
+    target    "file:Class", where the class is in this folder
+    label     the strategy's name in tables and plots
+    color     its color in plots; "": none of its own
+    supports  as in `Entry`
+    """
     return Entry(
         name, f"lmsys.parallel.{target}", label, peer=target.startswith("peers:"), supports=supports,
         traits={"color": color},
     )  # fmt: skip
 
 
-# `supports` of rows that need GPUs.
+# `supports` of rows that need GPUs: a function that says why a case cannot run.
 ON_GPUS = "lmsys.parallel.copy_engine:copy_engine_supports"
 STRATEGIES = Table(
     "strategy",

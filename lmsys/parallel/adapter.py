@@ -1,9 +1,11 @@
-"""Any strategy behind the contract of wrapper.py: ours, torch's, and one written for CS336, assignment 2, as it is.
+"""Puts any strategy behind the contract of wrapper.py: ours, torch's, and those that students write for CS336.
 
-A *container* is what a strategy makes: a module around the module that is trained.
+A *container* is what a strategy makes: a module around the module that is trained. A container written for assignment 2
+of the course CS336 works unchanged.
 
-`lmsys.training.prepare` and `lmsys check` build strategies by `Adapter(class, module, group, **options)`, and use what
-it gives; so do the benchmarks of training and data parallelism. To take another form of container, change `Adapter`.
+`lmsys.training.prepare` (for training and benchmarks) and `lmsys.check.trained` (for `lmsys check`) build a strategy by
+`Adapter(class, module, group, **options)`, and then use the adapter. To take another form of container, change
+`Adapter`.
 """
 
 import hashlib
@@ -21,12 +23,18 @@ class Adapter:
     """Gives a strategy what it lacks of the contract: `make_optimizer`, `no_sync`, `full_state_dict`, a process group.
 
     strategy  the class, or a function that makes the container
-    module    what it wraps
-    options   its keyword arguments
+    module    the module that the container wraps
+    group     the process group, for a strategy that takes one
+    options   keyword arguments of `strategy`
 
-    Attributes: `wrapper` is the container; `finish` its finish_gradient_synchronization; `can_stay_local` tells if it
-    has `no_sync`; `no_sync`, `wait` and `full_state_dict` are the container's, else a context and a function that do
-    nothing, and the module's state dict. `wait` waits for communication that goes on after a step, such as ZeRO-1's.
+    Attributes:
+    wrapper          the container
+    finish           its finish_gradient_synchronization
+    can_stay_local   True where it has `no_sync`
+    no_sync          the container's; else a context that does nothing
+    wait             the container's: waits for communication that goes on after a step, such as ZeRO-1's; else a no-op
+    full_state_dict  the container's; else the module's state_dict
+
     ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
     """
 
@@ -50,22 +58,22 @@ class Adapter:
         return self.wrapper(*args, **kwargs)
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer, by the container's `make_optimizer` if it has one.
+        """An optimizer of the module, made by the container's `make_optimizer` if it has one.
 
-        kwargs  options of the class, and `groups` as in `Wrapper.make_optimizer`
+        kwargs  options of `optimizer_cls`, and `groups` as in `Wrapper.make_optimizer`
         """
         if hasattr(self.wrapper, "make_optimizer"):
             return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
         return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
 
     def fingerprint(self) -> str:
-        """Hash of the sums of all parameters and floating-point buffers: ranks with one model have the same."""
+        """A hash of the sums of all floating-point parameters and buffers: equal on ranks that hold equal models."""
         sums = [x.double().sum() for x in self.full_state_dict().values() if x.is_floating_point()]
         return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()
 
 
 def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the strategy: the options, and the process group where it takes one.
+    """The keyword arguments for the strategy: the options, and the process group where it takes one.
 
     CS336's containers take `bucket_size_mb` in place of `bucket_mb`. ValueError for options that it does not take.
     """
@@ -77,7 +85,7 @@ def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any])
     if "process_group" in taken:
         given["process_group"] = group
     if "bucket_size_mb" in taken:
-        given.setdefault("bucket_size_mb", given.pop("bucket_mb", 25))  # MiB, the default of `Bucketed`
+        given.setdefault("bucket_size_mb", given.pop("bucket_mb", 25))  # 25 MiB is the default of `Bucketed`
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     unknown = sorted(given.keys() - taken.keys())
     hold((takes_all or not unknown, f"{strategy.__name__} does not take {', '.join(unknown)}"))

@@ -1,9 +1,9 @@
-"""Whole tensors on the ranks that own them, from the flat parts of `Fsdp`, and back: an all-to-all each way.
+"""Assembles whole tensors from the flat parts of `Fsdp`, on the ranks that own them, and divides them again.
 
-An optimizer that needs whole matrices, such as `lmsys.training.muon.Muon`, keeps its state in flat parts, as any other
-does: a `FlatShard` (flat_shard.py), here a *flat*, holds parameters side by side, and each rank has one of its parts.
-To compute, each rank assembles the matrices that it owns: `Muon` makes an `Assembly`, and in each step calls
-`whole` before it computes and `parts` afterwards.
+This is for an optimizer that needs whole matrices under fsdp, such as `lmsys.training.muon.Muon`. There a `FlatShard`
+(flat_shard.py), here a *flat*, holds parameters side by side, and each rank has one of its world_size parts. The
+optimizer's state is divided in the same way. To compute, each rank assembles the matrices that it owns: `Muon` makes an
+`Assembly`, and in each step calls `whole` before it computes and `parts` afterwards. Each is one all-to-all.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from lmsys.parallel import buckets, collectives, flat_shard
 
 
 class Assembly:
-    """Who owns which parameter of `flats`, and what each rank sends to which. It is equal on all ranks.
+    """The plan of both all-to-alls: which rank owns which parameter, and what each sends to whom. Equal on all ranks.
 
-    costs  of each parameter, by which `buckets.share_out` chooses the owners
+    flats  the flat shards; `views` and `whole` take one tensor for each, in this order
+    costs  for each parameter of all flats the cost of its step; `buckets.share_out` balances them over owners
     """
 
     def __init__(self, flats: Sequence[flat_shard.FlatShard], costs: Sequence[float]):
@@ -34,11 +35,11 @@ class Assembly:
             self._sizes.append([place.stop - place.start for place in places])
 
     def views(self, flat_parts: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's part of each flat -> its part of each parameter."""
+        """This rank's part of each flat -> views of it, this rank's part of each parameter."""
         return [flat_parts[number][place] for number, place in self._places]
 
     def whole(self, flat_parts: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's part of each flat -> the whole tensors that it owns. All ranks call it."""
+        """This rank's part of each flat -> the whole tensors of the parameters that it owns. All ranks call it."""
         views, count = self.views(flat_parts), len(self._owned)
         sent = [[views[index] for index in owned] for owned in self._members]
         sizes = [[of_rank[index] for index in self._owned] for of_rank in self._sizes]
@@ -64,7 +65,7 @@ class Assembly:
 
         sizes  for each sender the elements of each tensor that comes from it
         """
-        nothing = torch.empty(0, dtype=dtype, device=self._device)
+        nothing = torch.empty(0, dtype=dtype, device=self._device)  # torch.cat needs at least one tensor
         flat = torch.cat([nothing, *(x for of_rank in sent for x in of_rank)])
         counts = [sum(x.numel() for x in of_rank) for of_rank in sent]
         received = flat

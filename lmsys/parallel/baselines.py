@@ -1,8 +1,9 @@
 """Strategies that the others are measured against: `none`, `naive` and `flat` of the table in `__init__.py`.
 
 They send nothing, or begin to communicate when the backward has ended. They are the shortest examples of a strategy.
-`Wrapper.finish_gradient_synchronization` calls `_synchronize`, where there are several ranks. Class attributes such as
-`halves_sums` are traits of the row: `lmsys.traits` and `lmsys.registry.Traits` explain them.
+If there are several ranks, `Wrapper.finish_gradient_synchronization` calls `_synchronize`. Class attributes such as
+`halves_sums` are traits, facts about the row that other code reads: `lmsys.traits` and `lmsys.registry.Traits` explain
+each of them.
 """
 
 from lmsys.parallel import buckets, collectives, structure, wrapper
@@ -24,7 +25,8 @@ class AfterBackward(wrapper.Wrapper):
 
     def _synchronize(self) -> None:
         missing = [index for index, p in enumerate(self.trainable) if p.grad is None]
-        # `use` says which gradients are here; from its mean `_conclude` learns which ones no rank has, and drops these.
+        # `use` has a 1 for each gradient that this rank has, else a 0. From its mean over ranks `_conclude` learns
+        # which gradients no rank has, and sets these to None again.
         use = self._use(missing)
         collectives.all_reduce_mean(use, self.group, async_op=False).wait()
         self._average()
@@ -46,7 +48,7 @@ class Naive(AfterBackward):
 
 
 class Flat(AfterBackward):
-    """One all-reduce for all gradients of a dtype: copied into a flat tensor, whose views then are the gradients."""
+    """One all-reduce for all gradients of a dtype: they are copied into a flat tensor, and become views of it."""
 
     def _average(self) -> None:
         for params in structure.by_kind(self.trainable):

@@ -1,9 +1,10 @@
-"""Plans buckets of gradients, in the order in which they become ready, and lays tensors out in a flat one.
+"""Plans buckets of gradients, in the order in which they become ready, and lays tensors out in a flat tensor.
 
-The strategies with buckets, flat_shard.py and sharded_optimizer.py call this. A bucket is a tuple of places in the list
-of sizes that was given. Every place is in one bucket; buckets come in the order in which their last gradient is ready,
-which is the order in which they are sent. A bucket may consist of *segments* of one length, one for each rank, which
-owns the tensors in it.
+The other files of this folder that have buckets or flat tensors call it, and so does `lmsys.training.gradients`. Sizes
+are given as a list, one for each gradient. A *place* is an index into this list, and a bucket is a tuple of places.
+Every place is in one bucket. Buckets come in the order in which their last gradient is ready, which is the order in
+which they are sent. A bucket may consist of *segments* of equal length, one for each rank; a rank owns the tensors in
+its segment.
 """
 
 import math
@@ -35,12 +36,13 @@ def _entries(numbers: Any, indices: Iterable[int]) -> list[int]:
 def plan(
     sizes: Sequence[int], order: Sequence[int], limit: float, edge: float, kinds: Sequence[Hashable] | None = None
 ) -> list[tuple[int, ...]]:
-    """Buckets of at most `limit` bytes, the first and the last of at most `edge`, each of one kind.
+    """Buckets of at most `limit` bytes, the first and the last of at most `edge` bytes, each of one kind.
 
     sizes  bytes of each gradient
     order  the places in `sizes`, in the order in which gradients become ready
-    edge   a small first bucket lets communication begin early; what the last one sends, nothing hides
-    kinds  of each gradient, such as (dtype, device)
+    edge   a small first bucket lets communication begin early; the last one should be small because no computation is
+           left to hide its communication
+    kinds  for each gradient its kind, such as (dtype, device); None: all are of one kind
     A gradient larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
     order that does not have each place once.
     """
@@ -78,7 +80,10 @@ def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: floa
 
 
 def offsets(numels: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """(the element at which each tensor begins in a flat one, the flat one's length in elements)."""
+    """(the element at which each tensor begins in a flat tensor, the flat tensor's length in elements).
+
+    Every tensor begins at a multiple of `alignment` elements, and the length is one, too.
+    """
     *starts, end = accumulate((-(-numel // alignment) * alignment for numel in numels), initial=0)
     return starts, end
 
@@ -119,14 +124,17 @@ def plan_segments(
     loads: list[Any] | None = None,
     costs: Sequence[float] | None = None,
 ) -> list[Segmented]:
-    """Buckets of world_size segments of whole tensors, each of about `limit` elements, or more to save padding.
+    """Buckets of world_size segments of whole tensors. A segment has about `limit` elements, or more to save padding.
 
     A bucket grows until its segments average `limit` elements and at least BALANCED of it is not padding. If it reaches
     four times that size first, it is cut where its segments were most even. The segment that costs most goes to the
     rank whose segments have cost least so far.
 
-    loads  costs that each rank bears, from earlier calls; it is updated
-    costs  of each tensor, by which tensors are shared out to segments; None: their elements
+    numels  elements of each tensor
+    order   the places in `numels`, in the order in which gradients become ready
+    kinds   as in `plan`
+    loads   for each rank the cost of its segments so far, from earlier calls; it is updated
+    costs   for each tensor its cost, by which tensors are shared out to segments; None: its number of elements
     ValueError for a limit that is not positive.
     """
     hold((limit > 0, f"a bucket must hold something: its size is {limit:g} elements, and must be positive"))
@@ -145,7 +153,7 @@ def plan_segments(
 
 
 def _cut(numels: Sequence[int], order: Sequence[int], least: float, world_size: int, costs: Sequence[float]) -> int:
-    """How many of the places in `order` make the first bucket. least: the fewest elements that it should have."""
+    """The number of places, from the start of `order`, that make a bucket of at least about `least` elements."""
     best, most_even, total = len(order), 0.0, 0
     for end, index in enumerate(order, start=1):
         total += numels[index]
@@ -181,9 +189,9 @@ PART_MULTIPLE = 8  # elements: the length of a rank's part of a flat tensor is a
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in a flat one of `length` elements. places: the shape, strides and first element of each.
+    """The places of tensors in a flat tensor of `length` elements. places: shape, strides and first element of each.
 
-    It is computed once for the flat tensors of all steps, since a step often waits for the host.
+    Strategies with buckets compute a layout once for all steps, since a step often waits for the host.
     """
 
     places: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
@@ -205,8 +213,10 @@ class Layout:
         return [flat.as_strided(shape, strides, start) for shape, strides, start in self.places]
 
     def part(self, world_size: int) -> int:
-        """The length in elements of each of world_size equal parts. In dtypes of 2 bytes or more, each part begins at a
-        multiple of 16 bytes."""
+        """The length in elements of each of world_size equal parts, which together hold the flat tensor.
+
+        It is a multiple of PART_MULTIPLE: in dtypes of 2 bytes or more each part begins at a multiple of 16 bytes.
+        """
         return -(-self.length // (world_size * PART_MULTIPLE)) * PART_MULTIPLE
 
     def gaps(self, numel: int) -> list[slice]:
@@ -222,7 +232,7 @@ class Layout:
 def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Copies gradients into a new flat tensor of `dtype`, zeros where there is none. Returns (flat tensor, its views).
 
-    `layout.gaps` of the flat tensor are not written: they hold anything.
+    The elements between tensors (`layout.gaps`) are not written, and may have any value.
     """
     flat = params[0].new_empty(layout.length, dtype=dtype)
     views = layout.views(flat)
@@ -243,7 +253,7 @@ def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
 
 
 def set_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    """Makes the gradients the attributes .grad, one for each parameter."""
+    """Sets .grad of each parameter to its gradient."""
     for p, gradient in zip(params, gradients, strict=True):
         p.grad = gradient
 
@@ -256,7 +266,7 @@ def clear_gradients(params: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def widen(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-    """Copies gradients back from `views`, of the dtype in which they were sent, into .grad of the parameters' dtype."""
+    """Copies gradients from `views`, in the dtype in which they were sent, into .grad in the parameters' own dtype."""
     for p in params:
         if p.grad is None:
             p.grad = torch.zeros_like(p)

@@ -1,9 +1,10 @@
-"""The collectives of the strategies: means and gathers that do not wait. Only this file tells backends apart.
+"""The collectives of the strategies: means and gathers that do not wait. How NCCL and gloo differ is handled here.
 
-A function begins a collective and gives a `Pending`, whose `wait` ends it. All ranks call each in the same order.
-With NCCL a wait makes the current stream wait, not the host. A caller that waits at once passes `async_op=False`: NCCL
-then works on the current stream itself, without events between two. gloo has no mean in every version of torch, so
-there it is a sum, divided once it has arrived. A group of one rank communicates nothing.
+A function begins a collective and returns a `Pending`, whose `wait` ends it. All ranks call the same functions in the
+same order. With NCCL a wait makes the current stream wait, not the host. A caller that waits at once passes
+`async_op=False`: NCCL then works on the current stream itself, without events between two streams. In some versions of
+torch gloo cannot compute a mean. So with gloo a mean is a sum, which is divided once it has arrived. A group of one
+rank communicates nothing.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ APART = (
     " are of different batches: after an exception on one rank, end all; a forward that one rank makes alone belongs"
     " under torch.no_grad()"
 )
-END, LONGEST = -1, 10_000  # in an Agreement: the number that ends a step, and how many of a step are remembered
+END, LONGEST = -1, 10_000  # in an Agreement: the number that ends a step; the most numbers of a step that are kept
 Group = Any  # a torch ProcessGroup, None for the default one, or `TreeSums` of either
 _UNWRAPPED = dist.ProcessGroup | None  # made once, since every collective checks its group against it
 
@@ -32,10 +33,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class TreeSums:
-    """A process group whose "means" are sums, added over ranks as one binary tree: (0 + 1) + (2 + 3).
+    """Wraps a process group: functions that compute means compute sums instead, along a binary tree of ranks.
 
-    Its world size is a power of two. The result has the bits of a single process that adds the same terms in pairs:
-    see `lmsys.training.reproducible`.
+    For four ranks the order of additions is (0 + 1) + (2 + 3). The world size is a power of two. The result has the
+    bits of a single process that adds the same terms in pairs: see `lmsys.training.reproducible`.
     """
 
     group: Any = None
@@ -48,10 +49,10 @@ def unwrapped(group: Group) -> Any:
 
 @dataclass
 class Pending:
-    """A collective under way: call `wait` before its result is read; later calls do nothing.
+    """A collective under way: call `wait` before its result is read. Only the first call has an effect.
 
     work  what torch.distributed returned, or another `Pending`; None: there is nothing to wait for
-    then  called after that wait
+    then  called after the wait for `work`, to finish the result, such as by a division
     """
 
     work: Any = None
@@ -114,7 +115,10 @@ def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = T
 
 
 def _all_reduce_tree(x: Tensor, group: Any, world_size: int, async_op: bool) -> Pending:
-    """x becomes the sum: each rank adds one part of it, then all gather all parts. Two ranks need no tree."""
+    """x becomes the sum over ranks: each rank adds up one part of x, then all ranks gather all parts.
+
+    With two ranks there is only one order to add in, so an ordinary all-reduce does.
+    """
     if world_size == 2:
         return Pending(dist.all_reduce(x, group=group, async_op=async_op))
     sent = x.new_zeros(world_size * -(-x.numel() // world_size))
@@ -153,7 +157,7 @@ def broadcast_(x: Tensor, group: Group) -> None:
     dist.broadcast(content.reshape(-1).view(torch.uint8), group=unwrapped(group), group_src=0)
     if content.data_ptr() != x.data_ptr():
         x.detach().copy_(content)
-    torch.autograd.graph.increment_version(x)  # collectives do not do it
+    torch.autograd.graph.increment_version(x)  # so that autograd sees the write: collectives do not raise the version
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
@@ -175,7 +179,9 @@ class Agreement:
     order, by blank(number), since other ranks may still begin them. Then it compares its own number. The other ranks
     compare too, at the step's end at the latest, and all ranks get the error.
 
-    since  the numbers of this step; none after an error
+    blank  blank(number) takes part in the collective of this number, and drops its result
+
+    The attribute `since` has the numbers of this step; it is empty after an error.
     """
 
     def __init__(self, group: Group, blank: Callable[[int], None]):
@@ -184,7 +190,7 @@ class Agreement:
         self._order, self._before, self.since = list[int](), list[int](), list[int]()
 
     def on(self, number: int) -> None:
-        """Called before the collective of this number; a number below 0 stands for no collective.
+        """Called before the collective of this number. At a number below 0 ranks only compare: no collective follows.
 
         RuntimeError on all ranks unless all have the same number. From then on every call raises it: a rank may still
         come to collectives, as at the end of the forward that the error has ended, and the others would not join them.

@@ -1,12 +1,14 @@
 """All-reduces of gradients in buckets by the GPUs' copy engines, which take no SM from the backward beside them.
 
-NCCL's kernels do take SMs: in a large model's step that costs more than the communication which no computation hides.
-So gradients are copied from where autograd left them, and a kernel only adds them up. This works for the GPUs of one
-node. NCCL carries the first step, by which buckets are planned.
+NCCL's kernels do take SMs. In a step of a large model this costs more time than the part of the communication that no
+computation hides. So here copy engines send gradients from where autograd left them, and a kernel only adds them up.
+This works for the GPUs of one node. In the first step gradients travel by NCCL, except in ZeRO-1: the order in which
+they come in this step decides how buckets are planned.
 
 `CopyEngines` is the transport (see overlapped.py) of the rows `copy_engine` and `copy_engine_zero1`; `Exchange` and
-`AllGather` are the two collectives it is made of. Each rank adds up one segment of every bucket. For each bucket, in
-the order in which all ranks send them, two streams do this:
+`AllGather` are the two collectives it is made of. Each rank adds up one segment of every bucket. It has an *inbox*, a
+buffer in torch's symmetric memory that its peers copy their gradients into. For each bucket, in the order in which all
+ranks send them, two streams, `_inward` and `_outward`, do this:
 
     _inward         READY    all ranks have this bucket's gradients, and a free half of their inbox
                     copy     gradients of the peers' segments, from where autograd left them, into the peers' inboxes
@@ -16,7 +18,7 @@ the order in which all ranks send them, two streams do this:
     at the end      DONE     all buckets are whole
 
 READY, ARRIVED and DONE are barriers of all ranks, each a kernel of one warp: the host waits for nothing, so a CUDA
-graph can capture all of it. Copies of one bucket run while another is added up, by the two halves of an inbox. Ranks
+graph can capture all of it. An inbox has two halves, so that copies of one bucket run while another is added up. Ranks
 pass the same barriers in the same order, so they cannot wait for each other in a circle, in whatever order a GPU runs
 its queues.
 
@@ -39,8 +41,8 @@ from torch import Tensor, nn
 from lmsys import values
 from lmsys.parallel import buckets, collectives, overlapped, sharded_optimizer, wrapper
 
-READY, ARRIVED, DONE = range(3)  # the channels of the barriers
-HALVES = 2  # of an inbox
+READY, ARRIVED, DONE = range(3)  # the channels of the barriers, by which torch tells concurrent barriers apart
+HALVES = 2  # parts of an inbox: bucket n uses part n % HALVES
 
 
 # What is done for a bucket, in three lists. Sending: (number of a gradient, slice of it, where it goes in a peer's
@@ -53,14 +55,14 @@ class Exchange:
     """The all-reduce, or reduce-scatter, of a step's buckets by copy engines.
 
     layouts     for each bucket of length L, where gradients lie in it
-    flats       for each bucket, where its means go: (L,), or, without handles, this rank's segment alone
-    inbox       (`inbox_bytes`,) for what peers send
-    inboxes     torch's symmetric memory of the inbox, or what has its rank, world_size, get_buffer and barrier
-    handles     the same for each flat tensor; empty for a reduce-scatter
-    mean        mean(own, others, out, rank): out becomes the mean of own and others by rank
+    flats       for each bucket the tensor for its means: (L,), or, without handles, this rank's segment alone
+    inbox       (`inbox_bytes`,) uint8, for the gradients that peers send
+    inboxes     torch's symmetric-memory handle of the inbox; of it rank, world_size, get_buffer and barrier are used
+    handles     such a handle for each flat tensor; empty for a reduce-scatter
+    mean        mean(own, others, out, rank): out becomes the mean of own and others, added in the order of ranks
     timeout_ms  how long a barrier waits before its kernel traps, which is a CUDA error
-    copy        copy(into, from); tests give another one
-    cuda        torch.cuda, or what has its Stream, stream and current_stream; tests give another one
+    copy        copy(into, from); tests replace it
+    cuda        torch.cuda, of which Stream, stream and current_stream are used; tests replace it
     """
 
     def __init__(
@@ -88,13 +90,14 @@ class Exchange:
 
     def _begin(self) -> None:
         """Prepares for the next step, of which no bucket has been sent."""
-        self._added: list[Any] = []  # for each bucket sent, the event of its addition
-        self._held: list[Sequence[Tensor]] = []  # gradients that are still read
+        self._added: list[Any] = []  # for each bucket sent, the event after its addition
+        self._held: list[Sequence[Tensor]] = []  # gradients that streams may still read, so that none is freed
 
     def send(self, number: int, gradients: Sequence[Tensor]) -> collectives.Pending:
-        """Begins the exchange of a bucket, whose gradients the current stream makes; called from bucket 0 on, in order.
+        """Begins the exchange of bucket `number`. Called for all buckets in order, from 0 on.
 
-        gradients  in the order of the layout, contiguous; they may lie in the flat tensor, if each is in its own place
+        gradients  those that the current stream computes, in the order of the layout, contiguous; they may lie in the
+                   bucket's flat tensor, if each is at its own place there
         The `wait` of the result calls `finish`.
         """
         assert number == len(self._added), f"bucket {number} after {len(self._added)} buckets"
@@ -118,7 +121,7 @@ class Exchange:
         return collectives.Pending(then=self.finish)
 
     def finish(self) -> None:
-        """Makes the current stream wait for all buckets sent; after that gradients may change."""
+        """Makes the current stream wait for all buckets sent. After that, gradients may be changed and freed."""
         if not self._added:
             return
         with self._cuda.stream(self._outward):
@@ -128,7 +131,7 @@ class Exchange:
 
 
 class AllGather:
-    """An all-gather by copy engines: each rank copies its segment of each flat tensor (W n,) to all peers.
+    """An all-gather by copy engines: each of W ranks copies its segment (n,) of each flat tensor (W n,) to all peers.
 
     One stream      READY    for the first flat tensor only: no rank reads any longer what peers sent before
                     copy     the own segment, to the peers
@@ -159,9 +162,10 @@ class AllGather:
         self._next = 0
 
     def send(self, number: int) -> collectives.Pending:
-        """Begins to gather flat tensor `number` behind the current stream's work; after the wait it is whole.
+        """Begins to gather flat tensor `number` after the current stream's work; after the wait it is whole.
 
-        Called from 0 on, in order, and from 0 again. The own segment must not change before the wait.
+        Called for all flat tensors in order, from 0 on, and then from 0 again. The own segment must not change before
+        the wait.
         """
         assert number in (0, self._next), f"flat {number}, and the next is {self._next}"
         self._next = (number + 1) % len(self._copies)
@@ -188,9 +192,9 @@ def segments_of(length: int, world_size: int) -> list[slice]:
 
 
 def inbox_bytes(layouts: Sequence[buckets.Layout], itemsizes: Sequence[int], world_size: int) -> int:
-    """The size of an inbox in bytes: each half holds what every peer sends of the largest bucket.
+    """The size of an inbox in bytes: each half has room for what every peer sends of the largest bucket.
 
-    It has at least ALIGNMENT bytes for each peer, also where all buckets are empty.
+    Where all buckets are empty it still has ALIGNMENT bytes for each peer in each half.
     """
     longest = max(
         segments_of(layout.length, world_size)[0].stop * size for layout, size in zip(layouts, itemsizes, strict=True)
@@ -209,7 +213,7 @@ def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, i
 
 
 def _work_on(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half_byte: int, handle: Any) -> _Work:
-    """The work on a bucket, see `_Work`. half_byte: where its half of every rank's inbox begins."""
+    """The work on a bucket, see `_Work`. half_byte: the byte at which its half of every rank's inbox begins."""
     rank, world_size = inboxes.rank, inboxes.world_size
     peers = peers_of(rank, world_size)
     segments = segments_of(layout.length, world_size)
@@ -309,7 +313,7 @@ class CopyEngines(overlapped.Collectives):
         return AllGather(flats, list(map(self._handle, flats)), self._timeout_ms())
 
     def _empty(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A tensor (length,) in symmetric memory of the current device, unwritten; also an empty one has an address."""
+        """An unwritten tensor (length,) in symmetric memory of the current GPU; one of length 0 has an address, too."""
         from torch.distributed._symmetric_memory import _SymmetricMemory
 
         device = torch.device("cuda", torch.cuda.current_device())
@@ -318,14 +322,14 @@ class CopyEngines(overlapped.Collectives):
         return made if length else made[:0]
 
     def _handle(self, flat: Tensor) -> Any:
-        """torch's symmetric memory of a tensor of `_empty`. All ranks call it."""
+        """torch's symmetric-memory handle of a tensor that `_empty` has made. All ranks call it."""
         from torch.distributed._symmetric_memory import rendezvous
 
         CopyEngines.shared += 1
         return rendezvous(flat, self.group.group_name)
 
     def _agree(self) -> None:
-        """ValueError on all ranks where they have shared memory differently often, and would wait without end."""
+        """ValueError on all ranks unless all have shared memory equally often: else they would wait without end."""
         shared = collectives.gather_objects(CopyEngines.shared, self.group)
         values.hold(
             (
@@ -351,12 +355,12 @@ class ByCopyEngines:
 
     over: type[overlapped.Collectives] = CopyEngines
     why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"
-    all_reduce_model = False  # latency and bandwidth are those of NCCL's all-reduce
-    kernels = r"^_mean_kernel$"  # barriers are torch's kernels, and copies have none
+    all_reduce_model = False  # the model's latency and bandwidth are measured with NCCL's all-reduce
+    kernels = r"^_mean_kernel$"  # the only kernel of ours: barriers are torch's kernels, and copies have none
 
 
 class CopyEngine(ByCopyEngines, overlapped.Bucketed):
-    """`Bucketed` by copy engines, with its bucket_mb and comm_dtype. ValueError as in `check_gpus`."""
+    """`Bucketed` with copy engines as its transport; same bucket_mb and comm_dtype. ValueError as in `check_gpus`."""
 
     rivals = ("torch_ddp_tuned",)
 

@@ -1,8 +1,11 @@
-"""The parts of `Fsdp` (fsdp.py): flat tensors of parameters that ranks share out, and the order of gathering them.
+"""The building blocks of `Fsdp` (fsdp.py): flat tensors of parameters, divided among ranks, and the order of gathers.
+
+Only fsdp.py and assembly.py use this file: what is gathered and freed is here, and when is in fsdp.py.
 
 A `FlatShard` holds parameters side by side in a flat tensor, of which this rank keeps one of world_size equal parts.
 While the whole is not gathered, the module's own parameters are `Freed`: they have their shapes, and as gradients this
-rank's parts of them, but no values. Whatever reads one gets an error that says what to call instead.
+rank's parts of them, but no values. Code that reads one outside of a forward or backward gets an error that says what
+to call instead.
 
 A `Unit` is the flat shards of one block, which are gathered and freed together. A `Walk` is one pass, forward or
 backward, over the units in the order in which they are expected: it gathers the next one ahead, and releases those
@@ -24,7 +27,7 @@ from lmsys.values import hold
 
 
 class Freed(Absent):
-    """A parameter that is gathered for its block's forward and backward. Its gradient is this rank's part, flat."""
+    """The class of a parameter while it is not gathered. Its gradient is this rank's part of the gradient, flat."""
 
     # Its flat shard, the slice of `shard` that is this rank's part, and its place among the flat shard's parameters.
     home: "tuple[weakref.ref[FlatShard], slice, int]"
@@ -42,13 +45,13 @@ class Freed(Absent):
         if grad is not None and flat is not None:
             grad.zero_()
             flat.used[self.home[2]] = False
-            # So that the next step leaves it out, as if no rank had used it.
+            # With this parameter among the idle ones, the next step leaves it out, as if no rank had used it.
             flat.settle(at != self.home[2] and at not in flat.idle for at in range(len(flat.params)))
 
     @property
     def rounded(self) -> Tensor | None:
-        """The copy that modules read under autocast, after the parameter is gathered; None: it has none."""
-        _read(self)  # which gathers it, so that it is no longer of this class
+        """The rounded copy that modules read under autocast; None: there is none. It gathers the parameter first."""
+        _read(self)  # after which the parameter has its ordinary class, and not this property
         return vars(self).get("rounded")
 
 
@@ -56,14 +59,15 @@ class FlatShard:
     """Parameters in a flat tensor: `shard` is this rank's part, `whole` the gathered tensor, without memory when freed.
 
     params          of one dtype and device, all trained or all frozen; they become views of `whole`
-    gathered_dtype  of `whole`; None: that of the parameters
-    rounded         the views of `whole` become the parameters' attribute `rounded`, which modules read in their place;
-                    the parameters and their gradients keep their dtype, and their own values are NaN
-    on_read         called when a freed parameter is read; gives True where it has gathered the parameter
-    number          of this flat shard among all, by which ranks agree on collectives: 2 n gathers, 2 n + 1 reduces
+    gathered_dtype  dtype of `whole`; None: that of the parameters
+    rounded         True: the views of `whole` become the parameters' attribute `rounded`, which modules read instead of
+                    the parameters. These and their gradients keep their dtype, and the parameters' values are NaN
+    on_read         called when a freed parameter is read; returns True where it has gathered the parameter
+    number          n, the number of this flat shard among all. Ranks agree on collectives by number: 2 n is its gather,
+                    2 n + 1 is the reduction of its gradients
 
-    Autograd refuses a tensor whose version is not the one that it has saved. A freed parameter has another version, and
-    when it is gathered again its former one, unless the shard has changed meanwhile.
+    A backward refuses a saved tensor whose version counter has changed. So a freed parameter gets another version. When
+    it is gathered again it gets its former version back, unless the shard has changed meanwhile.
     A `Unit` calls `is_due`, `gather`, `wait`, `hide`, `free`, `reduce` and `finish_reduce`; `assembly.py`
     calls `places`, and `Fsdp` the others.
     """
@@ -91,16 +95,18 @@ class FlatShard:
         narrow = gathered_dtype if params[0].is_floating_point() else None
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._gathering: collectives.Pending | None = None
-        # Whole: gathered. Hidden: gathered, and a read calls on_read all the same. Shown: parameters are whole copies.
+        # Whole: gathered. Hidden: gathered, but a read calls on_read all the same. Shown: between `unshard` and
+        # `reshard`, when the parameters are whole copies.
         self._is_whole, self._is_hidden, self._is_shown = False, False, False
-        self._version = 0  # of the shard, when it was gathered
-        self.used = [False] * len(params)  # True: this rank has made a gradient of it since the shard's was None
-        self.idle = set[int]()  # places in params of those that no rank has used since
-        self._kept = dict[tuple[str, int], Tensor]()  # during a step: copies of what it must leave as it is
+        self._version = 0  # the version counter of the shard when it was gathered
+        # By parameter, True: this rank has made a gradient of it since the shard's gradient was None.
+        self.used = [False] * len(params)
+        self.idle = set[int]()  # places in params of those that no rank has used since then
+        self._kept = dict[tuple[str, int], Tensor]()  # during an optimizer's step: copies of what it must not change
         self._reduced: list[tuple[collectives.Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._rounded: list[Tensor] = []
-        if rounded:  # through `.data`, as below
+        if rounded:  # through `.data`, for the reason that `_point_to` gives
             self._rounded = [view.data for view in self._views]
             self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # of one element each
         self._stamped = self._rounded or self.params  # the tensors that autograd saves
@@ -109,14 +115,14 @@ class FlatShard:
         self._release()
 
     def places(self, rank: int) -> list[slice]:
-        """For each parameter the slice of a rank's shard that is its part of it; empty where it has none."""
+        """For each parameter the slice of a rank's shard that holds elements of it; empty where there are none."""
         length = self.shard.numel()
         first = rank * length
         spans = [(start - first, start - first + shape.numel()) for shape, _, start in self.layout.places]
         return [slice(min(max(a, 0), length), min(max(b, 0), length)) for a, b in spans]
 
     def _point_to(self, views: Sequence[Tensor]) -> None:
-        """Makes the parameters these views, through `.data`: autograd sees no write when `whole` is filled."""
+        """Lets the parameters use the memory of these views, by `.data`: so autograd sees no write into `whole`."""
         appear(self.params)
         for p, view in zip(self.params, views, strict=True):
             p.data = view
@@ -146,9 +152,9 @@ class FlatShard:
         torch._C._autograd._unsafe_set_version_counter(self._stamped, [2 * self._version + freed] * len(self._stamped))
 
     def is_due(self) -> bool:
-        """True where `gather` is needed: it is neither whole nor on its way, or the shard has changed since.
+        """True where `gather` is needed: nothing is gathered or on its way, or the shard has changed since then.
 
-        ValueError where a parameter of the wrapper was frozen, or set to be trained, since then.
+        ValueError where a parameter of the wrapper was frozen, or set to be trained, after the module was wrapped.
         """
         if self.shard.requires_grad is not self._trained:
             raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
@@ -183,7 +189,7 @@ class FlatShard:
             self._release()
 
     def reduce(self) -> None:
-        """Begins the mean of this rank's part of the gradients."""
+        """Begins the reduce-scatter of the gradients, which leaves this rank the mean of its part of them."""
         self.finish_reduce()
         appear(self.params)  # so that .grad is what this backward has made, not this rank's part of the sum
         self.used = [
@@ -191,7 +197,7 @@ class FlatShard:
             for p, used in zip(self.params, self.used, strict=True)
         ]
         grads = self.shard.new_empty(self.whole.numel())
-        if self._padding:  # elements between tensors are in the shards too, and count in their norm
+        if self._padding:  # elements between tensors are in the shards, too, and would count in a gradient norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
         buckets.copy_gradients(self.params, self.layout.views(grads))
         buckets.clear_gradients(self.params)
@@ -212,7 +218,7 @@ class FlatShard:
         self._reduced.clear()
 
     def settle(self, shares: Iterable[float]) -> None:
-        """Notes which parameters no rank has used; with all of them the shard's gradient becomes None.
+        """Notes which parameters no rank has used. If no rank has used any, the shard's gradient becomes None.
 
         shares  for each parameter the share of ranks that have made its gradient
         """
@@ -221,12 +227,13 @@ class FlatShard:
             self.shard.grad = None
 
     def keep(self, state: Mapping[str, Any], dampens: bool) -> None:
-        """Copies what the next step must not change, as no rank has used the parameter; `put_back` puts it back.
+        """Before a step: copies the values and state of parameters that no rank has used. `put_back` restores them.
 
         state    the optimizer's state of the shard
-        dampens  the optimizer's momentum takes only a share of a gradient, but the first one whole
-        RuntimeError where a parameter is used again that some step has left out, and the optimizer takes the first
-        steps otherwise than later ones.
+        dampens  True: the optimizer has a dampening, so that its momentum takes the first gradient whole, and of later
+                 ones only a share
+        RuntimeError where a parameter is used again that some step has left out, if the optimizer's first steps differ
+        from later ones.
         """
         self._kept = {}
         if self.shard.grad is None or not (self.idle or "left_out" in state):
@@ -246,16 +253,19 @@ class FlatShard:
                 " than later ones: let every forward use all parameters of a block or none, or take another strategy,"
                 " such as zero1"
             )
-        self._kept = {  # with zeros for a momentum, which SGD would begin with its decay
+        # SGD makes its momentum in its first step, and would fill it with the weight decay of unused parameters. So
+        # where there is none yet, zeros are kept for it.
+        self._kept = {
             key: x.clone()
             for key, x in self._left_out({"momentum_buffer": torch.zeros_like(self.shard), **state}).items()
         }
 
     @torch.no_grad()
     def put_back(self, state: dict[str, Any]) -> None:
-        """Undoes what the step has done to parameters that no rank has used. Other state that the step has begun stays.
+        """After a step: undoes what it has done to parameters that no rank has used.
 
-        The entry "left_out" of the state, a list, counts for each parameter the steps that have left it out.
+        State that the step has made, and of which `keep` had no copy, stays. The entry "left_out" of the state, a list,
+        counts for each parameter the steps that have left it out.
         """
         if self._kept:
             for key, x in self._left_out(state).items():
@@ -264,7 +274,10 @@ class FlatShard:
             state["left_out"] = [steps + (at in self.idle) for at, steps in enumerate(before)]
 
     def _left_out(self, state: Mapping[str, Any]) -> dict[tuple[str, int], Tensor]:
-        """The parts whose parameters no rank has used, by (name in the state, or "" for the shard's own; place)."""
+        """Views of the unused parameters' parts, in the shard and in each tensor of the state that is laid out like it.
+
+        The key is (name in the state, or "" for the shard; the parameter's place).
+        """
         laid_out = {"": self.shard.detach(), **state}
         return {
             (name, at): x[self._homes[at][1]]
@@ -275,7 +288,7 @@ class FlatShard:
 
     @torch.no_grad()
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """x (n,) of all ranks, laid out as the shard is, put together: views in the parameters' shapes.
+        """Gathers x (n,), which is laid out as the shard, from all ranks: whole tensors in the parameters' shapes.
 
         All ranks call it.
         """
@@ -304,20 +317,20 @@ class FlatShard:
 
     @torch.no_grad()
     def load(self, values: Mapping[int, Tensor]) -> None:
-        """Sets this rank's part of parameters. values: by id of the parameter its value, whole and in its shape."""
+        """Sets this rank's parts of parameters. values: {id of a parameter: its whole value, in its shape}."""
         self.reshard()
         self.free()
         self._write(values)
 
     @torch.no_grad()
     def _write(self, values: Mapping[int, Tensor]) -> None:
-        """Copies this rank's parts of values, by id of the parameter, into the shard, if any of them differs."""
+        """Copies this rank's parts of `values`, as in `load`, into the shard, unless the shard has them already."""
         part = self.shard.detach().clone()
         for p, (_, place, _), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
             if id(p) in values:
-                first = self._own.start + place.start - start  # in the parameter
+                first = self._own.start + place.start - start  # the first element of the parameter that is copied
                 part[place].copy_(values[id(p)].reshape(-1)[first : first + place.stop - place.start])
-        if not torch.equal(part, self.shard):  # else what was gathered stays as it is
+        if not torch.equal(part, self.shard):  # a write would raise the version, so that all is gathered again
             self.shard.copy_(part)
 
 
@@ -335,10 +348,13 @@ def _read(p: Any) -> None:
 class Unit:
     """The flat shards of one block, or of all that is in no block: they are gathered and freed together.
 
-    number   0 for what is in no block, then by block
+    number   0 for what is in no block, then 1, 2, ... by block
     note     called before each collective with its number, see `FlatShard`
     running  the units whose blocks are in a forward, each once for every forward that has not ended; `Fsdp` fills it
-    pinned   it stays whole until the optimizer's step: nobody can tell when its last use will be over
+
+    Attributes:
+    flats    the flat shards; `Fsdp` sets them
+    pinned   True: it stays gathered until the optimizer's step, as nobody can tell when its last use will be over
     """
 
     def __init__(self, number: int, note: Callable[[int], Any], running: Sequence["Unit"]):
@@ -346,7 +362,7 @@ class Unit:
         self.flats, self.pinned = list[FlatShard](), False
 
     def gather(self) -> None:
-        for flat in list(filter(FlatShard.is_due, self.flats)):  # none is gathered where one raises
+        for flat in list(filter(FlatShard.is_due, self.flats)):  # the list is complete first, as `is_due` may raise
             self._note(2 * flat.number)
             flat.gather()
 
@@ -355,7 +371,7 @@ class Unit:
             flat.wait()
 
     def free(self, again: bool = False) -> None:
-        """Frees its flat shards, unless it is pinned or in a forward. again: it is used again soon, and only hidden."""
+        """Frees its flat shards, unless it is pinned or in a forward. again: only hides them, for another use soon."""
         for flat in () if self.pinned or self in self._running else self.flats:
             flat.hide() if again else flat.free()
 
@@ -372,12 +388,15 @@ class Unit:
 class Walk:
     """One pass over units, forward or backward. `Fsdp` makes it, and calls `enter`, `leave` and `end`.
 
-    order          in which units are expected, each as often as it will be used; `Fsdp` may append to it
+    order          the units in the order in which they are expected, each as often as it will be used; `Fsdp` may
+                   append to it
     release        called with a unit whose last expected use is over
-    release_first  True: the unit behind is released before the unit ahead is gathered; False: after that
+    release_first  True: the unit that was used last is released before the next one is gathered; False: after that
+
+    Attributes:
     seen           the units in the order in which they were used
     visits         the units that a backward will come back to, in the order of the forward
-    forwards       of a backward: the walks of the forwards that it has come to
+    forwards       for a backward, the walks of the forwards that it has come to
     strayed        True once a unit was used that was not expected
     """
 
@@ -408,7 +427,7 @@ class Walk:
         self._advance(len(self.order))
 
     def _advance(self, to: int) -> None:
-        """Goes on to a place in the order; units in between are gathered and released, for ranks that use them."""
+        """Goes on to the place `to` in the order; gathers and releases units in between, which other ranks may use."""
         while self._at < min(to, len(self.order) - 1):
             before = self.order[self._at] if self._at >= 0 else None
             self._at += 1
@@ -423,7 +442,7 @@ class Walk:
                 _append(self.visits, self.order[self._at])
 
     def _pass(self, unit: Unit | None) -> None:
-        """Releases the unit before the present one, unless it is expected again."""
+        """Releases `unit`, the one before the present one, unless it is expected again."""
         if unit is not None and unit not in self.order[self._at :]:
             self._release(unit)
 

@@ -1,27 +1,39 @@
-"""Fully sharded data parallelism: a rank keeps a part of every parameter, gradient and optimizer state.
+"""Fully sharded data parallelism (`Fsdp`): a rank keeps a part of every parameter, gradient and optimizer state.
 
 The parameters of a block (an entry of a ModuleList) lie side by side in flat tensors, and so do those that are in no
 block. A rank keeps one of world_size equal parts of each flat tensor, in full precision; the optimizer steps this part.
-A block is gathered when it is called, in whatever order and however often. While it computes, the block that is
-expected next is gathered. A block is freed when its last use is over. A backward comes back to blocks in the reverse
-order of their calls: it gathers them again, and reduce-scatters their gradients while it goes on.
+A block is gathered (each rank gets all parts of its flat tensors) when it is called, in whatever order and however
+often. While it computes, the block that is expected next is gathered. Blocks are expected in the order of their list
+until a step has another order, and from then on in that order, as rank 0 had it. A block is freed when its last use is
+over. A backward comes back to blocks in the reverse order of their calls: it gathers them again, and reduce-scatters
+their gradients while it goes on.
 
-`Fsdp` is the row `fsdp` of the table, and decides when to gather and to reduce; flat_shard.py does it:
+`Fsdp` is the row `fsdp` of the table in `__init__.py`. It decides when to gather and to reduce; the classes of
+flat_shard.py do it:
 
-- A `FlatShard` is one flat tensor. Each collective has a number, by which ranks agree on it: number 2 n gathers flat
-  shard n, and 2 n + 1 reduces its gradients. At a number below 0 ranks compare, and no collective begins.
-- A `Unit` is the flat shards of one block, or of all that is in no block. One that is `pinned` stays gathered until the
-  step.
-- A `Walk` is the pass of a forward or a backward over units, in the order in which they are expected. `enter` begins a
-  use of a unit, and gathers the next one ahead; `leave` ends a use in a forward, and `end` the pass. To the order of a
-  backward's walk are appended the units of each forward that it comes to, the last one first. A unit whose last use is
-  over is released: in a forward before the next one is gathered (`release_first`), in a backward after that. A walk
-  keeps the units that were used, in order (`seen`), those that a backward will come back to (`visits`), and whether a
-  unit was not expected (`strayed`). A backward's walk keeps those of the forwards that it has come to (`forwards`).
+- A `FlatShard` is one flat tensor. Its collectives have numbers: 2 n gathers flat shard n, and 2 n + 1 reduces its
+  gradients. Except under NCCL, ranks compare the number of what they are about to begin (`collectives.Agreement`), so
+  that no rank waits in a collective that another does not begin. They also compare at three points where no numbered
+  collective follows. The numbers of these points are below 0: -1 (`collectives.END`) is the end of a step, -2 the end
+  of a forward that records no graph, and -3 comes before a collective without a number.
+- A `Unit` is the flat shards of one block, or of all that is in no block. A unit that is `pinned` stays gathered until
+  the optimizer's step.
+- A `Walk` is one pass over units, a forward or a backward, in the order in which they are expected. `enter` begins a
+  use of a unit, and gathers the next one ahead; `leave` ends a use in a forward, and `end` the pass. A unit whose last
+  use is over is released. In a forward this frees it, before the next one is gathered (`release_first`). In a backward
+  this also begins the reduction of its gradients, and the gather of the next unit begins first. A walk notes the units
+  that were used (`seen`) and whether one of them was not expected (`strayed`): from these `_learn` has another order.
+- A backward has a single walk, `_back`, though it may come to several forwards, the last one first. The order of this
+  walk is empty when the backward begins. When the backward comes to a forward, the units that it will come back to
+  there (`visits` of the forward's walk) are appended in reverse. `forwards` has the walks of these forwards.
 
-wrapper.py says when the methods are called that `Fsdp` overrides. Hooks around blocks call `_enter_forward` and
-`_leave_forward`; a backward that comes to the output of a block calls `_return_to`. `structure.weakly` makes a hook of
-a method that does not keep the wrapper alive.
+A change must keep this rule: all ranks begin the same collectives in the same order, whichever blocks a rank skips and
+whichever gradients it has made. A new collective within a step comes after a call of `_before_collective`, if it has a
+number, or else of `_agree`.
+
+wrapper.py says when the methods that `Fsdp` overrides are called. Hooks around blocks call `_enter_forward` and
+`_leave_forward`; a backward that comes to the output of a block calls `_return_to`. `structure.weakly` turns a method
+into a hook that does not keep the wrapper alive.
 
 Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
 (1910.02054), P_os+g+p.
@@ -48,7 +60,7 @@ KEEP = bool  # the `release` of a `Walk` whose units stay gathered: calling it h
 class Fsdp(wrapper.Wrapper):
     """Shards parameters, gradients and optimizer state over ranks; gathers the parameters of a block for its use.
 
-    compute_dtype  dtype of the gathered parameters and of inputs, and so of the computation; None: the parameters' own
+    compute_dtype  dtype of the gathered parameters and of inputs, and so of the computation; None: they keep their own
 
     Modules whose attribute `reads_rounded` is True, such as the linear layers of `TransformerLM`, read rounded copies
     of their parameters under autocast. In a model with such modules only these copies are gathered in compute_dtype;
@@ -61,18 +73,21 @@ class Fsdp(wrapper.Wrapper):
     would the whole. The module's own parameters keep their names and shapes. Their gradients are this rank's parts of
     the whole gradients. The parameters have no values and refuse to be read until `unshard` shows them whole. Where a
     forward reads them other than by calling their block, they are gathered and stay until the step. Gradients are
-    reduced in the parameters' precision after every backward: under no_sync() too, as no rank could keep them whole. A
-    flat part that no rank has used has no gradient. Where only some of its parameters were used, the others have
-    gradients of zeros, and the step leaves them and their state as they were; if they are used later, an optimizer that
-    counts steps or dampens its momentum is refused.
+    reduced in the parameters' precision after every backward: under no_sync() too, as no rank could keep them whole.
 
-    A rank may skip blocks that others call. Apart from that ranks must call blocks in the same order. Where they do
-    not, all of them raise RuntimeError before a collective that would wait in vain, and again in every later forward.
-    Under NCCL that collective may wait in vain, as there a step is checked as a whole. torch.compile of the wrapper
-    leaves it as it is; compile its blocks.
+    A flat part has no gradient if no rank has used any of its parameters. If ranks have used only some of them, the
+    gradients of the others in it are zeros, and the step leaves those parameters and their state as they were. Once
+    such a parameter is used after all, RuntimeError refuses the step of an optimizer that counts steps, such as AdamW,
+    or dampens its momentum: it would treat the first gradient of this parameter as a later one.
+
+    A rank may skip blocks that others call in the expected order, under NCCL too: it takes part in the gathers and
+    reductions of these blocks all the same. Apart from that ranks must call blocks in the same order. If they do not,
+    all of them raise RuntimeError before a collective that would wait in vain, and again in every later forward. Under
+    NCCL ranks compare only once a step, in `finish_gradient_synchronization`. Before that a collective may wait in vain
+    for a rank that begins another one. torch.compile of the wrapper has no effect; compile its blocks.
     """
 
-    # Traits of the row, which `lmsys.traits` explains.
+    # Traits of the row, that is, facts that other code reads: `lmsys.traits` explains each.
     zero_stage = 3
     halves_sums = True
     sums_each_backward = True
@@ -80,7 +95,7 @@ class Fsdp(wrapper.Wrapper):
     why_not_graphed = traits.RESIZES_PARAMETERS
     why_not_fused = traits.SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2",)
-    _stepping: Any = None  # the optimizer that is in its step
+    _stepping: Any = None  # no trait: the optimizer that is in its step
 
     def __init__(
         self, module: nn.Module, process_group: collectives.Group = None, compute_dtype: torch.dtype | None = None
@@ -112,7 +127,7 @@ class Fsdp(wrapper.Wrapper):
             )
 
     def _lay_out(self, groups: structure.Sets = ()) -> None:
-        """Lays the parameters of each unit side by side, those of each of the `groups` in flat tensors of their own."""
+        """Lays the parameters of each unit side by side in flat tensors, those of each of the `groups` apart."""
         self.unshard()
         is_narrow = self._dtype in (torch.bfloat16, torch.float16)
         rounded = structure.read_rounded(self.module) if is_narrow else set[nn.Parameter]()
@@ -129,7 +144,7 @@ class Fsdp(wrapper.Wrapper):
     def make_optimizer(
         self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
     ) -> torch.optim.Optimizer:
-        """As `Wrapper.make_optimizer`. `groups` lays out parameters anew.
+        """As `Wrapper.make_optimizer`. With `groups` it lays out parameters anew: no flat part is in two groups.
 
         ValueError for `groups` once there is an optimizer, or a gradient.
         A class with the attribute `takes_whole_matrices` gets the keyword `flats`: {flat part: its `FlatShard`}.
@@ -173,10 +188,11 @@ class Fsdp(wrapper.Wrapper):
             for place, flat in enumerate(unit.flats):
                 yield f"{prefix}{'.' if prefix else ''}unit{unit.number}.part{place}", flat.shard
 
-    @_disable_dynamo  # a compiler of the whole would trace the gathering; compiled blocks stay compiled
+    @_disable_dynamo  # torch.compile of the wrapper would trace the gathering; compiled blocks stay compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare()
-        again = structure.is_in_backward()  # the whole is checkpointed: units stay gathered for the backward to come
+        # True where checkpointing runs the whole module again in a backward: units stay gathered for this backward.
+        again = structure.is_in_backward()
         if again:
             self._enter_backward(None)
         self._begin_forward(KEEP if again else flat_shard.Unit.free)
@@ -192,7 +208,8 @@ class Fsdp(wrapper.Wrapper):
             self._to_come.add(walk)
             self._other_order = walk.seen if walk.strayed else self._other_order
         elif not again:
-            # Ranks compare here, as perhaps no collective follows. The number is -2, as -1 is `collectives.END`.
+            # A rank may make this forward alone, and perhaps no collective follows in which ranks would compare. The
+            # module's docstring lists the numbers below 0.
             self._before_collective(-2)
             self._free()
         return output
@@ -207,9 +224,10 @@ class Fsdp(wrapper.Wrapper):
         if self._agreement is not None:
             self._agreement.end()
         # One all-reduce makes means over ranks. `use` has a number for each trained parameter: 1.0 where this rank has
-        # made its gradient, so that the mean is the share of ranks that have. By three flags ranks see that modules or
-        # forwards differ. The last number is 1.0 where this rank used units in another order. If this rank has made all
-        # gradients, no share is 0, and the host need not wait for the means.
+        # made its gradient, so that the mean is the share of ranks that have. Then come the three numbers of
+        # `Wrapper._flags`, whose means show if a module has changed or forwards differ. The last number is 1.0 where
+        # this rank used units in another order. If this rank has made all gradients, no share is 0, and the host need
+        # not wait for the means.
         use = [float(used) for flat in flats for used in flat.used]
         values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
         means = values.to(flats[0].shard.device, non_blocking=True)
@@ -256,7 +274,7 @@ class Fsdp(wrapper.Wrapper):
         return self._state(lambda x: part.divided(x, self.group))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """ValueError for an optimizer that `Fsdp` cannot serve; else frees what is gathered: the step makes it old."""
+        """ValueError for an optimizer that `Fsdp` cannot serve; else frees what is gathered, as the step changes it."""
         hold(
             (
                 not structure.holds_any(optimizer, self._whole),
@@ -301,7 +319,7 @@ class Fsdp(wrapper.Wrapper):
                 flat.put_back(optimizer.state.get(flat.shard, {}))
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The state dict, with of(whole parameter) for each parameter, one flat shard at a time; buffers are copied."""
+        """The state dict, with of(p) for each whole parameter p, gathered one flat shard at a time; copies buffers."""
         self._agree()
         made = dict[int, Tensor]()
         for flat in self._flats():
@@ -327,18 +345,24 @@ class Fsdp(wrapper.Wrapper):
             yield from unit.flats
 
     def _before_collective(self, number: int) -> None:
-        """Notes the collective of this number in the history, and has ranks agree on it; below 0: none begins."""
+        """Notes this number in `Wrapper`'s history, and lets ranks compare it if there is an `Agreement`.
+
+        Called before the collective of this number; with a number below 0 where no numbered one follows.
+        """
         self._note(number)
         if self._agreement is not None:
             self._agreement.on(number)
 
     def _agree(self) -> None:
-        """Has ranks compare forwards of a step that has begun, before collectives that have no number."""
+        """Lets ranks compare the forwards of a step that has begun. Called before collectives that have no number."""
         if self._agreement is not None and self._agreement.since:
-            self._before_collective(-3)
+            self._before_collective(-3)  # the number of this point: see the module's docstring
 
     def _blank(self, number: int) -> None:
-        """Takes part in the collective of this number for the sake of other ranks, and leaves no trace of it."""
+        """Takes part in the collective of this number for the sake of other ranks, and drops the result.
+
+        `Agreement` calls it on a rank that departs from the order of the last steps: other ranks may still follow it.
+        """
         flat = [*self._flats()][number // 2]
         if number % 2:
             collectives.reduce_scatter_mean(
@@ -363,18 +387,18 @@ class Fsdp(wrapper.Wrapper):
         self._free()
 
     def _pin(self, unit: flat_shard.Unit) -> None:
-        """Gathers a unit that stays until the step, as nobody can tell when its last use will be over.
+        """Gathers a unit and pins it until the step, as nobody can tell when its last use will be over.
 
-        Where no graph is recorded it does not stay, as no later backward reads it.
+        Where no graph is recorded, as under no_grad() or in a backward, it is not pinned: no later backward reads it.
         """
         unit.pinned = unit.pinned or torch.is_grad_enabled()
         unit.gather()
         unit.wait()
 
     def _read(self, number: int) -> bool:
-        """Called when a parameter of the unit is read outside of its block: gathers it in a forward or backward.
+        """Called when a parameter of unit `number` is read outside of its block. True: the unit was gathered.
 
-        False elsewhere, where the read is refused.
+        False outside of a forward or backward: there the read is refused.
         """
         if self._walk is None and not structure.is_in_backward():
             return False
@@ -383,7 +407,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _begin_forward(self, release: Callable[[flat_shard.Unit], Any]) -> None:
         """Begins a walk over the expected order; the walk calls `release` with a unit whose last use is over."""
-        self._running.clear()  # of a forward that an exception has ended
+        self._running.clear()  # units are left over from a forward that an exception has ended
         self._walk = flat_shard.Walk(self._order, release, release_first=True)
         for unit in (self._units[0], *self._order[:1]):  # first what is in no block
             unit.gather()
@@ -391,7 +415,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _enter_forward(self, unit: flat_shard.Unit, *_: Any) -> None:
         """Called before the forward of a block: gathers its unit and waits for it."""
-        if structure.is_in_backward():  # checkpointed
+        if structure.is_in_backward():  # checkpointing repeats this forward: perhaps the first sign of the backward
             self._enter_backward(None)
         else:
             for other in self._running:  # a block around this one reads its parameters again after this call
@@ -401,7 +425,7 @@ class Fsdp(wrapper.Wrapper):
         unit.wait()
 
     def _leave_forward(self, unit: flat_shard.Unit, _: nn.Module, __: Any, output: Any) -> None:
-        """Called after the forward of a block: has `_return_to` called in the backward, and frees the unit."""
+        """Called after the forward of a block: sets a hook that calls `_return_to` in the backward; frees the unit."""
         # hidden: the output may hold tensors that are not among `tensors`, so nobody can tell when a backward comes.
         tensors, hidden = structure.tensors_in(output) if torch.is_grad_enabled() else ([], False)
         structure.before_backward(tensors, structure.weakly(self._return_to, unit, self._walk))
@@ -412,7 +436,7 @@ class Fsdp(wrapper.Wrapper):
         unit.free() if self._walk is None else self._walk.leave(unit, returns=bool(tensors))
 
     def _return_to(self, unit: flat_shard.Unit, walk: flat_shard.Walk | None, _: Tensor) -> None:
-        """Called before a backward comes to a call of a unit in the forward `walk`."""
+        """Called when a backward is about to come to a unit's use in the forward whose walk is `walk`."""
         self._enter_backward(walk)
         self._back.enter(unit)
         self._pin(unit)
@@ -421,7 +445,7 @@ class Fsdp(wrapper.Wrapper):
         super()._enter_backward(walk)
         if walk is not None and walk not in self._back.forwards:
             self._back.forwards.append(walk)
-            self._back.end()  # the backward of a later forward is over
+            self._back.end()  # the last forwards come first: the backward is done with those that it came to before
             self._to_come.discard(walk)
             self._back.order += walk.visits[::-1]
             for unit in walk.visits:
@@ -429,7 +453,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _begin_backward(self) -> None:
         self._back = flat_shard.Walk((), structure.weakly(self._is_over))
-        self._to_reduce = set(self._unit_of)
+        self._to_reduce = set(self._unit_of)  # all: ranks reduce the same units, whichever gradients each has made
         self._pin(self._units[0])
 
     def _leave_backward(self, late: bool = False) -> None:
@@ -470,7 +494,7 @@ class Fsdp(wrapper.Wrapper):
         self._to_reduce.discard(unit)
         unit.reduce()
         self._reducing.append(unit)
-        if len(self._reducing) > 1:  # the wait for an earlier one frees the memory that it was sent from
+        if len(self._reducing) > 1:  # waiting for an earlier reduction frees the memory that it sent from
             self._reducing.pop(0).finish_reduce()
 
     def _learn(self) -> None:

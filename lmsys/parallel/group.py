@@ -1,13 +1,14 @@
-"""Ranks that start once and then run functions: a process each, with gloo on CPUs, or NCCL and one GPU each.
+"""Starts ranks once, then runs functions on them. Each rank is a process: with gloo on CPUs, or NCCL and its own GPU.
 
     with WorkerGroup(2) as group:
         results = group.run(function, argument)    # function(argument) on every rank; results by rank
 
 Inside of the function torch.distributed is initialized, and `device()` is the rank's device. The function travels by
 name, so it must stand at the top level of a module that the ranks can import. Under torchrun the processes are ranks
-already: there each makes a `TorchrunGroup`, and calls its `run` with the same function. `lmsys train`, benchmarks and
-`lmsys check` start their ranks here. Each rank writes a line on what it is doing, such as "in step 12", into memory
-that it shares with the process that started it (`lmsys.doing`), so that an error can say it after the rank has died.
+already: there each process makes a `TorchrunGroup`, and calls its `run` with the same function. `lmsys train`,
+benchmarks, `lmsys check` and `lmsys course` start their ranks here. Each rank writes a note on what it is doing, such
+as "in step 12", into memory that it shares with the process that started it (`lmsys.doing`). So an error can say it
+after the rank has died.
 """
 
 import datetime
@@ -24,11 +25,13 @@ from lmsys import doing, processes, values, watchdog
 from lmsys.parallel.collectives import gather_objects
 
 BACKENDS = ("gloo", "nccl")
-STOPPED = "stopped"  # the kind of failure of a rank that SIGSTOP has stopped, beside "died" and "timeout"
-ERRORS_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
+STOPPED = "stopped"  # the kind of failure of a rank that SIGSTOP has stopped; other kinds: see `WorkerError`
+# Seconds to wait for other ranks' errors once one has come: the rank that failed first is reported, and its error may
+# arrive last.
+ERRORS_S = 2.0
 LOCALHOST = "127.0.0.1"
 CONNECT_S = 20.0  # seconds to connect to the store of torchrun's agent
-# The names of torch's exceptions on a rank whose peer is gone.
+# The names of the exceptions that torch raises on a rank when another rank is gone: see `is_lost_peer`.
 LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GLOO_LOST = "gloo/transport"  # in gloo's message about a connection that another rank has closed
 
@@ -78,9 +81,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     """world_size ranks on this machine.
 
     backend          None: NCCL where there is a GPU for each rank, else gloo
-    timeout_s        for every `run` and every collective
+    timeout_s        seconds that every `run` and every collective may take
     environment      environment variables that the ranks get besides those of this process
-    with_last_words  if this process is killed, each rank's last activity is written to standard error
+    with_last_words  True: if this process is killed, each rank's last activity is written to standard error
 
     ValueError as in `check_backend`. WorkerError when a rank raises, dies, has been stopped (SIGSTOP) for
     $LMSYS_STOPPED_S seconds, or is not done in time: then all ranks are ended. The error says what the rank was doing,
@@ -107,7 +110,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         # Port 0 stands for any free one.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._stopped = watchdog.Stopped(watchdog.stopped_s())
-        self._doing, self._workers = list[Any](), list[processes.Worker]()  # both by rank; shared memory, processes
+        # By rank: the memory with the note on what the rank is doing, which this process reads; the process.
+        self._doing, self._workers = list[Any](), list[processes.Worker]()
         for rank in range(world_size):
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
@@ -132,7 +136,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [worker.pid for worker in self._workers]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Runs function(*args) on every rank, at most `timeout_s` long (None: the group's); the results by rank."""
+        """Runs function(*args) on every rank, for at most `timeout_s` seconds; returns the results by rank.
+
+        timeout_s  None: that of the group
+        RuntimeError once the group has ended. WorkerError as the class says.
+        """
         if self.ended:
             raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
         for worker, memory in zip(self._workers, self._doing, strict=True):
@@ -182,10 +190,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
 
 class TorchrunGroup:
-    """The ranks that torchrun has started, seen from one of them. Where one fails, `run` raises on all.
+    """The ranks that torchrun has started, seen from one of them. If one fails, `run` raises on all.
 
     backend    None: NCCL where there is a GPU, else gloo
-    timeout_s  for every collective
+    timeout_s  seconds that every collective may take
+
+    ValueError for a backend that cannot run here, and where torchrun's environment variables are missing.
     """
 
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
@@ -203,8 +213,8 @@ class TorchrunGroup:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
         """As `WorkerGroup.run`. A rank that waits for a failed one ends when its collective times out.
 
-        `timeout_s` has no effect here, and is taken because callers run either group alike: the function runs in this
-        process, which nothing can interrupt but its collectives, by the group's own `timeout_s`.
+        `timeout_s` has no effect. It is a parameter so that callers can run either group alike. The function runs in
+        this process, which only a collective can end, after the group's own `timeout_s`.
         """
         failure, result = None, None
         try:
@@ -225,7 +235,7 @@ class TorchrunGroup:
 
 
 def _noted(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) on a rank, noted as what the rank is doing."""
+    """Runs function(*args) on a rank, after it has noted for error messages that the rank is in this function."""
     doing.now(f"in {getattr(function, '__name__', function)}")
     return function(*args)
 
@@ -244,14 +254,17 @@ def _check_environment() -> None:
 
 
 def is_lost_peer(kind: str, text: str) -> bool:
-    """True for an error that says no more than that another rank is gone."""
+    """True for an error that says only that another rank is gone.
+
+    kind, text  the name of the exception, and its message or traceback
+    """
     return kind in LOCK_STEP_ERRORS or GLOO_LOST in text
 
 
 def last_words(rank: int, file: int) -> str:
     """A shell command that reports what a rank was doing when its launcher died: nobody else is left to report it.
 
-    file  number of the open file that the rank's `doing` notes are in
+    file  the descriptor of the open file that has the rank's note (`lmsys.doing`)
     """
     return f"echo lmsys: rank {rank} has lost the process that started it, $(tr -d '\\0' </proc/self/fd/{file}) >&2;"
 
@@ -291,13 +304,14 @@ def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: A
 def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
     """Arguments of `init_process_group` for torchrun's store, under a prefix with the number of this start.
 
-    The store outlives a restart, with addresses of ranks that are gone. Each node counts restarts by itself, so over
-    several nodes the store is taken without a prefix: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a
-    new store each time.
+    When torchrun restarts ranks, its store still has the addresses of ranks that are gone: the prefix hides them. Nodes
+    count restarts each by itself, and would choose different prefixes. So with several nodes there is no prefix; there
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new store each time.
     """
     if num_nodes > 1:
         return {"init_method": "env://"}
-    # True: torchrun's agent has the store, and began it before the ranks. So a store that does not answer is gone.
+    # True: torchrun's agent has the store, and began it before the ranks. So a store that does not answer is gone, and
+    # there is no reason to wait longer than CONNECT_S.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     connect_s = min(timeout_s, CONNECT_S) if agents else timeout_s
     store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=connect_s)))
@@ -307,7 +321,7 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
 
 
 def _join(backend: str, rank: int, world_size: int, port: int, timeout_s: float, file: int) -> None:
-    """The first call to a rank: joins the process group, and shares its `doing` notes by the open file `file`."""
+    """The first function that a rank runs: joins the process group, and puts its notes (`doing`) into the open file."""
     doing.share(file)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     store = dist.TCPStore(LOCALHOST, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))

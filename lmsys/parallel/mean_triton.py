@@ -1,7 +1,7 @@
-"""The mean of the tensors that all ranks have sent, in Triton, for the copy engines' all-reduce.
+"""Computes the mean of the tensors that all ranks have sent, in Triton, for the copy engines' all-reduce.
 
 `Exchange` of copy_engine.py calls `mean_`. Each tensor is read once. The tensors are summed in the order of ranks, in
-float32 or wider, so every rank gets the same bits.
+float32 or float64, so the result does not depend on the rank that computes it.
 """
 
 import torch
@@ -26,7 +26,7 @@ def _mean_kernel(
     for rank in tl.static_range(WORLD_SIZE):
         if rank == RANK:
             x = tl.load(OWN + place, mask=mask, other=0.0)
-        else:  # the others are without OWN
+        else:  # OTHERS has no row for RANK, so rows of higher ranks come one place earlier
             x = tl.load(OTHERS + (rank - (rank > RANK)) * tl.cast(between, tl.int64) + place, mask=mask, other=0.0)
         total += x.to(WIDE)
     tl.store(OUT + place, (total / WORLD_SIZE).to(OUT.dtype.element_ty), mask=mask)
@@ -35,7 +35,8 @@ def _mean_kernel(
 def mean_(own: torch.Tensor, others: torch.Tensor, out: torch.Tensor, rank: int) -> None:
     """out (n,) becomes the mean of own (n,), the tensor of `rank`, and of others (world_size - 1, n), by rank.
 
-    out may be own. Complex numbers are added as pairs, since Triton does not know them.
+    own and out are contiguous, and so is each row of others. out may be own. Complex numbers are added as pairs of real
+    numbers, since Triton has no complex dtype.
     """
     if own.is_complex():
         own, others, out = (torch.view_as_real(x).flatten(-2) for x in (own, others, out))

@@ -1,12 +1,14 @@
 """All-reduces that begin while the backward goes on: one per parameter or bucket, from post-accumulate-grad hooks.
 
-Ranks must begin the same collectives in the same order, whatever order their gradients come in: a bucket is sent when
-it is complete and all before it have been. At first buckets are planned in the reverse order of the parameters. After
-the first backward they are planned once more, in the order in which rank 0 saw gradients come.
+Ranks must begin the same collectives in the same order, whatever order their gradients come in. So a bucket is sent
+when it is complete and all buckets before it have been sent. At first buckets are planned in the reverse order of the
+parameters. After the first backward they are planned once more, in the order in which rank 0 saw gradients come.
 
-Strategies of this kind, here and in zero1.py and copy_engine.py, differ in two choices: which parameters a bucket has
-and which rank owns them (`_partition`, `_bucket`), and by what transport buckets travel (`over`). A transport sets the
-gradients of the parameters that this rank owns to the means.
+`Overlapped` and `Bucketed` are the rows `overlapped` and `bucketed` of the table in `__init__.py`. Strategies of this
+kind, here and in zero1.py and copy_engine.py, differ in two choices: which parameters a bucket has and which rank owns
+them (`_partition`, `_bucket`), and by what transport buckets travel (`over`). A transport carries out the communication
+of a bucket, and sets the gradients of the parameters that this rank owns to the means. CONTRIBUTING.md says how to add
+a strategy or a transport.
 
 Source: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
 """
@@ -27,12 +29,13 @@ from lmsys.parallel import buckets, collectives, sharded_optimizer, structure, w
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel as one.
+    """Parameters whose gradients are sent together.
 
-    number   place in the order of sending
-    indices  places of `params` in `Wrapper.trainable`
+    number   the bucket's place in the order of sending
+    indices  the places of `params` in `Wrapper.trainable`
+    params   the parameters
     layout   where the gradients of `params` lie in the bucket's flat tensor
-    dtype    of the flat tensor
+    dtype    dtype of the flat tensor
     owned    those of `params` that this rank owns
     own      where the means of the gradients of `owned` lie in a flat tensor of their own
     whole    True where every rank owns all of `params`
@@ -49,7 +52,7 @@ class Bucket:
 
 
 class Collectives:
-    """The transport by collectives: reduce-scatters and all-gathers for buckets that ranks share out, else all-reduces.
+    """The transport by collectives: all-reduces for buckets that every rank owns, else reduce-scatters and all-gathers.
 
     Each step allocates its buckets anew. `Overlapped` calls `reduce` and `settle`, and `Zero1` also `zeros` and
     `gather`. `CopyEngines` of copy_engine.py overrides all four.
@@ -66,10 +69,13 @@ class Collectives:
         return like.new_zeros(length)
 
     def settle(self, buckets: Sequence[Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()) -> None:
-        """Called once, when the buckets of gradients, and flat buffers of parameters, are final. Here a no-op."""
+        """Called once, when the plan of buckets, and of flat buffers of parameters, is final. Here a no-op."""
 
     def reduce(self, bucket: Bucket) -> collectives.Pending:
-        """Begins a bucket's communication. After the wait `owned` have the means as gradients, other params None."""
+        """Begins a bucket's communication. After the wait, parameters that are `owned` have the mean gradients.
+
+        The .grad of the bucket's other parameters becomes None.
+        """
         if not bucket.whole:
             return self._reduce_scatter(bucket)
         params = bucket.params
@@ -84,7 +90,7 @@ class Collectives:
         return collectives.all_reduce_mean(flat, self.group)
 
     def _reduce_scatter(self, bucket: Bucket) -> collectives.Pending:
-        """`reduce` for a bucket whose parameters ranks share out."""
+        """`reduce` for a bucket whose parameters are divided among ranks."""
         flat, _ = buckets.pack(bucket.params, bucket.layout, bucket.dtype)
         own = flat.new_empty(bucket.own.length)
         buckets.clear_gradients(bucket.params)
@@ -102,7 +108,7 @@ class Collectives:
 class Overlapped(wrapper.Wrapper):
     """All-reduces each gradient by itself while the backward goes on; base of the strategies with larger buckets.
 
-    A bucket of one gradient is that gradient, without a copy. comm_dtype: as in `Bucketed`.
+    A bucket of one gradient is sent from where the gradient lies, without a copy. comm_dtype: as in `Bucketed`.
 
     `Wrapper` calls the methods that are overridden here: `_watch` when a forward has ended, `_begin_backward` before a
     backward, `_gradient_is_ready` for each gradient of it, and `_synchronize` in `finish_gradient_synchronization`. The
@@ -150,13 +156,16 @@ class Overlapped(wrapper.Wrapper):
 
     def _begin(self) -> None:
         """Prepares for the next backward, of which nothing has been sent."""
-        self._ready: dict[int, None] = {}  # the gradients that this backward has made, in order
+        self._ready: dict[int, None] = {}  # a dict used as an ordered set: the gradients that this backward has made
         self._waiting = [len(bucket.indices) for bucket in self.buckets]  # gradients to come, by bucket
         self._sent: list[collectives.Pending] = []  # by bucket, in order
         self._absent: list[int] = []  # gradients that were missing when their bucket was sent
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
-        """As `Wrapper._watch`. ValueError where no tensor was found in the output, but it may hide some."""
+        """As `Wrapper._watch`. ValueError if no tensor is found in the output, though it may hold some (`hidden`).
+
+        Without a tensor nothing would tell when the backward begins.
+        """
         values.hold(
             (
                 tensors or not hidden or not self.trainable,
@@ -180,7 +189,8 @@ class Overlapped(wrapper.Wrapper):
         """Sends the buckets that are complete with this gradient and next in the order of sending.
 
         RuntimeError where another wrapper would send gradients of the same parameters in this backward, or where a
-        parameter gets a second gradient in it. The backward may have begun from a forward of that other wrapper.
+        parameter gets a second gradient in it. Hooks of parameters call this method. So the first error also comes in a
+        backward that has begun from a forward of the other wrapper alone.
         """
         if self.world_size == 1:
             return
@@ -217,12 +227,12 @@ class Overlapped(wrapper.Wrapper):
         self._conclude(use, absent)  # drops gradients that no rank had, and raises errors that ranks compare
 
     def _send_next(self) -> None:
-        """Begins the communication of the next bucket; with the last one, also of what `_use` gives."""
+        """Begins the communication of the next bucket; with the last one, also the all-reduce of `Wrapper._use`."""
         bucket = self.buckets[len(self._sent)]
         self._absent += [index for index in bucket.indices if self.trainable[index].grad is None]
         if bucket is self.buckets[-1]:  # all gradients that will come have come
-            # 1 or 0 for each gradient, and flags. The all-reduce turns each into its mean over ranks: for a gradient,
-            # the share of the ranks that have it.
+            # 1 or 0 for each gradient, then the three numbers of `Wrapper._flags`, by which ranks find out whether they
+            # differ. The all-reduce makes means over ranks: for a gradient, the share of the ranks that have it.
             self._used = self._use(self._absent)
             self._use_pending = collectives.all_reduce_mean(self._used, self.group)
         self._sent.append(self.transport.reduce(bucket))
@@ -238,7 +248,7 @@ class Overlapped(wrapper.Wrapper):
 
 
 SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes of the all-reduces that are timed
-CALLS, ROUNDS = 5, 8  # timed calls of a size in a round; rounds at most
+CALLS, ROUNDS = 5, 8  # timed calls of each size in a round; the most rounds
 
 
 def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tuple[float, float]:
@@ -261,7 +271,7 @@ def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tup
 
 
 def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
-    """The least time of CALLS all-reduces of x, after one that connects the ranks."""
+    """The seconds of one all-reduce of x: the least of CALLS, after one that does not count, in which ranks connect."""
 
     def wait() -> None:
         if collectives.is_nccl(group, x):
@@ -280,9 +290,10 @@ def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
 class Bucketed(Overlapped):
     """All-reduces gradients in buckets of a given size while the backward goes on.
 
-    bucket_mb   MiB of a bucket; None: no limit, one bucket for each dtype and device; or "auto": √(s o w) for s bytes
-                of gradients, with the measured latency o and bandwidth w of an all-reduce
-    comm_dtype  of what travels, such as torch.bfloat16; None: the gradients'. Gradients keep their own dtype.
+    bucket_mb   MiB of a bucket; None: no limit, one bucket for each dtype and device; or "auto": √(s o w) bytes for s
+                bytes of gradients, with the measured latency o and bandwidth w of an all-reduce
+    comm_dtype  dtype in which gradients are sent, such as torch.bfloat16; None: their own. The gradients on a rank keep
+                their own dtype
 
     ValueError for a bucket size that is not positive.
     """
@@ -319,7 +330,7 @@ class Bucketed(Overlapped):
         return buckets.plan(sizes, order, limit, edge, kinds)
 
     def _best(self, total: int) -> float:
-        """MiB of a bucket that bucket_mb="auto" takes for `total` bytes of gradients."""
+        """The size of a bucket in MiB that bucket_mb="auto" stands for, with `total` bytes of gradients."""
         if self.world_size == 1 or not total:
             return 25  # as by default: nothing is sent
         latency_s, bytes_per_s = latency_and_bandwidth(collectives.unwrapped(self.group), self.trainable[0].device)

@@ -1,12 +1,12 @@
-"""Tensors that are not whole on this rank: parameters without their values, and parts of gradients.
+"""Classes of tensors that are not whole on this rank: parameters without their values, and parts of gradients.
 
 `zero1` and `fsdp` give a parameter the class `Absent` while its values are on another rank or still on their way, so
 that nobody reads freed memory or old values. Whatever reads it calls its strategy first, which brings the values back
 or raises. The parameter's identity, hooks, module and shape stay as they are. Autograd and the kernels of a forward
 never see this class: by then the values are back.
 
-A gradient of which this rank has a part has the class `Part`: what would take it for the whole, such as a norm, asks
-all ranks or is refused.
+A gradient of which this rank has only a part has the class `Part`. A function that would take the part for the whole,
+such as a norm, is refused, or asks all ranks.
 """
 
 import copy
@@ -30,7 +30,7 @@ _METHODS = (
     " requires_grad_ register_hook register_post_accumulate_grad_hook"
 )
 _SETTERS = "grad requires_grad _backward_hooks _post_accumulate_grad_hooks"
-WITHOUT_VALUES = {  # the functions of these names, as __torch_function__ gets them: they do not count as reading
+WITHOUT_VALUES = {  # the functions of these names, as __torch_function__ gets them: a call of one is no read of values
     *(getattr(Tensor, name).__get__ for name in _FACTS.split() if hasattr(Tensor, name)),
     *(getattr(Tensor, name).__set__ for name in _SETTERS.split() if hasattr(Tensor, name)),
     *(getattr(Tensor, name) for name in _METHODS.split()),
@@ -38,11 +38,11 @@ WITHOUT_VALUES = {  # the functions of these names, as __torch_function__ gets t
 
 
 class Absent(nn.Parameter):
-    """The class of a parameter without values, set by `leave` and taken back by `appear`."""
+    """The class of a parameter without values. `leave` gives it this class, and `appear` its ordinary one again."""
 
     on_read: Callable[["Absent"], None]  # called with the parameter when it is read: brings the values back, or raises
     present: type[nn.Parameter]  # its class when its values are here
-    home: Any  # what its strategy has to know of it, such as the flat shard in fsdp; None in zero1
+    home: Any  # whatever its strategy stores with it, such as the flat shard in fsdp; None in zero1
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,7 @@ class Absent(nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
-        self.on_read(self)  # after which its class is the ordinary one, and so is the copy's
+        self.on_read(self)  # after which its class is the ordinary one: the next line does not come here again
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -79,8 +79,8 @@ def leave(
 ) -> None:
     """Marks parameters as without values: from now on reading one calls on_read(parameter) first.
 
-    kind   the class that they get
-    homes  the attribute `home` of each
+    kind   the class that the parameters get
+    homes  for each parameter its attribute `home`; None: None for all
     A parameter that is marked already keeps its class and home, and only gets the new `on_read`.
     """
     for p, home in zip(params, homes or [None] * len(params), strict=True):
@@ -91,7 +91,7 @@ def leave(
 
 
 def appear(params: Iterable[nn.Parameter]) -> None:
-    """Takes the mark of `leave` back: the values are here, and the parameters ordinary ones again."""
+    """Undoes `leave`, once the values are here: the parameters get their ordinary classes again."""
     for p in params:
         if "on_read" in p.__dict__:
             p.__class__ = p.__dict__.pop("present")
@@ -107,10 +107,10 @@ STILL_PARTS = {  # functions that return a `Part` when they are called with one
 
 
 class Part(Tensor):
-    """A part of a gradient: an ordinary tensor, but for the following.
+    """A part of a gradient. It behaves as an ordinary tensor, except in these cases.
 
     Functions of norms are refused, with RuntimeError. A deep or pickled copy is no `Part`. When GradScaler looks for an
-    inf, all ranks are asked. The results of `STILL_PARTS` are parts, too.
+    inf, an inf on one rank counts on all. The results of `STILL_PARTS` are parts, too.
 
     group  the ranks that have the other parts
     """

@@ -1,6 +1,8 @@
 """torch's own data parallelism behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2.
 
-These are the rows `torch_...` of the table, which ours are compared with, set up as their users would set them up.
+These are the rows `torch_...` of the table in `__init__.py`. Ours are compared with them, so they are set up as their
+users would set them up. To add another strategy of torch, add a class here, a row there, and a line in the table of
+docs/strategy.md.
 """
 
 import warnings
@@ -22,9 +24,9 @@ from lmsys.parallel import collectives, structure, traits, wrapper
 class _Peer(nn.Module):
     """The base of torch's own strategies, whose backward averages gradients by itself.
 
-    `wrapped` is torch's module, and `module` the user's. Class attributes, here and in the classes below, are traits of
-    the rows, unless a comment says otherwise: `lmsys.traits.StrategyTraits` explains them. The methods are those of the
-    contract in wrapper.py.
+    `wrapped` is torch's module, and `module` the user's. Class attributes, here and in the classes below, are traits,
+    facts about the row that other code reads, unless a comment says otherwise: `lmsys.traits.StrategyTraits` explains
+    each. The methods are those of the contract in wrapper.py.
     """
 
     zero_stage = 0
@@ -35,7 +37,7 @@ class _Peer(nn.Module):
         return self.wrapped(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """A no-op: the backward ends when gradients are averaged."""
+        """A no-op: when the backward ends, torch has averaged the gradients already."""
 
     def make_optimizer(
         self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
@@ -63,7 +65,7 @@ class TorchDDP(_Peer):
         self.module, self.group = module, process_group
 
     def no_sync(self) -> Any:
-        """As torch's: the forward must run inside too, since DDP decides there if the backward synchronizes."""
+        """DDP's no_sync. The forward must run inside of it, too: there DDP decides if the backward synchronizes."""
         return self.wrapped.no_sync()
 
 
@@ -75,7 +77,7 @@ class TorchDDPTuned(TorchDDP):
     accumulates = False  # a static graph does not know backwards under no_sync(): torch ends with an assertion
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float = 25):
-        for x in module.buffers():  # once; DDP would do it in every forward
+        for x in module.buffers():  # once, here; with broadcast_buffers=True DDP would do it in every forward
             collectives.broadcast_(x, process_group)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
@@ -86,7 +88,7 @@ class TorchDDPTuned(TorchDDP):
 
 
 class TorchZero1(TorchDDP):
-    """DDP, and an optimizer that shares out parameters: each rank steps its own and broadcasts them.
+    """DDP with ZeroRedundancyOptimizer: each rank steps the parameters that it owns, and broadcasts them.
 
     torch no longer maintains ZeroRedundancyOptimizer.
     """
@@ -134,7 +136,7 @@ class TorchFSDP2(_Peer):
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
         )
-        for part in chain(structure.blocks_of(module), [module]):  # the module itself comes last, and is kept
+        for part in chain(structure.blocks_of(module), [module]):  # the module comes last, so `wrapped` is the whole
             self.module = self.wrapped = fully_shard(
                 part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshards_after_forward
             )

@@ -1,14 +1,15 @@
 """Optimizers whose state is divided among ranks: by parameter, or over the flat parts of fsdp.
 
-With a `ShardedOptimizer` each rank steps its own parameters, then all ranks gather all of them. It works over any
-strategy that leaves every rank the mean gradients: `lmsys train` makes one for the option `train.sharded_optimizer`.
+With a `ShardedOptimizer` each rank steps its own parameters, then all ranks gather all of them. It works with any
+strategy that leaves every rank all mean gradients: `lmsys train` makes one for the option `train.sharded_optimizer`.
 `zero1.Zero1Optimizer` derives from it, and takes from its strategy which rank owns what. Parameters become views of
 flat buffers of world_size equal segments, so that gathering copies nothing. Source: Rajbhandari et al. 2020, "ZeRO"
 (arXiv 1910.02054), P_os.
 
-`whole_state` and `flat_share` convert an optimizer's state dict between fsdp's flat parts and whole parameters, so that
-an element-wise optimizer goes on with either. Parameters are numbered through `groups`, which are the parameters of
-each param group. Checkpoints (`lmsys.training.training_state`) and `Fsdp` call them.
+`whole_state` and `flat_share` convert an optimizer's state dict between fsdp's flat parts and whole parameters. So an
+optimizer that works element by element can go on with either. Their argument `groups` has a list of parameters for each
+param group, and parameters are numbered in this order. Checkpoints (`lmsys.training.training_state`) and `Fsdp` call
+them.
 """
 
 import copy
@@ -25,10 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lmsys import values
 from lmsys.parallel import buckets, collectives, part, structure
 
-CHUNK = 2**26  # elements of a rank's segment that one all-gather sends, about
-# Algorithms, by words in the names of their classes, in which the step of an element depends on others: on elements of
-# all parameters, or on those of its own parameter. Any other optimizer is taken to work element by element. A
-# word with a space behind it must end the name: an AdamPlain is no AdamP.
+CHUNK = 2**26  # about the number of elements of a rank's segment that one all-gather sends
+# Optimizers in which the step of an element depends on other elements, by words in the names of their classes. OF_ALL:
+# on elements of all parameters. OF_WHOLE: on elements of its own parameter. Any other optimizer is taken to work
+# element by element. A word with a space behind it must end the name: an AdamPlain is no AdamP. Add new ones here.
 OF_ALL = "LBFGS", "Prodigy", "DAdapt"
 OF_WHOLE = (
     *("Adafactor", "Adam_mini", "AdamMini", "AdamP ", "GaLore", "Lamb", "LAMB", "LARS", "SGDP ", "Shampoo", "SOAP"),
@@ -43,7 +44,7 @@ class FlatBuffer:
     """A flat tensor that parameters are views of: world_size equal segments, one for the parameters of each rank."""
 
     flat: Tensor
-    owners: dict[Any, int]  # by parameter the rank that steps it
+    owners: dict[Any, int]  # {parameter: the rank that owns it, that is, steps it}
     addresses: list[int]  # of the parameters' memory, in the order of `owners`
 
     def gather(self, group: collectives.Group) -> collectives.Pending:
@@ -85,7 +86,7 @@ def layout_of(params: Sequence[Tensor], bucket: buckets.Segmented) -> buckets.La
 
 
 class ShardedOptimizer(Optimizer):
-    """`optimizer_cls` over the parameters that this rank owns; its param groups hold the parameters of all ranks.
+    """Runs `optimizer_cls` on the parameters that this rank owns. `param_groups` has the parameters of all ranks.
 
     params        tensors or param groups, equal on every rank
     flat_buffers  those that a strategy has made; None: this class makes them, and balances ranks by the parameters'
@@ -132,7 +133,7 @@ class ShardedOptimizer(Optimizer):
             group.update(without(self._local.param_groups[-1], "params"))
 
     def _flatten(self, params: list[Tensor], options: dict[str, Any]) -> None:
-        """Shares out parameters of a group with these options to ranks, and moves them into flat buffers."""
+        """Divides parameters among ranks, and moves them into flat buffers. options: those of their param group."""
         planned = buckets.plan_segments(
             numels=[p.numel() for p in params], order=range(len(params)), limit=CHUNK, world_size=self.world_size,
             kinds=[(p.device, p.dtype) for p in params], loads=self._loads,
@@ -179,7 +180,10 @@ class ShardedOptimizer(Optimizer):
         torch.autograd.graph.increment_version(list(self.owners))  # the gather wrote them through their flat buffers
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's share: state by the parameter's number over all groups; the groups say by `shard` whose it is."""
+        """This rank's share: the state of its own parameters, by their numbers over all groups.
+
+        The entry `shard` of each group says whose share it is: [rank, world_size].
+        """
         numbers = {p: number for number, p in enumerate(chain(*(group["params"] for group in self.param_groups)))}
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
         state = {numbers.get(p, p): copy.copy(x) for p, x in self.state.items()}  # an optimizer may have other keys
@@ -213,7 +217,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def algorithm_of(optimizer_cls: type, algorithms: tuple[str, ...]) -> str:
-    """The first of these words that is in the name of the class, or of one that it derives from; "" where none is."""
+    """The first of these words in the name of the class or of a class that it derives from; "" where there is none."""
     key = optimizer_cls, algorithms
     if key not in _algorithms:
         names = " ".join(cls.__name__ for cls in optimizer_cls.__mro__)
@@ -222,7 +226,7 @@ def algorithm_of(optimizer_cls: type, algorithms: tuple[str, ...]) -> str:
 
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The shares of all ranks, by rank, as the one state dict that `optimizer_cls` itself would give."""
+    """Joins the shares of all ranks, given by rank, into the state dict that `optimizer_cls` itself would give."""
     entries = chain.from_iterable(share["state"].items() for share in shares)
     return {
         "state": dict(sorted(entries, key=lambda item: (isinstance(item[0], str), item[0]))),
@@ -262,11 +266,11 @@ State = dict[str, Any]  # an optimizer's state dict, or the state of one paramet
 
 
 def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any]) -> State:
-    """The state dict of an optimizer over whole parameters, from `shares`, one for the flat parts of each rank.
+    """The state dict of an optimizer over whole parameters, from `shares`, the state dicts over each rank's flat parts.
 
-    The entry "left_out" of a flat part's state counts for each of its parameters the steps that left it out. The
-    parameter's "step" is smaller by so many than the flat part's. A parameter that took part in no step gets no state,
-    except under Adagrad (see `is_unused`).
+    The entry "left_out" of a flat part's state has for each of its parameters the number of steps that left it out. The
+    parameter's "step" is the flat part's minus this number. A parameter that took part in no step gets no state, except
+    under Adagrad (see `is_unused`).
 
     ValueError where the shares have another number of flat parts, or of param groups, than there are here, or where an
     entry has tensors inside. ValueError, too, where NAdam or ASGD has left a parameter out of some steps but not of
@@ -314,9 +318,10 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
 def flat_share(state: State, module: nn.Module, rank: int, world_size: int, groups: Sequence[Any]) -> State:
     """The state dict of an optimizer over this rank's flat parts, from `state`, the one over whole parameters.
 
-    A flat part takes what is not of each element, such as "step", from its parameter with the most steps. "left_out"
-    says by how many steps each parameter is behind that one. A parameter that has no state, as it never had a gradient,
-    gets zeros. ValueError where an entry has tensors inside, or for another number of param groups.
+    Entries that are not tensors of all elements, such as "step", are those of the flat part's parameter with the most
+    steps. "left_out" says by how many steps each parameter is behind that one. A parameter that has no state, as it
+    never had a gradient, gets zeros. ValueError where an entry has tensors inside of a dict or list, or for another
+    number of param groups.
     """
     _check_states(state)
     flats, numbers = _laid_out(module, groups)
@@ -347,7 +352,7 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
 
 
 def _check_states(state: State) -> None:
-    """ValueError for tensors inside of dicts or lists: of these it is not known how they lie in a flat part."""
+    """ValueError for an entry with tensors inside of dicts or lists: nobody knows how they lie in a flat part."""
     entries = chain.from_iterable(some.items() for key, some in state["state"].items() if not isinstance(key, str))
     for name, x in entries:
         values.hold(
@@ -360,9 +365,9 @@ def _check_states(state: State) -> None:
 
 
 def is_unused(state: State) -> bool:
-    """True for the state of a parameter that no step has used: "step" is 0, or where it has none all tensors are 0.
+    """True for the state of a parameter that no step has used: "step" is 0, or without a "step" all tensors are 0.
 
-    It is never true for Adagrad's state, which alone holds a "sum": that is there before any step, and begins with a
+    It is never True for Adagrad's state. Only Adagrad has an entry "sum": it exists before any step, and begins with a
     value of the user's choice.
     """
     return "sum" not in state and not (
@@ -371,7 +376,7 @@ def is_unused(state: State) -> bool:
 
 
 def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]], dict[Any, int]]:
-    """(by group the flat parts, each a list of its parameters; the number of each parameter)."""
+    """(for each group its flat parts, each a list of its parameters; {parameter: its number})."""
     marks = list(map(set, groups))
     flats = list(chain.from_iterable(structure.flats_by_block(module, marks)))
     numbers = dict(zip(chain(*groups), count(), strict=False))
@@ -379,7 +384,10 @@ def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]]
 
 
 def _groups(state: State, held: Sequence[Sequence[Any]]) -> list[State]:
-    """The state's param groups, renumbered to hold as many entries as `held` does. ValueError for another number."""
+    """The state's param groups, whose "params" are numbered anew, so that each group has as many as in `held`.
+
+    ValueError for another number of groups than in `held`.
+    """
     groups, numbers = state["param_groups"], count()
     values.hold(
         (len(groups) == len(held), f"the optimizer's state is of {len(groups)} param groups, and here are {len(held)}")

@@ -1,7 +1,9 @@
-"""The structure of a module: the parameters it holds and their blocks, and hooks around forwards and backwards.
+"""Functions about the structure of an nn.Module: its parameters, its blocks, and hooks around forwards and backwards.
 
-A block is an entry of an outermost ModuleList, such as a Transformer's layer: ZeRO-1 and FSDP gather its parameters
-together. wrapper.py, zero1.py, fsdp.py, peers.py and sharded_optimizer.py call these functions.
+A block is an entry of an outermost ModuleList, such as a Transformer's layer: ZeRO-1 and FSDP gather the parameters of
+a block together. A strategy is a data-parallel wrapper around a module (wrapper.py). The strategies of this folder,
+adapter.py and sharded_optimizer.py call these functions, and so do the optimizers of `lmsys.training`. To change what
+counts as a block, change `blocks_of`.
 """
 
 import operator
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lmsys.values import instance
 
-Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # (name, parameter) -> options of the optimizer for it alone
+Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # (name, parameter) -> its own options for the optimizer
 Sets = Sequence[Collection[nn.Parameter]]  # several sets of parameters, such as those of each param group
 
 _PLAIN = (  # types that hold no tensors, and Tensor itself
@@ -44,14 +46,14 @@ class Structure:
     def __init__(self, module: nn.Module):
         self.module, self._parameters = module, _parameters(module)
         self._held: list[Any] = [held for child in module.modules() for held in (child._parameters, child._modules)]
-        # The dicts that are not empty. That the others still are shows in the lengths, so only these are gone through.
+        # The dicts that are not empty: only their entries are compared. An entry in an empty dict changes its length.
         self._full = list(filter(None, self._held))
         # The number of entries of each dict in `_held`, then the names of all entries, then the entries themselves.
         self._before = list(map(len, self._held)), list(chain(*self._held)), list(chain(*map(dict.values, self._held)))
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
 
     def is_as_it_was(self) -> bool:
-        """True where nothing has changed. As it runs in every forward, no line of Python runs for each module."""
+        """True if nothing has changed. It runs in every forward, so no Python loop goes over the modules."""
         lengths, names, entries = self._before
         # A parameter whose values are elsewhere has the class `Absent` (part.py). Its `__torch_function__` would take
         # 1.5 µs for each `requires_grad`.
@@ -80,9 +82,9 @@ class Structure:
 
 
 def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
-    """The `params` of an optimizer: param groups of the trained parameters with equal options.
+    """The argument `params` for an optimizer: a param group for each set of options that trained parameters have.
 
-    groups  None: a list of all parameters
+    groups  as in `Wrapper.make_optimizer`; None: the result is a list of all parameters, frozen ones too
     """
     if groups is None:
         return list(module.parameters())
@@ -117,7 +119,10 @@ def watch(strategy: nn.Module) -> None:
 
 
 def shares_a_backward(strategy: Any) -> bool:
-    """True where another strategy that synchronizes is in its backward and trains a parameter of this one."""
+    """True if another strategy that synchronizes is in its backward, and trains a parameter that this one trains.
+
+    Both would then send the gradient of that parameter: `Overlapped` raises an error.
+    """
     return any(
         other is not strategy
         and other._in_backward
@@ -129,13 +134,13 @@ def shares_a_backward(strategy: Any) -> bool:
 
 
 def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
-    """The hook of torch's optimizers: calls this method of each strategy, by its name, with the optimizer."""
+    """The hook that torch calls around each optimizer step: calls the method of this name of each watched strategy."""
     for strategy in list(_watching):
         getattr(strategy, method)(optimizer)
 
 
 def holds_any(optimizer: Optimizer, ids: Collection[int]) -> bool:
-    """True where an optimizer holds any of the parameters of these ids; each step of every optimizer asks it."""
+    """True if the optimizer holds a parameter with one of these ids. Every step of every optimizer calls this."""
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
@@ -152,7 +157,10 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
-    """First a list of the parameters in no block or in several, then one for each block. Every parameter once."""
+    """Lists of parameters: first those in no block or in several blocks, then those of each block in turn.
+
+    Each parameter of the module is in exactly one list.
+    """
     blocks = blocks_of(module)
     within, holders = set[nn.Module](), Counter[nn.Parameter]()
     for block in blocks:
@@ -165,31 +173,36 @@ def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def flats_by_block(module: nn.Module, sets: Sets = ()) -> list[list[list[nn.Parameter]]]:
-    """`parameters_by_block`, each list divided into those that can lie side by side in one flat tensor.
+    """The lists of `parameters_by_block`, each divided into lists whose parameters can share one flat tensor.
 
-    These are of one dtype and device, all trained or all frozen, all `read_rounded` or none, all `read_as_kept` or
-    none, and of each of the `sets` all or none is in it.
+    The parameters of one such list have the same dtype and device, and are all trained or all frozen. Each of the sets
+    `read_rounded(module)`, `read_as_kept(module)` and `sets` holds all parameters of the list or none of them.
     """
     marks = [read_rounded(module), read_as_kept(module), *sets]
     return [by_kind(params, marks) for params in parameters_by_block(module)]
 
 
 def read_rounded(module: nn.Module) -> set[nn.Parameter]:
-    """Float32 parameters that are read under autocast only by a rounded copy, their attribute `rounded`: all modules
-    that hold one have the attribute `reads_rounded`."""
+    """The float32 parameters that, under autocast, are only read as a rounded copy, such as one in bfloat16.
+
+    A module with the attribute `reads_rounded`, such as a linear layer of `TransformerLM`, reads the parameter's
+    attribute `rounded`, if it is there, in place of the parameter. All modules that hold the parameter must have it.
+    """
     readers = {child for child in module.modules() if getattr(child, "reads_rounded", False)}
     read = set(_held_by(readers)) - set(_held_by(set(module.modules()) - readers))
     return {p for p in read if p.dtype == torch.float32}
 
 
 def read_as_kept(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that must be read in the dtype they are kept in: at least one of the modules that hold them has the
-    attribute `reads_own_dtype`."""
+    """The parameters that must be read in the dtype they are kept in, such as those of a norm that computes in float32.
+
+    At least one of the modules that hold such a parameter has the attribute `reads_own_dtype`.
+    """
     return set(_held_by(child for child in module.modules() if getattr(child, "reads_own_dtype", False)))
 
 
 def by_kind(tensors: Iterable[Any], marks: Sets = ()) -> list[list[Any]]:
-    """The tensors in lists: of one dtype and device, all trained or none, and all or none in each set of `marks`."""
+    """Sorts tensors into lists that agree in dtype, device, `requires_grad`, and in which sets of `marks` they are."""
     kinds: dict[Any, list[Any]] = defaultdict(list)
     for x in tensors:
         kinds[x.dtype, x.device, x.requires_grad, not marks or tuple(x in mark for mark in marks)].append(x)
@@ -197,7 +210,7 @@ def by_kind(tensors: Iterable[Any], marks: Sets = ()) -> list[list[Any]]:
 
 
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters of the modules without those of their children; a shared one once for each module."""
+    """Yields each module's own parameters, without those of its children; a shared one comes once for each module."""
     for child in modules:
         yield from child.parameters(recurse=False)
 
@@ -231,22 +244,22 @@ def is_in_backward() -> bool:
 
 
 def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
-    """(the tensors of a forward's output that a backward can begin from, True where it may hold others unseen).
+    """(the tensors of a forward's output that a backward can begin from, True if the output may hold others).
 
-    It looks into containers that torch's pytree knows, and one level into other objects, of which a deeper level stays
-    unseen. An output without any tensor counts as unseen, too: its forward may have stored the result elsewhere.
+    The search goes through the containers that torch's pytree knows, and one level deep into other objects: these may
+    hold further tensors. So may an output without any tensor, since its forward may have stored the result elsewhere.
     """
     leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
     others = [x for x in leaves if not isinstance(x, _PLAIN)]
-    for x in others:  # to pytree a list or tuple of a class of its own is one leaf, as any object is
+    for x in others:  # pytree takes a list or tuple of a subclass for one leaf, as any other object
         leaves += tree_leaves(list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     return [x for x in tensors if x.requires_grad], bool(others) or not tensors
 
 
 def before_backward(tensors: Sequence[Tensor], hook: Callable[..., Any]) -> None:
-    """Calls hook(gradient) once in each backward that comes to one of the tensors, before it goes on from there."""
-    if len(tensors) == 1:  # this hook takes half the host's time of the other
+    """Calls hook(gradient) once in each backward that reaches one of the tensors, before it goes on from there."""
+    if len(tensors) == 1:  # a tensor's own hook takes half as much host time as a multi-grad hook
         tensors[0].register_hook(hook)
     elif tensors:
         torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode="any")

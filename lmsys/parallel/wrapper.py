@@ -1,4 +1,6 @@
-"""The contract of a strategy, and `Wrapper`, the base of ours: what all of them do alike stands here.
+"""The contract of data-parallel strategies, and `Wrapper`, the base class of this project's strategies.
+
+A strategy is an nn.Module around the module that is trained. It averages gradients over ranks:
 
     wrapper = Strategy(module, process_group=None, **options)
     optimizer = wrapper.make_optimizer(AdamW, lr=1e-3)
@@ -6,13 +8,15 @@
     wrapper.finish_gradient_synchronization()      # gradients are now the mean over ranks
     optimizer.step(); optimizer.zero_grad()
 
-Every rank has the same module; rank 0's parameters and buffers are everybody's from the start. Buffers that a forward
-changes are each rank's own from then on. A parameter without a gradient on some ranks counts there as zero; one that
-has none on any rank keeps none, so that an optimizer leaves it alone. The mean is over ranks: ranks with equally
-large batches train as one process does on all of them.
+Every rank passes the same module. The constructor copies rank 0's parameters and buffers to all ranks; buffers that a
+forward changes later stay different on each rank. If a parameter has no gradient on some ranks, it counts as zero
+there. If it has none on any rank, it stays without one, so that an optimizer leaves it alone. The mean is over ranks:
+if the batches of all ranks are equally large, they train as one process does on all batches together.
 
 baselines.py, overlapped.py, zero1.py and fsdp.py derive from `Wrapper` and say how gradients are averaged. The training
-loop and benchmarks hold a strategy by `adapter.Adapter`, which takes torch's and users' strategies too.
+loop and benchmarks use a strategy through `adapter.Adapter`, which takes torch's and users' strategies too. To add a
+strategy, derive from `Wrapper`, override `_synchronize`, and add a row to `lmsys.parallel.STRATEGIES`; CONTRIBUTING.md
+says what else it needs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,17 +36,18 @@ from lmsys.values import hold, instance, sentences_of
 
 
 class Wrapper(nn.Module):
-    """Base of the strategies: compares the ranks' modules, broadcasts rank 0's, sets hooks. A strategy fills in
-    `_synchronize`, or as `Fsdp` does overrides `finish_gradient_synchronization`.
+    """Base class of the strategies: compares the ranks' modules, broadcasts rank 0's, and sets hooks.
 
-    Facts about a strategy are class attributes: `StrategyTraits` lists them with their defaults.
-    Several backwards add their gradients, also between two calls of `finish_gradient_synchronization`.
+    A subclass overrides `_synchronize`, or `finish_gradient_synchronization` as `Fsdp` does. Facts about a strategy are
+    class attributes: `StrategyTraits` lists them with their defaults. The gradients of several backwards add up, with
+    or without a synchronization between them.
 
     process_group  None: the default group, or a single rank where no process group was made
-    ValueError when ranks hold different modules, and where a rank has since replaced, added, removed or frozen a
-    parameter, or set one to be trained. RuntimeError for a forward or a step after a backward that was not finished,
-    and where ranks have made different forwards. Errors that show only when ranks compare are raised on all of them by
-    `finish_gradient_synchronization`, on GPUs one step later.
+
+    ValueError if ranks hold different modules, or if a rank later replaces, adds, removes or freezes a parameter, or
+    sets one to be trained. RuntimeError for a forward or an optimizer's step if a backward was not followed by
+    `finish_gradient_synchronization`, and if ranks have made different forwards. Errors that only a comparison of ranks
+    can find are raised by `finish_gradient_synchronization` on all ranks, on GPUs one step later.
     """
 
     zero_stage = 0
@@ -55,14 +60,14 @@ class Wrapper(nn.Module):
         self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._synchronizing, self._unfinished, self._in_backward = True, False, False
-        self._history = 0  # a hash of this rank's forwards and collectives since it last finished: equal on all ranks
+        self._history = 0  # a hash of this rank's forwards and collectives in this step; ranks must have the same
         self._structure, self._change = structure.Structure(module), ""
         self._norms = {  # batch norms, which in training mode would normalize by this rank's batch alone
             name: child
             for name, child in module.named_modules()
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
         }
-        # `_use` sends history ** exponents: a one for each parameter, a place for a flag, the history and its square.
+        # `_use` computes history ** exponents: 1 for each parameter, 1 in the flag's place, the history, its square.
         self._exponents = torch.tensor([0.0] * (len(self.trainable) + 1) + [1.0, 2.0], dtype=torch.float64)
         self._flags_before: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
@@ -73,11 +78,11 @@ class Wrapper(nn.Module):
             p.register_post_accumulate_grad_hook(structure.weakly(self._on_grad, index))
             for index, p in enumerate(self.trainable)
         ]
-        # For each trained parameter all of its hooks for gradients, a dict, and the key of ours.
+        # For each trained parameter: (the dict of its hooks of this kind, the key of this wrapper's hook in it).
         self._hooks: list[tuple[Any, int]] = [
             (p._post_accumulate_grad_hooks, handle.id) for p, handle in zip(self.trainable, handles, strict=True)
         ]
-        self._whole = frozenset(map(id, module.parameters()))
+        self._whole = frozenset(map(id, module.parameters()))  # tells `before_step` which optimizers are concerned
         structure.watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +105,7 @@ class Wrapper(nn.Module):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of any optimizer of this process, by the hooks of `structure.watch`.
 
-        RuntimeError where it would step by gradients that are this rank's own.
+        RuntimeError if the optimizer would use gradients that are not averaged over ranks yet.
         """
         if self._unfinished and structure.holds_any(optimizer, self._whole):
             self._refuse_unfinished()
@@ -109,13 +114,13 @@ class Wrapper(nn.Module):
         """Called after each step of any optimizer of this process, by the hooks of `structure.watch`."""
 
     def _prepare(self) -> None:
-        """Called at the start of a forward. RuntimeError where a backward was not finished."""
-        if not structure.is_in_backward():  # else checkpointing runs the forward again
+        """Called at the start of a forward. RuntimeError as in `_refuse_unfinished`."""
+        if not structure.is_in_backward():  # in a backward it is checkpointing that runs the forward again
             self._refuse_unfinished()
             self._leave_backward(late=True)
 
     def _refuse_unfinished(self) -> None:
-        """RuntimeError where a backward was not finished."""
+        """RuntimeError if a backward was not followed by `finish_gradient_synchronization`."""
         if self._unfinished:
             raise RuntimeError(
                 "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step"
@@ -135,12 +140,16 @@ class Wrapper(nn.Module):
         )
         if torch.is_grad_enabled() and (self._change or not self._structure.is_as_it_was()):
             self._change = self._structure.change()
+            # On several ranks the error waits until they compare (`_heed`), so that all of them raise it.
             if self._change and (self.world_size == 1 or not self.synchronizes):
                 raise _changed([self._change])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave their gradients on this rank, for a later one to add to and to synchronize."""
+        """A context for gradient accumulation: backwards inside of it do not communicate.
+
+        They leave their gradients on this rank; the next backward outside adds to them, and the sum is synchronized.
+        """
         before, self._synchronizing = self._synchronizing, False
         try:
             yield
@@ -159,8 +168,8 @@ class Wrapper(nn.Module):
     ) -> torch.optim.Optimizer:
         """The optimizer that steps what this strategy trains.
 
-        groups  called as groups(name, parameter) for each trained parameter of the module; gives the options in which
-                the optimizer treats this parameter otherwise, such as {"weight_decay": 0.0} or {}
+        groups  called as groups(name, parameter) for each trained parameter of the module; returns the options that
+                replace `kwargs` for this parameter, such as {"weight_decay": 0.0}, or {}
         """
         return instance("optimizer_cls", optimizer_cls, Callable)(structure.grouped(self.module, groups), **kwargs)
 
@@ -169,11 +178,11 @@ class Wrapper(nn.Module):
         return [group["params"] for group in optimizer.param_groups]
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict, whole, with parameters' names in place of numbers. All ranks call it.
+        """The optimizer's whole state dict, with parameters' names in place of numbers. All ranks call it.
 
-        The form is that of torch's `get_optimizer_state_dict`. As there, where no rank's optimizer has state the result
-        has one, here of zeros, which torch.distributed.checkpoint can load into; the optimizer itself stays as it is.
-        ValueError for a state that has entries of no parameter.
+        The form is that of torch's `get_optimizer_state_dict`. As there, where no rank has optimizer state or gradients
+        yet, the result has a state, here of zeros, into which torch.distributed.checkpoint can load; the optimizer
+        itself keeps none. ValueError if the state has keys that are not parameters.
         """
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
@@ -194,7 +203,7 @@ class Wrapper(nn.Module):
                 raise
             finally:
                 for group, settings in zip(optimizer.param_groups, before, strict=True):
-                    group.update(settings)  # its rate is 0 in that step, and an optimizer may count its steps there
+                    group.update(settings)  # the step above had lr=0, and the optimizer may have counted it
         others = [repr(key) for key in optimizer.state if not isinstance(key, Tensor)]
         others = list(chain(*collectives.gather_objects(others, self.group)))
         if others and not begun:
@@ -207,7 +216,7 @@ class Wrapper(nn.Module):
             )
         )
         names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
-        if not begun:  # torch's function has made a step, after which the values are not those of before it
+        if not begun:  # zeros in place of the values that the step of torch's function has left
             optimizer.state.clear()
             state["state"] = tree_map(lambda x: 0 * x if isinstance(x, Tensor | int | float) else x, state["state"])
         return {
@@ -220,8 +229,8 @@ class Wrapper(nn.Module):
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads what `full_optimizer_state_dict` gives, also of another strategy or FSDP2.
 
-        All ranks call it, with the same state. One that no step has used leaves the optimizer as before its first step.
-        ValueError for a state of other trained parameters, or of other groups of them.
+        All ranks call it, with the same state. After a state that no step has used (`is_unused`), the optimizer is as
+        before its first step. ValueError for a state of other trained parameters, or of other groups of them.
         """
         mine = self._names_in(optimizer)
         # Frozen parameters may be missing on either side: zero1's optimizers hold none of them.
@@ -244,31 +253,31 @@ class Wrapper(nn.Module):
                 for group, names in zip(fitting, mine, strict=True)
             ],
         }
-        # A number that is no tensor may be the only state, as of an optimizer that counts steps.
+        # A plain number that is not 0, such as a count of steps, may be all the state there is.
         begun = any(x for x in tree_leaves(state["state"]) if not isinstance(x, Tensor)) or not all(
             map(is_unused, state["state"].values())
         )
         optimizer.load_state_dict(self._own_state(optimizer, state if begun else {**state, "state": {}}))
 
     def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names of `parameters_in`."""
+        """The names of the parameters that `parameters_in` lists."""
         names = {p: name for name, p in self.module.named_parameters()}
         return [[names[p] for p in params] for params in self.parameters_in(optimizer)]
 
     def _whole_state(self, optimizer: Any) -> dict[str, Any]:
-        """The optimizer's state dict, whole; parameters have the numbers of their places in `parameters_in`."""
+        """The optimizer's whole state dict. A parameter's number is its place in `parameters_in`, over all groups."""
         return getattr(optimizer, "full_state_dict", optimizer.state_dict)()
 
     def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The state dict that this rank's optimizer loads of `state`, a whole one. `Fsdp` takes a part of it."""
+        """The part of a whole state dict that this rank's optimizer loads: here all of it, unlike in `Fsdp`."""
         return state
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The module's state dict, whole, on every rank. All ranks call it."""
+        """The module's whole state dict, on every rank. All ranks call it."""
         return self.module.state_dict()
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """The module's state dict for torch.distributed.checkpoint, parts as DTensors. All ranks call it."""
+        """The module's state dict for torch.distributed.checkpoint: DTensors where it is sharded. All ranks call it."""
         return self.full_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -301,31 +310,38 @@ class Wrapper(nn.Module):
         )
 
     def _note(self, what: int) -> None:
-        """Adds an event to this rank's history: -1 for a backward that failed, 0 for a forward, in fsdp also others."""
-        # A module's attributes are slow to set, and this runs for every collective of fsdp.
+        """Adds an event to this rank's history: -1 for a backward that failed, 0 for a forward.
+
+        `Fsdp` also notes the numbers of its collectives. The history stays below 4093, so that the means over ranks of
+        it and of its square show a difference of 1 (`_heed`).
+        """
+        # nn.Module.__setattr__ is slow, and this runs for every collective of fsdp.
         self.__dict__["_history"] = (31 * self._history + what + 1) % 4093
 
     def _enter_backward(self, walk: Any, *_: Any) -> None:
-        """Called when a backward comes to the output of a forward of this wrapper; `walk` is that forward's."""
+        """Called when a backward comes to the output of a forward of this wrapper; `walk` is that forward's `_walk`."""
         if not self._in_backward:
             self._in_backward = True
-            # Autograd calls it when this backward has ended, unless that fails.
+            # Autograd calls `_leave_backward` when this backward has ended, but not if it fails.
             torch.autograd.Variable._execution_engine.queue_callback(structure.weakly(self._leave_backward))
             self._begin_backward()
 
     def _leave_backward(self, late: bool = False) -> None:
-        """Called when a backward has ended, and with `late` by what comes next: one that fails does not call it."""
+        """Called by autograd when a backward has ended, unless the backward fails.
+
+        The next forward and `finish_gradient_synchronization` also call it, with `late`, and so find a failed backward.
+        """
         if late and self._in_backward:
             self._note(-1)
         self._in_backward = False
 
     def _begin_backward(self) -> None:
-        """Called before a backward: no gradient has changed yet."""
+        """Called when a backward begins, before it changes a gradient. Subclasses may override it."""
 
     def _on_grad(self, index: int, _: Tensor) -> None:
         """Called when a backward has accumulated `trainable[index].grad`."""
         if self._synchronizing:
-            if not self._unfinished:  # a module's attributes are slow to set, and this runs once a parameter
+            if not self._unfinished:  # nn.Module.__setattr__ is slow, and this runs once for each parameter
                 self._unfinished = True
             self._gradient_is_ready(index)
 
@@ -347,7 +363,7 @@ class Wrapper(nn.Module):
         """
         changed, history, _ = self._flags()
         self._exponents = self._exponents.to(self.trainable[0].device)
-        use = torch.pow(history, self._exponents)  # ones, the history and its square, in fewer kernels than fills
+        use = torch.pow(history, self._exponents)  # one kernel makes the ones, the history and its square
         use[-3].fill_(changed)
         if missing:
             use[missing] = 0.0
@@ -359,7 +375,7 @@ class Wrapper(nn.Module):
         return float(bool(self._change)), history, history**2
 
     def _conclude(self, use: Tensor, missing: list[int]) -> None:
-        """Drops gradients that no rank had, and checks the flags. The host waits only where a gradient is missing.
+        """Drops gradients that no rank had, and checks the flags. The host waits only if a gradient is missing here.
 
         use      the mean over ranks of what `_use` gives
         missing  the indices of parameters without a gradient on this rank
@@ -373,8 +389,8 @@ class Wrapper(nn.Module):
     def _heed(self, flags: Tensor) -> list[float] | None:
         """Checks the means over ranks of `_flags`, the first three of `flags`. Returns all means; None: not known yet.
 
-        On a GPU the flags of the step before are checked, for which the host does not have to wait. ValueError on all
-        ranks where a module has changed; RuntimeError where the variance of histories is not 0.
+        On a GPU it checks the flags of the step before, for which the host does not have to wait. ValueError on all
+        ranks if a module has changed; RuntimeError if the histories of ranks differ, so that their variance is not 0.
         """
         if flags.is_cuda:
             if torch.cuda.is_current_stream_capturing():
@@ -387,7 +403,7 @@ class Wrapper(nn.Module):
             arrived.synchronize()
         means = flags.tolist()
         changed, history, square = means[:3]
-        # One rank that differs by 1 gives a variance of at least 0.5 / world_size.
+        # One rank that differs by 1 gives a variance of at least 0.5 / world_size; 0.1 leaves room for rounding.
         if changed > 0 or square - history**2 > 0.1 / self.world_size:
             self._flags_before = None
             changes = collectives.gather_objects(self._change, self.group) if changed > 0 else []
@@ -396,7 +412,7 @@ class Wrapper(nn.Module):
 
 
 def whole(x: Any) -> Any:
-    """x, or where it is a DTensor the whole tensor: then all ranks call this."""
+    """x itself, or the whole tensor if x is a DTensor: then all ranks must call this."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
@@ -442,9 +458,9 @@ def check_floating(name: str, dtype: Any) -> None:
 
 
 def dense(p: Tensor) -> Tensor:
-    """The gradient of p, zeros where it has none, contiguous in place: collectives take no other.
+    """Makes p.grad contiguous, as collectives need it, and returns it; zeros if p has no gradient.
 
-    Autograd may leave it to be conjugated, or its sign to be changed, when it is read: this is done here, too.
+    A gradient may also carry a conjugation or a negation that torch applies only when it is read: it is applied here.
     """
     grad = p.grad = (torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj().resolve_neg()).contiguous()
     return grad
@@ -454,7 +470,8 @@ def _agree(module: nn.Module, group: collectives.Group, divides: bool) -> None:
     """ValueError on all ranks for a module that no strategy takes, and for the first difference between ranks' modules.
 
     Ranks must hold parameters and buffers of equal names, shapes and dtypes, and train the same ones.
-    divides  the strategy gives parameters other memory, so that no two may lie in the same
+
+    divides  True: the strategy moves parameters to other memory, so no two of them may share memory
     """
     # A parameter without values, which `broadcast_` refuses by a message of its own, has no address.
     memory = part.addresses(p for p in module.parameters() if p.numel() and not isinstance(p, part.Absent))

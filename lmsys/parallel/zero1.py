@@ -1,13 +1,17 @@
-"""ZeRO stage 1: gradients are reduced to the rank that owns them, which steps them; then parameters are gathered.
+"""ZeRO stage 1: each parameter has an owner rank, which gets its mean gradient and steps it; then all ranks gather it.
 
-A bucket is a flat tensor of world_size equal segments of whole parameters, one segment for each rank. Its
-reduce-scatter begins while the backward goes on and leaves a rank the gradients of its own parameters and no others.
-After the step the parameters of one bucket after another are gathered, while the next forward begins: a block (an
-entry of a ModuleList) waits for the buckets of its own parameters. A forward that is captured in a CUDA graph gathers a
-few at a time, as blocks come to need them.
+A bucket is a flat tensor of world_size equal segments, one for each rank, which hold the gradients of whole parameters.
+Its reduce-scatter begins while the backward goes on, and leaves each rank the mean gradients of its own parameters
+only. Parameters lie in flat buffers with the same segments. After the step one flat buffer after another is gathered,
+while the next forward begins: a block (an entry of a ModuleList) waits for the buffers of its own parameters. A forward
+that is captured in a CUDA graph begins only a few gathers ahead of the block that needs them.
 
-Gradients are sent as in overlapped.py; here stand the division into segments and the gathering. The optimizer is
-`Zero1Optimizer`, which `Zero1.make_optimizer` makes. `zero1` and `copy_engine_zero1` are the rows of the table.
+overlapped.py sends the gradients; this file divides them into segments and gathers parameters. The optimizer is
+`Zero1Optimizer`, which `Zero1.make_optimizer` makes. The strategies `zero1` and `copy_engine_zero1` of
+`lmsys.parallel.STRATEGIES` are the classes `Zero1` and `CopyEngineZero1`.
+
+BUCKET_MB and LEAST_SEGMENT_MB set the default size of segments, AHEAD how far a captured forward gathers ahead. To send
+by another transport, derive a class as `CopyEngineZero1` does, and add its row to STRATEGIES.
 
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 """
@@ -25,12 +29,13 @@ from torch._compile import _disable_dynamo
 from lmsys import values
 from lmsys.parallel import buckets, collectives, copy_engine, overlapped, part, sharded_optimizer, structure, traits
 
-# How many flat buffers a captured forward gathers ahead of the one that it waits for. Were all begun at its start, the
+# How many flat buffers a captured forward gathers ahead of the one that it waits for. If it began all at its start, the
 # first memset of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In the
-# committed runs there a step of `medium` took 31.1 ms, and takes 29.1.
+# committed runs there, a step of the model `medium` took 31.1 ms in this way, and takes 29.1 ms with AHEAD.
 AHEAD = 2
-# MiB of a bucket, and the least of a segment. Few buckets cost the host less: on two H200s, with 28 buckets in place of
-# 96, compiled steps of `xl` are 1.22 times as fast. On many ranks a segment must still be worth a collective.
+# For bucket_mb="auto": MiB of a bucket, and the fewest MiB of a segment. Few buckets cost the host less time: on two
+# H200s, compiled steps of the model `xl` are 1.22 times as fast with 28 buckets as with 96. On many ranks a segment
+# must still be large enough to be worth a collective.
 BUCKET_MB, LEAST_SEGMENT_MB = 256, 32
 
 
@@ -42,20 +47,21 @@ def segment_mb(world_size: int) -> float:
 class Zero1(overlapped.Overlapped):
     """Reduces each gradient to the rank that owns its parameter; that rank steps it, then parameters are gathered.
 
-    bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": 256 MiB
-               divided by the number of ranks, and at least 32
+    bucket_mb  MiB of a segment; up to four times as many if that makes the segments more even. "auto": 256 MiB divided
+               by the number of ranks, and at least 32
 
     The optimizer must come from `make_optimizer`, and takes only parameters that were trained when the module was
-    wrapped (ValueError). Parameters are whole again from the next forward on, or from `wait()`. Backwards between two
-    steps add to gradients also when those have been averaged before. torch.compile of the wrapper leaves it as it is;
+    wrapped (ValueError). Parameters are whole again from the next forward on, or from `wait()`. Several backwards
+    between two steps add up, even if gradients were averaged in between. torch.compile of the wrapper has no effect:
     compile its blocks.
-    If the forward is captured in a CUDA graph, the all-gathers are captured with it, and step() no longer starts them:
-    from then on any other forward and `wait()` are collective, and every rank calls them.
+    If the forward is captured in a CUDA graph, the all-gathers are captured with it, and step() no longer starts them.
+    From then on any other forward and `wait()` are collective operations: every rank must call them.
 
     `Wrapper` and `Overlapped` call the methods that are overridden here, and say when.
     """
 
-    zero_stage = 2  # gradients are divided too, though the course calls this strategy ZeRO-1
+    # Traits of the strategy, which `lmsys.traits` explains.
+    zero_stage = 2  # gradients are divided too, though the course CS336 calls this strategy ZeRO-1
     why_not_fused = traits.SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2_zero2", "torch_zero1")
 
@@ -71,21 +77,24 @@ class Zero1(overlapped.Overlapped):
         self.owners = sharded_optimizer.owners_in(self.flat_buffers)
         # The gathers that have begun, by the number of the flat buffer. These first ones have nothing to wait for.
         self._gathering = [collectives.Pending() for _ in self.flat_buffers]
-        # Stale: others have stepped parameters that are not gathered yet. Recorded: a CUDA graph's replays gather.
-        # Are means: this rank's gradients are means over ranks, and no backward has begun to add to them.
+        # `_stale`: other ranks have stepped parameters whose new values are not gathered yet. `_recorded`: the forward
+        # was captured in a CUDA graph, whose replays do the gathering. `_are_means`: this rank's gradients are means
+        # over ranks, and no backward has begun to add to them.
         self._stale, self._recorded, self._are_means = False, False, False
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
-        # True where this rank owns a parameter of each device and dtype: see `_conclude`.
+        # True if this rank owns a parameter of each device and dtype that parameters have: see `_conclude`.
         self._owns_each_kind = len(structure.by_kind(self._own)) == len(structure.by_kind(self.trainable))
-        self._scaled: list[Tensor] = []  # gradients that were means, times the number of ranks while a backward adds
+        self._scaled: list[Tensor] = []  # mean gradients that are sums again, for a backward to add to
         self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
 
-    @_disable_dynamo  # a compiler would trace parameters whose class changes when they arrive; blocks may be compiled
+    @_disable_dynamo  # no compiler can trace parameters that change their class as they arrive; it may trace blocks
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self.world_size > 1 and self._is_being_recorded()
-        if recorded:  # a replay finds parameters stale; a capture that fails leaves them so, as its gathers never run
+        if recorded:
+            # Each replay will find stale parameters, so the capture records all gathers. None of them runs yet: if the
+            # capture fails, parameters stay stale.
             self._recorded = self._stale = True
             self._gathering = []
         else:
@@ -100,7 +109,7 @@ class Zero1(overlapped.Overlapped):
     def make_optimizer(
         self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
     ) -> "Zero1Optimizer":
-        """As `Wrapper.make_optimizer`; steps this rank's parameters, and then has all gathered."""
+        """As `Wrapper.make_optimizer`; the optimizer steps this rank's parameters, and then begins to gather all."""
         return Zero1Optimizer(
             self, optimizer_cls, **{"params": groups and structure.grouped(self.module, groups), **kwargs}
         )
@@ -115,7 +124,7 @@ class Zero1(overlapped.Overlapped):
         self._wait_for(range(len(self.flat_buffers)))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """ValueError for an optimizer not of `make_optimizer`; else waits for gathers of what the step changes."""
+        """ValueError for an optimizer that `make_optimizer` did not make; else waits for gathers still under way."""
         super().before_step(optimizer)
         if not structure.holds_any(optimizer, self._trained):
             return
@@ -126,13 +135,16 @@ class Zero1(overlapped.Overlapped):
                 " it by make_optimizer(), which gathers what each rank has stepped",
             ),
         )
-        # Some are for blocks that no forward has run, or were begun by another optimizer of this strategy.
+        # Gathers may still be under way for blocks that no forward has run. Another optimizer of this strategy may also
+        # have begun some.
         _arrive(self._gathering)
 
     def stepped(self) -> None:
-        """Called by `Zero1Optimizer`, which has stepped this rank's parameters: those of others are to be gathered.
+        """Called by `Zero1Optimizer` when it has stepped this rank's parameters: all ranks' are now to be gathered.
 
-        This rank's own are marked as well: they must not be written while they are being sent.
+        Until then other ranks' parameters are marked (`part.leave`), so that reading one waits, or fails if only a
+        replay will gather it. If gathers have begun, this rank's own are marked as well: they must not be written
+        while they are sent.
         """
         self._stale = True
         if not self._recorded:
@@ -146,7 +158,10 @@ class Zero1(overlapped.Overlapped):
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _fetch(self) -> None:
-        """Begins to gather all flat buffers at once, so that a later forward of one rank alone begins no collective."""
+        """Begins to gather all flat buffers, if parameters are stale.
+
+        It begins all of them at once, so that a later forward that one rank makes alone begins no collective.
+        """
         if self._stale and self.world_size > 1:
             self._gathering, self._stale = [], False
             self._begin_gathering(len(self.flat_buffers))
@@ -185,12 +200,12 @@ class Zero1(overlapped.Overlapped):
         return replace(super()._bucket(number, indices), layout=layout, owned=owned, own=own, whole=False)
 
     def _begin_backward(self) -> None:
-        """Also makes sums over ranks of gradients that are means, since the backward adds to them."""
+        """As `Overlapped._begin_backward`; then turns mean gradients into sums, since the backward adds to them."""
         super()._begin_backward()
         self._scale()
 
     def _leave_backward(self, late: bool = False) -> None:
-        """Makes gradients means again where the backward has added to none, as torch.autograd.grad of an input does."""
+        """Turns sums back into means if the backward added to no gradient, such as torch.autograd.grad of an input."""
         super()._leave_backward(late)
         if self._scaled:
             torch._foreach_div_(self._scaled, self.world_size)
@@ -198,8 +213,11 @@ class Zero1(overlapped.Overlapped):
 
     @torch.no_grad()
     def _scale(self) -> None:
-        """Multiplies gradients that are means by the number of ranks, so that the sum with new ones can be divided."""
-        # A gradient that is no `Part` was set since then, and is this rank's own, as one of a backward is.
+        """Multiplies this rank's mean gradients by the number of ranks.
+
+        Other ranks have dropped theirs: the next mean over ranks divides the whole sum by the number of ranks again.
+        """
+        # A gradient that is no `Part` is no mean: the user has set it since then, and it counts as a backward's.
         means = [p.grad for p in self._own if self._are_means and isinstance(p.grad, part.Part)]
         self._are_means = False
         if means:
@@ -207,14 +225,15 @@ class Zero1(overlapped.Overlapped):
             self._scaled = means
 
     def _on_grad(self, index: int, p: Tensor) -> None:
-        if self._scaled:  # the backward has added to gradients: `_leave_backward` must not divide them
+        if self._scaled:  # this backward does add to gradients, so `_leave_backward` must not divide them
             self._scaled = []
         super()._on_grad(index, p)
 
     def _conclude(self, use: Tensor, missing: list[int]) -> None:
-        """Also leaves a gradient of zeros for a device and dtype of which only other ranks have gradients.
+        """As `Wrapper._conclude`; then sets a gradient of zeros if this rank has none of some device and dtype.
 
-        GradScaler would else find nothing to check here, and ranks would not tell each other of an inf.
+        For each device and dtype of which only other ranks have gradients, one parameter gets zeros here. Without them
+        GradScaler would find nothing to check on this rank, and this rank would not hear of other ranks' inf.
         """
         super()._conclude(use, missing)
         if missing or not self._owns_each_kind:
@@ -225,8 +244,8 @@ class Zero1(overlapped.Overlapped):
                 p.grad = part.as_part(torch.zeros_like(p), self.group)
 
     def _synchronize(self) -> None:
-        """As `Overlapped._synchronize`. Then this rank's gradients are means, and marked as parts of the whole."""
-        self._scale()  # has an effect only if no backward has run since they became means
+        """As `Overlapped._synchronize`. Then this rank's gradients are means, and get the class `part.Part`."""
+        self._scale()  # has an effect only if no backward has run since the last synchronization
         self._scaled = []
         super()._synchronize()
         self._are_means = True
@@ -244,7 +263,8 @@ class Zero1(overlapped.Overlapped):
             [number for number, buffer in enumerate(self.flat_buffers) if not buffer.owners.keys().isdisjoint(params)]
             for params in units
         )
-        # By flat buffer its parameters, and those that other ranks own; none on a single rank, which gathers nothing.
+        # `_held`: the parameters of each flat buffer. `_others`: those of them that other ranks own. Both are empty on
+        # a single rank, which gathers nothing.
         self._held = [list(flat_buffer.owners) for flat_buffer in self.flat_buffers if self.world_size > 1]
         self._others = [[p for p in held if self.owners[p] != self.rank] for held in self._held]
         for block, numbers in zip(structure.blocks_of(self.module), needed, strict=True):
@@ -252,16 +272,16 @@ class Zero1(overlapped.Overlapped):
 
 
 def _arrive(gathering: Sequence[collectives.Pending], _: Any = None) -> None:
-    """Called with a parameter that is read while new values are on their way: waits for those of all parameters.
+    """Called when a parameter is read while new values are on their way: waits for the values of all parameters.
 
-    It is no method, since the wrapper may be gone by then.
+    It is a function and not a method, since the wrapper may be gone by then.
     """
     for pending in gathering:
         pending.wait()
 
 
 def _refuse_stale(_: Any) -> None:
-    """Called with a parameter that is read before a CUDA graph's replay gathers its new values."""
+    """Called when a parameter is read before a CUDA graph's replay gathers its new values: RuntimeError."""
     raise RuntimeError(
         "a parameter was read that another rank has stepped, and the next replay of a CUDA graph gathers: wait() brings"
         " it now, on all ranks"
@@ -271,7 +291,9 @@ def _refuse_stale(_: Any) -> None:
 class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
     """A ShardedOptimizer whose step does not wait for the gathering: the next forward does, block by block.
 
-    `Zero1.make_optimizer` makes it. params: None for all that the wrapper trains.
+    `Zero1.make_optimizer` makes it.
+
+    params  as of any optimizer; None: all parameters that the wrapper trains
     """
 
     def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
@@ -286,7 +308,7 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
         wrapper.optimizers.update((self, self._local))
 
     def _flatten(self, params: list[Tensor], options: dict[str, Any]) -> None:
-        """ValueError: `add_param_group` calls this for parameters that are in no flat buffer of the wrapper."""
+        """Raises ValueError: `add_param_group` calls this for parameters that no flat buffer of the wrapper has."""
         self.param_groups.pop()  # the group of `params`, which is refused
         raise ValueError(
             f"{len(params)} parameters, of {sum(p.numel() for p in params)} numbers, are none that ZeRO-1 trains: of"
@@ -294,7 +316,7 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, without what an `Absent` parameter costs the host each time its gradient is read or set."""
+        """As torch's, but without the host time that reading or setting the gradient of a `part.Absent` takes."""
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
@@ -308,10 +330,14 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
 
 
 class CopyEngineZero1(copy_engine.ByCopyEngines, Zero1):
-    """ZeRO-1 by copy engines. bucket_mb: as in `Zero1`, by default 32 MiB of a segment. ValueError as in `CopyEngines`.
+    """ZeRO-1 whose gradients and parameters travel by the GPUs' copy engines (copy_engine.py), not by NCCL's kernels.
 
-    Parameters live in memory that the GPUs of one node see of one another. The rank that has stepped them copies them
-    to its peers. Unlike those of `Zero1`, gradients of all ranks' parameters are held until the synchronization ends.
+    bucket_mb  MiB of a segment, by default 32; other values as in `Zero1`
+    With several ranks, ValueError unless the backend is NCCL, all ranks are on one node, and each rank's parameters are
+    on its current GPU; also if ranks have set up shared memory unequally often before.
+
+    Parameters live in memory that the GPUs of one node share. The rank that has stepped a parameter copies it to the
+    others. Unlike in `Zero1`, a rank holds the gradients of all parameters until the synchronization ends.
     """
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float | str = 32):

@@ -1,4 +1,4 @@
-"""Tables, plots and a page from result files.
+"""`lmsys report`: makes tables, plots and a page from result files of the bench.
 
     lmsys report RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
     lmsys report --before OLD.json NEW.json ... [-o DIR] [--margin 0.05]
@@ -6,8 +6,13 @@
 
 Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
 for a case that several hold, the run of the latest date wins. With --before, two runs of one machine are compared
-case by case, and the exit code is 1 where one is slower or broken; BOTH.json is of a sweep with --against, which
-measured both states itself. Ends with exit code 2 and one line on stderr when something given cannot be used.
+case by case, and the exit code is 1 if a case became slower or broke. BOTH.json is from a run with --against, which
+measured the code of today and an earlier state of it, in turns. If an argument cannot be used, the exit code is 2 and
+stderr has one line that says why.
+
+A case is one record of a result file: one row (an implementation) as it was measured with one value for each axis.
+`main` also serves `python -m reports`. To add an option, add it to OPTIONS, and let `main` pass it to `build`, which
+calls the other modules in order. An option of --before goes to OF_TWO_RUNS, and `_compare` reads it.
 """
 
 import argparse
@@ -45,9 +50,13 @@ def main(
     output: Path = Path("site"),
     program: str = "",
 ) -> int:
-    """Runs the command and returns its exit code. `results` and `output` count where the arguments name none.
+    """Runs the command and returns its exit code.
 
-    `program` is the name in messages; by default that of the command. `python -m reports` gives all three.
+    arguments        of the command line; None: those of this process
+    results, output  used if the arguments name no result files or no folder
+    program          the name of the program in messages; by default that of the command
+
+    `python -m reports` gives the last three.
     """
     parser = command_parser("report", program)
     for group, options_of in ((parser, OPTIONS), (parser.add_argument_group("two runs of one machine"), OF_TWO_RUNS)):
@@ -70,7 +79,7 @@ def main(
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """Compares two runs, or the two states of one; exit code 1 where a case is slower or broken."""
+    """Compares two runs, or the two states of the code that one run measured; returns the exit code."""
     hold((not options.baseline and not options.single_file, "--baseline and --single-file are of one run's report"))
     comparison = (
         against.read_both([options.before], options.results, margin=options.margin or MARGIN, anyway=options.anyway)
@@ -85,8 +94,8 @@ def _compare(options: argparse.Namespace) -> int:
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
     """Writes the report of these result files into the folder `out`, and returns the path of its page.
 
-    baseline     the row that speeds are relative to; None: as its table says
-    single_file  the page holds its plots
+    baseline     the row that speeds are relative to; None: the one that the table of rows chooses (trait `baseline`)
+    single_file  True: the page holds its plots
     ValueError names a file or row that cannot be used.
     """
     hold((paths, "nothing to report: name the result files"), error=load.InputError)

@@ -1,8 +1,10 @@
 """Compares a run with an earlier one, for `lmsys report --before`: a verdict on each case, and a page with both runs.
 
-`__main__` calls `read_both` for two result files, or `read_one` for a file of a sweep with --against, in which each row
-took turns with itself as it was; then `write` for the page. `in_turns` and `block_and_chapters` give an ordinary report
-of such a file the same tables. `lmsys.bench.changes` computes intervals and verdicts.
+A case is one record of a result file: one row (an implementation) in one setting. `__main__` calls `read_both` for the
+files of two runs, or `read_one` for the file of one run with --against, in which each row took turns, round by round,
+with the same row of an earlier commit. Then it calls `write` for the page. An ordinary report of a file with --against
+gets the same tables by `in_turns` and `block_and_chapters`. `lmsys.bench.changes` computes intervals and verdicts; a
+new verdict also needs a sentence in MEANINGS.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +34,8 @@ from lmsys.values import hold, sentences_of
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # facts of a run: runs that differ in one are not compared
 ADVICE = ": measure both alike, or ask for --anyway"  # ends messages on such runs
 FACTS = ("date", "commit", "driver", "command")  # facts of a run that the table of the two runs has
-# "beside": the row whose time, taken in turns with the case's, shows by how much both changed for another reason.
+# "beside": the row that took turns with this one in both runs, the anchor of `lmsys.bench.changes`. If the clock of the
+# machine changed, both rows changed with it, so what counts is the change of their ratio.
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
 MEANINGS = {  # of verdicts, for the table that counts them
     BROKEN: "right before, and not after",
@@ -49,9 +52,9 @@ MEANINGS = {  # of verdicts, for the table that counts them
 class Compared:
     """Two runs of one machine, "before" and "after", and the changes of the cases that both have.
 
-    sides     the machine, with the records of one run each, under "before" and "after", in this order
-    margin    a change of a smaller share of the time is none
-    in_turns  True: they are one run, in which each row took turns with itself as it was
+    sides     {"before": ..., "after": ...}, in this order: the machine with the records of that run alone
+    margin    a share of the time, such as 0.05: a smaller change counts as none
+    in_turns  True: both are from one run, in which each row took turns with the same row of an earlier commit
     """
 
     sides: Mapping[str, load.Machine]
@@ -71,7 +74,7 @@ def read_both(old: Sequence[Path], new: Sequence[Path], margin: float, anyway: b
 
 
 def read_one(path: Path, margin: float | None) -> Compared:
-    """Compares the two states of the code that one run measured. ValueError if it was not a sweep with --against."""
+    """Compares the two states of the code that one run measured. ValueError if it was not a run with --against."""
     pair = in_turns(machine_of([path]), margin)
     if pair is None:
         raise load.InputError(f"{path}: it has no rows as they were: name the run after, too")
@@ -80,8 +83,8 @@ def read_one(path: Path, margin: float | None) -> Compared:
 
 
 def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
-    """Compares rows of today with the same rows as they were, in a sweep with --against; None for any other run."""
-    # A record's "against" is the state that its row had: {"name", "commit", "margin"}; None for a row of today.
+    """Compares rows of today with the same rows of an earlier commit, in a run with --against; None for other runs."""
+    # A record's "against" says of which earlier state its row is: {"name", "commit", "margin"}; None: a row of today.
     earlier = [case for case in machine.records if case["against"]]
     if not earlier:
         return None
@@ -104,7 +107,7 @@ def machine_of(paths: Sequence[Path]) -> load.Machine:
 
 
 def hold_alike(before: load.Machine, after: load.Machine) -> None:
-    """Holds the two runs to be such that they can be compared."""
+    """ValueError unless the two runs have the same machine and versions, and timed each case by the same clock."""
     hold((before.title == after.title, f"before ran on {before.title}, after on {after.title}{ADVICE}"))
     for name in DECIDE:
         was, now = (" and ".join(sorted({str(run.get(name)) for run in side.runs})) for side in (before, after))
@@ -125,14 +128,14 @@ def of_one_side(pair: Compared) -> Iterator[str]:
 
 
 def write(pair: Compared, out: Path) -> Path:
-    """Writes the page of both runs into a folder; the path of the page."""
+    """Writes the page of both runs into a folder, and returns the path of the page."""
     answers, chapters = block_and_chapters(pair)
     records = [{"run": name} | case for name, side in pair.sides.items() for case in side.records]
     return page.write(out, [(pair.sides["after"], answers, chapters)], items.csv_of(records), list(of_one_side(pair)))
 
 
 def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]]:
-    """A block with the numbers of verdicts and the two runs; chapters with what changed, then with all cases."""
+    """(a block with how often each verdict was given and with the two runs, chapters on the changes and all cases)."""
     slug = pair.sides["after"].slug
     source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in pair.sides.items())
     counts = counts_of(pair.changes).items()

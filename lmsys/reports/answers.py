@@ -1,9 +1,13 @@
 """The beginning of the page: for each question a table of the fastest rows, then what was wrong, and what did not run.
 
-`__main__.build` calls the two halves of this file. `answers` makes the first block, of the tables just named; `contest`
-decides who is fastest. To ask another question, declare it in a benchmark's layout, under "fastest"
-(`contest.Question`). `step_chapters` makes one table of all training steps: their model FLOP utilisation (MFU), and
-their shares of the rate of large matmuls that the machine reached. To add a column there, extend KEYS or SHARES.
+A case is one record of a result file: one row (an implementation) as it was measured with one value for each axis. A
+setting is a group of cases, such as those of one dtype and direction, in which rows are ranked. Rows "took turns" if
+they were sampled together, round by round, in one run.
+
+`__main__.build` calls two functions. `answers` makes the tables named above; contest.py decides which row is fastest.
+To ask another question, declare it in a benchmark's layout, under "fastest" (`contest.Question`). `step_chapters`
+makes one table of all training steps: their model FLOP utilisation (MFU), and their shares of the rate that large
+matmuls reached on the machine. To add a column there, extend KEYS or SHARES.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +18,10 @@ from lmsys.bench import fields, verdict
 from lmsys.reports import cells, items, load, plots, tables, views, words
 from lmsys.reports.contest import Question, reading_order
 
-FEW = 4  # a line tells how many rows took turns where they are fewer
-# The facts of a table's line that its CSV leaves out. `Contest.line` explains all facts. `over_as` and `next_as` are
-# the texts of two of them: of `over`, the row that speeds are relative to, and of `next`, the second fastest row.
-# `named` are the rows that the legend explains, and `details` is what a reader sees who points at a figure.
+FEW = 4  # if fewer rows took turns, a line says how many
+# The facts of a table's line that its CSV leaves out; `Contest.line` explains all facts of a line. `over_as` and
+# `next_as` are texts for `over`, the row that speeds are relative to, and for `next`, the second fastest row. `named`
+# lists the rows that the legend explains, and `details` is what readers see who point at a figure.
 INNER = "details", "run", "named", "unsteady", "rivals", "over_as", "next_as", "measured", "standing"
 ABOUT = (
     "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × NAME means 1.5 times as fast"
@@ -25,13 +29,13 @@ ABOUT = (
     " shape that took it longest. Point at a figure, or click on it: it names the rows,"
     f" and says in how many shapes no other row was more than {verdict.NEAR_TEXT} faster."
 )
-# A footnote, as RIVALS and UNSTEADY are.
+# DISTURBED, RIVALS and UNSTEADY are footnotes.
 DISTURBED = "Cases that were disturbed decide nothing here, because others were not."
 RIVALS = "In another run, which took no turns with this one, these took less time: {}."
 UNSTEADY = (
     f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {cells.STEADY:.0%} of the median."
 )
-WAYS = {  # {value of the field `compile`: how a model's steps ran, for the caption}
+WAYS = {  # for captions: {value of a model's field `compile`: how its steps ran}
     "compiled": "by torch.compile",
     "graphed": "compiled, and replayed as one CUDA graph",
     "fused": "by kernels of lmsys in place of a compiler, and replayed",
@@ -58,7 +62,7 @@ SHARES = {  # fields of a step that are shares of a rate, and the heads of their
     "matmul_ceiling_fraction": "Short ceiling",
     "sustained_ceiling_fraction": "Sustained ceiling",
 }
-STEP_FIELDS = {
+STEP_FIELDS = {  # declarations of the fields that the table of training steps shows
     "benchmark": fields.Field("benchmark"),
     "section": fields.Field("section"),
     **{name: fields.Field(name, label=label) for name, label in KEYS.items()},
@@ -66,7 +70,9 @@ STEP_FIELDS = {
     "time_s": fields.Field("time_s", "s", "Time", shown="ms"),
     **{name: fields.Field(name, label=label, shown="%") for name, label in SHARES.items()},
 }
-MOST_LINES = 24  # if a table would have more, numeric axes are no settings: a line is then the mean over their values
+# For a benchmark without a layout: if the combinations of values would give more lines than this, only axes whose
+# values are texts make settings, and a line is a mean over the other axes.
+MOST_LINES = 24
 ABOUT_STEPS = (
     "The arithmetic of a training step by the formula over its median time, as a share of three rates. MFU: of the peak"
     " that the device's maker states. Short ceiling: of a large matmul of this run, which is over before the device is"
@@ -86,7 +92,7 @@ def answers(machine: load.Machine) -> items.Block:
 def questions(machine: load.Machine) -> Iterator[Question]:
     """The question that each layout asks under "fastest", and one for each benchmark without a layout.
 
-    The latter asks who is fastest in each setting; its settings are the axes in which the benchmark's cases differ.
+    Without a layout, a setting is a combination of values of the axes in which the benchmark's cases differ.
     """
     for name in machine.benchmarks:
         if name in machine.layouts:
@@ -124,7 +130,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
     shown = _shown_keys(question, lines, list(settings))
     heads = [_setting(machine, question, line, shown) for line in lines]
-    marks, texts = cells.Notes(), list[dict[str, str]]()  # texts: by line those of its columns
+    marks, texts = cells.Notes(), list[dict[str, str]]()  # texts: for each line, {column: text of its cell}
     for head, line in zip(heads, lines, strict=True):
         mfu = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if question.mfu and line["mfu"] else ""
         texts.append({"setting": head} | _texts(line, marks) | {"MFU": mfu, "run": runs[line["run"]]})
@@ -132,7 +138,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     rows = [[line[column] for column in columns] for line in texts]
     name = f"{machine.slug}-fastest-{load.file_name(question.word)}"
     dates_of, commands = load.run_names(machine, runs), load.commands(machine, runs)
-    # A line may have several ways, as "compiled or graphed": so each name is looked for in the text of all lines.
+    # A line's `compile` may name several ways, such as "compiled or graphed": so the text of all lines is searched.
     compiled = " ".join(str(line.get("compile")) for line in lines)
     ways = words.sentence("; ".join(f"{name}: {about}" for name, about in WAYS.items() if name in compiled))
     dates = ", ".join(f"{letter} of {dates_of[run]}" for run, letter in runs.items())
@@ -160,9 +166,10 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
 
 
 def _shown_keys(question: Question, lines: Sequence[fields.Record], settings: Sequence[Sequence[object]]) -> list[str]:
-    """The keys that make up a line's setting: those in which lines differ, or else the first key.
+    """The keys whose values a line shows as its setting: those in which lines differ, or else the first key.
 
-    A key of `question.told` is among them also where lines agree in it, if `settings`, those of all cases, differ.
+    A key of `question.told` is shown even if all lines have the same value of it, unless all `settings` have, too:
+    these also include settings that got no line.
     """
     shown = [name for name in question.keys if len({line[name] for line in lines}) > 1] or list(question.keys)[:1]
     for name, values in zip(question.keys, zip(*settings, strict=True), strict=True):
@@ -172,7 +179,7 @@ def _shown_keys(question: Question, lines: Sequence[fields.Record], settings: Se
 
 
 def _setting(machine: load.Machine, question: Question, line: fields.Record, names: Sequence[str]) -> str:
-    """The values of the keys `names` of a line, in words; before a number stands the label of its key."""
+    """A line's values of the keys `names`, in words; the label of the key stands before a number."""
     known, texts = machine.words_of(question.benchmark), []
     for name in names:
         head = f"{question.keys[name]}\N{NO-BREAK SPACE}" if type(line[name]) in (int, float) else ""
@@ -181,12 +188,15 @@ def _setting(machine: load.Machine, question: Question, line: fields.Record, nam
 
 
 def _texts(line: fields.Record, notes: cells.Notes) -> dict[str, str]:
-    """The texts of a line by column: the row, its time, its rate, its speed over the base, and that over the next
-    fastest row unless that is the base."""
+    """The texts of a line by column.
+
+    The columns are the fastest row, its time, its rate, its speed over the base, and its speed over the next fastest
+    row, which is empty if that row is the base.
+    """
     disturbed = ", all of them disturbed" * (line["disturbed"] == "all")
     if line["disturbed"] == "some":
         disturbed = cells.mark(notes, DISTURBED)
-    if not line["fastest"]:  # each row was slower than another one, as may be where samples spread
+    if not line["fastest"]:  # each row was slower than some other row, which can happen if samples spread
         return {"fastest row": f"not settled{disturbed}"} | dict.fromkeys(FIGURES, "")
     row = line["called"] + f" (of {line['rows']} rows)" * (line["rows"] < FEW) + disturbed
     if line["rivals"]:
@@ -208,7 +218,11 @@ def standing(
 ) -> items.Plot | None:
     """A plot with a strip for each setting, and on it a dot for each row at its share of the fastest row's speed.
 
-    `heads` are the settings in words, `kind` is the table that has the rows' colours. None where there is one row only.
+    lines, heads  the lines of a table of `fastest_of`, and their settings in words
+    title, name   of the plot, and the stem of its file's name
+    kind          the table that has the rows' colours
+
+    None if there is only one row.
     """
     rows = set[str]().union(*map(itemgetter("standing"), lines))
     if len(rows) < 2:
@@ -256,7 +270,7 @@ def _wrong(machine: load.Machine) -> items.Table:
 
 
 def _right(machine: load.Machine) -> Iterator[str]:
-    """Yields for each dtype of a benchmark with an axis `dtype` a sentence: which rows were right in all its cases."""
+    """Yields a sentence for each dtype of each benchmark with an axis `dtype`: which rows were right in all cases."""
     axes = {name for name, known in machine.fields.items() if "dtype" in known and known["dtype"].role == "axis"}
     cases = [case for case in machine.records if case["benchmark"] in axes and case.get("dtype")]
     by_dtype = fields.grouped(((case["benchmark"], str(case["dtype"])), case) for case in cases)
@@ -269,12 +283,12 @@ def _right(machine: load.Machine) -> Iterator[str]:
 
 
 def _not_run(machine: load.Machine) -> items.Table | None:
-    """A table of the reasons why rows could not run, with the rows, and those of them that ran in another run."""
+    """A table of the reasons why rows could not run: for each its rows, and which of them did run in another run."""
     lines = []
     for reason, rows in verdict.not_run(machine.records).items():
         cases = [case for case in machine.records if case["impl"] in rows]
         refused = {case["run"] for case in cases if case["outcome"] == "unsupported" and case["reason"] == reason}
-        # {True: rows that were right in a run where this reason refused a row, False: those right in other runs}
+        # {True: rows that were right in a run in which a row was refused for this reason, False: in other runs}
         right = fields.grouped((case["run"] in refused, str(case["impl"])) for case in cases if case["outcome"] == "ok")
         elsewhere = sorted(set(right.get(False, ())).difference(right.get(True, ()))) if refused else []
         also = f"; in another run {', '.join(elsewhere)} ran" * bool(elsewhere)
@@ -291,7 +305,7 @@ def _table_of_texts(
     notes: Sequence[str] = (),
     runs: Sequence[tuple[str, str]] = (),
 ) -> items.Table:
-    """A table of texts alone."""
+    """A table without figures; `word` ends its file's name."""
     return items.Table(
         name=f"{machine.slug}-{word}",
         title=title,
@@ -307,9 +321,9 @@ def _table_of_texts(
 
 
 def step_chapters(machine: load.Machine) -> list[items.Chapter]:
-    """A chapter with one table: a line for each timed training step of any benchmark, sorted by the model's size.
+    """[a chapter with one table: a line for each timed training step of any benchmark, sorted by the model's size].
 
-    [] where no step has one of SHARES.
+    [] if no step has one of SHARES.
     """
     cases = []
     for case in machine.records:

@@ -1,9 +1,14 @@
 """Texts of table cells, with footnotes and details; and the speedups that some of them show.
 
-`cell` makes the text of one field of one case, and numbers the footnotes that it needs in a `Notes`, which `below`
-turns into lines; `detail` is what a reader gets who points at the cell. Speedups are added to a view by `compared`
-(layouts call it `over`), before `tables` and `plots` draw it: medians of the ratios of rounds that were sampled
-together. Their means are geometric. `tables`, `special`, `answers`, `against` and `terminal` call these functions.
+A case is one record of a result file: one row (an implementation) as it was measured with one value for each axis. A
+view is some cases of one benchmark (views.py). Rows were sampled together if they took turns, round by round, in one
+run.
+
+`cell` makes the text of one field of one case. It numbers the footnotes that the text needs in a `Notes`, which `below`
+turns into lines below the table; `detail` is what readers see who point at the cell. `compared` (`over` in layouts)
+adds speedups to a view before tables.py and plots.py draw it. A speedup is the median over rounds of the ratio of two
+rows' times; means of speedups are geometric. All modules of `lmsys.reports` that draw tables or plots call these
+functions.
 """
 
 import math
@@ -20,10 +25,11 @@ SPEEDUP = "speedup"  # the field that `compared` adds
 
 
 def baselines_of(view: views.View, otherwise: str = "") -> list[str]:
-    """The rows that speedups are over, of those timed in this view.
+    """The names of the rows of this view that speedups may be relative to, the preferred one first.
 
-    These are the row that the user asked for by --baseline; else the rows with the trait `baseline` in their table, the
-    greatest first. Then, for `otherwise` "peer", come the peers, somebody else's rows; for "any" the peers, then ours.
+    If the user named a row by --baseline, it is that one alone. Else they are the rows with the trait `baseline` in
+    their table, the greatest first; then, for `otherwise` "peer", the peers (somebody else's rows), and for "any" the
+    peers and then ours. Rows without a time in this view are left out.
     """
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
     rows = view.values("impl") if otherwise else []
@@ -56,10 +62,11 @@ def compared(
 
     base        by default the first of `baselines_of(view, otherwise)`
     axis, same  as in `beside`
+    otherwise   as in `baselines_of`
+    medians     True: a case that was not sampled together with the base gets the ratio of the two medians, not None
 
-    For cases that were not sampled together with the base it is None, or with `medians` the ratio of the two medians.
-    The field `remark`, a footnote, says why a timed case has no speedup. It also marks a ratio of medians, if others
-    of the view were sampled together with the base.
+    Also adds the field `remark`, a footnote: why a timed case has no speedup, or that its speedup is a ratio of
+    medians, if other cases of the view were sampled together with the base.
     """
     base = base or next(iter(baselines_of(view, otherwise)), None)
     view, label = beside(view, base, axis, same), view.text(axis, base)
@@ -84,9 +91,10 @@ def compared(
 
 
 def _why_no_ratio(label: str, base: fields.Record | None) -> str:
-    """Why there is no speedup over this case of the base, whose label is given; "" where the base was timed.
+    """Says why there is no speedup over a case of the base; "" if that was timed.
 
-    `base` is None where it was not run.
+    label  of the base
+    base   its case; None: it was not run
     """
     if base is None:
         return f"{label} was not run here"
@@ -115,7 +123,7 @@ def mean_text(values: Iterable[float | None]) -> str:
 
 # {share of a ceiling: the ceiling in words}
 CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
-RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}  # {rate: share of a ceiling}
+RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}  # {rate: its share field}
 NOT_RUN = "–"  # the text of a cell whose case was not run
 DETAILS = "; "  # separates the facts behind a figure
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -140,15 +148,17 @@ def mark(notes: Notes, text: str) -> str:
 
 
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines below a table with these rows: its footnotes, and the meaning of a dash if a cell has one."""
+    """The lines below a table: its footnotes, and the meaning of a dash if a cell of its `rows` has one."""
     lines = [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()]
     return lines + [f"{NOT_RUN} not run."] * any(NOT_RUN in text for row in rows for text in row)
 
 
 def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
-    """The text of a cell: the field `name` of a case, with superscripts of footnotes. case None: it was not run.
+    """The text of a cell: the field `name` of a case, with superscripts of footnotes.
 
-    With `ending` the cell of a case that failed also says how it ended, and an empty one of an untimed case says why.
+    case    None: it was not run
+    notes   the table's footnotes, to which those of this cell are added
+    ending  True: the cell of a case that failed also says how it ended, and an empty cell says why it has no time
     """
     if case is None:
         return NOT_RUN
@@ -158,7 +168,7 @@ def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, 
         return f"{text} {words.OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
     if ending and not text and case["time_s"] is None and reason:
         return "untimed" + mark(notes, reason)
-    remarks = {SPEEDUP: case.get("remark"), "energy_j": case.get("energy_note")}  # the footnote that a field brings
+    remarks = {SPEEDUP: case.get("remark"), "energy_j": case.get("energy_note")}  # {field: its footnote}
     remark = remarks.get(name, above_ceiling(name, case)) or ""
     text = text or ("no baseline" if name == SPEEDUP else "not measured") * bool(remark)
     is_clocked = text and words.is_clocked(view.fields[name])
@@ -173,7 +183,10 @@ def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, 
 
 
 def above_ceiling(name: str, case: fields.Record) -> str:
-    """The footnote on a rate, or a share of a ceiling, above what this machine reached at its best; "" for others."""
+    """The footnote on a rate above its ceiling, or on a share of a ceiling above 1; "" for others.
+
+    A ceiling is the rate that a large matmul or copy reached in the same run.
+    """
     share = RATED.get(name, name)
     if share not in CEILINGS or (case.get(share) or 0.0) <= 1:
         return ""
@@ -194,7 +207,7 @@ def shown(view: views.View, name: str, case: fields.Record) -> str:
 
 
 def detail(view: views.View, case: fields.Record | None) -> str:
-    """The facts behind a timed figure: rounds, spread, error, state of the machine, and run; "" without a time."""
+    """The facts behind a timed figure: rounds, spread, error, state of the machine, and run; "" if it has no time."""
     if case is None or case["time_s"] is None:
         return ""
     time, spread = view.fields["time_s"], words.spread_of(case)

@@ -1,9 +1,13 @@
-"""Which row is fastest in each setting, such as each dtype and direction: the answers that a page begins with.
+"""Finds the fastest row in each setting, such as each dtype and direction: the answers that a page begins with.
 
-`answers.questions` makes a `Question` of what a layout says under "fastest", or of a benchmark's axes.
-`Question.settings` sorts the timed cases into settings, and `Question.answer` gives the facts of a setting's line,
-which `answers.fastest_of` writes as a table. A `Contest` compares the rows of one setting. Rows count as compared where
-they "took turns": they were sampled together, round by round, in one run. `verdict.fastest` says which row wins.
+A row is an implementation; a case is one record of a result file, of one row. A comparison is the cases that "took
+turns": they were sampled together, round by round, in one run. A setting usually has a comparison for each shape and
+run.
+
+`answers.questions` makes a `Question` of what a benchmark's layout says under "fastest", or of its axes.
+`Question.settings` sorts the timed cases into settings. `Question.answer` gives the facts of a setting's line, which
+`answers.fastest_of` writes into a table. A `Contest` compares the rows of one setting, and `verdict.fastest` says which
+row wins.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +21,8 @@ from lmsys.reports import cells, expressions, load, words
 
 Rows = Sequence[fields.Record]  # cases that took turns, one for each row
 ROW = itemgetter("impl")
-# Facts that a line does not state where all comparisons were disturbed: the machine may have been busy or slowed.
-# `Contest.line` explains them.
+# Facts that a line leaves out if all its comparisons were disturbed, since the machine was busy or slowed then.
+# `Contest.line` explains these facts.
 UNSETTLED = dict.fromkeys(("row", "called", "over", "speedup", "next", "lead", "mfu")) | {"fastest": 0}
 
 
@@ -29,15 +33,16 @@ class Question:
     word      ends the name of the table's file
     keys      the fields whose values make a setting, each with its label
     bases     rows that the fastest one is compared with: the first that was timed, else the next fastest row
-    contends  an expression that is true of the cases that do the work in question
-    about     a sentence for the caption: what words of the lines mean
+    contends  an expression (expressions.py); the cases for which it is false do other work and take no part, such as
+              the forwards of models if the question is about training steps
+    about     a sentence for the caption that explains words of the lines
     kind      the table of rows that explains their names, as in a result file's "rows"
     way       a field that says how a row was run, such as `compile`: each way counts as a row of its own; "" for none
-    told      keys that lines state even if all lines have the same value of them, if other cases have another value
-    mfu       True: a column has the MFU
-    of_ours   True: a line may compare rows of this project alone; else one of them must be a peer, somebody else's
+    told      keys that lines show even if all lines have the same value, provided that a setting without a line differs
+    mfu       True: a column shows the MFU (model FLOP utilisation)
+    of_ours   True: a line may compare rows of this project only; else one of them must be a peer, somebody else's row
     values    expressions that replace values of fields, such as a default that older files leave out
-    before    rows that are preferred to the `bases` in settings with a case for which the row's expression is true
+    before    {row: expression}: the row comes before the `bases` in settings with a case that its expression is true of
     """
 
     benchmark: str
@@ -56,7 +61,7 @@ class Question:
     before: Mapping[str, str] = field(default_factory=dict)
 
     def enough(self, rows: Rows) -> bool:
-        """True where a line may name the fastest of these rows: two or more, one a peer (ours may all be slow)."""
+        """True if a line may name the fastest of these rows: two or more, one of them a peer unless `of_ours`."""
         return len(set(map(ROW, rows))) > 1 and (self.of_ours or any(case.get("peer") for case in rows))
 
     def settings(self, machine: load.Machine) -> dict[tuple[object, ...], list[fields.Record]]:
@@ -81,9 +86,10 @@ class Question:
         }
 
     def answer(self, machine: load.Machine, cases: Sequence[fields.Record]) -> fields.Record:
-        """The facts of a setting's line, as in `Contest.line`, and `disturbed`: "all", "some", or None if no case was.
+        """The facts of a setting's line, as in `Contest.line`; {} if no comparison has `enough` rows.
 
-        {} where no comparison has `enough` rows.
+        cases  all cases of the setting
+        The fact `disturbed` says of how many compared cases the machine was disturbed: "all", "some", or None.
         """
         compared = list(filter(self.enough, fields.grouped((str(case["comparison"]), case) for case in cases).values()))
         if not compared:
@@ -97,7 +103,11 @@ class Question:
 
 
 def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[object]) -> list[tuple[int, float, str]]:
-    """A key that sorts settings: the precision that most readers ask for first, words as listed, numbers by size."""
+    """A key that sorts settings: bfloat16 first, other words in the order of `words`, numbers by size.
+
+    words  by field {value: word}, in reading order
+    key    the setting's values
+    """
     known = list(chain.from_iterable(words.values()))
     places = []
     for value in key:
@@ -110,7 +120,7 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
 class Contest:
     """The comparisons of one setting.
 
-    comparisons  for each shape and run the cases that took turns
+    comparisons  each is the cases that took turns, usually of one shape in one run
     bases, way   as in `Question`
 
     `Question.answer` makes a Contest, chooses a run by `of_best_run`, and asks it for its `line`.
@@ -129,16 +139,19 @@ class Contest:
     def of_best_run(self) -> "Contest":
         """The comparisons of one run alone: the run that names the fastest row most reliably, by `rank`.
 
-        A run without the row that a user would otherwise take, or without rows that won in other runs, may not have the
-        fastest row at all.
+        The fastest row may be missing in a run that lacks the preferred base, or rows that were fastest in other runs.
         """
         shapes = fields.grouped(zip(map(_shape, self.cases), self.cases, strict=True))
         winners = {self.run_as(min(cases, key=verdict.time_of)) for cases in shapes.values()}
         runs = fields.grouped((rows[0]["run"], rows) for rows in self.comparisons)
 
         def rank(run: int) -> tuple[int, int, int, int, int]:
-            """(how early its first base stands among the bases, how many of its rows win a shape in any run, in how
-            many shapes all these winners took turns, how many rows it has, how late it is): the greatest is best."""
+            """A key of which the best run has the greatest.
+
+            It is (how early the first base that the run has stands among the bases, how many of its rows are fastest in
+            a shape in any run, in how many of its comparisons all such rows took turns, how many rows it has, how late
+            it is).
+            """
             cases = list(chain.from_iterable(runs[run]))
             names = set(chain.from_iterable(map(_names, cases)))
             place = next((at for at, base in enumerate(self.bases) if base in names), len(self.bases))
@@ -153,20 +166,22 @@ class Contest:
         return (case["impl"], str(case.get(self.way))) if self.way else (case["impl"],)
 
     def line(self, others: Sequence[fields.Record]) -> fields.Record:
-        """The facts of the setting's line. `others`: the setting's cases in all runs.
+        """The facts of the setting's line, by name. `others`: the setting's cases in all runs.
 
-        row, called           the fastest row, by its name and as readers see it; under `way`, how it was run
-        fastest, comparisons  in how many comparisons no other row was faster, of how many
+        row, called           the name of the fastest row, and the name with the way it was run, as readers see it
+        FIELD OF `way`        how the fastest row was run, under the name of the field that `way` names, if it does
+        fastest, comparisons  in how many comparisons the row was fastest or near it, of how many that it took part in
         rows                  how many rows took turns
         over, speedup         the base, and the fastest row's geometric mean speedup over it
         next, lead            the next fastest row, and the speedup over it
-        time_s, RATE          of the fastest row in the shape that took it longest, `shape`; `measured`: both in words
-        mfu, disturbed        the highest MFU of the fastest row; see `answer`
-        run, date, commit     the run that decides, by its place in `Machine.runs`
-        unsteady              True where samples of the fastest row or of the base spread far
+        time_s, FIELD         the time and the rate (under its field's name) of the fastest row in its longest case
+        shape, measured       the axes of that case, and its (time, rate), both in words
+        mfu                   the highest MFU of the fastest row
+        run, date, commit     the run that decides: its place in `Machine.runs`, its date and its commit
+        unsteady              True if samples of the fastest row or of the base spread far
         rivals                rows that took less time for a shape in another run
-        standing              by row its speed as a share of the fastest row's, from 0 to 1
-        details, over_as, ... texts for the table
+        standing              {row: its speed as a share of the fastest row's}
+        details, named, over_as, next_as  texts for the table, which `answers.INNER` explains
         """
         row, first, comparisons = verdict.fastest(self.comparisons)
         best = best_of([[case for case in rows if case["impl"] == row] for rows in self.comparisons], row)
@@ -207,16 +222,19 @@ class Contest:
         }
 
     def _as(self, name: str | None, best: Sequence[fields.Record]) -> str:
-        """The name of a row, and how it was run if its best cases agree in that; "" for None."""
+        """The name of a row, and how it was run if all its `best` cases were run alike; "" if the name is None."""
         ways = {self.run_as(case)[1:] for case in best}
         return ", ".join((name,) + (ways.pop() if len(ways) == 1 else ())) if name else ""
 
     def ratios(self, ours: str, theirs: str) -> list[float | None]:
-        """The speed of one row over another in each comparison; None where one of them took no turns."""
+        """The speed of one row over another in each comparison; None if a comparison lacks one of them."""
         return [ratio_of_best(rows, ours, theirs) for rows in self.comparisons]
 
     def _speed(self, row: str) -> fields.Record:
-        """The row's speed over the first base that took turns with it, and over the next: the fastest other row."""
+        """The facts `over`, `speedup`, `next` and `lead` of `line`, for this row.
+
+        The base is the first of `bases` that took turns with the row, else the next fastest row.
+        """
         rows = set(map(ROW, self.cases))
         means = {name: cells.geometric_mean(self.ratios(row, name)) for name in rows.union(self.bases) - {row}}
         speeds = {name: (-count, mean) for name, (mean, count) in means.items() if count}
@@ -227,17 +245,21 @@ class Contest:
         return {"over": base, "speedup": speeds[base][1], "next": following, "lead": speeds[following][1]}
 
     def _rivals(self, best: Sequence[fields.Record], others: Sequence[fields.Record]) -> list[str]:
-        """Rows that took no turns with the fastest row, and in another run took less time for one of its shapes."""
+        """Rows outside of this contest that took less time in another run, for a shape of the fastest row.
+
+        best    the fastest row's cases
+        others  the setting's cases in all runs
+        """
         times = dict(zip(map(_shape, best), map(verdict.time_of, best), strict=True))
         elsewhere = [case for case in others if case["run"] != best[0]["run"]]
         faster = [case for case in elsewhere if verdict.time_of(case) * verdict.NEAR < times.get(_shape(case), 0)]
         return sorted(map(", ".join, set(map(self.run_as, faster)).difference(map(self.run_as, self.cases))))
 
     def _figures(self, best: Sequence[fields.Record]) -> fields.Record:
-        """Time and rate of a row in the case that takes it longest.
+        """The facts `time_s`, the rate, `shape` and `measured` of `line`, for the longest of these cases of a row.
 
-        `measured` has both in words, `shape` the case's axes. The rate is the first that the benchmark declares;
-        without one its word is empty.
+        The rate is the first metric in a unit "per second" that the benchmark declares and the case has; if there is
+        none, its text in `measured` is empty.
         """
         case, shown, sizes = max(best, key=verdict.time_of), [fields.TIME], list[str]()
         for known in self.machine.fields[case["benchmark"]].values():
@@ -251,7 +273,7 @@ class Contest:
 
 
 def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record]:
-    """The fastest case of a row or strategy in each comparison that has it; [] for None."""
+    """The fastest case of the row or strategy `name` in each comparison that has it; [] if the name is None."""
     best = []
     for rows in comparisons:
         cases = [case for case in rows if name and name in _names(case)]
@@ -275,5 +297,5 @@ def _names(case: fields.Record) -> tuple[str, str]:
 
 
 def _shape(case: fields.Record) -> str:
-    """The name of the case's comparison without the date of its run."""
+    """The name of the case's comparison without its run's date, which stands behind a space."""
     return str(case["comparison"]).partition(" ")[0]

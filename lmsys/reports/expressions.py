@@ -1,10 +1,13 @@
-"""Expressions over the fields of a case, such as "held_bytes + peak_bytes".
+"""Evaluates expressions over the fields of a case, such as "held_bytes + peak_bytes".
 
-They stand as texts in layouts: a layout is plain data in a result file that says how the report draws the file's cases
-(`lmsys.reports.layout`). `value_of` evaluates an expression for a case. A name stands for a field's value, None where
-the case has none. An expression may have numbers, texts, f-strings, tuples, arithmetic, `and`, `or`, `not`,
-`a if b else c`, `field["key"]`, calls of FUNCTIONS, and comparisons of two values: `a < b < c` is refused. All else is
-refused too, since anybody may write a result file. Add a function to FUNCTIONS, an operator to OPERATORS.
+A case is one record of a result file, a dict by field name. A layout is plain data in a result file that says how the
+report draws the file's cases (`lmsys.reports.layout`); expressions are texts in layouts. `View.only`, steps.py,
+contest.py and tables.py call `value_of`, which evaluates an expression for a case. A name stands for the value of a
+field, and for None if the case lacks the field.
+
+An expression may have numbers, texts, f-strings, tuples, arithmetic, `and`, `or`, `not`, `a if b else c`,
+`field["key"]`, calls of FUNCTIONS, and comparisons of two values: `a < b < c` is refused. All else is refused too,
+since anybody may write a result file. Add a function to FUNCTIONS, an operator to OPERATORS.
 """
 
 import ast
@@ -23,7 +26,7 @@ FORMAT = r"[+,]{0,2}(\.\d)?[feg%]?"
 
 
 def product(a: Any, b: Any) -> Any:
-    """The product of two numbers; TypeError for a text that would be repeated."""
+    """The product of two numbers. TypeError for others: a text times a number would be a long text."""
     if isinstance(a, int | float) and isinstance(b, int | float):
         return a * b
     raise TypeError("only numbers are multiplied")
@@ -62,9 +65,9 @@ OPERATORS: dict[type, Any] = {
 
 
 def value_of(text: str, case: Mapping[str, Any]) -> Any:
-    """The expression's value for a case. InputError for a text that is no such expression.
+    """The expression's value for a case. InputError if the text is not such an expression.
 
-    TypeError, ValueError, KeyError, IndexError or ArithmeticError where it cannot be computed of the case's values.
+    TypeError, ValueError, KeyError, IndexError or ArithmeticError if it cannot be computed from the case's values.
     """
     return _value(_parsed(text), case)
 
@@ -76,7 +79,7 @@ def names_in(text: str) -> list[str]:
 
 @cache
 def _parsed(text: str) -> ast.expr:
-    """The syntax tree of an expression; InputError for a text that is none."""
+    """The syntax tree of an expression; InputError if the text is too long or is no Python expression."""
     wanted = f"{shortly(text)} must be an expression of at most {MOST_CHARACTERS:,} characters"
     hold((len(text) <= MOST_CHARACTERS, wanted), error=load.InputError)
     try:

@@ -18,13 +18,13 @@ class Table:
     """A table as texts (`columns`, `rows`, and `notes` below it) and as numbers (`data` in SI units, by field).
 
     name     the stem of its files' names
-    keys     how many of the first columns say what a line is; the others hold figures
+    keys     how many of the first columns say what a line is about; the others hold figures
     source   where its numbers are from: machine, versions, commits, dates
-    best     the places, (line, column), of the best figure of each line among those that were sampled together
-    details  {place: what a reader sees who points at the figure there}
+    best     the places, (line, column), of each line's best figures; only rows that were sampled together compete
+    details  {(line, column): the text that readers see who point at the figure there}
     runs     (the run in words, its command) for each run that its lines come from
     plot     a drawing of the same figures
-    answer   a sentence that sums the table up, for a chapter that is folded
+    answer   a sentence that sums the table up, shown while its chapter is folded
     """
 
     name: str
@@ -43,7 +43,7 @@ class Table:
     answer: str = ""
 
     def markdown(self) -> str:
-        """The table as Markdown, with its title, caption, notes and commands."""
+        """The table as Markdown, with its title, caption, source, notes and commands."""
         lines = [self.columns, ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)] + list(self.rows)
         body = "\n".join("| " + " | ".join(map(_plain, line)) + " |" for line in lines)
         commands = [
@@ -70,7 +70,7 @@ def _on_a_line(text: str) -> str:
 
 
 def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """The records as CSV, with fields as they first appear, without those that are a list or object in any record."""
+    """The records as CSV, fields in order of appearance; a field that is a list or object in any record is left out."""
     names = dict.fromkeys(name for record in records for name in record)
     lists = {name for record in records for name, value in record.items() if isinstance(value, list | dict)}
     file = io.StringIO()
@@ -106,14 +106,14 @@ class Plot:
         return re.findall(r'(?:width|height)="([\d.]+)pt"', self.svg)[:2]
 
 
-Items = list[Table | Plot | None]  # what a step of a layout draws; None where there is nothing to draw
+Items = list[Table | Plot | None]  # what a step of a layout (steps.py) returns; None: there is nothing to draw
 
 
 @dataclass(frozen=True)
 class Block:
     """Tables and plots of one subject. The page shows the first table and plot of `lead`, and folds all others.
 
-    A None in `lead` or `more` stands for nothing to draw.
+    A None in `lead` or `more` stands for nothing to draw, and is ignored.
     """
 
     title: str

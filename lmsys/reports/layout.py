@@ -9,20 +9,25 @@ in result files; `Benchmark.layout` declares one:
             {"of": [STEP, ...], "blocks": [BLOCK, ...]}
 
 A STEP is the name of a function of `lmsys.reports.steps` and its arguments, such as ["only", "time_s is not None"]. It
-makes a view of a view, or several, such as one for each value of a field. An ITEM is a list of steps of which the last
-makes tables or plots, such as ["pivot", ["time_s"], ["batch"]]. A chapter is drawn for each combination of values of
-the fields that stand in braces in its title, and a block for each view that its steps make. Of the items of a block the
-page shows the first table and plot of "lead", and folds all others. A block's title may have {heading} in it: what the
-cases of its view have in common, after a comma. Beside "chapters" there may be:
+takes a view (some cases of the benchmark, views.py) and gives another view or several, such as one for each value of a
+field. An ITEM is one step, or a list of steps, of which the last makes tables or plots, such as
+["pivot", ["time_s"], ["batch"]]. A chapter is drawn for each combination of values of the fields that stand in braces
+in its title, and a block for each view that its "of" steps make; where it has "blocks" instead, these are drawn for
+each of the views. Of the items of a block the page shows the first table and plot of "lead", and folds all others. In a
+block's title, {heading} stands for a comma and what the cases of its view have in common. The steps under "prepare"
+come before all chapters, and make one view, of which every chapter is drawn. Beside "chapters" there may also be:
 
-    "place"    a number: the page has the benchmarks in this order
-    "words"    {FIELD: {VALUE: word}}: the words for values of fields, in reading order
-    "letters"  a sentence at the end of the answers: what letters mean
-    "fastest"  the question that the page answers first (`lmsys.reports.contest.Question`)
+    "place"    a number: benchmarks are on the page in the order of these numbers
+    "words"    {FIELD: {VALUE: word}}: the words for values of fields, in the order in which tables list them
+    "letters"  a sentence at the end of the page's answers, such as "B is the batch, H the heads. ": more text follows
+               it directly, so it ends in a space
+    "fastest"  the question that the page answers first: the attributes of a `lmsys.reports.contest.Question`, without
+               `benchmark`
 
-The docstring of a step's function says what its arguments are. `View.chosen` has the signs by which lists name fields,
-such as "@?" and "time_s!", `View.cut` the braces and brackets of its texts, and `lmsys.reports.expressions` what an
-expression may be. `of_any` is the layout of benchmarks that declare none.
+The docstring of a step's function says what its arguments are. Lists of fields may have signs, such as "@?" for all
+axes that vary, and "time_s!" for a field if any case has a value of it: `View.chosen` lists them. `View.cut` explains
+the braces and brackets in its texts, and `lmsys.reports.expressions` says what an expression may be. `of_any` is the
+layout of benchmarks that declare none. benchmarks/layouts.py has examples.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,9 +42,9 @@ Layout = Mapping[str, Any]
 
 
 def chapters(view: views.View) -> list[items.Chapter]:
-    """The chapters of a benchmark by its layout, or by its fields alone; and one of the energy, if it was measured.
+    """The chapters of a benchmark by its layout, or by `of_any`; and a chapter on energy, if that was measured.
 
-    InputError for a layout that cannot be drawn.
+    LayoutError, which is an InputError, for a layout that cannot be drawn.
     """
     layouts = [view.machine.layouts.get(view.benchmark) or of_any(view.benchmark)]
     if view.has("energy_j"):
@@ -50,10 +55,10 @@ def chapters(view: views.View) -> list[items.Chapter]:
 
 
 def rehearse(result: Mapping[str, Any]) -> None:
-    """Draws the layouts of a result with made-up records. LayoutError for a name, a text or a step that is not right.
+    """Draws the layouts of a result whose records are made up. LayoutError for a wrong name, text or step in a layout.
 
-    The bench calls it before a run, so that a mistake in a layout is reported then. A layout that needs other values
-    than these records have is not refused: measured ones may have them.
+    The bench calls it before a run, so that a mistake in a layout is reported then. An error that the values of these
+    records cause is ignored: measured records may have other values.
     """
     for machine in load.machines_in(result, result["records"]):
         for name in set(machine.benchmarks) & machine.layouts.keys():
@@ -76,7 +81,7 @@ def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
 
 
 def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
-    """Yields a block for each view that the declared block's steps make, or the blocks inside of it."""
+    """Yields a block for each view that the "of" steps make, or, for each of these views, the blocks inside."""
     for name in declared:
         choice(name, ("title", "of", "lead", "more", "blocks"), f"{name!r} in a block: ")
     for part in steps.applied(view, declared.get("of", ())):
@@ -94,9 +99,12 @@ def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
 
 
 def of_any(name: str) -> Layout:
-    """The layout of a benchmark that declares none: a block for each section, with all metrics of its fields.
+    """The layout of a benchmark that declares none: a block for each section, with all metrics of the benchmark.
 
-    Of several rows there is a table of each metric, with the rows side by side; of one row there is one table.
+    A section is one grid (a set of values of each axis) of the sweep that was run. Metrics are the fields of numbers
+    that are shown. If there are several rows (values of `impl`), each metric has a table with the rows side by side;
+    for one row there is a single table. "@?" and "-impl" together are the axes that vary, except `impl`; "*" are the
+    metrics that are not named beside it.
     """
     return {
         "prepare": [["ordered", "section", "@", "impl"]],
@@ -120,7 +128,10 @@ def of_any(name: str) -> Layout:
 
 
 def of_energy(name: str, labels: Mapping[str, str]) -> Layout:
-    """The layout of a chapter on energy: of a call and of a token, a table for each section. `labels` by field."""
+    """The layout of a chapter on energy, of a call and of a token: a table for each section.
+
+    labels  {field: its label in these tables}
+    """
     return {
         "prepare": [["labelled", labels]],
         "chapters": [

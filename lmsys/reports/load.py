@@ -1,9 +1,11 @@
 """Reads result files as one result: `read` takes paths and returns a `Machine` for each machine that they are from.
 
-A `Machine` has its records, the declarations of their fields, the tables that rows come from, and the runs that records
-are from, with their commits and commands. `__main__` and `against` call `read`; `terminal` makes the `Machine` of the
-current run by `by_name` and `machines_of`. All else in `lmsys.reports` is given a `Machine` and opens no result file.
-The last functions word what a `Machine` says of its runs: titles, dates, commits, commands and the labels of rows.
+A record, also called a case, is a dict: one row (an implementation) as it was measured with one value for each axis. A
+`Machine` has the records of one machine, the declarations of their fields, the tables that rows come from, and the runs
+that records are from, with their commits and commands. `__main__` and `against` call `read`. `terminal` and
+`layout.rehearse` make the `Machine` of a run that has no file yet by `machines_in`. All else in `lmsys.reports` gets a
+`Machine` and opens no result file. The last functions turn facts of runs into words: titles, dates, commits, commands
+and the labels of rows. A new fact for captions is an entry of FACTS.
 """
 
 import difflib
@@ -27,10 +29,11 @@ from lmsys.values import hold
 HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
 LAST = 1000  # where a benchmark stands on the page if its layout states no place
 LONGEST_NAME = 120  # of a file, in characters
+# {fact of a run: its name in captions}
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
 Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
-Run = tuple[str, str]  # its date, and its machine's facts as JSON
+Run = tuple[str, str]  # (its date, "" if unknown; the facts of the run and its machine, as JSON)
 
 
 class InputError(ValueError):
@@ -46,7 +49,7 @@ class ValuesError(LayoutError):
 
 
 def no_field(name: str, known: Collection[str]) -> str:
-    """A sentence on a name that is no field's: it says which of the known fields are most like it."""
+    """A sentence about a name that no field has: it says which of the known fields have similar names."""
     near = " or ".join(difflib.get_close_matches(name, known) or known)
     return f"no field {name!r} is declared; did you mean {near}?"
 
@@ -55,9 +58,11 @@ def no_field(name: str, known: Collection[str]) -> str:
 def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | None = None) -> Iterator[None]:
     """A context in which errors that a layout causes become a LayoutError, since a file may have any layout.
 
-    A KeyError or ValueError means that the layout is not right. Any other becomes a ValuesError: the layout may be
-    right, and fail on these records alone.
-    `place` says which part of it is drawn, and `known` are the fields that a misspelt name may have meant.
+    A KeyError or ValueError means that the layout is not right. An ArithmeticError, AttributeError, TypeError or other
+    LookupError becomes a ValuesError: the layout may be right, and fail on these records alone.
+
+    place  which part of the layout is drawn, for the message
+    known  the fields that a misspelt name may have meant
     """
     try:
         yield
@@ -78,7 +83,7 @@ class Machine:
 
     slug     its name in file names
     title    its name on the page
-    runs     the machine facts of each run, oldest first; a record's "run" is an index into it
+    runs     the facts of each run and of the machine in it, oldest first; a record's "run" is an index into this list
     records  its cases, in an order that does not depend on how they were split over files
     fields   the declarations of fields, by benchmark and name
     rows     the rows of each table, by kind of table and name, with their traits
@@ -95,12 +100,12 @@ class Machine:
 
     @property
     def benchmarks(self) -> list[str]:
-        """The records' benchmarks, if their fields are declared, sorted by the place in its layout, then by name."""
+        """The records' benchmarks whose fields are declared, sorted by the "place" in their layouts, then by name."""
         names = {str(case["benchmark"]) for case in self.records} & self.fields.keys()
         return sorted(names, key=lambda name: (self.layouts.get(name, {}).get("place", LAST), name))
 
     def words_of(self, *benchmarks: str) -> dict[str, Mapping[Any, str]]:
-        """By field the words for its values, in reading order: `words.VALUES`, and those of these layouts."""
+        """{field: {value: word}}, in the order in which tables list values: `words.VALUES` and these layouts' words."""
         words = dict(VALUES)
         for name in benchmarks:
             for field_name, words_of_layout in self.layouts.get(name, {}).get("words", {}).items():
@@ -108,7 +113,7 @@ class Machine:
         return words
 
     def called(self, case: Record) -> str:
-        """The name of a case's row as one types it. A row that chose another one has both: "auto: flash_gluon"."""
+        """The name of a case's row as users type it. A row that chose another row has both: "auto: flash_gluon"."""
         impl, label = str(case["impl"]), str(case.get("label") or "")
         if not label.startswith(f"{impl}: "):
             return impl
@@ -121,7 +126,7 @@ class Machine:
         return [self.runs[run] for run in sorted({case["run"] for case in cases})]
 
     def about(self, cases: Iterable[Record]) -> str:
-        """A sentence with machine, versions, commits and dates of these cases, each version once."""
+        """A sentence with the machine, versions, commits and dates of these cases; equal versions are named once."""
         dates = dict[str, list[str]]()
         for run in self.runs_of(cases):
             cores = [f"{run['cores']} CPU cores"] if run.get("device") == "cuda" and run.get("cores") else []
@@ -134,8 +139,9 @@ class Machine:
 def read(paths: Iterable[Path]) -> list[Machine]:
     """The machines of these result files.
 
-    If several files have the same case, the run of the latest date counts, whatever the order of the files. InputError
-    with the path for a file that is absent, not a result or of a later version, and where there are no records.
+    If several files have the same case, the run of the latest date counts, whatever the order of the files. InputError,
+    with the path, for a file that is absent, no result file, or of another schema. InputError, too, if there are no
+    records.
     """
     paths, fields, rows, layouts = list(paths), Fields(), Rows(), dict[str, Record]()
     # {(hardware, identity of a case): (hardware, its run, its record)}
@@ -149,8 +155,8 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         layouts |= result["layouts"]
         for kind, table in result["rows"].items():
             before = rows.get(kind, {})
-            # Rows stand in the order of the later file. That file has fewer traits of rows of which it has no case, so
-            # the traits of earlier files stay.
+            # Rows get the order of the later file. For a row without a case there, that file has fewer traits, so the
+            # traits of earlier files are kept.
             rows[kind] = table | before | {name: before.get(name, {}) | row for name, row in table.items()}
         hardware = hardware_of(machine)
         run = str(machine.get("date") or ""), json.dumps(machine, sort_keys=True)
@@ -161,7 +167,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
 
 
 def hardware_of(machine: Mapping[str, Any]) -> str:
-    """The facts in which runs of one machine agree, as JSON."""
+    """The facts by which a machine is known, as JSON: those of HARDWARE and, on a CPU, the number of cores."""
     cores = None if machine.get("device") == "cuda" else machine.get("cores")
     return json.dumps([machine.get(key) for key in HARDWARE] + [cores])
 
@@ -240,7 +246,7 @@ def run_told(run: Record) -> str:
 
 
 def commit_of(run: Mapping[str, Any]) -> str:
-    """A run's commit in words."""
+    """A run's commit in words, with a note if the code had local changes."""
     return f"commit {str(run.get('commit') or 'unknown')[:10]}" + (" with local changes" if run.get("dirty") else "")
 
 
@@ -255,7 +261,7 @@ def run_names(machine: Machine, runs: Iterable[int]) -> dict[int, str]:
 
 
 def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]]:
-    """The date and commit of each of these runs, and the command that made it."""
+    """{run: (its date and commit in words, the command that made it)}."""
     return {
         run: (f"{name}, {commit_of(machine.runs[run])}", str(machine.runs[run].get("command") or "an unknown command"))
         for run, name in run_names(machine, runs).items()
@@ -263,7 +269,10 @@ def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]
 
 
 def legend(machine: Machine, kind: str, names: Iterable[str]) -> list[str]:
-    """Sentences that explain names of rows by the labels in their table: one on our rows, one on others' rows."""
+    """Sentences that explain names of rows by the labels in their table: one on our rows, one on others' rows.
+
+    kind  of the table, a key of `Machine.rows`
+    """
     table, names = machine.rows.get(kind, {}), set(names)
     rows: dict[str, list[str]] = {"Our rows": [], "Others’ rows": []}
     for name in list(filter(names.__contains__, table)) + sorted(names - table.keys()):

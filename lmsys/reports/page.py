@@ -1,12 +1,12 @@
 """Writes the page, index.html, and the files of its tables and plots beside it: `write`, for `__main__` and `against`.
 
-`fill` replaces an earlier report in the folder, and touches only files that a report has written: `manifest.json` has
-their SHA-256. ValueError where another file, or a link, stands in the way. `html` makes the page of machines, blocks
-and chapters by `templates/page.html`. `lmsys.leaderboard` and `lmsys.course` make pages of their own by `render` and
-`fill`. page.css has the styles, page.js what a click does.
+`fill` replaces an earlier report in the folder. It changes only files that a report has written, whose SHA-256 are in
+`manifest.json`; if another file or a link is in the way, it raises ValueError. `html` makes the page from machines,
+blocks and chapters (items.py) by `templates/page.html`. `lmsys.leaderboard` and `lmsys.course` make pages of their own
+by `render` and `fill`. page.css has the styles, page.js what a click does.
 
-From `Figures` on stand the functions that templates call: `Figures` knows what one page has shown, and the filters of
-TEMPLATES are at the end. They return plain texts, which the templates escape.
+Templates call the class `Figures`, which knows what one page has shown so far, and the functions below it, as filters:
+TEMPLATES.filters, at the end of this file, lists these. They return plain texts, which the templates escape.
 """
 
 import base64
@@ -30,7 +30,7 @@ from lmsys.values import hold
 
 MANIFEST = "manifest.json"
 ADVICE = "remove it, or name another folder"
-# The names that files of a report may have, with at most one folder.
+# A regular expression for the names that files of a report may have, with at most one folder.
 NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
 FOLDER = Path(__file__).parent
 CSS, SCRIPT = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -39,8 +39,8 @@ _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
-BRIEF = 80  # characters: a caption that was shown before is repeated if it has at most so many, else only linked
-MOST_OPEN = 3  # a page with more chapters than this shows each as a line, with its answer, that opens at a click
+BRIEF = 80  # characters: the page repeats a caption that is at most this long; to a longer one it only links
+MOST_OPEN = 3  # a page with more chapters than this folds them: each is a line, with its answer, that opens at a click
 
 # Facts of a run, by their names in result files, that are shown as they are.
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
@@ -76,7 +76,7 @@ def write(
 ) -> Path:
     """Writes a report into a folder, in place of an earlier one. Returns the path of its page; InputError if it fails.
 
-    parts        each machine with its answers and chapters
+    parts        for each machine (machine, block with the answers, chapters)
     records_csv  the text of tables/records.csv: all cases
     notes        sentences for the head of the page
     """
@@ -95,7 +95,7 @@ def write(
 def html(parts: Sequence[items.Part], notes: Sequence[str], single_file: bool = False) -> str:
     """The page's text: answers of every machine, a contents list, then facts and chapters of every machine.
 
-    `single_file`: plots stand in the page, and it links to no other file.
+    single_file  True: plots are in the page, and it links to no other file
     """
     machines = [machine for machine, _, _ in parts]
     runs = chain.from_iterable(machine.runs for machine in machines)
@@ -182,7 +182,10 @@ def _noted(out: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a page so far. `single_file`: plots stand in the page, and it links to no other file."""
+    """The figures (tables and plots) that one page has shown so far, so that nothing is explained twice.
+
+    single_file  as in `html`
+    """
 
     single_file: bool
     _shown: set[str] = field(default_factory=set, init=False)  # anchors
@@ -206,7 +209,7 @@ class Figures:
         return about, first if first != anchor and len(about) > BRIEF else "", rest
 
     def parts(self, block: items.Block) -> list[list[items.Table | items.Plot]]:
-        """[the first table and plot of a block, all others]: without sentences that stand further up in the block."""
+        """[the first table and plot of a block, all others], without sentences that are further up in the block."""
         known = set[str]()
         first = of_kind(items.Table, block.lead)[:1] + of_kind(items.Plot, block.lead)[:1]
         more = [item for item in block.items if item not in first]
@@ -229,9 +232,11 @@ def names(figures: Iterable[items.Table | items.Plot]) -> str:
 
 
 def _without_repeats(item: items.Table | items.Plot, heading: str, known: set[str]) -> items.Table | items.Plot:
-    """The figure without sentences that its block's heading or a figure above it has; adds its own to `known`.
+    """A copy of the figure without sentences that its block's heading or a figure above it has.
 
-    A table keeps the first line of its caption, and of its notes loses only those that begin with LEFT_OUT.
+    A table keeps the first line of its caption, and all notes but repeated ones that begin with `tables.LEFT_OUT`.
+
+    known  the sentences above; those of this figure are added
     """
     about, *rest = item.caption.splitlines() or [""]
     lines = [line for line in rest if line not in known]
@@ -252,9 +257,9 @@ def marks(table: items.Table) -> list[str]:
 
 
 def lines(table: items.Table) -> Iterator[tuple[Sequence[str], str, list[tuple[str, str, str, str]]]]:
-    """For each line of a table: the texts of its keys, the details that all its cells share, and its other cells.
+    """Yields for each line of a table (the texts of its key columns, the details that all its figures share, figures).
 
-    A cell is (head of its column, text, kind, details of its own). The kind, a CSS class, is "best", "wrong" or "".
+    A figure is (head of its column, text, kind, its other details). The kind, a CSS class, is "best", "wrong" or "".
     """
     for row, texts in enumerate(table.rows):
         details = [table.details.get((row, column), "") for column in range(len(texts))]
@@ -270,7 +275,7 @@ def lines(table: items.Table) -> Iterator[tuple[Sequence[str], str, list[tuple[s
 
 
 def runs_of(machine: load.Machine) -> tuple[str, str]:
-    """A sentence on the number, dates, commits and cases of the runs; and their command, "" where they have several."""
+    """(a sentence on the number, dates, commits and cases of the runs, their command or "" if they have several)."""
     days = sorted({str(run.get("date") or "undated")[:10] for run in machine.runs})
     commits = dict.fromkeys(str(run.get("commit") or "unknown")[:10] for run in machine.runs)
     count = f"{len(machine.runs)} runs" if len(machine.runs) > 1 else "One run"
@@ -280,7 +285,7 @@ def runs_of(machine: load.Machine) -> tuple[str, str]:
 
 
 def facts_of(runs: Sequence[Record]) -> tuple[Mapping[str, str], Mapping[str, list[str]]]:
-    """The facts that all these runs have in common, by name; and for each other fact its text in each run."""
+    """({name: text} of the facts that are the same in all runs, {name: its text in each run} of the other facts)."""
     facts = list(map(_of_run, runs))
     common = {name: text for name, text in facts[0].items() if all(run.get(name) == text for run in facts)}
     others = [name for name in dict.fromkeys(chain.from_iterable(facts)) if name not in common]

@@ -1,9 +1,12 @@
 """`lines`, `bars` and `heat_map` draw plots of a view, which is some cases of one benchmark (`views.py`).
 
-Layouts name these functions as steps. Each returns an `items.Plot`, an SVG text with title and caption, or None where
-there is too little to draw. The same cases give the same bytes. `canvas` makes axes in the style of all plots, `drawn`
-turns them into an `items.Plot`; `special` and `answers` draw their own plots between these two. Colours of rows come
-from the view's `styles`.
+A case is one record of a result file: one row (an implementation) as it was measured with one value for each axis.
+Layouts call these functions as steps (`steps.STEPS`). Each returns an `items.Plot`, an SVG text with title and caption,
+or None if there is too little to draw. The same cases give the same bytes.
+
+To add a plot, begin with `canvas`, which makes axes in the style of all plots, and end with `drawn`, which turns them
+into an `items.Plot`; `special` does so, and `answers` with `to_svg` in place of `drawn`. Colours of rows come from the
+view's `styles`.
 """
 
 import io
@@ -38,9 +41,9 @@ RC = {  # matplotlib's settings, for all plots
     "legend.handlelength": 2.6,
     "lines.markersize": 5,
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign of a result file is a dollar sign
+    "text.parse_math": False,  # a dollar sign in a result file must not begin a formula
 }
-DARK = {  # colours on a dark page: of paper, ink, black and grid, and of rows that LIFT alone would leave too dark
+DARK = {  # {colour: its replacement on a dark page}: paper, ink, black, grid, and rows that LIFT would leave too dark
     "#ffffff": "#111827",
     INK: "#e5e7eb",
     "#000000": "#e5e7eb",
@@ -50,7 +53,7 @@ DARK = {  # colours on a dark page: of paper, ink, black and grid, and of rows t
     "#442255": "#765e83",
     "#552222": "#835e5e",
 }
-FULL_COLOUR = 4.0  # the speedup, or its inverse, from which on a heat map's colour stays the same
+FULL_COLOUR = 4.0  # from this speedup (or its inverse) on, the colour in a heat map stays the same
 ON_COLOUR = "#1f2937"  # text on a heat map's cells, which stay pale on a dark page
 LIFT = 0.25  # the share of white mixed into the colours of other rows on a dark page, so that a row keeps its hue
 MOST_DOTS = 40  # a line with more points has no markers
@@ -65,7 +68,11 @@ def canvas(height_in: float) -> Any:
 
 
 def to_svg(axes: Any, name: str, title: str) -> str:
-    """The SVG text of a drawing, with legend and title, in which " · " begins a line; `name` makes ids unique."""
+    """The SVG text of a drawing, with legend and title.
+
+    name   makes the ids in the SVG unique on a page
+    title  " · " in it begins a new line
+    """
     axes.figure.suptitle(title.replace(" · ", "\n"), x=0.01, ha="left", fontsize=10)
     add_legend(axes)
     file = io.StringIO()
@@ -79,7 +86,7 @@ def to_svg(axes: Any, name: str, title: str) -> str:
         for part in ("fill", "stroke")
     )
     text = text.replace("<defs>", f"<style>@media screen and (prefers-color-scheme:dark){{{dark}}}</style>\n <defs>", 1)
-    # Where the font is not installed: its twin in width, or at least no serifs.
+    # Readers may not have the font: Verdana has about the same widths, and any font without serifs beats the default.
     return text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
 
@@ -104,13 +111,13 @@ def add_places(axes: Any, labels: Sequence[str]) -> None:
     """Labels the x axis: the first label stands at 0, the next at 1, and so on."""
     slanted = crowded(labels)
     axes.set_xticks(range(len(labels)), labels, rotation=45 if slanted else 0, ha="right" if slanted else "center")
-    axes.set_xlim(-0.5, len(labels) - 0.5)  # bars without a height would not widen it to the words in their places
+    axes.set_xlim(-0.5, len(labels) - 0.5)  # else a word in place of a missing bar could be outside
 
 
 def short(length: float, _: object = None) -> str:
-    """The label of a length on an axis: 512, 1,000, and powers of two as 1k, 64k.
+    """The label of a length on an axis: 512, 1,000, and powers of two from 1,024 on as 1k, 64k.
 
-    matplotlib passes the label's place as well.
+    matplotlib also passes the place of the label on the axis, which is not used.
     """
     is_power = length >= 1024 and length % 1 == 0 and int(length).bit_count() == 1
     return f"{length / 1024:g}k" if is_power else f"{length:,.10g}"
@@ -122,7 +129,7 @@ def plain(value: float, _: object = None) -> str:
 
 
 def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> None:
-    """Scales the y axis for these positive values: from 0 to `room` times the greatest, or logarithmic.
+    """Scales the y axis for these positive values: from 0 to `room` times the greatest, or with `log` logarithmically.
 
     A logarithmic axis has about six labels: the more decades it covers, the fewer it has in each.
     """
@@ -145,9 +152,9 @@ def drawn(view: views.View, axes: Any, head: str, word: str, caption: str) -> it
 
 
 def _with_heights(view: views.View, metric: str) -> views.View:
-    """Adds the field "drawn", at which height a case is drawn: the metric in the unit that readers see, if above zero.
+    """Adds the field "drawn", the height at which a case is drawn: the metric in the unit that readers see.
 
-    It is None for other values, and where the case has none.
+    It is None if the metric is not above zero, or if the case has no value of it.
     """
     field = view.fields[metric].called(name="drawn")
     _, factor = words.unit_of(field)
@@ -163,11 +170,13 @@ def lines(
     xlabel: str = "",
     ceilings: Mapping[str, Any] | None = None,
 ) -> items.Plot | None:
-    """A plot of a metric against an axis, a line for each value of `by`; None where no line has two points.
+    """A plot of a metric against an axis, a line for each value of `by`; None if no line has two points.
 
-    word      ends the file's name; by default the metric's word in `words.FILES`
-    xlabel    by default the axis' label
-    ceilings  by metric the (words, height) of a dotted line that no point should be above, or fields that hold them
+    metric, axis, by  names of fields
+    word              ends the file's name; by default the metric's word in `words.FILES`
+    xlabel            by default the axis' label
+    ceilings          {metric: (words, height)} for a dotted line that no point should be above; words and height may
+                      also be names of fields that hold them
 
     The y axis begins at zero for rates, shares, and values within one order of magnitude, else it is logarithmic.
     """
@@ -181,7 +190,7 @@ def lines(
     for order, value in enumerate(positive.values(by)):
         points = dict(zip(groups[value,].column(axis), groups[value,].column("drawn"), strict=True))
         values += points.values()
-        on_top = order / len(groups)  # thinner, so that a line below another that it equals still shows
+        on_top = order / len(groups)  # later lines are thinner, so that an equal line below them still shows
         dots = {"markersize": 7.0 - 3.0 * on_top} if len(points) <= MOST_DOTS else {"marker": ""}
         at = list(points if numbers else map(places.index, points))
         axes.plot(at, list(points.values()), **view.style(by, value).line() | dots, linewidth=3.0 - 1.6 * on_top)
@@ -201,7 +210,7 @@ def lines(
 
 
 def _add_ceiling(axes: Any, text: str, height: float, above: int) -> None:
-    """Draws a dotted line at a height, with its words, and how many points are `above` it."""
+    """Draws a dotted line at a height, with its words, and with the number of points `above` it."""
     axes.axhline(height, **CEILING)
     if text and above:
         text += f", {above} figures above it"
@@ -227,7 +236,7 @@ def _scale_places(axes: Any, places: Sequence[float]) -> None:
 
 
 def _caption(view: views.View, field: Field, axis: str, by: str, about: str) -> str:
-    """The caption, with a warning where the points of one place were not sampled together."""
+    """The caption, with a warning if points at the same value of the axis were not sampled together."""
     clocked, timed = words.is_clocked(field), view.only("time_s is not None").groups([axis]).values()
     apart = clocked and by == "impl" and any(part.varies("comparison") for part in timed)
     return (
@@ -237,7 +246,7 @@ def _caption(view: views.View, field: Field, axis: str, by: str, about: str) -> 
 
 
 def _out_of_memory(view: views.View, axis: str, by: str) -> str:
-    """A sentence on the points that lines lack because their cases ran out of memory; "" without any."""
+    """A sentence on the points that are missing because their cases ran out of memory; "" if none did."""
     facts = []
     for (value,), part in view.only("outcome == 'oom'").ordered(by, axis).groups([by]).items():
         facts.append(f"{view.text(by, value)} at {', '.join(part.text(axis, place) for place in part.values(axis))}")
@@ -247,10 +256,13 @@ def _out_of_memory(view: views.View, axis: str, by: str) -> str:
 def bars(
     view: views.View, metric: str, axis: str, by: str = "impl", word: str = "", head: str = "", about: str = ""
 ) -> items.Plot | None:
-    """A plot with a group of bars for each value of an axis, a bar for each value of `by`; None without a bar.
+    """A plot with a group of bars for each value of an axis, and in it a bar for each value of `by`; None without bars.
 
-    A word in place of a bar says how its case ended. The y axis begins at zero, or is logarithmic where bars differ by
-    ten times or more. `word`, `head`, `about` replace the metric's own in file name, title and caption.
+    A word in place of a bar says how its case ended. The y axis begins at zero; it is logarithmic if the highest bar is
+    ten times the lowest or more.
+
+    metric, axis, by   names of fields
+    word, head, about  replace what the metric gives for the file's name, the title and the caption
     """
     field, groups = view.fields[metric], view.values(axis)
     last = _with_heights(view.of(list(view.index([by, axis]).values())), metric)  # the last case of each bar
@@ -296,7 +308,9 @@ def bars(
 def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
     """A heat map of speedups over the base: a line for each row, a column for each combination of values of `settings`.
 
-    None where no row has a speedup. A cell without one says how its case ended.
+    None if no row has a speedup. A cell without a speedup says how its case ended.
+
+    settings  names of fields, as in `View.chosen`
     """
     if not cells.is_compared(view):
         return None

@@ -1,8 +1,12 @@
 """Steps of layouts that serve one benchmark each, such as tables of model sizes, timelines and a fitted line.
 
-`steps.applied` calls them as those of steps.py, with a view and the arguments that a layout states; the decorator
-`@steps.step` enters them into its table. A benchmark's own step is added here. WAYS are the axes that say how a model
-is run. In a table of sizes one of them may vary, and the values of the others are in its file's name.
+A layout says how the report draws a benchmark; its steps are calls of functions by name (layout.py). `steps.applied`
+calls the functions here as it calls those of steps.py, with a view (some cases of one benchmark, views.py) and the
+arguments that the layout states. To add a step for one benchmark, write a function here below `@steps.step`, which
+enters it into `steps.STEPS`.
+
+WAYS are the axes that say how a model is run. In a table of model sizes one of them may vary; the values of the others
+are in its file's name.
 """
 
 import math
@@ -17,18 +21,18 @@ from lmsys.reports import cells, contest, items, load, plots, steps, tables, vie
 
 WAYS = ("precision", "compile", "checkpoint", "residual", "impl")  # fields that say how a model ran
 PLAIN = {"checkpoint": "none", "residual": "wide"}  # values that file names leave out where nothing else was run
-VERDICTS = {True: "fits", False: "too large"}  # on a step's memory
+VERDICTS = {True: "fits", False: "too large"}  # words for a case's memory, in `predicted`
 GIB = 2**30
 PHASES = {"forward": "#2563eb", "backward": "#dc2626", "optimizer": "#16a34a"}  # colours in `memory_timeline`
-HELD = "#9ca3af"  # the colour there of memory that was held before the call
-COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}  # in `overlap`
+HELD = "#9ca3af"  # the colour in `memory_timeline` of memory that was held before the call
+COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}  # colours in `overlap`
 
 
 @steps.step
 def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
-    """Adds the field `name`: the least value of `of` in cases that share this case's value of `by` and pass `among`.
+    """Adds the field `name`: the least value of the field `of` among cases with the same value of the field `by`.
 
-    among  an expression
+    among  an expression (expressions.py): only cases for which it is true count for the least value
     """
     known = {key: min(part.column(of)) for (key,), part in view.only(f"{among} and {of}").groups([by]).items()}
     return view.adding(lambda case: {name: known.get(case[by])})
@@ -36,15 +40,16 @@ def least(view: views.View, name: str, of: str, by: str, among: str) -> views.Vi
 
 @steps.step
 def greatest(view: views.View, name: str, of: str) -> views.View:
-    """Adds the field `name`: the greatest value of the field `of`; 0 where no case has any."""
+    """Adds the field `name`: the greatest value of the field `of` in any case; 0 if no case has one."""
     return view.adding({name: max(filter(None, view.column(of)), default=0)})
 
 
 @steps.step
 def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
-    """One case for each entry, row: word, of the mapping in a case's field `name`, and one for the case's own row.
+    """Puts several cases in place of each: one for its own row, and one for each entry of its field `name`.
 
-    They replace the case that has the mapping, and have the row in the field `other` and the word in the field `how`.
+    name        the field has a mapping {row: word}; cases without it are left out
+    other, how  the fields of the new cases that get the row and the word; for the case's own row the word is "itself"
     """
 
     def entries(case: fields.Record) -> list[fields.Record]:
@@ -55,13 +60,16 @@ def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
 
 @steps.step
 def repeated(view: views.View, **facts: object) -> views.View:
-    """The cases twice: first with these fields in place of their own, then as they are."""
+    """Doubles the cases: first come copies in which `facts` replace fields, then the cases as they are."""
     return view.of(list(view.adding(facts).cases) + list(view.cases))
 
 
 @steps.step
 def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
-    """Makes captions end in the product of each pair of fields whose product is constant while the first varies."""
+    """Makes captions end in products of fields that stay constant, such as "B·S = 16,384".
+
+    names  pairs of fields; a pair counts if its first field varies and the product of the two is always the same
+    """
     constant = []
     for pair in names:
         known = {a * b for a, b in view.groups(pair) if type(a) is type(b) is int}
@@ -72,7 +80,10 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
 
 @steps.step
 def peak(view: views.View, dtype: str) -> views.View:
-    """Adds `peak`, the rate of these runs' best matmul in the dtype that a field names, TFLOP/s, and `peak_text`."""
+    """Adds `peak`, the best rate of a large matmul in these cases' runs, in TFLOP/s, and `peak_text`, that in words.
+
+    dtype  the field that names the dtype of the matmul; both are None if no run measured it
+    """
     runs = view.machine.runs_of(view.cases)
     rate = max(load.matmul_rates(run).get(view.first[dtype], 0.0) for run in runs) / 1e12 or None
     return view.adding({"peak": rate, "peak_text": rate and f"matmul {words.number(rate)} TFLOP/s"})
@@ -83,30 +94,35 @@ def peak(view: views.View, dtype: str) -> views.View:
 
 @steps.step
 def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[str]) -> views.View:
-    """Adds the field `name`: True where all cases have one shape, and differ in one or more of `ways`.
+    """Adds the field `name`, the same for all cases: True if they have one shape, and differ in a field of `ways`.
 
-    shape  the fields that make a shape
+    shape  the fields whose values are the shape
     """
     return view.adding({name: len(view.groups(shape)) == 1 and any(map(view.varies, ways))})
 
 
 @steps.step
 def each_way(view: views.View) -> list[views.View]:
-    """Splits the view by all WAYS; headings and file names tell those that the view varies."""
+    """Splits the view by all WAYS; headings and file names say which part is which (`_with_names`)."""
     return [_with_names(view, part) for part in view.groups(WAYS).values()]
 
 
 def _varying(view: views.View, axis: str) -> list[views.View]:
-    """Splits the view by all WAYS but the one named `axis`."""
+    """Splits the view by all WAYS but `axis`: of these fields it alone may vary in a part."""
     return list(view.groups([name for name in WAYS if name != axis]).values())
 
 
 def _with_names(whole: views.View, part: views.View) -> views.View:
-    """The part, with the WAYS it holds constant in its file names, and those that the whole varies in its heading."""
+    """The part, with its constant values of WAYS in its file names and its heading.
+
+    The file names leave out a way that has its PLAIN value in all of the whole, the heading one that is constant there.
+
+    whole, part  the view before and after it was split by WAYS
+    """
     stem, heading = list[str](), list[str]()
     for name in WAYS:
         if not part.varies(name):
-            # "{NAME}", which `View.cut` fills in.
+            # The text is "{NAME}": `View.cut` fills in the value.
             stem += [f"{{{name}}}"] * (whole.values(name) != [PLAIN.get(name)])
             heading += [f"{{{name}}}"] * whole.varies(name)
     return list(part.cut("-".join(stem), ", ".join(heading), tail=True))[0]
@@ -115,7 +131,12 @@ def _with_names(whole: views.View, part: views.View) -> views.View:
 def _grid(
     whole: views.View, part: views.View, metric: str, inside: str = "compile", word: str = ""
 ) -> items.Table | None:
-    """A table of a metric: a line for each context, a column for each size, in a cell the values of `inside`."""
+    """A table of a metric: a line for each context length, a column for each model size.
+
+    whole, part  the view before and after it was split by WAYS, as in `_with_names`
+    inside       the field that may vary in the part: a cell has the metric for each of its values
+    word         ends the file's name; by default the metric's word
+    """
     return tables.pivot(
         _with_names(whole, part), metric, rows=["context", "batch?"], columns="size", inside=inside, word=word
     )
@@ -125,7 +146,10 @@ def _grid(
 def by_size(
     view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ()
 ) -> Iterator[items.Table | items.Plot | None]:
-    """Yields tables of each metric by size; of the metrics `drawn` also plots against context, a line for each size."""
+    """Yields tables of each metric by model size.
+
+    drawn  the metrics of which it also yields plots against the context length, with a line for each size
+    """
     for metric in view.chosen(metrics):
         for part in _varying(view, "compile"):
             yield _grid(view, part, metric)
@@ -143,7 +167,7 @@ def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
 
 @steps.step
 def times_by_size(view: views.View) -> items.Items:
-    """Tables of times and speedups of every part in which one of WAYS alone varies; then times of all other cases."""
+    """Tables of times and speedups for each part in which exactly one of WAYS varies; then times of all other cases."""
     varied = [(axis, part) for axis in WAYS for part in _varying(view, axis) if part.varies(axis)]
     seen, figures = set[str](), list[items.Table | items.Plot | None]()
     for axis, part in varied:
@@ -154,8 +178,11 @@ def times_by_size(view: views.View) -> items.Items:
 
 
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
-    """A table of speedups over the first word of the axis, such as eager; for the axis `impl` over the baseline row,
-    else over a peer."""
+    """A table of speedups within a part, in which `axis` varies.
+
+    The base is the first value of the axis in reading order, such as eager; for the axis `impl` it is the baseline row,
+    or a peer if there is none.
+    """
     base = "" if axis == "impl" else next(iter(part.words[axis]))
     part = cells.compared(part, base, axis, otherwise="peer", medians=True)
     others = part.only(lambda case: case[axis] != part.base)
@@ -166,9 +193,10 @@ def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | Non
 def best(
     view: views.View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
 ) -> items.Table | None:
-    """A table with a line for each value of `by`: the case of the last mode that has the most of the field `of`.
+    """A table with a line for each value of the field `by`: the case with the largest value of the field `of`.
 
-    mode  the field that holds the mode, such as forward or step
+    mode           the field that holds the mode, such as forward or step; only cases of the last mode count
+    keys, metrics  the fields of the columns, as in `tables.listing`
     """
     most = steps.one_of_each(steps.last_of(view.only(of), mode), [by], of)
     return tables.listing(
@@ -178,10 +206,11 @@ def best(
 
 @steps.step
 def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
-    """Our cases, with their speedup over somebody else's model, run in that of `ways` which is fastest for it.
+    """Our cases, with their speedup over a peer (somebody else's model), which is run in the way that suits it best.
 
-    Adds what captions say of that model: `theirs`, `their_label`, `their_about` and `peers`. Without such a model there
-    is no view.
+    ways  the fields that say how a model is run; our cases and the peer's fastest case may differ in them
+    Adds fields with what captions say of the peer: `theirs`, `their_label`, `their_about` and `peers`. [] if there is
+    no peer.
     """
     peers = view.only("peer").column("impl")
     if not peers:
@@ -208,10 +237,10 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
 def predicted(
     view: views.View, metric: str, expected: str, asks: Sequence[str], title: str, about: str
 ) -> items.Table | None:
-    """A table of a metric as measured and as predicted in the field `expected`.
+    """A table of a memory metric as measured, and as predicted in the field `expected`; both in bytes.
 
-    Under a memory limit, and in the sections `asks`, which ask what fits the machine's memory, it also tells which
-    cases were predicted to fit, and which did.
+    asks  sections of a sweep that ask which cases fit the memory of the machine. In these, and under a memory limit,
+          the table also says which cases were predicted to fit, and which did
     """
     limit = view.first["memory_limit_bytes"]
     room = limit or min(run.get("memory_bytes") or 0 for run in view.machine.runs_of(view.cases))
@@ -234,7 +263,7 @@ def predicted(
 
 @steps.step
 def memory_timeline(view: views.View, about: str) -> items.Plot | None:
-    """A plot of the memory in use during a call, a colour for each phase; None where it was not recorded.
+    """A plot of the memory in use during a call, with a colour for each phase; None if it was not recorded.
 
     The first case's field `timeline` has for each phase its name and points (seconds, bytes above what was held).
     """
@@ -287,7 +316,10 @@ def overlap(view: views.View, about: str) -> list[items.Plot]:
 
 @steps.step
 def with_held(view: views.View) -> views.View:
-    """Adds the memory held before a call as its first phase; gives cases without a profile phases without peaks."""
+    """Puts a phase "held", for the memory held before the call, in front of each case's field `phases`.
+
+    Cases without a profile get the phases of their mode, with None as their peaks.
+    """
 
     def held_and_phases(case: fields.Record) -> fields.Record:
         expected = PHASES if case["mode"] == "step" else ("forward",)
@@ -301,8 +333,8 @@ def with_held(view: views.View) -> views.View:
 def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
     """One case for each combination of values of these fields, with `latency_s` and `bytes_per_s` fitted to its times.
 
-    Sizes that were disturbed count only where all were. No case where fewer than two sizes count, or the larger takes
-    no longer.
+    The fit is a line through the times of all sizes (`bytes`) of the combination. Disturbed cases count only if all are
+    disturbed. There is no case if fewer than two sizes count, or if times do not grow with the size.
     """
     cases = []
     for part in view.groups(names).values():
@@ -322,7 +354,7 @@ def row_labels(view: views.View, plain: str) -> views.View:
     def called(case: fields.Record) -> fields.Record:
         extra = case["impl"].removeprefix(case["strategy"])
         if case["checkpoint"] != plain:
-            extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)  # "-C" and levels: how rows are named for it
+            extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)  # row names have "-C" and checkpointing levels
         extra = extra.strip("-").replace("-", ", ").replace("MiB", " MiB")
         extra = re.sub("^auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", extra)
         return {"called": ", ".join(filter(None, [case["strategy"], extra]))}
@@ -334,10 +366,10 @@ def row_labels(view: views.View, plain: str) -> views.View:
 def rivals(
     view: views.View, settings: Sequence[str], names: tuple[str, str], word: str, title: str
 ) -> items.Table | None:
-    """How much faster each strategy is than its rivals, which its trait `rivals` names.
+    """A table of how much faster each strategy is than its rivals, which its trait `rivals` names.
 
-    A line for each combination of values of the fields `settings`, a column for each pair that was timed. Below these
-    lines stand geometric means of the lines whose names have the same end.
+    There is a line for each combination of values of the fields `settings`, and a column for each pair that was timed.
+    Below are geometric means over the lines whose names have the same end.
 
     names        templates of the beginning and of the end of a line's name, with names of fields in braces
     word, title  the end of the file's name, and the title, with names of fields in braces

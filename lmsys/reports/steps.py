@@ -1,10 +1,11 @@
 """The steps that a layout may name, such as ["cut", "N{tokens}", "{section}"]: STEPS has the function of each name.
 
-`layout` calls `applied`, which gives each function a view and the arguments that the layout holds. A function returns
-or yields views, to which the next step is applied, or tables and plots (None: there is nothing to draw). To add
-a step, write a function here below `@step`, or in `special` one that serves a single benchmark. Arguments come from
-result files, so they are JSON: fields are given by name, tests and values as texts that `lmsys.reports.expressions`
-evaluates.
+A layout is plain data in a result file that says how the report draws a benchmark (layout.py, which calls `applied`).
+`applied` gives each function a view (some cases of the benchmark, views.py) and the arguments that the layout holds. A
+function returns or yields views, to which the next step is applied, or tables and plots (None: there is nothing to
+draw). To add a step, write a function here below `@step`; a step for a single benchmark goes into special.py. Arguments
+come from result files, so they are JSON: fields are given by name, tests and values as texts that
+`lmsys.reports.expressions` evaluates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ Steps = Sequence[Any]
 
 
 def each_metric(draw: Any) -> Any:
-    """The step that draws each of several metrics by `draw`, a function that draws one metric."""
+    """A step that draws each of several metrics by `draw`, a function that draws one metric."""
 
     def drawn(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
         return [draw(view, metric, *args, **options) for metric in view.chosen(metrics)]
@@ -84,7 +85,7 @@ def applied(view: views.View, steps: Steps) -> list[Any]:
 
 @step
 def if_varies(view: views.View, name: str, varies: bool = True) -> list[views.View]:
-    """Keeps the view if the field varies among its cases, or if it does not for `varies=False`; else gives no view."""
+    """Keeps the view if the field varies among its cases, or with `varies=False` if it does not; else gives no view."""
     return [view] * bool(view.cases and view.varies(name) == varies)
 
 
@@ -118,9 +119,9 @@ def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.
 def facets(
     view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True
 ) -> Iterator[views.View]:
-    """Splits the view by these fields; and, where cases agree in them and in `others`, by the axes that differ.
+    """Splits the view by these fields, and by each axis that is needed to tell cases apart besides them and `others`.
 
-    File names end in the values of these fields; with `stem` the field's name stands before its value.
+    File names end in the values of these fields; with `stem` the name of a field is in front of its value.
     """
     axes = view.identifying(view.chosen(names), others)
     return view.cut(
@@ -152,7 +153,7 @@ def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]])
 def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]) -> views.View:
     """Adds the field `name`: another case, whose value on `axis` is this case's value of the field `of`.
 
-    The two cases agree on the axes `same`. The field is None where there is no such case.
+    The two cases have the same values on the axes `same`. The field is None if there is no such case.
     """
     known, names = view.index([axis] + list(same)), [of] + list(same)
     return view.adding(lambda case: {name: known.get(views.key_of(case, names))})
@@ -162,7 +163,8 @@ def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]
 def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.View:
     """Adds fields, each declared by a mapping of `Field`'s attributes (`lmsys.bench.fields`); `of` is an expression.
 
-    The expression is for the field's value. In `label` and `about` a name in braces stands for the first case's value.
+    The expression gives the field's value in each case. In `label` and `about`, a name in braces stands for the first
+    case's value of that field.
     """
     for field in declared:
         texts = {key: words.filled(field.get(key, ""), view.first) for key in ("label", "about")}
@@ -183,8 +185,8 @@ def computed(view: views.View, **texts: str) -> views.View:
 def defaulted(view: views.View, name: str, plain: str, order: Sequence[str] = (), quiet: bool = True) -> views.View:
     """Fills in the value `plain` of an axis that older files lack.
 
-    In reading order it comes first, then the values in `order`, then the others. With `quiet`, captions leave the axis
-    out if `plain` is its only value.
+    In reading order (the order in tables and legends) `plain` comes first, then the values in `order`, then the others.
+    With `quiet`, captions leave the axis out if `plain` is its only value.
     """
     view = view.with_fields([Field(name, role="axis", of=lambda case: case.get(name) or plain)])
     values = view.values(name)
@@ -215,7 +217,7 @@ def traits(view: views.View, row: str, trait: str) -> views.View:
 
 @step
 def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str = "") -> views.View:
-    """Adds `base`, by default the table's baseline, and `beside`, the case that has it on the axis (`cells.beside`)."""
+    """Adds the field `base`, by default the table's baseline row, and `beside`, the base's case (`cells.beside`)."""
     base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
     return cells.beside(view, base, axis, same).adding({"base": base})
 
@@ -224,7 +226,8 @@ def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str 
 def points(view: views.View, step: str, value: str, values: str, at: str = "") -> views.View:
     """Puts a case in place of each point of a curve, with its coordinates in the fields `step` and `value`.
 
-    Cases hold its heights as a list in the field `values`, its places in `at`, by default 1, 2, ...
+    The field `values` of a case has the list of the curve's heights, the field `at` that of its places, by default 1,
+    2, 3, ...
     """
 
     def points_of(case: Record) -> list[Record]:
@@ -249,9 +252,10 @@ def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
 
 @step
 def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
-    """Plots each metric against the axis that has the most numbers, for each combination of values of the others.
+    """Plots each metric against the axis with the most values, of those whose values are all numbers.
 
-    The axis is never `impl`. Nothing is drawn where no axis has numbers alone.
+    There is a plot for each combination of values of the other axes, in which rows are lines. Nothing is drawn if no
+    axis has only numbers.
     """
     numbers = [name for name in view.chosen(["@?", "-impl"]) if set(map(type, view.values(name))) <= {int, float}]
     if not numbers:
@@ -265,11 +269,12 @@ def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
 def over_bases(
     view: views.View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
 ) -> items.Table | None:
-    """A table of all metrics and of the speedups over each baseline; `shares`: also peak memory over the baseline's.
+    """A table of all metrics and of the speedups over each baseline.
 
     keys       fields of the first columns
     same       as in `cells.beside`
     otherwise  as in `cells.baselines_of`
+    shares     True: it also has the peak memory as a share of each baseline's
     """
     metrics, bases = view.metrics(), cells.baselines_of(view, otherwise)
     for base in bases:
@@ -288,10 +293,11 @@ def over_bases(
 
 @step
 def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> items.Table | None:
-    """A table of geometric mean speedups: a line for each row, a column for each part that the lists of steps make.
+    """A table of geometric mean speedups: a line for each row, a column for each part of the view.
 
+    parts  lists of steps, each of which makes one part or several, with speedups (step "over")
     word   ends the file's name
-    title  may have {bases} in it: the rows that the speedups are over
+    title  may have {bases} in it: the rows that the speedups are relative to
     """
     compared_parts: list[views.View] = list(filter(cells.is_compared, each(view, *parts)))
     bases = list(dict.fromkeys(part.text("impl", part.base) for part in compared_parts))
@@ -306,17 +312,17 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
 
 @step
 def either(view: views.View, *items: Steps) -> items.Items:
-    """The tables and plots of the first item that has any. An item is one step, or several one after another."""
+    """The tables and plots of the first item that makes any. An item is one step, or a list of steps."""
     return next(filter(any, map(partial(applied, view), items)), [])
 
 
 @step
 def each(view: views.View, *items: Steps) -> list[Any]:
-    """All that these items make, such as tables and plots; items are as in `either`."""
+    """All views, tables or plots that these items make; items are as in `either`."""
     return sum(map(partial(applied, view), items), [])
 
 
 @step
 def if_drawn(view: views.View, first: Steps, then: Steps) -> items.Items:
-    """The tables and plots of the second item, where the first has any."""
+    """The tables and plots of the item `then`, if the item `first` makes any."""
     return applied(view, then) if any(applied(view, first)) else []

@@ -1,10 +1,13 @@
 """Tables of a view: `pivot`, `listing`, `endings`, `means` and `same_bits`, which are steps of layouts, and helpers.
 
+A view is some cases of one benchmark (views.py); a case is one record of a result file, of one row (an implementation).
 `pivot` spreads one metric over lines and columns, `listing` has a line for each case with all its metrics, `endings`
 counts how cases ended, `means` has geometric means of speedups, and `same_bits` says which rows give the same bits
-again. Each returns an `items.Table`, or None where there is nothing to show: texts of cells from `cells`, the best of
-each line marked, and the data of its CSV. `steps` calls them with a layout's arguments: `word` ends the name of the
-table's file, and `word` and `title` may have names of fields in braces. `answers` and `special` use the helpers.
+when they are called again. Each returns an `items.Table`, or None if there is nothing to show. The table has texts of
+cells (cells.py), marks the best figure of each line, and has the data of its CSV file.
+
+`steps` calls these functions with a layout's arguments: `word` ends the name of the table's file, and `word` and
+`title` may have names of fields in braces. `answers` and `special` use the helpers.
 """
 
 from collections import Counter
@@ -17,13 +20,14 @@ from lmsys.reports import cells, expressions, items, load, views, words
 ENDINGS = ["timed", "verified, untimed"] + list(words.MEANINGS.values())  # how a case may end, in words
 LEFT_OUT = "Left out, as no case of it could run"  # begins a note
 Place = tuple[int, int]  # a cell's line and column
-ASIDE = " Disturbed cases count only where a row has no others."  # ends captions if a case was disturbed
+# It ends captions if a case was disturbed: the machine was busy or slowed while it was measured.
+ASIDE = " Disturbed cases count only where a row has no others."
 SPREAD = ["mean_s", "std_s", "p20_s", "p80_s", "rounds"]  # fields that a CSV has beside the time
 Line = Sequence[fields.Record | None]  # the cases in the cells of a line; None for one that was not run
 
 
 def data_of(view: views.View, names: Sequence[str]) -> list[fields.Record]:
-    """The data of a CSV: for each case the declared axes, how it ended, and these fields."""
+    """The data of a table's CSV: a record for each case, with the declared axes, how it ended, and these fields."""
     declared = view.machine.fields[view.benchmark].values()
     axes = [field.name for field in declared if field.role == "axis" and field.name not in views.OF_THE_ROW]
     return lines_of(view.cases, list(filter(view.has, axes)) + ["outcome"] + list(names))
@@ -46,15 +50,15 @@ def pivot(
 ) -> items.Table | None:
     """A table of one metric.
 
-    rows     fields, as in `View.chosen`: a line for each combination of their values, and of those of every other axis
-             that is needed to tell cases apart
+    rows     fields, as in `View.chosen`: a line for each combination of their values; every other axis that is needed
+             to tell cases apart is added to them
     columns  a field: a column for each of its values
-    inside   a field: a cell has the metric for each of its values, as a / b
+    inside   a field: a cell has the metric for each of its values, as "a / b"
     word     ends the file's name; by default the metric's word in `words.FILES`
     about    the caption's first sentence; by default what the metric's declaration says
     data     fields of the CSV, by default the metric
 
-    None without a number to show, except for the time, whose cells also tell how cases ended.
+    None if there is no number to show. For the time there is always a table, since its cells tell how cases ended.
     """
     field, is_speedup = view.fields[metric], metric == cells.SPEEDUP
     if metric != "time_s" and not view.has(metric) or is_speedup and not cells.is_compared(view):
@@ -63,14 +67,14 @@ def pivot(
     cases = view.index(rows + [columns, inside] if inside else rows + [columns])
     view, left_out = _without_unsupported(view, columns)
     heads = view.values(columns)
-    # The keys of the cases in one cell, behind those of its line and column; () where a cell has one case.
+    # Ends of the keys of `cases`: one for each case of a cell, or () if a cell has a single case.
     inner: list[views.Key] = [(value,) for value in view.values(inside)] if inside else [()]
     is_single, clocked, notes = len(inner) == 1, words.is_clocked(field), cells.Notes()
     compares = clocked and not is_speedup and "impl" in (columns, inside)
-    # `best` has the best cases, and `details` what a reader sees who points there, by place.
+    # By place, `best` has the best cases, and `details` the texts that readers see who point there.
     lines, best, details = list[list[str]](), dict[Place, fields.Record](), dict[Place, str]()
     for key, part in view.ordered(*rows).groups(rows).items():
-        groups = []  # by cell of this line its cases; `line` has the cases of all cells
+        groups = []  # for each cell of this line, its cases; `line` has the cases of all cells
         for head in heads:
             groups.append([cases.get(key + (head,) + value) for value in inner])
         line, texts = sum(groups, []), view.texts(rows, part.first)
@@ -81,7 +85,7 @@ def pivot(
             if clocked and is_single:
                 details[len(lines), place] = cells.detail(view, case)
         for group in groups:
-            # The cases among which the base is: those of the cell if it compares rows, else of the line if that does.
+            # The base is one of these cases: of the cell if it compares rows, else of the line if the line does.
             beside = group if inside == "impl" else line if compares else []
             texts.append(_group(view, metric, group, beside, notes))
         lines.append(texts)
@@ -112,14 +116,17 @@ def pivot(
 
 
 def ratios_of(view: views.View) -> list[float]:
-    """The speedups that count in a mean: those of undisturbed cases, or all where each was disturbed."""
+    """The speedups that count in a mean: those of undisturbed cases, or all if every case was disturbed."""
     return view.of(verdict.undisturbed(view.only(cells.SPEEDUP).cases)).column(cells.SPEEDUP)
 
 
 def _answer(view: views.View, field: fields.Field, winners: Sequence[fields.Record], lines: int) -> str:
     """A sentence: which row is the best in most lines of a table, and its figures there.
 
-    "" where a benchmark with a layout has no peer, somebody else's row: the best of ours alone may be slow.
+    winners  the best case of each line
+    lines    the number of lines
+
+    "" if a benchmark with a layout has no peer (somebody else's row), since the best of our own rows may still be slow.
     """
     if not winners or view.machine.layouts.get(view.benchmark) and not view.has_any("peer"):
         return ""
@@ -135,7 +142,7 @@ def _answer(view: views.View, field: fields.Field, winners: Sequence[fields.Reco
 
 
 def _without_unsupported(view: views.View, columns: str) -> tuple[views.View, list[str]]:
-    """The view without the rows that support none of its cases, and a note that names them, if rows are columns."""
+    """(the view, [a note]): if columns are rows, the view loses rows that support no case, and the note names them."""
     supported = view.only("outcome != 'unsupported'").values(columns)
     unsupported = [row for row in view.values(columns) if row not in supported]
     if columns != "impl" or not unsupported or not supported:
@@ -147,8 +154,8 @@ def _without_unsupported(view: views.View, columns: str) -> tuple[views.View, li
 def _best(view: views.View, field: fields.Field, line: Line) -> list[fields.Record]:
     """The cases with the best value of a field, among those of a line that were sampled together with its base.
 
-    [] where nothing says whether more or less is better. Cases that do not do the benchmark's whole work (`contending`)
-    do not count beside cases that do.
+    [] if it is not known whether more or less of the field is better, or if fewer than two cases were sampled together.
+    Cases that do not do the benchmark's whole work (see `contending`) count only if no case does.
     """
     timed = [case for case in line if case and case["time_s"] and case.get(field.name) is not None]
     base = _base(view, timed)
@@ -162,21 +169,22 @@ def _best(view: views.View, field: fields.Field, line: Line) -> list[fields.Reco
 
 
 def contending(machine: load.Machine, cases: Sequence[fields.Record]) -> Sequence[fields.Record]:
-    """The cases that pass the expression `contends` of their layout's "fastest"; all cases where none does."""
+    """The cases that pass the expression `contends` of their layout's "fastest"; all cases if none does."""
     tests = {name: layout.get("fastest", {}).get("contends", "True") for name, layout in machine.layouts.items()}
     return [case for case in cases if expressions.value_of(tests.get(case["benchmark"], "True"), case)] or cases
 
 
 def value_head(view: views.View, name: str, value: Any) -> str:
-    """The head of a column for a field's value; before a number, or a yes or no, stands the field's label."""
+    """The head of a column for a field's value. A number, or a yes or no, has the field's label in front of it."""
     is_bare = isinstance(value, int | float) and value not in view.words.get(name, ())
     return f"{words.label_of(view.fields[name])} " * is_bare + view.text(name, value)
 
 
 def _group(view: views.View, metric: str, group: Line, beside: Line, notes: cells.Notes) -> str:
-    """The text of one cell: the metric of each case of `group`, as a / b.
+    """The text of one cell: the metric of each case of `group`, as "a / b".
 
-    A footnote marks cases that were not sampled together with the base, which is looked for in `beside`.
+    beside  the cases among which the base is looked for; a footnote marks timed cases that are not sampled with it
+    notes   the table's footnotes, to which those of this cell are added
     """
     timed = [case for case in beside if case and case["time_s"] is not None]
     base, texts = _base(view, timed), []
@@ -192,7 +200,7 @@ def _group(view: views.View, metric: str, group: Line, beside: Line, notes: cell
 
 
 def _base(view: views.View, timed: Sequence[fields.Record]) -> fields.Record | None:
-    """The case that others have to be sampled together with: that of the view's base, else the first; None if empty."""
+    """The case that others are to be compared with: that of the view's base, else the first; None without cases."""
     bases = view.of(timed).having("impl", [view.base]).cases or timed
     return bases[0] if bases else None
 
@@ -289,8 +297,10 @@ def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
 
 
 def means(view: views.View, row: str, column: str, word: str, title: str) -> items.Table | None:
-    """Geometric means of the speedups, each with its number of speedups: a line for each value of the field `row`, a
-    column for each of the field `column`."""
+    """A table of geometric means of the speedups, each with the number of speedups that it is of.
+
+    row, column  fields: there is a line for each value of `row`, and a column for each value of `column`
+    """
     compared = view.only(cells.SPEEDUP)
     if not compared.cases:
         return None
@@ -313,12 +323,13 @@ def means(view: views.View, row: str, column: str, word: str, title: str) -> ite
     )
 
 
-# By the head of a column: the field that answers its question, and the key of `same_bits` with tensors that differ.
+# {head of a column of `same_bits`: (the field that answers its question, the key under which a case's `same_bits` has
+# the tensors that differ)}
 QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BATCH_INVARIANT.name, "alone")}
 
 
 def _bits_of(case: fields.Record) -> fields.Record:
-    """The fields of a case that only the CSV has: how its bits differ, as `lmsys.bench.trial` found it."""
+    """Fields for the CSV of `same_bits`: how the bits of a case's results differ, as `lmsys.bench.trial` found it."""
     differ, alone = case["same_bits"]["differ"], case["same_bits"]["alone"]
     return {
         "calls": case["same_bits"]["calls"],
@@ -329,9 +340,9 @@ def _bits_of(case: fields.Record) -> fields.Record:
 
 
 def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
-    """A table with a line for each row that was called again on the same inputs.
+    """A table with a line for each row that was called again on the same inputs: whether the bits were the same.
 
-    by  for each group of columns its head, and an expression that is true of its cases
+    by  for each group of columns its head, and an expression (expressions.py) that is true of its cases
     """
     view = view.only("outcome == 'ok' and same_bits").ordered("impl")
     view = view.with_fields([fields.REPEATABLE, fields.BATCH_INVARIANT]).adding(_bits_of)
@@ -364,10 +375,9 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
 
 
 def _same_bits_cell(view: views.View, answer: str, tensors: str, notes: cells.Notes) -> str:
-    """The text of a cell: "yes (12)", "no: dq (3 of 12)" or "" where nobody asked. Footnotes say by how much tensors
-    differ, and why a call failed.
+    """The text of a cell of `same_bits`: "yes (12)", "no: dq (3 of 12)", or "" if no case was asked.
 
-    `answer` and `tensors` are the entries of QUESTIONS.
+    Footnotes say by how much tensors differ, and why a call failed. `answer` and `tensors` are an entry of QUESTIONS.
     """
     unknown, good, bad = (view.having(answer, [value]).cases for value in (None, True, False))
     failures = dict.fromkeys(case["same_bits"].get("failure") for case in unknown)

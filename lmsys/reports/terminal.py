@@ -1,8 +1,9 @@
-"""The summary in the terminal at the end of a run: `lines`, which the pytest plugin prints.
+"""The summary in the terminal at the end of a run: `lines`, which the pytest plugin (`lmsys.bench.plugin`) prints.
 
-For each setting it lists the rows that ran, the fastest first, in the words of the page. A setting is a section with
-values of axes that are words, such as direction, dtype and mask. Axes that are numbers are sizes; where all sizes would
-be too many lines, the largest is shown. Rows that could not run are left out: the plugin prints the reasons below.
+For each setting it lists the rows (implementations) that ran, the fastest first, in the words of the page. A setting is
+a section of the sweep with values of those axes that are words, such as direction, dtype and mask. Axes that are
+numbers are sizes: if the lines of all sizes would be more than MOST, only the largest size is shown. Rows that could
+not run are left out: the plugin prints the reasons below.
 """
 
 import shutil
@@ -14,7 +15,7 @@ from lmsys.reports import cells, load, tables, views, words
 
 MOST = 20  # the most lines of a benchmark, unless `every` case is asked for
 NARROW = 18  # the fewest characters that a setting gets, in a narrow terminal
-# Heads of columns.
+# {field: head of its column}, for fields whose unit is no head.
 SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in cells.CEILINGS.items()}
 HEADS = SHARES | {fields.ERROR.name: "error"}
 ABOUT = (
@@ -47,7 +48,10 @@ def lines(
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
-    """Yields the lines of a benchmark's table: of all comparisons if `every`, else of each setting's largest one."""
+    """Yields the lines of a benchmark's table: all comparisons if `every`, else the largest one of each setting.
+
+    A comparison is the cases of one setting and size that were sampled together.
+    """
     of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # becomes all axes in which the rows of a comparison differ
     for part in view.groups(["comparison"]).values():
         of_rows.update(filter(part.varies, view.axes()))
@@ -61,7 +65,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     figures = ["time_s"] + rates[:1] + list(filter(view.has, SHARES))[:1]
     figures += [fields.ERROR.name] * (every and view.has(fields.ERROR.name))
     most = len(view.cases) if every else max(1, MOST // len(parts))
-    # Of each setting its words and its lines.
+    # For each setting: (its words, its lines).
     groups = [(_words(part, part.first, axes), list(_lines(part, figures, most))) for part in parts]
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(rows) for _, rows in groups)} of {len(view.cases)} that ran"
     heads = [HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures]
@@ -70,13 +74,13 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
 
 
 def _size(part: views.View) -> tuple[bool, float]:
-    """A key that sorts comparisons by the least time of a row; those of which all cases were disturbed come first."""
+    """A key that sorts comparisons by size, which is the least time of a row; wholly disturbed ones come first."""
     timed = verdict.undisturbed(part.only("time_s").cases)
     return any(not case["disturbed"] for case in timed), min(map(verdict.time_of, timed), default=0.0)
 
 
 def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
-    """A case's values of these fields, joined by commas; before a number stands its label."""
+    """A case's values of these fields, joined by commas; a number has its field's label in front of it."""
     known = [(name, case[name]) for name in names if case[name] is not None]
     return ", ".join(value if isinstance(value, str) else tables.value_head(part, name, value) for name, value in known)
 
@@ -87,7 +91,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list
     part  the cases of one comparison
     most  the most lines
 
-    A row of an earlier state of the code, `ROW@COMMIT`, follows that of today, and its speed is over that.
+    A row of an earlier state of the code, `ROW@COMMIT`, follows the same row of today, and its speed is over that one.
     """
     names = part.identifying(["impl"])
     contenders = part.only("time_s and contends").cases
@@ -125,8 +129,10 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list
 
 
 def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) -> Iterator[str]:
-    """Yields aligned lines of at most `width` characters: each setting, broken into as many lines as it has rows, and
-    beside it the cells of its rows."""
+    """Yields aligned lines of at most `width` characters.
+
+    groups  for each setting (its words, the cells of each of its lines); its words are wrapped beside these lines
+    """
     columns = zip(*(line for _, rows in groups for line in rows), strict=True)
     row, *wide, _ = (max(map(len, column)) for column in columns)
     free = width - row - sum(wide) - len(wide) - len("    disturbed")  # two gaps of two spaces, and the last column

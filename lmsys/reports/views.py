@@ -1,9 +1,12 @@
 """`View`: some cases of one benchmark on one machine, and how to read, label and colour them.
 
-A case is one record of a result file, a dict by field name. `view_of` makes the view of all cases of a benchmark, for
-`__main__` (the page) and `terminal` (a run's summary). `layout` and `steps` then derive views from views: fewer cases,
+A case is one record of a result file, a dict by field name: one row (an implementation) as it was measured with one
+value for each axis. `view_of` makes the view of all cases of a benchmark, for `__main__` and `answers` (the page),
+`layout.rehearse` and `terminal` (a run's summary). `layout` and `steps` then derive views from views: fewer cases,
 other fields, other words. `tables` and `plots` draw a view. A view is never changed: each method returns a new one.
-A method that layouts may name is also listed in `steps.STEPS`; add one in both places.
+
+*Reading order* is the order in which tables and legends list the values of a field (`View.place`). A method that
+layouts may name is also listed in `steps.STEPS`; add one in both places.
 """
 
 import re
@@ -20,9 +23,9 @@ from lmsys.reports.words import Style
 from lmsys.values import hold
 
 OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")  # "[text with {field}]" in a template of `View.cut`
-LIMIT = "memory_limit_bytes"  # a field
-OF_THE_ROW = ("label", "peer")  # axes that follow from a case's row: they tell no two cases of a row apart
-NOT_IN_CAPTIONS = ("section",) + OF_THE_ROW + ("device",)  # headings and titles tell these
+LIMIT = "memory_limit_bytes"  # the field with the limit under which a case ran; None: it had none
+OF_THE_ROW = ("label", "peer")  # axes that depend on a case's row alone: they tell no two cases of a row apart
+NOT_IN_CAPTIONS = ("section",) + OF_THE_ROW + ("device",)  # axes that headings and titles state
 Key = tuple[Any, ...]  # values of some fields, in the order in which the fields were named
 
 
@@ -32,7 +35,9 @@ def key_of(case: Record, names: Iterable[str]) -> Key:
 
 
 def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) -> "View":
-    """The view of all cases of a benchmark; `baseline`: the row that the user wants speeds to be relative to.
+    """The view of all cases of a benchmark.
+
+    baseline  the row that the user wants speeds to be relative to; None: the table of rows decides
 
     ValueError for a record whose value is not of its declared kind, such as a text in place of a number.
     """
@@ -53,8 +58,8 @@ class View:
     """Some cases, and how to read them.
 
     fields    the declaration of each field, by name
-    words     by field the words for its values, in the order in which tables and legends list them (reading order)
-    styles    by field the look of its values, in reading order
+    words     {field: {value: word}}, in reading order
+    styles    {field: {value: its colour and marker}}, in reading order
     wanted    the row that the user wants speeds to be relative to; None: the table of rows decides
     base      the row that the speedups of these cases are relative to; None before speedups are added
     stem      begins the file names of this view's tables and plots; `tail` ends them
@@ -79,11 +84,11 @@ class View:
 
     @property
     def first(self) -> Record:
-        """The first case, to read what all cases have alike; {} without cases."""
+        """The first case, to read a value that all cases share; {} without cases."""
         return self.cases[0] if self.cases else {}
 
     def of(self, cases: Sequence[Record]) -> "View":
-        """The same view of these cases."""
+        """A view like this one, but of these cases."""
         return replace(self, cases=cases)
 
     def column(self, name: str) -> list[Any]:
@@ -95,7 +100,7 @@ class View:
         return self.of(list(filter(test if callable(test) else self.expression(test), self.cases)))
 
     def expression(self, text: str) -> Callable[[Record], Any]:
-        """The function of a case that an expression is; ValueError for a name that no field of the cases has."""
+        """A function that evaluates an expression for a case; ValueError for a name that no field has."""
         known = {**self.fields, **self.first}
         for name in expressions.names_in(text):
             hold((name in known or not self.cases, f"in {text!r}: {load.no_field(name, known)}"))
@@ -106,12 +111,12 @@ class View:
         return self.of([case for case in self.cases if case[name] in values])
 
     def ordered(self, *names: str) -> "View":
-        """The cases sorted by these fields (names as in `chosen`), each in its reading order."""
+        """The cases sorted by these fields (names as in `chosen`), the values of each in reading order."""
         chosen = self.chosen(names)
         return self.of(sorted(self.cases, key=lambda case: [self.place(name, case[name]) for name in chosen]))
 
     def groups(self, names: Sequence[str]) -> "dict[Key, View]":
-        """A view for each combination of values of these fields, in the order in which cases first have it."""
+        """{values: view} for each combination of values of these fields, in order of first appearance."""
         groups = grouped((key_of(case, names), case) for case in self.cases)
         return {key: self.of(cases) for key, cases in groups.items()}
 
@@ -120,7 +125,7 @@ class View:
         return {key_of(case, names): case for case in self.cases}
 
     def adding(self, facts: Callable[[Record], Record] | Record) -> "View":
-        """The cases, each with these fields, or with those that a function returns for it."""
+        """Adds fields to each case: the same ones to all, or those that a function returns for the case."""
         return self.of([case | (facts(case) if callable(facts) else facts) for case in self.cases])
 
     def expanded(self, lines: Callable[[Record], Iterable[Record]]) -> "View":
@@ -128,13 +133,17 @@ class View:
         return self.of([case | line for case in self.cases for line in lines(case)])
 
     def cut(self, stem: str, heading: str, tail: bool = False) -> "Iterator[View]":
-        """Yields the parts of the view by the fields that the two templates name in braces, and by memory limit.
+        """Splits the view by the fields that the two templates name in braces, and by memory limit; yields the parts.
 
-        `cut("loss-N{tokens}", "{section}[, {precision}]")` makes a view for each section, precision and number of
-        tokens. Its heading is `heading`, with words in place of the names, followed by the heading of this view. Its
-        file names get `stem`, with stored values in place of the names, behind their beginning; with `tail`, at their
-        end. Text in brackets is left out of a template where the field in it does not vary. KeyError for a name that is
-        no field's.
+        For example `cut("loss-N{tokens}", "{section}[, {precision}]")` yields a view for each section, precision and
+        number of tokens.
+
+        stem     goes into the part's file names, with stored values in place of the names: behind the stem of this
+                 view, or with `tail` at the end
+        heading  begins the part's heading, with words in place of the names; the heading of this view follows
+
+        Text in brackets is left out of a template if the field in it does not vary. KeyError for a name that no field
+        has.
         """
         stem, heading = (OPTIONAL.sub(lambda part: part[1] * self.varies(part[2]), text) for text in (stem, heading))
         in_stem, in_heading = words.NAMES.findall(stem), words.NAMES.findall(heading)
@@ -157,7 +166,7 @@ class View:
         return load.file_name("-".join(filter(None, [self.stem, word])) + self.tail)
 
     def named(self, stem: str) -> "View":
-        """Adds to the beginning of file names; names in braces stand for the values of the first case."""
+        """Adds `stem` to the beginning of file names; names in braces stand for the values of the first case."""
         return replace(self, stem=f"{self.stem}-{words.filled(stem, self.first)}")
 
     def silent(self, *names: str) -> "View":
@@ -184,7 +193,7 @@ class View:
         return self
 
     def read_as(self, name: str, words: Any) -> "View":
-        """Sets the words for a field's values, in reading order: {value: word}, or pairs of these."""
+        """Sets the words for a field's values, and their reading order. words: {value: word}, or pairs of these."""
         return replace(self, words={**self.words, name: dict(words)})
 
     def labelled(self, **labels: str) -> "View":
@@ -196,7 +205,7 @@ class View:
         return self.with_fields([self.fields[name].called(role="detail") for name in self.fields.keys() & names])
 
     def with_fields(self, fields: Iterable[Field]) -> "View":
-        """Adds fields. One with `of` is computed for each case; None where the case lacks what `of` needs."""
+        """Adds fields. A field with `of` is computed for each case; it is None if the case lacks what `of` needs."""
         known, cases = dict(self.fields), list(map(dict, self.cases))
         for declared in fields:
             known[declared.name] = declared
@@ -205,9 +214,10 @@ class View:
         return replace(self, fields=known, cases=cases)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
-        """Gives each value of the field `name` a colour and a marker: those of the row that the field `row` names.
+        """Gives each value of the field `name` a colour and a marker: those of a row in the table of rows.
 
-        `label` is a field: its values in the cases are the labels there; "" for none.
+        row    the field that names this row in each case; "": the field `name` itself
+        label  a field whose values in the cases are the labels in legends and tables; "": the values of `name` are
         """
         row = row or name
         return replace(
@@ -217,8 +227,10 @@ class View:
     def table(self, row: str = "impl") -> Mapping[Any, Record]:
         """The rows, by name, of the table that holds the values of a field, with their traits.
 
-        That is the table of the field's or the benchmark's name if there is one, else the one with most of the values;
-        where no table has any, the words for the field's values, without traits.
+        row  the field
+
+        It is the table with the name of the field or of the benchmark if there is one, else the table with most of the
+        field's values. If no table has any of them, the result has the values that have words, without traits.
         """
         tables, values = self.machine.rows, set(self.column(row))
         named = {kind: table for kind, table in tables.items() if kind in (row, self.benchmark)}
@@ -230,15 +242,15 @@ class View:
         return [words.label_of(self.fields[name]) for name in names]
 
     def has(self, name: str) -> bool:
-        """True where any case has a value of the field, be it 0 or empty."""
+        """True if any case has a value of the field, even if it is 0 or empty."""
         return self.column(name).count(None) < len(self.cases)
 
     def has_any(self, name: str) -> bool:
-        """True where any case has a value of the field other than 0 and empty."""
+        """True if any case has a value of the field that is neither 0 nor empty."""
         return any(self.column(name))
 
     def varies(self, name: str) -> bool:
-        """True where the cases have several values of the field."""
+        """True if the cases have several values of the field."""
         return len(set(map(itemgetter(name), self.cases))) > 1
 
     def axes(self) -> list[str]:
@@ -254,7 +266,7 @@ class View:
         ]
 
     def chosen(self, names: Sequence[str]) -> list[str]:
-        """The fields that some names stand for.
+        """The fields that these names stand for, in order. Here `a` is the name of a field, and `b` a value of it.
 
         "a?"  a, if it varies               "*"  all metrics that are not in `names` themselves
         "a!"  a, if any case has it         "@"  all axes that are not in `names` themselves; "@?": those that vary
@@ -285,12 +297,12 @@ class View:
         return chosen
 
     def filled(self, text: str) -> str:
-        """The text with values in place of names in braces: fields that do not vary; {lines} is the number of cases."""
+        """The text with values in place of the names in braces of fields that do not vary; {lines} counts the cases."""
         names = filter(self.fields.__contains__, words.NAMES.findall(text))
         return words.filled(text, {"lines": len(self.cases), **self.constants(names)})
 
     def values(self, name: str) -> list[Any]:
-        """Each value of a field once, in reading order; texts outside of it in order of appearance."""
+        """Each value of a field once, in reading order; texts without a place in it come last, as they appear."""
         return sorted(dict.fromkeys(map(itemgetter(name), self.cases)), key=lambda value: self.place(name, value)[:2])
 
     def identifying(self, names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
@@ -303,7 +315,11 @@ class View:
         return identifying
 
     def place(self, name: str, value: Any) -> tuple[int, float, str]:
-        """A key that sorts values into reading order: as styles or words list them, then by size, then by alphabet."""
+        """A key that sorts a field's values into reading order.
+
+        First come the values that its styles list (else its words), in that order, then numbers by size, then texts by
+        the alphabet.
+        """
         known = list(self.styles.get(name) or self.words.get(name, {}))
         if value in known:
             return 0, known.index(value), ""
@@ -327,11 +343,11 @@ class View:
         return [self.text(name, case[name]) for name in names]
 
     def constants(self, names: Iterable[str]) -> dict[str, str]:
-        """The values that all cases have alike, as readers see them, by field."""
+        """{field: its value as readers see it}, for those of these fields that do not vary."""
         return {name: self.text(name, self.first[name]) for name in names if not self.varies(name)}
 
     def style(self, name: str, value: Any) -> Style:
-        """The look of a value. Its label joins the labels in these cases: "auto: A", "auto: B" give "auto: A or B"."""
+        """The look of a field's value. Its label joins those of the cases: "auto: A", "auto: B" give "auto: A or B"."""
         style, part = self.styles[name][value], self.having(name, [value])
         labels = list(filter(None, part.column(style.said_by)))
         if name == "impl" and not labels:
@@ -342,8 +358,11 @@ class View:
     def caption(self, about: str, clocked: bool = False) -> str:
         """The caption of a table or plot, in lines: what is shown, what is held constant, and how it was timed.
 
-        `about` says what is shown; `clocked` asks for the line on timing. An axis with several numbers is told as a
-        range. Words that vary are not told: they stand in the table or plot itself.
+        about    says what is shown
+        clocked  True: there is a line on how the cases were timed
+
+        The second line states the axes: one value, or a range of numbers. It leaves out an axis whose several values
+        are words, since these are in the table or plot itself.
         """
         held = []
         for name in self.axes():

@@ -1,9 +1,11 @@
 """How a report writes numbers, units, labels and timing, and the colour and marker of each row.
 
-A field is stored in an SI unit and shown in the unit that its declaration names: `unit_of` converts, nothing else does.
-`styles_of` gives a row the same look in every plot. All other modules of reports call these functions with values,
-declarations (`lmsys.bench.fields.Field`) and records; they return texts. Words for values that a benchmark alone has go
-into its layout, those of all benchmarks into the constants below.
+A record, also called a case, is one row (an implementation) as it was measured with one value for each axis (a quantity
+that the benchmark varies). A field of it is stored in an SI unit and shown in the unit that its declaration names:
+`unit_of` has the factor between them, by which `scaled` multiplies. `styles_of` gives a row the same look in every
+plot. The other modules of `lmsys.reports` call these functions with values, declarations (`lmsys.bench.fields.Field`)
+and records. Words for the values of a single benchmark go into its layout, those for all benchmarks into the constants
+below.
 """
 
 import math
@@ -16,11 +18,11 @@ from typing import Any
 from lmsys.bench.fields import PREFIXES, RATIOS, Field, Record
 
 NAMES = re.compile(r"\{(\w+)\}")  # a name in braces, for `filled`
-# Fields that follow from the samples, as all rates do.
+# Fields that are computed from the timed samples; all rates are, too (see `is_clocked`).
 CLOCKED = "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
 # {outcome of a case: its word in tables and plots}; "ok" has none.
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}
-# As texts say outcomes in full.
+# The same outcomes in full words, for footnotes and texts.
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
 FILES = {  # {field: its word in the names of the report's files}; other fields have their own name there
     "time_s": "time",
@@ -36,7 +38,9 @@ FILES = {  # {field: its word in the names of the report's files}; other fields 
     "matmul_ceiling_fraction": "fraction",
     "sustained_ceiling_fraction": "sustained",
 }
-CLOCKS = {  # clocks of samples, as captions name them
+# {clock of samples: how captions name it}. The first two are `lmsys.measure.clock.CudaClock`, with `ahead` and without.
+# The third is that of ranks on GPUs: `lmsys.bench.ranks.times` says when a call begins there. The last is for CPUs.
+CLOCKS = {
     "cuda_event": "CUDA events, cache cleared before each call",
     "cuda_event_in_a_loop": "CUDA events, calls following one another as in a loop: where the host launches slower "
     "than the GPU works, that is the time",
@@ -48,15 +52,17 @@ VALUES: Mapping[str, Mapping[Any, str]] = {
     "causal": {True: "causal", False: "not causal"},
     "deterministic": {True: "deterministic"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
-    # The words of these are the values themselves: they are listed for their order.
+    # The words of these fields are the values themselves: they are here for their order.
     "precision": {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16"},
     "compile": {"eager": "eager", "compiled": "compiled", "graphed": "graphed", "fused": "fused"},
 }
-PALETTE = (  # of rows whose table gives them no colour; tests hold that everybody can tell them apart
+# Colours of rows whose table gives them none. tests/reports/test_colors.py checks that any two can be told apart, also
+# by readers who do not see red, green or blue.
+PALETTE = (
     "#99bbff #cc6611 #445511 #7700ee #ddaa00 #ff88aa #111188 #552222 #994477"
     " #442255 #9977ff #aaaa55 #4455aa #bb77bb #008855"
 ).split()
-MARKERS = "osD^vPX*<>hpd8H"  # matplotlib's, in the order of the rows in their table
+MARKERS = "osD^vPX*<>hpd8H"  # of matplotlib; a row's place in its table chooses its marker
 
 
 def number(value: float) -> str:
@@ -68,7 +74,7 @@ def number(value: float) -> str:
 
 
 def exact(value: object) -> str:
-    """A number with all its digits: 0.05, 500, 16,384. Any other value as text."""
+    """A number with its digits, at most ten significant ones: 0.05, 500, 16,384. Any other value as text."""
     return f"{value:,.10g}" if isinstance(value, int | float) else str(value)
 
 
@@ -88,7 +94,7 @@ def filled(text: str, values: Mapping[str, Any]) -> str:
 
 
 def unit_of(field: Field) -> tuple[str, float]:
-    """The unit that readers see, and the factor from the stored value to it."""
+    """(the unit that readers see, the factor by which a stored value is multiplied for it)."""
     if field.shown in RATIOS:
         return RATIOS[field.shown]
     shown = field.shown or field.unit
@@ -111,7 +117,10 @@ def head_of(field: Field) -> str:
 
 
 def is_clocked(field: Field) -> bool:
-    """True for a field that follows from the samples: only rows that were sampled together can be compared by it."""
+    """True for a field that is computed from timed samples.
+
+    By such a field, rows can be compared only if they were sampled together.
+    """
     return field.name in CLOCKED or field.unit.endswith("/s")
 
 
@@ -121,13 +130,13 @@ def span(texts: Sequence[str]) -> str:
 
 
 def spread_of(case: Record) -> float | None:
-    """The distance from p20 to p80 of a case's samples as a share of their median; None where one is not known."""
+    """The distance from p20 to p80 of a case's samples as a share of their median; None if one of them is missing."""
     low, high, median = map(case.get, ("p20_s", "p80_s", "time_s"))
     return (high - low) / median if median and low is not None and high is not None else None
 
 
 def timing(cases: Sequence[Record]) -> str:
-    """A sentence on how these cases were timed, and how far their samples spread; "" where none was timed."""
+    """A sentence on how these cases were timed, and how far their samples spread; "" if none was timed."""
     timed = [case for case in cases if case.get("time_s") is not None]
     known = {
         name: sorted({case[name] for case in timed if case.get(name)})
@@ -146,11 +155,11 @@ def timing(cases: Sequence[Record]) -> str:
 
 @dataclass(frozen=True)
 class Style:
-    """The look of one value of a field, such as a row.
+    """The look of one value of a field. In the field `impl`, for example, each value is a row.
 
-    label    its name in legends and tables
+    label    the value's name in legends and tables
     dashed   True for peers, somebody else's rows: their lines are dashed and their bars hatched
-    said_by  a field whose value in a case is the label there, in place of `label`; "" for none
+    said_by  the name of another field; where cases have a value of it, this takes the place of `label`. "": no field
     """
 
     label: str
@@ -174,9 +183,9 @@ def styles_of(
 ) -> dict[Any, Style]:
     """A style for each value of the field `name`, in reading order: the table's order, peers last.
 
-    row    the field that names the table's row whose colour and marker the value gets; several values of one row are
-           lighter shades of its colour
-    label  becomes `Style.said_by`
+    row    a field; its value in a case names a row. The value of `name` in this case gets the marker of the row, and
+           its colour; if several values have one row, those after the first get lighter shades
+    label  `Style.said_by` of all styles, not their `label`: that is the value of `name` as text
     table  {name of a row: its traits}
     """
     examples = {case[name]: case for case in cases}  # {value: a case that has it}
@@ -199,5 +208,5 @@ def lighter(color: str, share: float) -> str:
 
 
 def _natural(value: Any) -> list[tuple[int, Any]]:
-    """A key that sorts numbers inside of names by size: 25MiB before 100MiB."""
+    """A key that sorts names by the alphabet, but numbers inside of them by size: 25MiB before 100MiB."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(value))]

@@ -1,7 +1,11 @@
-"""Text files of any size are read in chunks, in one process or several. No pre-token crosses the cut between chunks.
+"""Reads text files of any size in chunks, in one process or in several.
 
-training.py counts pre-tokens with `each_chunk`, and `lmsys.training.data` encodes files with it. In all functions
-`parts` are files, or pieces of files, in order. A piece ends at the end of its file, or where the file may be cut.
+No pre-token (see pretokens.py) crosses the cut between two chunks, so each chunk can be encoded alone. training.py
+counts pre-tokens with `each_chunk`, and `lmsys.training.data` encodes files with it. engines.py and
+`lmsys.training.corpora` cut files with `chunks`.
+
+In all functions `parts` are files, or pieces of files, in order. A piece ends at the end of its file, or where the file
+may be cut.
 """
 
 import os
@@ -14,9 +18,9 @@ from lmsys import values
 from lmsys.processes import futures
 from lmsys.tokenizer.pretokens import Pretokenizer
 
-LARGEST, SMALLEST = 4 << 20, 1 << 20  # bytes of a chunk
+LARGEST, SMALLEST = 4 << 20, 1 << 20  # the limits of the size, in bytes, that `each_chunk` takes for its chunks
 _WINDOW = 1 << 16  # bytes that are searched for a cut at once
-_PIECES = 64  # in so many pieces of one size `split` gives each reader its share
+_PIECES = 64  # `split` cuts the share of each reader into this many pieces: shares differ by about one piece
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Chunk:
         return self.stop - self.start
 
     def read(self) -> bytes:
-        """The chunk's bytes. ValueError, with the place, where they are not UTF-8, or the file has become shorter."""
+        """The chunk's bytes. ValueError if they are not UTF-8 (it names the byte), or the file has become shorter."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             data = file.read(self.size)
@@ -47,7 +51,7 @@ class Chunk:
 
 
 def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int) -> Iterator[Chunk]:
-    """The parts, cut into chunks of about `size` bytes; longer where there is no place to cut."""
+    """Yields the parts in chunks. A chunk ends at the first place to cut after `size` bytes, or where its part ends."""
     for part in parts:
         start = part.start
         with part.path.open("rb") as file:
@@ -73,7 +77,7 @@ def whole(file: str | Path | Chunk) -> Chunk:
 
 
 def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> list[list[Chunk]]:
-    """The parts divided among `count` readers, in order, with about as many bytes for each: within two percent."""
+    """Divides the parts among `count` readers, in order: the shares have equal numbers of bytes, within two percent."""
     total, done = sum(part.size for part in parts), 0
     shares: list[list[Chunk]] = [[] for _ in range(count)]
     for chunk in chunks(parts, pretokenizer, max(1, total // (_PIECES * count))):
@@ -83,10 +87,11 @@ def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> lis
 
 
 def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int:
-    """The first byte after byte `after`, but not that byte itself, before which the file may be cut; else `end`.
+    """The first place behind byte `after` where the file may be cut; `end` if there is none before it.
 
-    file  the number of the open file
-    end   the end of the file, or a place where it may be cut: the result is never beyond it
+    file   the file descriptor of the open file
+    after  a place is a number of bytes from the beginning of the file; the result is larger than `after`
+    end    the end of the file, or a place where it may be cut: the result is never beyond it
     The file is searched window by window. Each window is read with `context` bytes more on either side, so that a
     special token which crosses its border is seen whole.
     """
@@ -124,6 +129,6 @@ def each_chunk(
     if processes <= 1:
         yield from map(function, pieces)
     else:
-        # numpy's OpenBLAS would start a thread for each core in every process.
+        # Without this setting numpy's OpenBLAS starts a thread for each core in every process.
         results = futures(function, pieces, processes, environment={"OPENBLAS_NUM_THREADS": "1"})
         yield from (future.result() for future in results)

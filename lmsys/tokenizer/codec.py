@@ -1,8 +1,8 @@
-"""Text to token ids and back, byte-level BPE: every string of bytes has an encoding, and decoding gives it back.
+"""Converts text to token ids and back by byte-level BPE: any bytes can be encoded, and decoding gives them back.
 
-A text is split into pre-tokens. Each distinct pre-token is merged once and its ids are kept; a text's ids are gathered
-from these by array operations. Files have GPT-2's format: JSON and lines of text, with a printable character for each
-byte.
+A text is split into pre-tokens. Each distinct pre-token is merged once and its ids are cached; a text's ids are
+gathered from this cache by array operations. Files have GPT-2's format: JSON and lines of text, with a printable
+character for each byte.
 
 training.py makes a `Tokenizer`, and the training pipeline loads it; `lmsys.training.data` encodes files with
 `encode_array`, and users call the other methods.
@@ -29,10 +29,10 @@ from lmsys import files, strict_json, values
 from lmsys.tokenizer.pretokens import Pretokenizer, Words
 
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
-_LONG = 100  # bytes: a longer pre-token is merged with a queue
-_LAST = 1 << 62  # a rank behind those of all merges
-_NO_RANK = repeat(_LAST)  # the rank of a pair that no merge joins, as an argument of `map`
-_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # where more pre-tokens, or bytes of them, are kept, all are dropped
+_LONG = 100  # bytes: a longer pre-token is merged by `_merge_long`
+_LAST = 1 << 62  # greater than the rank of any merge
+_NO_RANK = repeat(_LAST)  # `_merge_short` gives it to `map`: the rank of a pair that no merge joins
+_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # a cache with more pre-tokens, or more bytes of them, is dropped
 
 
 class Tokenizer:
@@ -42,9 +42,9 @@ class Tokenizer:
     merges          pairs of tokens, in the order in which they are applied
     special_tokens  found in every text that is encoded; those that vocab lacks get the next ids
     special_ids     id of each special token, by its bytes
-    ValueError: ids other than 0 to V - 1, two ids of the same bytes, a byte without an id, a merge of or into bytes
-    that are no token, a merge of what only a later one makes, a special token that is no string, a byte, or made by a
-    merge.
+    ValueError: ids other than 0 to V - 1 for V tokens; two ids with the same bytes; one of the 256 bytes without an id;
+    a merge that is listed twice, whose parts or result are not in the vocabulary, or one of whose parts only a later
+    merge makes; a special token that is no string, is a single byte, or is made by a merge.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Tokenizer:
         self._pretokenizer = Pretokenizer(self.special_tokens)
         # A pre-token is merged as a string in which each token is one character.
         chars = {bytes([byte]): chr(byte) for byte in range(256)}
-        self._steps: list[tuple[str, str]] = []  # a pair of characters, and what they become
+        self._steps: list[tuple[str, str]] = []  # (two characters, the one that replaces them)
         for left, right in self.merges:
             char = chars.setdefault(left + right, chr(len(chars)))
             self._steps.append((chars[left] + chars[right], char))
         self._ranks = {pair: rank for rank, (pair, _) in enumerate(self._steps)}
         self._ids_of_chars = {char: self._ids[token] for token, char in chars.items()}
-        self._free: list[tuple[Words, array[int], array[int], array[int]]] = []  # see `_encode`
+        self._free: list[tuple[Words, array[int], array[int], array[int]]] = []  # idle caches: see `_encode`
 
     @property
     def vocab_size(self) -> int:
@@ -89,17 +89,17 @@ class Tokenizer:
         return self.encode_array(_utf8(text) if isinstance(text, str) else text).tolist()
 
     def encode_array(self, text: bytes) -> np.ndarray:
-        """The ids of UTF-8 text, in an array of `dtype`. ValueError for what is neither text nor bytes."""
-        if not isinstance(text, bytes):  # not by `hold`: a sentence with the text would be made of every text
+        """The ids of UTF-8 text, in an array of `dtype`. ValueError if `text` is not of the type bytes."""
+        if not isinstance(text, bytes):  # not by `hold`, whose message would be formatted for every text
             raise ValueError(f"text={values.shortly(text)} must be a str or bytes")
         return np.concatenate([np.zeros(0, self.dtype), *map(self._encode, self._pretokenizer.blocks(text))])
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
-        """The ids of the texts joined, such as the lines of a file; it holds a piece of them at a time.
+        """Yields the ids of the concatenated texts, such as the lines of a file; memory holds one piece at a time.
 
-        A piece ends where no pre-token crosses, so it grows while no whitespace comes.
+        A piece ends where no pre-token crosses. A text without whitespace has no such place: there the piece grows.
         """
-        waiting, enough = "", _PIECE  # text that is not encoded yet; its length from which on a part is encoded
+        waiting, enough = "", _PIECE  # text that is not encoded yet; its length at which a part of it is encoded
         for text in values.instance("texts", texts, Iterable):
             waiting += values.instance("an entry of texts", text, str)
             if len(waiting) >= enough:
@@ -127,8 +127,9 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Writes vocab.json and merges.txt in GPT-2's format, which other tokenizers read too, into a folder.
 
-        Special tokens are written as they are. ValueError for one that is written like an ordinary token, and for a
-        token that is no byte, not made by a merge and not special: it would be read as special.
+        Special tokens are written as plain text. ValueError for a special token whose text stands for an ordinary token
+        in the file, and for a token that is neither a byte, nor made by a merge, nor special: `load` would take it for
+        a special token.
         """
         made = {left + right for left, right in self.merges}
         written: dict[str, int] = {}
@@ -153,8 +154,8 @@ class Tokenizer:
     def load(cls, folder: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
         """Loads from a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
 
-        Tokens that are no bytes and not made by a merge are special; `special_tokens` are added. ValueError for a
-        folder without such a pair of files, and for files that are not whole, see `read_files`.
+        Tokens that are neither bytes nor made by a merge are special; `special_tokens` are added. ValueError for a
+        folder without such a pair of files, and for damaged files (see `read_files`).
         """
         folder = values.path("folder", folder)
         for vocab, merges in NAMES:
@@ -164,24 +165,24 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, vocab: str | Path, merges: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
-        """As `load`, by the names of the two files."""
+        """As `load`, from the paths of the two files."""
         named = values.several("special_tokens", () if special_tokens is None else special_tokens, str)
         vocabulary, pairs, specials = read_files(values.path("vocab", vocab), values.path("merges", merges), named)
         return cls(vocabulary, pairs, specials + named)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of vocabulary, merges and special tokens: equal where every text is encoded alike."""
+        """A SHA-256 of vocabulary, merges and special tokens. Tokenizers with the same one encode every text alike."""
         vocab = [token.hex() for _, token in sorted(self.vocab.items())]
         merges = [[left.hex(), right.hex()] for left, right in self.merges]
         return hashlib.sha256(json.dumps([vocab, merges, sorted(self.special_tokens)]).encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the constructor's arguments, without the pre-tokens that are kept."""
+        """Pickles the constructor's arguments, without the cache of pre-tokens."""
         return type(self), (self.vocab, self.merges, self.special_tokens)
 
     def _check(self) -> None:
-        """ValueError as the class says."""
+        """Raises the ValueErrors that the docstring of the class lists."""
         strange = sorted(self.vocab.keys() - range(len(self.vocab)))
         missing = [byte for byte in range(256) if bytes([byte]) not in self._ids]
         twice, listed_twice = _repeated(self.vocab.values()), _repeated(self.merges)
@@ -210,14 +211,15 @@ class Tokenizer:
     def _encode(self, block: bytes) -> np.ndarray:
         """The ids of a block of text with padding behind it, as `Pretokenizer.blocks` yields it.
 
-        The pre-tokens that are kept, and their ids, are taken out of `_free` meanwhile, and another thread makes its
-        own. So what an interrupt leaves half-written is never read, and a process that is forked waits for nobody.
+        A call takes a cache of pre-tokens and their ids out of `_free`, and puts it back when it ends. A thread that
+        finds `_free` empty makes a new cache. So there is no lock that a fork could leave held, and a cache that an
+        interrupt left half-written is not put back.
         """
         try:
             kept = self._free.pop()
         except IndexError:
             kept = Words(), array("I"), array("q"), array("i")
-        words, flat, places, lengths = kept  # word number i has lengths[i] ids, from flat[places[i]] on
+        words, flat, places, lengths = kept  # word i has lengths[i] ids, from flat[places[i]] on
         numbers = words.numbers(block, self._pretokenizer.starts(block))
         for word in words.list[len(places) :]:
             ids = self._merge(word)
@@ -234,7 +236,7 @@ class Tokenizer:
         return found
 
     def _merge(self, word: bytes) -> Sequence[int]:
-        """The ids of a pre-token: the earliest merge that it has a pair of is applied everywhere, again and again."""
+        """The ids of a pre-token. While any merge applies to it, the earliest one is applied at all places."""
         if word in self.special_ids:
             return [self.special_ids[word]]
         text = word.decode("latin-1")  # each byte becomes the character of its number, as in `chars` of the constructor
@@ -242,7 +244,7 @@ class Tokenizer:
         return [self._ids_of_chars[char] for char in text]
 
     def _merge_short(self, text: str) -> str:
-        """The text, a character for each token, after all merges that it has pairs of."""
+        """Applies all merges to a text in which each character is a token; returns the merged text."""
         rank_of = self._ranks.get
         while len(text) > 1:
             rank = min(map(rank_of, map(add, text, text[1:]), _NO_RANK))
@@ -252,7 +254,7 @@ class Tokenizer:
         return text
 
     def _merge_long(self, text: str) -> str:
-        """As `_merge_short`, with a queue of the merges to come: each pair of the text is looked up once."""
+        """As `_merge_short`, with a heap of merges that may apply: pairs are looked up only when they are new."""
         queue = [self._ranks[pair] for pair in set(map(add, text, text[1:])) if pair in self._ranks]
         heapq.heapify(queue)
         while queue:
@@ -279,7 +281,7 @@ def _utf8(text: str) -> bytes:
 
 NAMES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")  # pairs of files: ours, then those of GPT-2
 _VERSION = "#version: 0.2"
-# The bytes that files have as characters of the same number; the others are written as characters from 256 on.
+# A file has these bytes as the characters with the same code points, and all other bytes as characters from 256 on.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _CHAR_OF = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
@@ -289,15 +291,16 @@ _BYTE_OF = {char: byte for byte, char in _CHAR_OF.items()}
 def read_files(
     vocab: Path, merges: Path, named: Collection[str] = ()
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str]]:
-    """(vocabulary, merges, special tokens); special are the tokens that are no byte and not made by a merge.
+    """(vocabulary, merges, special tokens). A token that is neither a byte nor made by a merge is special.
 
     named  special tokens that the caller names
 
-    ValueError, with file and place, for files of another form, and for a file of merges that was cut. A file that
-    `save` has written says in its first line how many merges it has. In another file a token that no merge makes, and
-    that is two tokens put together, shows that its merge is lost. A special token is hardly ever two tokens put
-    together, since no ordinary token has letters beside signs, as <|endoftext|> has. One that is, such as </, must be
-    `named`. A lost merge is not noticed if another merge makes the same token.
+    ValueError, with file and place, for files of another form, and for a merges file that was cut short. The first line
+    of a file that `save` has written says how many merges it has. In any other file, a token counts as one whose merge
+    was lost if no merge makes it and it is the concatenation of two tokens. A special token such as <|endoftext|> is
+    hardly ever such a concatenation, since ordinary tokens (but for 's and the like) do not have both letters and
+    signs. A special token that is one, such as </, must be `named`. A lost merge is not noticed if another merge makes
+    the same token.
     """
     head, *lines = files.read_text(merges).split("\n")  # splitlines would also split at characters that stand for bytes
     if not head.startswith("#version"):
@@ -347,12 +350,12 @@ def _is_pair(text: str, known: Container[str]) -> bool:
 
 
 def _stamp(num_merges: int, vocab: bytes) -> str:
-    """The text behind the version in our merges files. It shows that both files are whole; other readers ignore it."""
+    """The end of the first line of our merges files. It shows that both files are whole; other readers ignore it."""
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
 
 def _read_merge(path: Path, number: int, line: str) -> tuple[str, str]:
-    """The two tokens, as they are written, in a line of a merges file. ValueError, with its number, for other lines."""
+    """The two tokens of a line of a merges file, as they are written. ValueError, with its number, for another line."""
     left, _, right = line.rstrip("\r").partition(" ")
     if not left or not right or not all(char in _BYTE_OF for char in left + right):
         raise ValueError(
@@ -362,7 +365,7 @@ def _read_merge(path: Path, number: int, line: str) -> tuple[str, str]:
 
 
 def as_written(token: bytes) -> str:
-    """The token as files have it: a printable character for each byte."""
+    """The token as it stands in files: a printable character for each byte."""
     return "".join(map(_CHAR_OF.__getitem__, token))
 
 

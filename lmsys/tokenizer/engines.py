@@ -1,7 +1,8 @@
-"""Packages that encode with a vocabulary and merges of ours: an adapter for each, and `choose`, which compares ids.
+"""Adapters for tokenizer packages that encode with our vocabulary and merges, and `choose`, which compares their ids.
 
-The benchmark of tokenizers times the adapters, and `lmsys.training.data` encodes files with the engine that `choose`
-has given. A new package is a class here, and a name in `lmsys.training.config.ENGINES`.
+An engine is such an adapter. The benchmark of tokenizers times the engines. The training pipeline calls `choose`, and
+`lmsys.training.data` encodes files with the engine that it returns. For a new package add a class here and to ENGINES,
+and its name to `lmsys.training.config.ENGINES`.
 """
 
 import json
@@ -19,7 +20,7 @@ import numpy as np
 from lmsys import commands, values
 from lmsys.tokenizer import chunks, codec, pretokens
 
-PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece of text; pieces that `choose` compares: the first, and drawn
+PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece; `choose` compares the FIRST pieces and DRAWN random others
 
 
 class Engine:
@@ -32,11 +33,12 @@ class Engine:
     needs     other modules without which the package gives results of another form
     reader    the method of the module's class Tokenizer that makes a tokenizer from the text of a tokenizer.json
     batch     that tokenizer's method from a list of texts to their ids, in the form that it is fastest in
-    threads   that it may use. All but tiktoken use Rayon, which has one number for a process: RAYON_NUM_THREADS if that
-              is set, else that of the first engine
-    encode    `batch` of this tokenizer; `flat` reads its results
-    name      package and version; after `choose` also of how many bytes the ids were compared
-    ImportError where one of these is missing; what the package raises, for a vocabulary that it does not take.
+    threads   the number of threads that it may use. All packages but tiktoken use Rayon, which has one such number for
+              a process: RAYON_NUM_THREADS if that is set, else `threads` of the first engine that is made
+    encode    the function that encodes a list of texts; `flat` reads its results
+    name      package and version; `choose` adds on how many bytes the ids were compared
+    The constructor raises ImportError if one of the modules is missing. It passes on what the package raises for a
+    vocabulary that it does not take.
     """
 
     package, reader, batch = "", "", ""
@@ -89,7 +91,7 @@ class Engine:
 
 
 class Tiktoken(Engine):
-    """OpenAI's tiktoken. It knows no merges: it joins two neighbours that make a token, the earliest first."""
+    """OpenAI's tiktoken. It reads no merges: it joins neighbours that together are a token, the smallest id first."""
 
     package = "tiktoken"
 
@@ -147,15 +149,16 @@ def choose(
     threads: int = 1,
     say: Callable[[str], None] = print,
 ) -> Engine | None:
-    """The engine of this name, after its ids were compared with ours on the text of the parts; None: ours encodes.
+    """Returns the engine of this name, after a comparison of its ids with ours; None: our own tokenizer encodes.
 
     name     "own": ours; a name of ENGINES; or "auto": the first of FASTER that is installed and has our ids, else ours
-    threads  that the engine may use
+    parts    files or chunks: the text that will be encoded, of which pieces are compared
+    threads  the number of threads that the engine may use
     say      is called with a line for each engine that "auto" passes over
 
     The first FIRST pieces of the text, and DRAWN others that a fixed seed draws, are compared, of PIECE bytes each. A
-    text that has no more is compared whole, which proves the ids equal. Of a longer text it is no proof: an engine
-    whose ids differ only where nothing was compared is taken.
+    text that has no more pieces is compared whole, which proves that the ids are equal. For a longer text there is no
+    proof: an engine whose ids differ only in pieces that were not compared is accepted.
     ValueError for an unknown name, and for a named engine that is missing or has other ids: with the file and the byte.
     """
     values.one_of("engine", name, ("own", "auto", *ENGINES))

@@ -1,7 +1,7 @@
-"""Byte-pair encoding as it is defined, and slow.
+"""Byte-pair encoding, written as it is defined, and therefore slow: the reference for other code.
 
 Tests and the benchmark of tokenizers compare training.py and codec.py with it, and `lmsys.course` compares students'
-code with it.
+code with it. A change here changes what is counted as right.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 2019 (GPT-2), encoder.py.
 """
@@ -18,8 +18,10 @@ Pair = tuple[bytes, bytes]
 
 
 def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:
-    """The pre-tokens and special tokens of a text, in order. The leftmost special token is found first; of several that
-    begin at one place, the longest."""
+    """The pre-tokens and special tokens of a text, in order.
+
+    The leftmost special token is found first; of several that begin at one place, the longest.
+    """
     pieces, start = list[str](), 0
     while start < len(text):
         places = [(at, -len(token), token) for token in special_tokens if (at := text.find(token, start)) >= 0]
@@ -43,10 +45,12 @@ def learn_merges(
     num_tokens: int,
     rank: Callable[[int, Pair], object] = lambda count, pair: (count, pair),
 ) -> list[Pair]:
-    """The merges that make `num_tokens` tokens beside the bytes; all pairs are counted anew for each.
+    """The merges, in order, that make `num_tokens` tokens besides the 256 bytes; fewer when no pair is left.
 
-    counts  how often each word occurs
-    rank    the pair with the largest rank(count, pair) is merged: by default the greatest of the most frequent
+    counts  how often each word (pre-token) occurs
+    rank    the pair with the largest rank(count, pair) is merged. By default this is the most frequent pair, and of
+            several the lexicographically greatest
+    All pairs are counted anew for each merge.
     """
     words, merges = {word: [bytes([byte]) for byte in word] for word in counts}, list[Pair]()
     while len(merges) < num_tokens and (pairs := count_pairs(words, counts)):
@@ -64,7 +68,7 @@ def next_merge(counts: Mapping[bytes, int], merges: Sequence[Pair]) -> Pair | No
 
 
 def merge_all(word: bytes, ranks: Mapping[Pair, int]) -> list[bytes]:
-    """The tokens of a word: the pair with the lowest rank is merged, until no pair has one."""
+    """The tokens of a word: the pair with the lowest rank is merged, until no pair has a rank."""
     tokens = [bytes([byte]) for byte in word]
     while pairs := [pair for pair in pairwise(tokens) if pair in ranks]:
         tokens = merge(tokens, min(pairs, key=ranks.__getitem__))
@@ -72,7 +76,7 @@ def merge_all(word: bytes, ranks: Mapping[Pair, int]) -> list[bytes]:
 
 
 def merge(tokens: Sequence[bytes], pair: Pair) -> list[bytes]:
-    """The tokens with every occurrence of the pair made one token, from left to right."""
+    """Replaces every occurrence of the pair by one token, from left to right."""
     out, i = [], 0
     while i < len(tokens):
         both = tuple(tokens[i : i + 2]) == pair
@@ -82,7 +86,7 @@ def merge(tokens: Sequence[bytes], pair: Pair) -> list[bytes]:
 
 
 def encode(text: str, tokenizer: codec.Tokenizer) -> list[int]:
-    """The ids of a text: in each pre-token the pair with the earliest merge is merged, until no pair has one."""
+    """The ids of a text: in each pre-token the pair with the earliest merge is merged, until no merge applies."""
     ids = {token: number for number, token in tokenizer.vocab.items()}
     ranks = {pair: rank for rank, pair in enumerate(tokenizer.merges)}
     known = {token: [ids[token.encode()]] for token in tokenizer.special_tokens}

@@ -1,8 +1,9 @@
-"""`Pretokenizer` splits text into pre-tokens by GPT-2's pattern, and says where text may be cut; `Words` numbers them.
+"""`Pretokenizer` splits text into pre-tokens by GPT-2's pattern; `Words` gives a number to each distinct pre-token.
 
-A byte-level tokenizer merges bytes within a pre-token only. ASCII is split by array operations on the kinds of its
-bytes, in a tenth of the pattern's time; text around other characters goes through the pattern itself. codec.py,
-training.py and chunks.py call both classes.
+A byte-level tokenizer merges bytes only within a pre-token, such as " word". ASCII is split by array operations on the
+kinds of its bytes, in a tenth of the pattern's time; text around other characters goes through the pattern itself.
+codec.py and training.py call both classes. Other modules, such as chunks.py, use only `Pretokenizer`: its `cut` finds
+where text may be cut.
 
 Source: Radford et al. 2019 (GPT-2), section 2.2 and the released encoder.py.
 Legend: N bytes, P pre-tokens.
@@ -34,22 +35,22 @@ _KINDS = bytes(
 _APOSTROPHE, _SPACE = ord("'"), ord(" ")
 _ENDS_ONE = np.isin(np.arange(256), list(b"stmd"))  # 's 't 'm 'd
 _ENDS_TWO = [first << 8 | second for first, second in (b"re", b"ve", b"ll")]  # 're 've 'll
-_FEW = 200  # up to so many special tokens, each pair is tested for overlaps
-_NEAR = 64  # bytes: pieces for the pattern that lie closer than that are joined
-# The last bytes of whitespace beyond ASCII: 85 and A0 behind C2; 80 to 8A, 9F, A8, A9 and AF behind E1, E2 or E3 and
-# another byte. Other characters end in them, too; there the text is not cut, which does no harm.
+_FEW = 200  # if there are more special tokens, pairs of them are not tested for overlaps, which would take long
+_NEAR = 64  # bytes: pieces that go through the pattern are joined if they lie closer together
+# The last bytes, in UTF-8, of whitespace beyond ASCII: 85 and A0 behind C2; 80 to 8A, 9F, A8, A9 and AF behind E1, E2
+# or E3 and another byte. Other characters end in them, too; there the text is not cut, which does no harm.
 _MAY_END_WHITESPACE = rb"\x80-\x8a\x85\x9f\xa0\xa8\xa9\xaf"
 # A place where text may be cut: before ASCII whitespace that follows something else.
 _CUT = re.compile(rb"[^ \t\n\v\f\r" + _MAY_END_WHITESPACE + rb"](?=[ \t\n\v\f\r])")
 
 
 class Pretokenizer:
-    """Splits bytes of UTF-8 into pre-tokens and special tokens, which are found first: the leftmost, then the longest.
+    """Splits UTF-8 text into pre-tokens and special tokens. Special tokens are found first: the leftmost, the longest.
 
     Bytes that are no UTF-8 count as neither letter, number nor space.
 
-    context  the length in bytes of the longest special token, or 1: so far around a place `cut` looks for one that
-             crosses it
+    context  the length in bytes of the longest special token, or 1 if there is none: `cut` looks this far on both sides
+             of a place for a special token that crosses it
     """
 
     def __init__(self, special_tokens: Iterable[str] = ()):
@@ -64,7 +65,7 @@ class Pretokenizer:
         self._cut = re.compile(b"|".join([_CUT.pattern] + escaped)) if apart else _CUT
 
     def starts(self, padded: bytes) -> np.ndarray:
-        """Where each pre-token of a text begins, then its length: (P + 1) int64. padded: the text and PAD zeros."""
+        """Where each pre-token begins, and last where the text ends: (P + 1) int64. padded: the text and PAD zeros."""
         n = len(padded) - PAD
         if n == 0:
             return np.zeros(1, np.int64)
@@ -76,8 +77,8 @@ class Pretokenizer:
         begins = np.ones(n + 1, bool)
         np.not_equal(kinds[1:n], kinds[: n - 1], out=begins[1:n])
         begins[[start for start, _ in specials]] = True
-        # Of several spaces before a word, the last does not belong to the pre-token of the others: a blank begins the
-        # word's, other whitespace is a pre-token of its own.
+        # Of several whitespace characters before a word the last is split off: " " begins the word's pre-token, any
+        # other is a pre-token of its own.
         before_word = begins[1:n] & (kinds[: n - 1] == SPACE) & (kinds[1:n] <= OTHER)
         begins[: n - 1] |= before_word
         begins[1:n] ^= before_word & (bytes_[: n - 1] == _SPACE)
@@ -90,7 +91,7 @@ class Pretokenizer:
         begins[at[ends] + 1] = False
         begins[at[ends] + 2 + is_two[ends]] = True
         if not padded.isascii():
-            # surrogateescape makes one character of each byte that is no UTF-8, and gives the byte back.
+            # surrogateescape decodes each byte that is not UTF-8 to one character, and encodes that to the byte again.
             for start, end in _wide_pieces(kinds[:n]):
                 words = _PRETOKEN.findall(padded[start:end].decode(errors="surrogateescape"))
                 lengths = [len(word.encode(errors="surrogateescape")) for word in words]
@@ -99,7 +100,7 @@ class Pretokenizer:
         return np.flatnonzero(begins)
 
     def divide(self, text: bytes) -> list[bytes]:
-        """The texts before, between and behind special tokens, with the tokens between them: an odd number."""
+        """Splits a text at its special tokens: [text, special token, text, ...]. The first and the last may be b""."""
         return self._pattern.split(text) if self._pattern else [text]
 
     def blocks(self, text: bytes) -> Iterator[bytes]:
@@ -113,8 +114,9 @@ class Pretokenizer:
     def cut(self, data: bytes, after: int) -> int | None:
         """The first place behind `after` that no pre-token or special token crosses; None: there is none.
 
-        There whitespace follows on something else, or a special token ends, and the text on either side is split as it
-        is in the whole. Special tokens are found from `context` bytes before `after` to the end of `data`.
+        At such a place whitespace follows something else, or a special token ends. Splitting the two sides one by one
+        gives the same pre-tokens as splitting the whole. The bytes of `data` from `context` before `after` on decide
+        the place. There is none in the last `context` - 1 bytes, where the end of a special token may be missing.
         """
         for match in self._cut.finditer(data, max(0, after - 1), max(0, len(data) - self.context + 1)):
             place = match.end()
@@ -136,7 +138,7 @@ def _may_overlap(token: bytes, other: bytes) -> bool:
 def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of the pieces with characters beyond ASCII, each from one safe cut to another.
 
-    kinds  the kind of each byte of a text
+    kinds  the kind of each byte of a text: SPACE to SPECIAL
     A safe cut is before a space that follows other ASCII, or at either end of a special token. Pieces that lie closer
     than _NEAR are joined, unless a special token lies between them.
     """
@@ -184,7 +186,7 @@ class Words:
         """The number of each pre-token, (P) int32; new words get the next numbers.
 
         padded  a block of text with PAD zeros
-        starts  (P + 1) of `Pretokenizer.starts`
+        starts  the result of `Pretokenizer.starts` for the block, (P + 1)
         """
         begins, lengths = starts[:-1], np.minimum(np.diff(starts), _LONGEST + 1)
         low, high = _keys(padded, begins, lengths)
@@ -207,9 +209,10 @@ class Words:
     def _insert(
         self, padded: bytes, starts: np.ndarray, which: np.ndarray, low: np.ndarray, high: np.ndarray
     ) -> np.ndarray:
-        """The numbers of the pre-tokens `which`, none of whose keys (low, high) is in its first slot.
+        """The numbers of some pre-tokens, whose keys are not in their first slots; new words get the next numbers.
 
-        New words get a number.
+        which      the indices of the pre-tokens among those of the block
+        low, high  their keys
         """
 
         def added(new: np.ndarray) -> np.ndarray:
@@ -230,7 +233,7 @@ class Words:
     def _place(self, low: np.ndarray, high: np.ndarray, numbered: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """The numbers of keys. A key tries one slot after another until it finds one that holds it, or a free one.
 
-        numbered  called with the places of new keys among the keys; gives their numbers
+        numbered  called with the indices of keys that are new in the table; returns their numbers
         """
         slots, open_ = self._slots(low, high), np.arange(len(low))
         while len(open_):
@@ -249,7 +252,7 @@ class Words:
         return ((low ^ high * _MIX_HIGH) * _MIX_LOW >> self._shift).view(np.int64)
 
     def _resize(self, bits: int) -> None:
-        """Makes the table anew, empty, with 2**bits slots."""
+        """Replaces the table by an empty one with 2**bits slots."""
         self._shift = np.uint64(64 - bits)
         self._low, self._high = (np.zeros(1 << bits, np.uint64) for _ in range(2))
         self._number = np.full(1 << bits, -1, np.int32)

@@ -1,6 +1,7 @@
-"""Byte-pair encoding learned from text: pre-tokens are counted in parallel, then pairs are merged, one after another.
+"""Learns byte-pair encoding from text: counts pre-tokens in parallel, then merges pairs of tokens, one after another.
 
-`train` is called by the training pipeline, benchmarks and users. The definition is `naive.learn_merges`.
+The training pipeline, benchmarks and users call `train`. Its merges must be those of `naive.learn_merges`, the slow
+definition.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2, on bytes as in GPT-2; ties as in CS336, assignment 1.
 """
@@ -30,8 +31,8 @@ def train(
 ) -> codec.Tokenizer:
     """A tokenizer of `vocab_size` tokens: the bytes (ids 0 to 255), the merges in their order, the special tokens.
 
-    files      a path, or several
-    processes  that count pre-tokens; the result does not depend on it
+    files      a path, or several paths or chunks of files
+    processes  how many processes count pre-tokens; the result does not depend on it
     There are fewer tokens if no pair is left to merge. Memory holds the distinct pre-tokens and a chunk of text for
     each process, whatever the files' size.
     ValueError: a vocabulary smaller than bytes and special tokens, files that are absent, empty or not UTF-8.
@@ -83,11 +84,13 @@ def _count(pretokenizer: pretokens.Pretokenizer, chunk: chunks.Chunk) -> tuple[l
 
 
 def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[bytes, bytes]]:
-    """The merges, in order, that make `num_tokens` tokens beside the bytes out of words and their counts.
+    """The merges, in order, that make `num_tokens` tokens besides the 256 bytes; fewer when no pair is left.
 
-    The most frequent pair is merged, of several the lexicographically greater (left, right). There are fewer when no
-    pair is left. Each merge makes a new token: the bytes of a token are merged in the same order wherever they become
-    one, since no earlier merge has joined one of them with a byte outside.
+    counts  how often each word (pre-token) occurs
+    The most frequent pair is merged, and of several the lexicographically greatest (left, right). No two merges make
+    the same token, which `codec.Tokenizer` would refuse. Proof: take a token that has been made, and any place where
+    its bytes stand and no token reaches across their ends. The same merges have been applied to these bytes as where
+    the token was made first, in the same order. So they are this token already, and no pair is left to make it again.
     """
     merges = iter(_Learner(counts).step, None)  # ends where `step` returns None
     return list(islice(merges, num_tokens))
@@ -97,13 +100,14 @@ class _Learner:
     """Learns merges: all words stand in one linked list of tokens, so that a merge costs only what it changes.
 
     Each token is one character: a byte is chr(byte), and later tokens are the characters from chr(256) on. A pair is a
-    string of two. An empty string stands between words. `chars`, `counts`,
-    `before` and `behind` are lists by place in the linked list.
+    string of two characters. An empty string stands between words. A place is an index into `chars`, `counts`,
+    `before` and `behind`.
 
-    bytes_of        token of each character; order: see `_descending`
+    bytes_of        the bytes of the token that each character stands for
+    order           the sort key of each character's token, see `_descending`
     chars           the token that begins at a place; "" where none does
     counts          how often the word at a place occurs
-    before, behind  the places of the tokens on both sides
+    before, behind  for the token at a place, the places of its left (before) and right (behind) neighbour
     pairs           how often each pair occurs
     homes           for each pair the places where it begins, or did so earlier
     queue           a heap of (-count, order of the pair, pair); an entry whose count has fallen since is put back with
@@ -129,7 +133,7 @@ class _Learner:
         heapq.heapify(self.queue)
 
     def step(self) -> tuple[bytes, bytes] | None:
-        """Merges the next pair, and returns it; None when no pair is left."""
+        """Merges the most frequent pair, and returns it; None when no pair is left."""
         while self.queue:
             count, _, pair = heapq.heappop(self.queue)
             current = self.pairs.get(pair, 0)
@@ -152,7 +156,7 @@ class _Learner:
         # How often each token stands in front of the pair, and behind it.
         lefts, rights = defaultdict[str, int](int), defaultdict[str, int](int)
         chars, counts, homes, before, behind = self.chars, self.counts, self.homes, self.before, self.behind
-        for place in sorted(homes.pop(pair)):  # from left to right: in a run of one token the pairs overlap
+        for place in sorted(homes.pop(pair)):  # from left to right: in a run such as aaaa the pairs overlap
             other = behind[place]
             if chars[place] != first or chars[other] != second:
                 continue  # an earlier merge has taken one of the two
@@ -171,15 +175,15 @@ class _Learner:
             self.pairs[old] -= count
             self.pairs[new] += count
         for _, new, _ in changes:
-            if count := self.pairs[new]:  # in a run of one token it may be 0 again
+            if count := self.pairs[new]:  # it may be 0 again in a run of equal tokens, such as aaaa
                 heapq.heappush(self.queue, self._entry(new, count))
         del self.pairs[pair]
         return merge
 
 
 def _descending(token: bytes) -> str:
-    """A string that sorts in the opposite order of tokens, as the heap gives the smallest, and the greatest is wanted.
+    """A key that sorts tokens in descending order: a heap gives its smallest entry, and the greatest token is wanted.
 
-    chr(256), which sorts behind the character of every byte, ends it: so a token comes before its own beginnings.
+    The key ends with chr(256), which is greater than the character of any byte: so a token sorts before its prefixes.
     """
     return "".join(chr(255 - byte) for byte in token) + chr(256)

@@ -1,10 +1,12 @@
-"""From text to a trained model: `lmsys train [STEP] [--config FILE.json]`.
+"""The command `lmsys train [STEP] [--config FILE.json]`, which makes a trained model from text.
 
 Without STEP all steps run: tokenizer, tokenize, train, evaluate, generate (pipeline.py). The command runs in one
-process, as a rank of torchrun, or starts ranks of its own (--ranks 2). Settings are those of config.py.
+process, as a rank of torchrun, or starts ranks of its own (--ranks 2). Settings are the fields of config.py; a short
+option for one of them, such as --steps, is an entry of SHORT.
 
 Exit codes: 0 done; 2 a setting or input is wrong; 3 the loss was not finite for too long; 1 anything else; 130 (Ctrl-C)
-and 143 (SIGTERM): interrupted, and a checkpoint was written.
+and 143 (SIGTERM): interrupted. The training loop first ends its step and writes a checkpoint. Elsewhere, and if a
+second signal ends the run at once (stopping.py), no checkpoint is written, and earlier ones stay.
 """
 
 import argparse
@@ -31,8 +33,8 @@ from lmsys.parallel.group import ERRORS_S, TorchrunGroup, WorkerError, WorkerGro
 from lmsys.training import checkpoint, loop, pipeline
 from lmsys.training.config import RunConfig
 
-TIMEOUT_S = 1800.0  # of a collective: ranks wait so long for the one that makes a tokenizer
-FOREVER_S = 20 * 86_400.0  # for a whole training
+TIMEOUT_S = 1800.0  # the timeout of a collective, in which ranks wait while rank 0 trains the tokenizer
+FOREVER_S = 20 * 86_400.0  # the timeout of a whole training
 BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
 SHORT = {  # options of their own for some settings: (setting, what stands for its value in the help)
     "attention": ("model.attention", "ROW"),
@@ -46,7 +48,7 @@ SHORT = {  # options of their own for some settings: (setting, what stands for i
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of the command. Those of SHORT add to `set`, as --set does."""
+    """The options of the command. Those of SHORT append PATH=VALUE to `set`, as --set does."""
     options = commands.parser("train")
     options.add_argument(
         "step", nargs="?", choices=pipeline.STEPS, metavar="STEP", help=f"alone, of {', '.join(pipeline.STEPS)}"
@@ -59,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--size", choices=list(SIZES), metavar="NAME", help=f"of the model: {', '.join(SIZES)}")
     for name, (path, word) in SHORT.items():
         options.add_argument(
-            # The type makes PATH=VALUE of a value.
+            # The function `type` turns the option's value into PATH=VALUE.
             f"--{name.replace('_', '-')}", dest="set", action="append", type=f"{path}={{}}".format, metavar=word,
             help=f"the same as --set {path}={word}",
         )  # fmt: skip
@@ -67,9 +69,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_config(arguments: argparse.Namespace) -> RunConfig:
-    """The config: the file's settings, over them the size's, then those of the command line; the last one holds.
+    """The config: the defaults, changed by the file's settings, then by --size, then by the other options, in order.
 
-    ValueError, with the file, for what is wrong in it.
+    ValueError for a wrong setting; the message names the file if it is in the file.
     """
     config = RunConfig()
     if arguments.config is not None:
@@ -101,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _failed(FAILED, str(error))
     except WorkerError as error:
         codes = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE, "SaveError": FAILED, "ConnectionError": FAILED}
-        # [1]: the reason in one line.
+        # failure[1] is the reason in one line.
         return _failed(codes.get(error.kind, FAILED), error.failure[1] if error.kind in codes else str(error))
     except Exception as error:
         if not watchdog.under_torchrun():
@@ -109,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not is_lost_peer(type(error).__name__, str(error)):
             return _failed(FAILED, f"\n{traceback.format_exc()}")
         code = _failed(FAILED, f"another rank is gone: {error}")
-        time.sleep(ERRORS_S)  # torchrun blames the first that ends
+        time.sleep(ERRORS_S)  # torchrun blames the rank that ends first, which should be the one that failed first
         return code
 
 
@@ -122,7 +124,7 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
         values.hold((ranks is None, "--ranks starts processes of its own; torchrun has started them already"))
         joined = TorchrunGroup(_backend(config), TIMEOUT_S)
         code = pipeline.run(config, steps, skip_data)
-        joined.close()  # not after an error: other ranks still wait in a collective
+        joined.close()  # not after an error: it would wait for other ranks, which wait in a collective
         return code
     if ranks is None:
         return pipeline.run(config, steps, skip_data)
@@ -130,7 +132,7 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
         received: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, partial(_pass_on, group, received))
-        code = max(group.run(pipeline.run, config, steps, skip_data, timeout_s=FOREVER_S))  # of the codes by rank
+        code = max(group.run(pipeline.run, config, steps, skip_data, timeout_s=FOREVER_S))  # of each rank's code
         return 128 + received[0] if code and received else code
 
 
@@ -157,12 +159,13 @@ def _failed(code: int, message: str) -> int:
 
 
 def _leave(code: int) -> None:
-    """Ends the watchdog of a rank of torchrun that is done or was interrupted; a rank that has failed exits here.
+    """Called by a rank of torchrun at its end. Returns if the rank is done or was interrupted; if it has failed, exits.
 
-    That rank exits without cleaning up, as its process group cannot end while other ranks wait.
+    Before it returns it ends the rank's watchdog. A rank that has failed exits without cleaning up, as its process
+    group cannot end while other ranks wait. Its watchdog then ends the other ranks.
     """
     if code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-        watchdog.said()
+        watchdog.said()  # tells the watchdog that the failure is reported already, by `_failed`
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,12 +1,12 @@
-"""Checkpoints that are whole or not there: files of tensors, and a manifest that names them with their checksums.
+"""Saves and loads checkpoints: files of tensors, and a manifest that names these files with their checksums.
 
 A checkpoint of step 100 on two ranks is `step-00000100.json`, the manifest, and beside it a file of what all ranks
 share and one for each rank's own part, under names that no earlier save has used. The manifest is renamed into place
 last, when all that it names is on the disk, so a save that is killed at any moment leaves the earlier checkpoints as
 they were. All ranks write to one folder. Loading unpickles tensors and plain values only (`weights_only`).
 
-The training loop calls `save`, and the pipeline `newest`, which gives a `Checkpoint`; training_state.py decides what is
-in the parts. For a loop of your own `save_checkpoint` writes one file, without checksums.
+The training loop calls `save`, and the pipeline `newest`, which returns a `Checkpoint`. loop.py and training_state.py
+decide what the files hold. For a loop of your own `save_checkpoint` writes one file, without checksums.
 """
 
 import io
@@ -43,8 +43,13 @@ class SaveError(OSError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved checkpoint, as its manifest has it. facts: what `save` was given, such as the model's config; files: by
-    part, such as "shared" and "rank-0", its "file", "bytes" and "sha256"."""
+    """A saved checkpoint, as its manifest describes it.
+
+    manifest    the path of the manifest
+    world_size  the number of ranks that saved it
+    facts       the `facts` that `save` was given, such as the model's config
+    files       for each part, "shared", "rank-0" and so on, its "file" (a name), "bytes" and "sha256"
+    """
 
     manifest: Path
     step: int
@@ -60,7 +65,7 @@ class Checkpoint:
         return load_state(self._verified("shared"), *keys)
 
     def own(self, rank: int, *keys: str) -> State:
-        """The part of one of the ranks that saved. At another world size read all parts. Errors as in `shared`."""
+        """The part that rank `rank` saved. At another world size read the parts of all ranks. Errors as in `shared`."""
         values.hold(
             (0 <= rank < self.world_size, f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
         )
@@ -77,7 +82,7 @@ class Checkpoint:
         Of a fact that is a dict, each differing field is yielded in its place, as "fact.field".
         """
         for name, expected in facts.items():
-            # As JSON gives it back, like the saved one: a tuple becomes a list.
+            # Through JSON, as the saved value went: a tuple becomes a list.
             expected, saved = json.loads(json.dumps(expected)), self.facts.get(name)
             if isinstance(saved, dict) and isinstance(expected, dict):
                 for key in sorted(saved.keys() | expected.keys()):
@@ -119,11 +124,11 @@ def save(
 ) -> Path:
     """Saves a checkpoint; returns its manifest's path when all is on the disk. All ranks call it.
 
-    shared   what all ranks have in common: rank 0's is saved
-    own      this rank's part
-    facts    about the checkpoint, for `Checkpoint.require`
+    shared   the state that all ranks have in common: that of rank 0 is saved
+    own      this rank's own part
+    facts    plain values about the run, which `Checkpoint.require` and `differences` compare at a resume
     keep     how many checkpoints stay, this one and the latest before it; None: all
-    gather   gives the values of all ranks, by rank, as `all_gather_object` does
+    gather   a collective that returns a value of every rank, by rank, as `all_gather_object` does
 
     SaveError on every rank when one of them fails, as with a full disk; ValueError for keep < 1 or step < 0.
     """
@@ -151,9 +156,9 @@ def save(
 
 
 def newest(folder: Path, verified: bool = True) -> Checkpoint | None:
-    """The checkpoint of the highest step in a folder, or None. One that is damaged is passed over with a warning.
+    """The checkpoint of the highest step in a folder, or None. A damaged one is skipped with a warning.
 
-    verified  True: all its files are read; False: its manifest alone
+    verified  True: all its files are read and compared with their checksums; False: its manifest alone is read
     """
     for manifest in _manifests(values.path("folder", folder)).values():
         try:
@@ -212,7 +217,7 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[st
 
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
-    """Writes the manifest; its entry "sha256" is that of its other content."""
+    """Writes the manifest. Its entry "sha256" is the checksum of its other content."""
     _sync_folder(manifest.parent)  # the names of the parts are on the disk before that of the manifest
     files.write_json(manifest, {**content, "sha256": files.digest_of(content)})
     _sync_folder(manifest.parent)
@@ -288,8 +293,8 @@ class Stateful(Protocol):
 def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: File) -> None:
     """Saves a dictionary of `model`, `optimizer` (their state dicts) and `iteration` to a path or a binary file.
 
-    A path's folder is made, and its file is replaced only once the new one is whole. Numbers of numpy in the
-    optimizer's state, such as a learning rate, become plain ones. ValueError unless iteration is a whole number from 0
+    A path's folder is made, and its file is replaced only once the new one is complete. numpy's numbers in the
+    optimizer's state, such as a learning rate, become Python's. ValueError unless iteration is a whole number from 0
     on, and for a state that `load_checkpoint` would refuse.
     """
     values.hold(
@@ -302,6 +307,7 @@ def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, it
         ),
         "iteration": values.whole("iteration", iteration, least=0),
     }
+    # torch lists the refused types of a file alone: so the state is saved once in memory, without its large tensors.
     without_tensors = io.BytesIO()
     torch.save(tree_map_only(torch.Tensor, lambda _: None, state), without_tensors)
     without_tensors.seek(0)
@@ -317,8 +323,9 @@ def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, it
 
 
 def load_checkpoint(src: File, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The iteration that `save_checkpoint` was given; model and optimizer get the state that they had, in place.
+    """Loads the state of model and optimizer in place; returns the iteration that `save_checkpoint` was given.
 
+    src  the path, or a binary file
     No code of the file runs. ValueError for a file that holds something else, or the state of another model.
     """
     values.hold((isinstance(src, str | os.PathLike) or hasattr(src, "read"), f"{src=} must be a path or a binary file"))
@@ -334,7 +341,8 @@ def load_checkpoint(src: File, model: torch.nn.Module, optimizer: torch.optim.Op
 def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
     """The dictionary of tensors and plain values in a file of `torch.save`, on the CPU. No code of the file runs.
 
-    The file is named by its path, or is open and binary.
+    path  the path, or an open binary file
+    keys  entries that the dictionary must have
 
     ValueError, with the path, for a file that holds something else, or lacks one of `keys`.
     """

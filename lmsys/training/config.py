@@ -1,4 +1,4 @@
-"""Every setting of a training run, in plain values: frozen, checked, and JSON there and back. Imports no torch.
+"""Every setting of a training run, as frozen, checked dataclasses that convert to JSON and back. Imports no torch.
 
 `lmsys train` reads a `RunConfig` from --config and --set; pipeline.py and loop.py act on it. A new setting is a field
 here and a line in its class's docstring: the command line, the JSON and the checks of types follow from its annotation.
@@ -57,11 +57,12 @@ class DataConfig(strict_json.Checked):
                   name that its URL ends in
     sha256        expected SHA-256 of the file at `url` (valid_sha256: at `valid_url`); None: any file is taken
     tokenizer     the folder of a tokenizer; None: one of model.vocab_size tokens is trained on the corpus
-    processes     processes that tokenize, on each rank, or threads of another engine; None: a rank's share of the cores
+    processes     number of processes that tokenize on each rank; with another engine, of its threads. None: a rank's
+                  share of the cores
     engine        encodes the text, with the same tokenizer: own, this library; auto, a faster package that is installed
                   and has our ids on a sample of the text; or this package: gigatoken, fastokens, tiktoken, tokenizers
-    packing       none: a sequence is running text, in which a token attends to all before it, other documents included;
-                  documents: a token attends to its own document alone
+    packing       none: a sequence is running text, in which a token attends to all tokens before it, also those of
+                  other documents; documents: a token attends to its own document alone
     """
 
     corpus: PathText = "stdlib"
@@ -92,25 +93,26 @@ class TrainConfig(strict_json.Checked):
 
     steps             training steps: updates of the weights
     batch_size        sequences of a step, over all ranks and micro-batches: any number of ranks has the same loss curve
-    micro_batch_size  sequences of a rank's forward; a rank that has more of a step adds up gradients
+    micro_batch_size  sequences of one forward on a rank; a rank with more sequences in a step accumulates gradients
     reproducible      train to the same weights, bit for bit, on any number of ranks and under any strategy of ours
     leaves            parts that the batch is divided into if `reproducible`, in place of micro-batches: a power of two,
                       as their gradients are added in pairs. The run then takes 1, leaves / 2 or leaves ranks
     optimizer         adamw, or muon: Muon steps the matrices of the blocks, AdamW all else
     lr, min_lr        the largest and the last learning rate of the cosine schedule
     matrix_lr         the largest learning rate of Muon's matrices, which rises and falls as lr does
-    momentum          Muon's
+    momentum          Muon's momentum, below 1
     adjust_lr_fn      what Muon multiplies the rate of a matrix of R rows and C columns by: original, √max(1, R / C); or
                       match_rms_adamw, 0.2 √max(R, C), where matrix_lr is to be chosen as for AdamW
     warmup_steps      steps from a rate of 0 to lr; None: 20, or half of the steps where these are fewer than 40
     betas, eps        AdamW's: the decay rates of its two moments, and what is added to the denominator
-    weight_decay      the decay of weights, as a share of the weight for a learning rate of 1
+    weight_decay      besides its update by the gradient, a step multiplies a weight by 1 - weight_decay x learning rate
     undecayed         parameters without weight decay: parts of their names, divided by |, such as ln|embeddings; None:
                       all decay
     clip_norm         the norm that gradients are clipped to; 0: they are not clipped
     seed              seed of the initial weights and of the order of the batches
     precision         fp32; or bf16 or fp16 by autocast, fp16 with loss scaling as of torch.amp.GradScaler
-    compile           compile the blocks by torch.compile, several to a graph where the strategy is none
+    compile           compile the blocks by torch.compile: each alone, or, if the strategy is the row `none` and
+                      reproducible is false, several in one graph
     fused             run the blocks by the kernels of lmsys.model.fused, without a compiler, on CUDA; best with graph;
                       not with activation checkpointing, nor with strategies whose ranks step a part of the parameters
     graph             replay forward, backward and synchronization as one CUDA graph, so that no kernel waits for the
@@ -121,10 +123,11 @@ class TrainConfig(strict_json.Checked):
     device            cpu or cuda; None: cuda where there is one
     memory_gib        memory of a rank in GiB, for model.checkpoint_blocks=fit; None: 90 % of its GPU's
     threads           CPU threads of a rank; many threads of a small model wait for each other; None: torch's default
-    max_nonfinite     steps in a row that are skipped as their loss or gradient is not finite; one more ends the run.
-                      Where a smaller loss scale may help, as under fp16, a step does not count
-    max_seconds       wall time after which a speedrun ends; None: all steps are done
-    log_interval      steps between lines for the reader
+    max_nonfinite     how many steps in a row may be skipped because their loss or gradient is not finite; one more
+                      ends the run. Under fp16 a finite loss with an infinite gradient, which a smaller loss scale may
+                      mend, sets the count back to 0
+    max_seconds       seconds of wall time after which the run ends, from its start or resume; None: all steps are done
+    log_interval      steps between two printed lines on progress
     """
 
     steps: values.Count = 400
@@ -183,7 +186,7 @@ class TrainConfig(strict_json.Checked):
 
     @property
     def warmup(self) -> int:
-        """How many steps the learning rate takes from 0 to lr."""
+        """The number of steps in which the learning rate rises from 0 to lr."""
         return min(20, self.steps // 2) if self.warmup_steps is None else self.warmup_steps
 
     @property
@@ -232,8 +235,8 @@ class EvaluateConfig(strict_json.Checked):
 class CheckpointConfig(strict_json.Checked):
     """How often the state is saved, so that an interrupted run can go on.
 
-    interval  steps between checkpoints; the end always has one; <= 0: only the end has. A step that was left
-              out, as its loss or gradient is not finite, has none
+    interval  steps between two checkpoints; <= 0: there is one at the end alone. The end always has one. No other
+              step has one if it was skipped because its loss or gradient was not finite
     keep      how many of the latest checkpoints stay; None: all
     """
 
@@ -264,7 +267,7 @@ class RunConfig(strict_json.Checked):
     """All settings of a run.
 
     output      the run's folder, for tokenizer, tokens, checkpoints and log
-    data        a section, as the following: `DataConfig`
+    data        a section of settings, as are those that follow: `DataConfig`
     model       `lmsys.config.ModelConfig`
     train       `TrainConfig`
     evaluate    `EvaluateConfig`
@@ -316,7 +319,7 @@ def file_of(url: str) -> str:
 
 
 def _merged(value: Any, more: Any) -> Any:
-    """The settings of two nested dicts, those of `more` where both have one; `more` where they are no dicts."""
+    """Merges two nested dicts; where both have a setting, that of `more` holds. Returns `more` if one is no dict."""
     if not (isinstance(value, dict) and isinstance(more, dict)):
         return more
     return value | {key: _merged(value.get(key), x) for key, x in more.items()}

@@ -1,7 +1,7 @@
 """Texts to train on: the standard library of the running Python, TinyStories, or any text file. Imports no torch.
 
-The pipeline calls `corpus_of(config.data)` and gets a `Corpus`: a text to train on and another to evaluate on. A new
-corpus is a function like `stdlib`, and a name in `corpus_of`.
+The pipeline calls `corpus_of(config.data)` and gets a `Corpus`: a text to train on and another to evaluate on. To add a
+corpus, write a function like `stdlib`, and add its name to `corpus_of`.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from lmsys.tokenizer import chunks, pretokens
 from lmsys.training.config import DataConfig, file_of
 
 END_OF_TEXT = "<|endoftext|>"  # the special token between documents
-HELD_OUT = 20  # one in so many documents is held out for validation; of a text file the last one in so many bytes
+HELD_OUT = 20  # for validation: every 20th document of the standard library, or the last twentieth of a text file
 
-Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
+Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ def make_folder(folder: Path, setting: str) -> None:
 def stdlib(folder: Path | None = None) -> Corpus:
     """The modules of the running Python's standard library, tests included: about 30 MB. A first call writes the files.
 
-    A document is a module that is UTF-8. Every 20th, in order of names, is for validation. folder: where the files are;
-    None: `corpora` in $LMSYS_CACHE_DIR.
+    A document is a module that is UTF-8. Every 20th, in order of paths, is for validation.
+
+    folder  where the files are; None: `corpora` in $LMSYS_CACHE_DIR
     """
     folder = Path(folder or files.cache_folder() / "corpora")
     paths = [folder / f"stdlib-{python_version()}-{part}.txt" for part in ("train", "valid")]
@@ -132,7 +133,7 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
             ending.callback(files.claim(path))
             note.write_text(download(url, path, sha256=sha256, progress=progress))
     elif sha256 is not None:
-        if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
+        if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file was put there by other means
             note.write_text(files.sha256_of(path))
         digest = note.read_text()
         values.hold(
@@ -148,14 +149,14 @@ def _stdlib_documents() -> Iterator[str]:
     """The text of each module, in order of their paths."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" not in path.parts and "dist-packages" not in path.parts:
-            with suppress(UnicodeDecodeError):  # a few modules that test encodings are in others
+            with suppress(UnicodeDecodeError):  # a few modules, which test encodings, are not UTF-8
                 text = path.read_text(encoding="utf-8")
                 if END_OF_TEXT not in text:
                     yield text
 
 
 PIECE_BYTES = 1 << 20  # bytes of a download that are read at once
-SILENCE_S = 30.0  # a try ends when the server sends nothing for so long
+SILENCE_S = 30.0  # a try fails when the server sends nothing for this time
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before each further try
 # Errors of the connection, after which a download is tried again.
 CUT = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
@@ -188,7 +189,7 @@ def download(
 
 
 def _fetch(url: str, path: Path, sha256: str | None, progress: Progress) -> str:
-    """One try of `download`."""
+    """Tries the download once: see `download`. ConnectionResetError if the reply is cut short."""
     content = hashlib.sha256()
     with urllib.request.urlopen(url, timeout=SILENCE_S) as reply, files.replacing(path) as file:
         length = int(reply.headers.get("Content-Length", 0))

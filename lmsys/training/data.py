@@ -1,9 +1,9 @@
-"""Text files become files of token ids, and these become batches.
+"""Makes files of token ids from text files, and batches from files of token ids.
 
-`tokenize_files` writes ids as a .npy array, which is memory mapped, with a .json beside it about their tokenizer. With
-several ranks each writes a shard for its share of the text, in parallel; the shards in order are what one rank writes
-alone. `Batches` gives the training loop the inputs and targets of a step: they depend on the step's number alone, so
-there is no state to save. `fixed_windows` gives the sequences to evaluate on.
+`tokenize_files` writes ids as a .npy array, which readers memory map, and a .json about their tokenizer beside it. With
+several ranks each writes a shard for its share of the text, in parallel; the shards, one after another, equal what one
+rank writes alone. `Batches` gives the training loop the inputs and targets of a step: they depend on the step's number
+alone, so there is no state to save. `fixed_windows` gives the sequences to evaluate on.
 
 Imports no torch: batches are numpy arrays, which `torch.from_numpy` takes as they are.
 Legend: B sequences of a micro-batch, S context length, N windows of a source. A window is S + 1 ids: a sequence's
@@ -63,8 +63,12 @@ def tokenize_files(
 ) -> Path:
     """Writes the ids to `output`, NAME.npy, or as one of several ranks to its shard NAME-00001-of-00004.npy.
 
-    Ids are uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path. The
-    engine, as in `encode_files`, is named in the .json.
+    Ids are uint16, or uint32 for a vocabulary of more than 65,536. The file appears when it is complete. Returns its
+    path.
+
+    processes         as in `encode_files`
+    engine            as in `encode_files`; the .json names it
+    rank, world_size  of the calling rank; each rank calls this function for its own shard
     ValueError: no text, a file that is absent or not UTF-8, an engine of another tokenizer, a rank outside of 0 to
     world_size - 1.
     """
@@ -129,9 +133,9 @@ def shards(output: Path, world_size: int) -> list[Path]:
 def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     """The ids of one file, memory mapped.
 
-    ValueError for what is no array of ids, is not whole, or is not of `tokenizer`. All ids are read once if they are
-    signed, as none may be less than 0, and if no .json is beside the array, as each must be in the tokenizer's
-    vocabulary.
+    ValueError for a file that is no array of ids, that is not complete, or whose ids another tokenizer than `tokenizer`
+    made. All ids are read once if they have a signed dtype, since none may be negative, or if there is no .json beside
+    the array, since then each must be in the tokenizer's vocabulary.
     """
     path = values.path("path", path)
     values.instance("tokenizer", tokenizer, Tokenizer | None)
@@ -219,7 +223,7 @@ class TokenFiles:
 
     @property
     def end_of_text(self) -> int:
-        """The id that ends each document. ValueError for a file that knows none, or another one than the first."""
+        """The id that ends each document. ValueError for a file whose .json has none, or another one than the first."""
         first, *others = map(read_end_of_text, self._paths)
         for path, number in zip(self._paths[1:], others, strict=True):
             values.hold((number == first, f"{path}: end_of_text={number} must be {first}, as in {self._paths[0]}"))
@@ -237,14 +241,17 @@ class Batches:
 
     The last id of a window is the first of the window that follows it in the text.
 
-    Every epoch takes each of the N windows once, in an order and from a first token of its own. A step's global batch
-    is batch_size · world_size · accumulation windows, and the same windows for one rank that accumulates more often.
+    Every epoch takes each of the N windows once, in an order of its own. It also draws the token at which the first
+    window in the text begins, so that epochs cut the text at different places. A step's global batch is batch_size ·
+    world_size · accumulation windows; a step of fewer ranks that accumulate more often has the same windows.
 
+    batch_size    sequences of a micro-batch
     accumulation  micro-batches of a rank in a step
-    neighbours    True, for a reproducible training unless its strategy sums every backward: a rank's micro-batches are
-                  neighbours in the global batch; False: ranks take turns at micro-batches
-    end_of_text   documents are packed: no target follows this id, and a sequence that begins or ends inside of a
-                  document has a piece of it, which counts as a document; None: they are not
+    neighbours    True: a rank's micro-batches stand side by side in the global batch: of the micro-batches 0, 1, 2 and
+                  3 of two ranks the first rank has 0 and 1. A reproducible training needs this, unless its strategy
+                  sums every backward over ranks. False: ranks take turns, so that the first has 0 and 2
+    end_of_text   the id that ends a document, if documents are packed: no target follows it, and where a sequence
+                  begins or ends inside of a document, its piece counts as a document. None: they are not packed
     ValueError for sizes below 1, a seed below 0, a rank outside of 0 to world_size - 1, a source with less than one
     window.
     """
@@ -299,9 +306,10 @@ class Batches:
         return _divided(np.stack(list(map(self.window, range(first, first + self.batch_size)))), self.end_of_text)
 
     def weight(self, step: int, micro: int = 0) -> float:
-        """The factor of a micro-batch's mean loss: its targets over the mean of targets per micro-batch of the step.
+        """The factor of a micro-batch's mean loss: its number of targets, divided by the step's mean per micro-batch.
 
-        With it the mean over micro-batches of all ranks is the mean over all targets of the step.
+        With these factors the mean of the losses of all micro-batches, on all ranks, is the mean over all targets of
+        the step. Without `end_of_text` it is 1.
         """
         first = self._place(step, micro)
         if self.end_of_text is None:
@@ -321,7 +329,7 @@ class Batches:
         return turn * self.batch_size
 
     def window(self, index: int) -> np.ndarray:
-        """The ids (S + 1,) of window `index`, counted over all steps."""
+        """The ids (S + 1,) of window `index`. Indices count the windows of all steps, from 0 at the first step."""
         epoch, place = divmod(index, self.num_windows)
         first, order = _epoch_order(self.seed, epoch, self.num_windows, (len(self.source) - 1) % self.context_length)
         start = first + int(order[place]) * self.context_length
@@ -337,7 +345,7 @@ def _epoch_order(seed: int, epoch: int, num_windows: int, slack: int) -> tuple[i
 
 @lru_cache(maxsize=2)
 def _num_targets(batches: Batches, step: int) -> np.ndarray:
-    """How many targets each sequence of a step has. Each rank reads all of them, so that ranks need not communicate."""
+    """How many targets each sequence of a step has. Every rank reads all sequences, so ranks need not communicate."""
     first = step * batches.global_batch
     windows = map(batches.window, range(first, first + batches.global_batch))
     return np.array([np.count_nonzero(window[:-1] != batches.end_of_text) for window in windows])

@@ -1,6 +1,7 @@
-"""How well a model predicts a fixed set of text, and a unigram model, which it must beat.
+"""Measures a model's loss on fixed windows of text, and that of a unigram model, which the model must beat.
 
-The training loop and the pipeline's step `evaluate` call `evaluate` with the windows of `data.fixed_windows`.
+The training loop and the pipeline's step `evaluate` call `evaluate` with the windows of `data.fixed_windows`. The loop
+also makes the inputs of its training steps by `model_inputs`.
 """
 
 import math
@@ -21,14 +22,18 @@ _READ = 1 << 20  # tokens of a source that `unigram` reads at once
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean cross-entropy of a token, in nats, over `tokens` of them."""
+    """The result of an evaluation.
+
+    loss    mean cross-entropy of a target, in nats
+    tokens  how many targets there were
+    """
 
     loss: float
     tokens: int
 
     @property
     def perplexity(self) -> float:
-        """e to the loss; inf where no float holds it, NaN where the loss is."""
+        """e to the power of the loss; inf if that is beyond a float, NaN if the loss is NaN."""
         return math.inf if self.loss >= 709 else math.exp(self.loss)  # the largest float is about e^709.8
 
 
@@ -57,8 +62,8 @@ def evaluate(
 
     autocast  makes the context of a forward
     loss_of   called with the arguments of `model_inputs`, gives the mean loss; None: `model.loss`
-    The model is left in the mode, training or not, in which it came. ValueError for no windows, windows without a
-    target, or batch_size < 1.
+    The model's mode, train or eval, is restored at the end. ValueError for no windows, windows without a target, or
+    batch_size < 1.
     """
     values.whole("batch_size", batch_size, least=1)
     inputs, targets = values.several("windows", windows, np.ndarray)

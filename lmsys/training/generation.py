@@ -1,6 +1,7 @@
-"""Tokens from a model, one after another: keys and values of earlier tokens are kept, so that a step reads one token.
+"""Generates tokens with a model, one after another. A cache of keys and values lets each step read only one token.
 
-The pipeline's step `generate`, and users, call `generate`; `Sampling` says how a token is drawn.
+The pipeline's step `generate`, and users, call `generate`; `Sampling` says how a token is drawn. `generate` hands its
+`Cache` to `TransformerLM.hidden`.
 
 Sources: Holtzman et al. 2020 (top-p, arXiv 1904.09751); Fan et al. 2018 (top-k, 1805.04833).
 Legend: B prompts, S sequence length, H query heads, Hkv key/value heads, D head dimension, V ids.
@@ -53,7 +54,8 @@ class Sampling(strict_json.Checked):
         """Draws an id for each row: logits (B, V) and random numbers of [0, 1) (B) -> ids (B)."""
         probabilities, ids = self.probabilities(logits)
         place = torch.searchsorted(probabilities.cumsum(dim=-1), uniform[:, None].to(probabilities), right=True)
-        last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1  # by rounding the sum may be less than a draw
+        # A draw may be above the sum, which rounding leaves a little below 1: then the last possible id is taken.
+        last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1
         return ids.gather(1, torch.minimum(place, last))[:, 0]
 
 
@@ -74,7 +76,10 @@ class Cache:
         self._positions: Tensor | None = None
 
     def attend(self, of_model: Callable[[], Any]) -> list[Any]:
-        """The attention function of each layer. of_model: returns that of the model, which reads the prompts."""
+        """The attention function of each layer: the model's own for the prompts, one that reads the cache for tokens.
+
+        of_model  returns the model's own attention function
+        """
         read = partial(self._read_prompts, of_model()) if self._positions is None else self._read_token
         return [partial(read, index) for index in range(len(self._kept))]
 

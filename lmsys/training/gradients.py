@@ -1,4 +1,4 @@
-"""The gradients of a training step: of all micro-batches of a rank, synchronized with those of the other ranks.
+"""Computes the gradients of a training step: of all micro-batches of a rank, synchronized with the other ranks.
 
 The training loop calls `Gradients` or `ReplayedGradients`; benchmarks, and `prepare.Prepared.gradients`, call
 `backward_of` and `GraphedGradients`. All leave gradients in `.grad` and return the loss.
@@ -24,7 +24,7 @@ from lmsys.parallel import adapter, buckets
 from lmsys.training.reproducible import Tree
 from lmsys.values import hold
 
-WARM_UPS = 3  # calls before the capture: in them, first uses compile, tune and allocate what stays
+WARM_UPS = 3  # calls before the capture, in which kernels are compiled and tuned, and lasting buffers allocated
 _capture_stream = cache(torch.cuda.Stream)  # by the number of a device: the stream that its graphs are captured on
 
 
@@ -32,8 +32,9 @@ _capture_stream = cache(torch.cuda.Stream)  # by the number of a device: the str
 def on_capture_stream() -> Iterator[torch.cuda.Stream]:
     """Makes the stream that graphs are captured on the current one, in order with the work around it.
 
-    Build here any object that remembers the stream of its construction, such as torch's DDP, whose constructor creates
-    the nodes that accumulate gradients: a capture may not wait for the default stream.
+    Inside of it build any object that remembers the stream of its construction. An example is torch's DDP, whose
+    constructor creates autograd's AccumulateGrad nodes. Otherwise a backward in a capture would wait for the default
+    stream, which is not allowed.
     """
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -74,7 +75,7 @@ class GraphedGradients:
     NCCL's collectives are captured too. Wait for every earlier collective before a call; `compute` must wait for its
     own before it returns. All ranks must capture and replay together.
 
-    warm_ups  calls of `compute` before the capture, which leave nothing but gradients behind
+    warm_ups  the number of calls of `compute` before the capture; they may change nothing but gradients
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Gradients:
 
     Without `tree` all backwards of a step but the last run under the strategy's no_sync().
 
-    loss_of  the loss of a micro-batch under the strategy
+    loss_of  a function that computes the loss of a micro-batch under the strategy
     divisor  what that loss is divided by before its backward: the number of a rank's micro-batches, as the strategy
              averages over ranks; in a reproducible training the number of all ranks' leaves (`reproducible.py`)
     scale    multiplies the divided loss by a loss scale, as `torch.amp.GradScaler.scale` does

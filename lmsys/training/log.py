@@ -1,6 +1,7 @@
-"""The log of a run, log.jsonl, with a line for every step and evaluation, and lines on progress for the reader.
+"""Writes a run's log.jsonl, with a line for every step and evaluation, and makes the lines on progress that it prints.
 
-The training loop writes both. docs/training.md reads log.jsonl into other tools.
+pipeline.py opens a `JsonLines`; the training loop writes to it, and makes a `Progress`. docs/training.md shows how
+other tools, such as TensorBoard, load log.jsonl.
 """
 
 import json
@@ -13,11 +14,14 @@ from lmsys import files
 
 
 class JsonLines:
-    """A file with a JSON object in each line, which has a `step`. NaN and infinities, which JSON lacks, are the strings
-    "NaN", "Infinity" and "-Infinity", which float() reads.
+    """A file with a JSON object in each line, which has a `step`.
 
-    A file that is there keeps its lines up to `step`: a run that is resumed from there writes later steps anew. Lines
-    of later steps, and lines that are no such objects, are moved to the end of a file beside it, NAME.replaced.
+    NaN and infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity", which float()
+    reads. If the file exists, it keeps its lines up to `step`, since a run that resumes from that step writes later
+    steps anew. Lines of later steps, and lines that are no such objects, are moved to the end of a file beside it,
+    NAME.replaced.
+
+    step  the last step that is done: 0 in a new run
     """
 
     def __init__(self, path: Path, step: int):
@@ -51,8 +55,10 @@ def _line(facts: dict[str, Any]) -> str:
 
 
 def _facts_until(step: int, line: str) -> dict[str, Any] | None:
-    """The facts of a line of a step up to `step`; None for other lines, without which the run can go on. Earlier
-    versions of this package wrote NaN without quotes, which is read as well."""
+    """The facts of a line of a step up to `step`; None for other lines, without which the run can go on.
+
+    Earlier versions of this package wrote NaN without quotes, which is read as well.
+    """
     try:
         facts = json.loads(line)
         return facts if float(facts["step"]) <= step else None
@@ -61,12 +67,15 @@ def _facts_until(step: int, line: str) -> dict[str, Any] | None:
 
 
 class Progress:
-    """Makes lines for the reader: loss, tokens/s and MFU of the steps since the line before, and the time left. MFU,
-    model FLOPs utilization, is the share of the peak that the model's operations reach. The time left includes
+    """Makes the printed lines: a step's loss and learning rate, tokens/s and MFU since the line before, the time left.
+
+    MFU, model FLOPs utilization, is the share of the peak that the model's operations reach. The time left includes
     evaluations and checkpoints: as much per step as they have taken so far.
 
-    step, steps       the step that is done, and the last one
-    seconds           that all steps have taken so far, without evaluations and checkpoints
+    step              the number of steps done when this object is made
+    seconds           the time that these steps have taken, without evaluations and checkpoints
+    steps             the number of steps of the whole run
+    tokens_per_step   of all ranks together, as is flops_per_step
     peak_flops_per_s  of all ranks together; None: not known, and lines have no MFU
     """
 

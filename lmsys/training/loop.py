@@ -4,6 +4,8 @@ A step computes the gradients of its micro-batches under the strategy, clips the
 optimizer unless loss or gradient is not finite. `fit` also logs, evaluates, saves and stops. A step depends only on the
 weights, the optimizer's state and the step's number, so a run that is resumed from a checkpoint equals one that was not
 interrupted. Ranks agree on the loss and on whether to stop in one small all-reduce a step.
+
+A new setting of the training is a field of `TrainConfig` (config.py), on which `Trainer` acts here.
 """
 
 import math
@@ -43,7 +45,7 @@ Say = Callable[[str], None]
 
 
 def facts_of(config: RunConfig) -> dict[str, Any]:
-    """The facts that a checkpoint must have been saved with, so that a run of these settings goes on from it."""
+    """The facts that a checkpoint must have been saved with, so that a run with these settings may resume from it."""
     train, packing = config.train, config.data.packing
     return {
         "model": {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS},
@@ -57,8 +59,14 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Step:
-    """loss: mean over the global batch; norm: of the gradient before clipping; lr: the learning rate; scale: what the
-    loss was multiplied by, 1 except in fp16; taken: False if loss or norm was not finite: weights have not changed."""
+    """The result of a training step.
+
+    loss   mean over the global batch
+    norm   L2 norm of the gradient before clipping
+    lr     learning rate
+    scale  factor of the loss before the backward: 1 except in fp16
+    taken  False if loss or norm was not finite, so that the optimizer was not called and weights have not changed
+    """
 
     loss: float
     norm: float
@@ -71,7 +79,7 @@ class Trainer:
     """A model in training on this rank. The pipeline and benchmarks make it; they call `fit` or `train_step`.
 
     source   the token ids to train on
-    windows  what it is evaluated on
+    windows  inputs and targets to evaluate on
     saved    the checkpoint to go on from; None: from the beginning
     facts    what a checkpoint must have been saved with, beside `facts_of`: such as the tokenizer
     group    the ranks that train; None: all, or this process alone
@@ -104,8 +112,9 @@ class Trainer:
         )  # fmt: skip
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
-        # Steps done; those of them that were not taken; how many of these came last in a row (`train_step` says which
-        # count), which train.max_nonfinite limits; the seconds of all steps, without evaluations and checkpoints.
+        # step: steps done. skipped: how many of them were not taken. in_a_row: how many were not taken in a row up to
+        # now; train.max_nonfinite limits it, and `train_step` says which steps count. seconds: the time of all steps,
+        # without evaluations and checkpoints.
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | values.instance("facts", {} if facts is None else facts, dict)
         shared = None
@@ -159,7 +168,10 @@ class Trainer:
         }
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
-        """Takes a step; returns it and the largest `stop` of any rank: 0, the number of a signal, or _TIME."""
+        """Takes a step; returns it and the largest `stop` of any rank.
+
+        stop  why this rank asks to stop after the step: 0 (it does not), the number of a signal, or _TIME
+        """
         train, lr = self.config.train, self.schedule["the rate of the next step"]
         optimizer.set_lr(self.optimizer, lr, lr / train.lr * train.matrix_lr if train.optimizer == "muon" else None)
         micros = range(self.batches.accumulation)
@@ -171,7 +183,7 @@ class Trainer:
             if train.clip_norm:
                 optimizer.scale_gradients(self.optimizer, optimizer.clip_factor(gradient_norm, train.clip_norm))
             mean, finite, stop = self._agree(total, gradient_norm, stop)
-            # `_agree` has made the host wait for the device.
+            # float(gradient_norm) costs no further wait: `_agree` has made the host wait for the device.
             step = Step(mean, float(gradient_norm), lr, self.scaler.get_scale(), finite and math.isfinite(mean))
             if step.taken:
                 self.optimizer.step()
@@ -189,8 +201,10 @@ class Trainer:
         return step, stop
 
     def _gradient_norm(self) -> torch.Tensor:
-        """The norm of all ranks' gradients, a scalar tensor; in a reproducible training bitwise equal for any number of
-        ranks."""
+        """The norm of all ranks' gradients, a scalar tensor.
+
+        In a reproducible training it is bitwise equal for any number of ranks.
+        """
         if not self.config.train.reproducible:
             return optimizer.whole_norm(self._parameters, self.group, self._divided)
         grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -254,7 +268,7 @@ class Trainer:
 
         Returns why it ended: done, time, or the name of a signal; and the last evaluation, None if there was no step.
 
-        folder  of the checkpoints
+        folder  where checkpoints are saved
         log     where a line for every step is written; None: nowhere
         say     called with each line for the reader
         NonFiniteError when more steps in a row than allowed were not finite: the last good checkpoint stays.
@@ -266,13 +280,13 @@ class Trainer:
             while self.step < train.steps:
                 start = time.perf_counter()
                 late = train.max_seconds is not None and start - began >= train.max_seconds
-                doing.now(f"in step {self.step + 1:,}")  # for the errors of a rank that dies
+                doing.now(f"in step {self.step + 1:,}")  # the report about a rank that dies shows it
                 taken, stop = self.train_step(signals.seen or (_TIME if late else 0))
                 last = self.step == train.steps or stop > 0
                 evaluates = last or _due(self.step, self.config.evaluate.interval)
                 # While steps are left out, weights may be NaN already: such saves would replace the good ones.
                 saves = last or (taken.taken and _due(self.step, self.config.checkpoint.interval))
-                if evaluates or saves:  # else the wait for the rest of the step would count as theirs
+                if evaluates or saves:  # else the rest of the step's kernels would be timed as a part of these
                     clock.synchronize(self.device.type)
                 self.seconds += time.perf_counter() - start
                 self._tell(taken, write, say, progress)
@@ -362,7 +376,7 @@ def first_nonfinite(model: torch.nn.Module, forward: Callable[[], Any]) -> str |
     with (
         torch.nn.modules.module.register_module_forward_hook(hook),
         torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),  # a compiled graph holds no hooks
+        torch.compiler.set_stance("force_eager"),  # compiled code does not call hooks
     ):
         forward()
     return broken[0] if broken else None

@@ -1,18 +1,21 @@
-"""Muon: the momentum of each hidden matrix is orthogonalized before it steps the matrix; AdamW steps all else.
+"""The optimizer Muon: it orthogonalizes the momentum of each hidden matrix, and steps all else as AdamW does.
 
-An orthogonal step moves a matrix by as much in every direction: rare directions of the gradient, which its few large
-singular values hide, are learned too. The Newton-Schulz iteration comes near to the orthogonal matrix by products of
-matrices alone, in bfloat16. Two of the three products of an iteration are symmetric: on CUDA the kernels of
-muon_triton.py compute one half of them, and copy it into the other.
+The training loop gets class and options from `optimizer_of`; benchmarks and users make a `Muon` themselves.
 
-A param group has `use_muon`: True for matrices, False for what AdamW steps. `matrix_groups` makes both of a model:
+An orthogonal step moves a matrix equally far in every direction, so that it also learns directions that are rare in the
+gradient, which otherwise a few large singular values dominate. The Newton-Schulz iteration approximates the orthogonal
+matrix by products of matrices alone, in bfloat16. Two of the three products of an iteration are symmetric: on CUDA the
+kernels of muon_triton.py compute one half of them, and copy it into the other.
+
+A param group has `use_muon`: True for matrices, False for what AdamW steps. `matrix_groups` makes both kinds of groups
+for a model:
 
     optimizer = wrapper.make_optimizer(Muon, groups=matrix_groups(model), lr=0.02)
 
 Under `ShardedOptimizer`, `Zero1` and `Fsdp` a rank orthogonalizes the whole matrices that it owns, and no others.
 
-Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the scale that matches AdamW's is
-that of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982). Other coefficients: Amsel et al. 2025,
+Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the scale match_rms_adamw is that
+of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982). Other coefficients: Amsel et al. 2025,
 "The Polar Express" (arXiv 2505.16932).
 
 Legend: N matrices, R rows, C columns.
@@ -38,8 +41,8 @@ from lmsys.values import finite, flag, hold, one_of, whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at 0, so that small singular values grow in few iterations
 # Those of the Polar Express for singular values of 0.001 or more, which five steps bring to between 0.84 and 1.13, and
-# seven to 1: each polynomial is the best for what those before it have left. All but the last are of x / 1.01, as
-# rounding may take a value above 1.
+# seven to 1: each polynomial is the best one for the range of values that those before it leave. All but the last are
+# applied to x / 1.01, since rounding may take a value above 1.
 POLAR_EXPRESS = (
     (8.2057, -22.9065, 16.4647),
     (4.0667, -2.8617, 0.5185),
@@ -49,7 +52,7 @@ POLAR_EXPRESS = (
     (1.8726, -1.2307, 0.3585),
     (1.8750, -1.2500, 0.3750),
 )
-EPS = 1e-7  # a matrix of a smaller norm is taken as one of this norm
+EPS = 1e-7  # the smallest norm that a matrix is divided by: without it a matrix of zeros would become NaN
 BATCH = 2**26  # elements of the matrices that are orthogonalized at once, which bounds the memory that a step takes
 ADAMW_RMS = 0.2  # the root mean square of AdamW's updates, about
 
@@ -65,19 +68,22 @@ class Muon(AdamW):
     group's `lr` and state dicts work as with any optimizer.
 
     lr, weight_decay  of both algorithms
-    adjust_lr_fn      original: the scale is √max(1, R / C); match_rms_adamw: 0.2 √max(R, C), with which a learning rate
-                      and a weight decay that were chosen for AdamW go on to be right
+    momentum          of Muon, as is `nesterov`
+    adjust_lr_fn      original: the scale is √max(1, R / C); match_rms_adamw: 0.2 √max(R, C), which suits a learning
+                      rate and a weight decay that were chosen for AdamW
     ns_coefficients   a, b and c of the polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, applied `ns_steps` times; or several
-                      such triples, one for each step, of which the last goes on: `POLAR_EXPRESS`
+                      such triples, such as `POLAR_EXPRESS`, one for each step; later steps use the last
     ns_dtype          dtype of the iteration
     batched           False: each matrix by itself. Libraries may choose another kernel for another number of matrices,
                       so only then are a matrix's bits the same whichever others are stepped beside it
-    betas, eps        AdamW's
-    flats             given by `Fsdp.make_optimizer`: for a parameter that is a flat part of several, their `FlatShard`
+    use_muon          the default for groups that do not set it
+    betas, eps        of AdamW
+    flats             `Fsdp.make_optimizer` gives it: for each parameter that is this rank's part of several flattened
+                      ones, their `FlatShard`
 
     `torch.amp.GradScaler` unscales the gradients itself, and skips a step by itself.
     ValueError: as of `AdamW`; a momentum outside [0, 1), another `adjust_lr_fn`, a parameter with `use_muon` that is no
-    matrix, a state dict of which a group has another `use_muon`, or none.
+    matrix, a state dict with a group whose `use_muon` is missing or differs from that here.
     """
 
     # Options of other optimizers, by name, that are refused with a hint, as in `AdamW`; this class has `use_muon`.
@@ -112,9 +118,9 @@ class Muon(AdamW):
 
     @staticmethod
     def cost(p: Tensor, use_muon: bool = True, ns_steps: int = 5, **_: Any) -> float:
-        """The operations by which a step of `p`, with these options of its group, is counted.
+        """The number of operations by which ranks weigh a step of `p`, whose group has these options.
 
-        `ShardedOptimizer` shares parameters out to ranks by it, and under `Fsdp` this class shares out whole matrices.
+        `ShardedOptimizer` divides parameters among ranks by it, and under `Fsdp` this class divides whole matrices.
         """
         return newton_schulz_flops(len(p), p.shape[1], ns_steps) if use_muon and p.dim() == 2 else float(p.numel())
 
@@ -186,9 +192,9 @@ class Muon(AdamW):
 
 @dataclass
 class _Matrices(Bundle):
-    """Matrices of one group, dtype and device, which may be flat parts of some, and their momentum.
+    """Matrices of one group, dtype and device, with their momentum; or, under `Fsdp`, flat parts of matrices.
 
-    parts  assembles whole matrices of flat parts; None: they are whole, and one batch
+    parts  assembles whole matrices from flat parts; None: `params` are whole matrices of one shape
     """
 
     momentum: list[Tensor]
@@ -197,7 +203,7 @@ class _Matrices(Bundle):
     def step(self, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
         """Steps the matrices.
 
-        rounded  is not written here: the step raises a matrix's version, by which its rounded copy is made again
+        rounded  not used: the step raises a matrix's version counter, so its rounded copy is made again when it is read
         scaling  grad_scale and found_inf, which are None for `Muon`, and grad_factor
         """
         factor, dtype = scaling[-1], group["ns_dtype"]
@@ -220,7 +226,8 @@ class _Matrices(Bundle):
 def in_batches(shapes: Sequence[torch.Size], batched: bool = True) -> list[list[int]]:
     """The places (indices) in `shapes`, in lists of one shape each.
 
-    A list has at most BATCH elements of matrices, but at least one place; without `batched` it has one place.
+    The matrices of a list have at most BATCH elements together, but a list has at least one place. Without `batched`
+    each list has one place.
     """
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for place, shape in enumerate(shapes):
@@ -261,9 +268,10 @@ def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: int = 5, coefficients: Sequence[Any] = COEFFICIENTS) -> Tensor:
-    """x (N, R, C), of singular values at most 1 -> (N, R, C), about the orthogonal U Vᵀ of x = U S Vᵀ.
+    """Approximates U Vᵀ of x = U S Vᵀ: x (N, R, C), with singular values of at most 1 -> (N, R, C).
 
-    By five steps singular values come to lie between about 0.7 and 1.2, but for very small ones.
+    Five steps bring all singular values but very small ones to between about 0.7 and 1.2.
+
     coefficients  `ns_coefficients` of `Muon`
     """
     is_tall = x.shape[-2] > x.shape[-1]
@@ -275,7 +283,7 @@ def newton_schulz(x: Tensor, steps: int = 5, coefficients: Sequence[Any] = COEFF
         if halved is None:
             gram = x @ x.mT  # of the shorter side
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b G + c G²) x
-        else:  # a is in the polynomial: torch's baddbmm would copy x before it multiplies
+        else:  # the polynomial includes a: with beta=a, torch's baddbmm would copy x before it multiplies
             x = halved.polynomial(x, a, b, c) @ x
     return x.mT if is_tall else x
 
@@ -301,8 +309,11 @@ def _halved(x: Tensor) -> Any:
 
 
 def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
-    """The matrices that Muon steps: trained parameters of two dimensions in one block (an entry of a ModuleList), but
-    for embeddings. So the head, and weights that are tied to something outside of a block, are left to AdamW."""
+    """The matrices that Muon steps: the two-dimensional trained parameters in blocks, without embeddings.
+
+    A block is an entry of a ModuleList. The head, and weights that several blocks or a block and another module share,
+    are left to AdamW.
+    """
     embeddings = {
         p for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters(recurse=False)
     }
@@ -313,7 +324,7 @@ def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
 def matrix_groups(module: nn.Module, more: structure.Groups | None = None) -> structure.Groups:
     """The `groups` of make_optimizer by which Muon steps the hidden matrices of `module`, and AdamW all else.
 
-    more  gives further options of a parameter, such as `lmsys.training.optimizer.undecayed` does
+    more  another function of this kind, such as `lmsys.training.optimizer.undecayed` returns: its options are added
     ValueError where there is no such matrix.
     """
     matrices = hidden_matrices(module)
@@ -326,7 +337,7 @@ def matrix_groups(module: nn.Module, more: structure.Groups | None = None) -> st
 
 
 def optimizer_of(train: TrainConfig, model: nn.Module) -> tuple[type[AdamW], dict[str, Any], dict[str, Any]]:
-    """(class, options for all its param groups, `groups` where there are several) of the optimizer of a training.
+    """(class, options of all param groups, {"groups": ...} or {}) of the optimizer of a training.
 
     In a reproducible training each matrix is orthogonalized by itself, so that its bits are the same whichever matrices
     its rank owns beside it. In fp16 the iteration is in float16, too: the GPU may have no bfloat16.

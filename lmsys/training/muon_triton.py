@@ -1,16 +1,16 @@
 """Symmetric products of matrices in Triton: two of the three products of a Newton-Schulz iteration of muon.py on CUDA.
 
-X Xᵀ is symmetric, and so is every polynomial of a symmetric matrix. A program computes one tile of the lower triangle
-and stores it twice, as itself and transposed: about half of the operations of a matmul. The third product of an
-iteration, of a symmetric matrix and X, is left to torch.
+muon.py calls `takes` and, where it is True, `polynomial`. X Xᵀ is symmetric, and so is every polynomial of a symmetric
+matrix. A program computes one tile of the lower triangle and stores it twice, as itself and transposed: about half of
+the operations of a matmul. The third product of an iteration, of a symmetric matrix and X, is left to torch.
 
-Tiles are square, so that a program needs tiles of one shape alone, and no number is computed twice but within tiles on
-the diagonal. The sum of an element runs over columns in one order, whichever of its two factors comes first: results
-are exactly symmetric, do not depend on how many matrices are multiplied at once, and repeats are equal bit for bit.
+Tiles are square, so that a program needs tiles of one shape alone, and only tiles on the diagonal compute a number
+twice. The sum of an element runs over columns in one order, whichever of its two factors comes first: results are
+exactly symmetric, do not depend on how many matrices are multiplied at once, and repeats are equal bit for bit.
 
-Columns are taken in chunks, which stand where attention has heads: (N, chunks, R, width). The factor x has chunks of
-DEPTH columns; addend and result have chunks of SIDE columns, the side of a tile. So the kernel moves tiles as
-attention's kernels do, by TMA or by addresses. muon.py calls `takes` and, where it is True, `polynomial`.
+Columns are divided into chunks, and a tensor has the shape (N, chunks, R, width). Chunks take the place of heads in
+attention, so the kernel loads and stores tiles by the functions of attention's kernels, by TMA or by addresses. The
+factor x has chunks of DEPTH columns; addend and result have chunks of SIDE columns, the side of a tile.
 
 Legend: N matrices, R rows, C columns, R' columns of a result: R rounded up to whole tiles.
 """
@@ -24,8 +24,8 @@ from lmsys.attention.flash_triton_kernels import _load, _store
 from lmsys.kernels.launch import arch_of, by_tma, describable, launch
 from lmsys.measure.profile import register_kernels
 
-# The smallest number of rows, and the fewest tiles in all: below either a matmul of torch is as fast, since it is
-# short, and the host launches it sooner. Measured on an H200: one matrix of 512 rows gains nothing, 24 of them do, and
+# The smallest number of rows, and the fewest tiles in all. Below either of them torch's matmul is as fast: it is short,
+# and the host launches it sooner. Measured on an H200: one matrix of 512 rows gains nothing, 24 of them do, and
 # so does one of 1024 rows, of 36 tiles.
 SMALLEST, FEWEST = 512, 36
 
@@ -37,7 +37,7 @@ def _symmetric_kernel(
     x, addend, out, chunks, num_tiles, alpha, beta, diagonal,
     SIDE: tl.constexpr, DEPTH: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Computes the tile (i, j) of the lower triangle of `out`, and stores it and its mirror image:
+    """Computes the tile (i, j) of the lower triangle of `out`, and stores it and its mirror image.
 
         out = alpha x xᵀ                               without ADDS
         out = alpha x xᵀ + beta addend + diagonal I    with ADDS
@@ -70,7 +70,7 @@ def _symmetric_kernel(
 
 
 def tile_options(count: int, rows: int, device: torch.device) -> dict[str, int]:
-    """Constants, warps and stages of the kernel for `count` matrices of so many rows, as keywords of `launch`.
+    """Constants, warps and stages of the kernel for `count` matrices of `rows` rows, as keywords of `launch`.
 
     With TMA they depend on how many tiles of 128 rows there are for each multiprocessor: few tiles are cut into
     smaller ones; tiles that all run at once load far ahead; if there are more, two run side by side. Chunks are of one
@@ -91,8 +91,10 @@ def num_programs(count: int, rows: int, side: int = 128) -> int:
 
 
 def takes(x: torch.Tensor) -> bool:
-    """True where the kernel computes products of x (N, R, C) about as fast as torch, or faster: for large matrices in
-    float16 or bfloat16."""
+    """True where the kernel multiplies x (N, R, C) about as fast as torch, or faster.
+
+    This is so for large matrices in float16 or bfloat16, on GPUs of compute capability 8.0 or later.
+    """
     is_large = x.shape[1] >= SMALLEST and num_programs(*x.shape[:2]) >= FEWEST
     return x.itemsize == 2 and is_large and arch_of(x.device) >= 80
 
@@ -111,7 +113,7 @@ def symmetric(
 ) -> torch.Tensor:
     """alpha x xᵀ + beta addend + diagonal I: x (N, R, C) -> (N, R, R'), with zeros from column R on.
 
-    addend  symmetric, and as such a result (N, R, R'); None: the product alone, and no diagonal
+    addend  a symmetric result of this function, (N, R, R'); None: the product alone, without beta and diagonal
     """
     count, rows, columns = x.shape
     options = tile_options(count, rows, x.device)

@@ -1,6 +1,7 @@
-"""AdamW, a cosine schedule with warm-up, and clipping by the global norm. On CUDA none of them waits for the device.
+"""AdamW, a cosine schedule with warm-up, and clipping by the global norm. On CUDA the host waits in none of them.
 
-The training loop, benchmarks and loops of your own call them. The kernel of AdamW is in optimizer_triton.py.
+The training loop, benchmarks and loops of your own call them. The kernel of AdamW is in optimizer_triton.py; muon.py
+has the subclass `Muon`.
 Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a Transformer LM").
 """
 
@@ -30,15 +31,15 @@ class AdamW(Optimizer):
 
     Parameters of one group, device and dtype are stepped at once. On CUDA float32 ones are stepped by the kernel of
     optimizer_triton.py, if triton is installed and they, their state and their gradients are contiguous; all others by
-    torch's fused kernel. Off CUDA torch's function of many tensors at once steps them. torch's kernels and ours differ
-    in rounding alone. State is as in torch, so state dicts go both ways: `step` (float32 scalar, on CUDA beside its
-    parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (like the parameter). The lists that kernels take are kept
-    until other parameters have gradients: change state in place or by `load_state_dict`.
+    torch's fused kernel. On other devices torch's foreach function steps them. torch's kernels and ours differ in
+    rounding alone. The state is that of torch's AdamW, so each loads the other's state dict: `step` (float32 scalar, on
+    CUDA beside its parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (like the parameter). The lists of tensors
+    that kernels take are kept until other parameters have gradients or a tensor of the state is replaced.
 
     grad_factor  a scalar tensor that `scale_gradients` sets: the next step, and no other, multiplies gradients by it as
-                 it reads them, and leaves them as they are
-    rounded      `lmsys.model.linear.RoundedWeights`: copies of parameters that our kernel writes in the same pass, but
-                 not under `GradScaler`
+                 it reads them; `.grad` itself does not change
+    rounded      `lmsys.model.linear.RoundedWeights`: copies of parameters in a narrower dtype, which our kernel writes
+                 in the pass that steps the parameters, but not under `GradScaler`
 
     `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.
     ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
@@ -49,7 +50,7 @@ class AdamW(Optimizer):
 
     grad_factor: Tensor | None = None
     rounded: Any = None
-    # Options of a param group, and the value by which each tells that a state dict is not AdamW's.
+    # A state dict with one of these values in a param group is that of another algorithm, and is refused.
     other_algorithms = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False, "use_muon": True}
 
     def __init__(
@@ -64,7 +65,7 @@ class AdamW(Optimizer):
 
     def _begin(self, params: Iterable[Any], **defaults: Any) -> None:
         """The work of the constructor, for this class and `Muon`, whose options differ."""
-        self._plans: dict[int, tuple[list[Tensor], list[Any]]] = {}  # by param group: (tensors, their bundles)
+        self._plans: dict[int, tuple[list[Tensor], list[Any]]] = {}  # {group: (tensors, their bundles)}, see `_plan`
         self._validate(**defaults)
         super().__init__(instance("params", params, Iterable), defaults)
 
@@ -129,8 +130,11 @@ class AdamW(Optimizer):
         return loss
 
     def _plan(self, index: int) -> list[Any]:
-        """The bundles of param group `index`, kept while the same parameters have gradients and their state is the same
-        tensors. ValueError for wrong options, and for gradients that the algorithm does not take."""
+        """The bundles of param group `index`.
+
+        They are kept while the same parameters have gradients and their state consists of the same tensors. ValueError
+        for wrong options, and for gradients that the algorithm does not take.
+        """
         group = self.param_groups[index]
         self._validate(**group)
         live = [p for p in group["params"] if p.grad is not None]
@@ -151,12 +155,13 @@ class AdamW(Optimizer):
         return bundles
 
     def _bundles(self, live: list[Tensor], group: dict[str, Any]) -> list[Any]:
-        """The bundles of a group's parameters that have a gradient, with new state where one has none."""
+        """The bundles of the parameters `live` of a group, which have gradients. A parameter without state gets it."""
         for p in live:
             state = self.state[p]
             home = p.device if p.is_cuda else "cpu"
             if not state:
-                step = torch.zeros((), dtype=torch.float32, device=home)  # the host would wait for a copy of a number
+                # Made on its device: the host would wait for the copy of a number.
+                step = torch.zeros((), dtype=torch.float32, device=home)
                 state.update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
         return [
@@ -173,9 +178,9 @@ class AdamW(Optimizer):
 
 @dataclass
 class Bundle:
-    """Parameters of one group, device and dtype, which are stepped at once.
+    """Parameters of one group, device and dtype that have gradients, which are stepped at once.
 
-    A subclass must have `step`, as `_Bundle` has it: `AdamW.step` calls it.
+    A subclass must have `step`, with the arguments of `_Bundle.step`: `AdamW.step` calls it.
     """
 
     params: list[Tensor]
@@ -220,7 +225,7 @@ def _triton_step(
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs, bundle.steps
-    follows = rounded is not None and found_inf is None  # else the host does not know whether the step is skipped
+    follows = rounded is not None and found_inf is None  # with found_inf the host does not know if the step is skipped
     copies = [rounded.of(p) if follows else None for p in bundle.params]
     bundle.kernel.step(lists, copies, group, grad_scale, found_inf, factor)
     if follows:
@@ -249,8 +254,9 @@ def _torch_step(
 
 
 def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of `step`, counted from 0: linear from 0 to max_lr at warmup_steps, a half cosine down to
-    min_lr at total_steps, min_lr after (Loshchilov & Hutter, arXiv 1608.03983, without restarts).
+    """The learning rate of `step`, which is counted from 0 (Loshchilov & Hutter, arXiv 1608.03983, without restarts).
+
+    It rises linearly from 0 to max_lr at warmup_steps, falls by half a cosine to min_lr at total_steps, and stays so.
 
     ValueError unless steps are whole numbers and rates finite, 0 <= step, 0 <= min_lr <= max_lr and
     0 <= warmup_steps < total_steps.
@@ -265,9 +271,10 @@ def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: in
 
 
 def undecayed(module: nn.Module, parts: str) -> structure.Groups:
-    """The `groups` of make_optimizer that take weight decay from parameters whose names contain one of `parts`.
+    """A function for the argument `groups` of make_optimizer: it gives some parameters a weight decay of 0.
 
-    parts  divided by |, such as "ln|embeddings". ValueError for a part that no name contains.
+    parts  parts of the names of these parameters, divided by |, such as "ln|embeddings"; a name must contain one of
+           them. ValueError for a part that no name contains
     """
     names = "\n".join(dict(instance("module", module, nn.Module).named_parameters()))
     hold(
@@ -302,7 +309,7 @@ def clip_grad_norm(
     Under a strategy that leaves each rank a part of the gradients, such as `Zero1` and `Fsdp`, give the wrapper itself:
     then norm is that of the whole gradient, equal on all ranks. All ranks call it.
 
-    norm is the L2 norm of all gradients as one vector, before clipping, on the first one's device and in at least
+    norm is the L2 norm of all gradients as one vector, before clipping, on the first gradient's device and in at least
     float32, so that the norm of float16 gradients cannot overflow; 0 when there are none. The host does not wait for
     it: with a norm of NaN every gradient becomes NaN, with an infinite one the finite gradients become 0 and the
     infinite ones NaN. Look at the returned norm before you step. `max_norm=math.inf` only measures.
@@ -359,8 +366,11 @@ def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
 
 
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
-    """Multiplies gradients by `factor` for the next step. `AdamW` does so as it reads them, which saves a pass over all
-    of them; the gradients of another optimizer are multiplied in place."""
+    """Multiplies gradients by `factor` for the next step.
+
+    `AdamW` does so as it reads them, which saves a pass over all gradients. Those of another optimizer are multiplied
+    in place.
+    """
     if isinstance(optimizer, AdamW):
         optimizer.grad_factor = factor
     else:

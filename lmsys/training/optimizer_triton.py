@@ -1,12 +1,17 @@
 """One AdamW step of many float32 tensors in Triton, for `optimizer.AdamW`, and the sums of `reproducible.exact_norm`.
 
-optimizer.py makes a `FusedAdamW` and calls its `step`; reproducible.py calls `whole_squares`. Tensors reach the kernels
-by tables: ADDRESSES, and SIZES, OWNERS and CHUNKS, which `chunks_of` returns in this order.
+optimizer.py makes a `FusedAdamW` and calls its `step`; reproducible.py calls `whole_squares`.
 
-A launch takes any number of tensors. A program owns a block of elements of one tensor, which it finds by a table of
-addresses. A step is two kernels: one counts the step and computes rates, the other updates everything. The second moves
-28 bytes for each parameter, which is what its time goes into. Its arithmetic is float32 with IEEE division and square
-root; the bias corrections 1 - βᵗ, in which float32 would cancel, are computed in float64.
+A launch takes any number of tensors. A program owns a block of elements of one tensor, and finds it by four tables:
+
+    ADDRESSES  where each tensor begins in memory
+    SIZES      the number of elements of each tensor
+    OWNERS     the tensor of each program
+    CHUNKS     the number of each program's block within its tensor (`chunks_of` makes the last three)
+
+A step is two kernels: one counts the step and computes rates, the other updates everything. The second reads 16 and
+writes 12 bytes for each parameter, and takes the time of this traffic. Its arithmetic is float32 with IEEE division and
+square root; the bias corrections 1 - βᵗ are computed in float64, since float32 would lose digits in the subtraction.
 """
 
 import math
@@ -22,7 +27,8 @@ import triton.language as tl
 
 from lmsys.measure.profile import register_kernels
 
-BLOCK, NUM_WARPS = 1024, 4  # 8 elements a thread; measured: 3.80 of the H200's 4.8 TB/s, 2048 elements 3.72, 4096 3.40
+# 8 elements for each thread. On an H200 (4.8 TB/s) the step moves 3.80 TB/s; with 2048 elements 3.72, with 4096 3.40.
+BLOCK, NUM_WARPS = 1024, 4
 SQUARES_BLOCK = 4096  # elements of a program of `whole_squares`
 # Rows of the table of addresses of a step, (6, num_tensors) int64: parameter, gradient, the two moments, rounded copy
 # (0 if there is none) and step counter.
@@ -36,9 +42,9 @@ register_kernels(r"^_whole_squares_kernel$", "reduction")
 
 @triton.jit
 def _block(SIZES, OWNERS, CHUNKS, BLOCK: tl.constexpr):
-    """The elements that this program owns: (their tensor, the first, how many the tensor has from there, 0 to BLOCK-1).
+    """The elements that this program owns: (tensor, first element, elements of the tensor from there, 0 to BLOCK - 1).
 
-    The first three arguments are the tables of `chunks_of`.
+    SIZES, OWNERS, CHUNKS  the tables of `chunks_of`
     """
     tensor = tl.load(OWNERS + tl.program_id(0))
     first = tl.load(CHUNKS + tl.program_id(0)).to(tl.int64) * BLOCK
@@ -49,9 +55,9 @@ def _block(SIZES, OWNERS, CHUNKS, BLOCK: tl.constexpr):
 def _address(
     ADDRESSES, row: tl.constexpr, tensor, num_tensors, ALIGNED: tl.constexpr, dtype: tl.constexpr = tl.float32
 ):
-    """The pointer to the first element of a tensor in a row of the table, but that of step counters.
+    """The pointer to the first element of a tensor, from any row of the table except STEP.
 
-    ALIGNED: all tensors of these rows begin at multiples of 16 bytes.
+    ALIGNED  True: all tensors of these rows begin at multiples of 16 bytes
     """
     pointer = tl.load(ADDRESSES + row * num_tensors + tensor).to(tl.pointer_type(dtype))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
@@ -61,7 +67,8 @@ def _address(
 def _adamw_rates_kernel(ADDRESSES, RATES, FOUND_INF, num_tensors, lr, log2_beta1, log2_beta2, BLOCK_N: tl.constexpr):
     """Adds 1 to every step counter, and leaves lr / (1 - β1ᵗ) and 1 / √(1 - β2ᵗ) in RATES (2, num_tensors).
 
-    FOUND_INF  None, or GradScaler's scalar: if it is 1, the step is skipped
+    FOUND_INF               None, or GradScaler's scalar: if it is 1, the step is skipped
+    log2_beta1, log2_beta2  base-2 logarithms of β1 and β2, so that βᵗ is 2 to the power of t times these
     """
     if FOUND_INF is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
         if tl.load(FOUND_INF) == 1:
@@ -83,7 +90,7 @@ def _update(
 ):  # fmt: skip
     """Steps the elements at the pointers p_at to v_at, and writes their rounded copy to copy_at if `copied`.
 
-    rate, root  what `_adamw_rates_kernel` has left for this tensor; the others as in `_adamw_kernel`
+    rate, root  lr / (1 - β1ᵗ) and 1 / √(1 - β2ᵗ) of this tensor, from RATES; the others as in `_adamw_kernel`
     """
     p, m, v = tl.load(p_at, mask=mask), tl.load(m_at, mask=mask), tl.load(v_at, mask=mask)
     g = tl.load(g_at, mask=mask)
@@ -111,9 +118,12 @@ def _adamw_kernel(
 ):  # fmt: skip
     """Steps the block of elements that this program owns.
 
-    decay is lr weight_decay, and rest1 and rest2 are 1 - β. GRAD_SCALE and FOUND_INF may be None, and so may FACTOR, by
-    which gradients are multiplied as they are read, but not in memory. COPY_DTYPE: the dtype of rounded copies of
-    parameters, which are written where their address is not 0; None if no parameter has a copy.
+    decay                  lr weight_decay
+    rest1, rest2           1 - β1 and 1 - β2
+    GRAD_SCALE, FOUND_INF  GradScaler's scalars, or None: gradients are divided by GRAD_SCALE, in memory too
+    FACTOR                 a scalar by which gradients are multiplied as they are read, but not in memory; or None
+    COPY_DTYPE             the dtype of rounded copies of parameters, which are written where their address is not 0;
+                           None if no parameter has a copy
     """
     if FOUND_INF is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
         if tl.load(FOUND_INF) == 1:
@@ -128,7 +138,7 @@ def _adamw_kernel(
         copied = tl.load(ADDRESSES + COPY * num_tensors + tensor) != 0
         copy = _address(ADDRESSES, COPY, tensor, num_tensors, ALIGNED, COPY_DTYPE) + first + within
     rate, root = tl.load(RATES + tensor), tl.load(RATES + num_tensors + tensor)
-    if left >= BLOCK:  # without a mask, whose alignment nothing tells, loads are 16 bytes wide
+    if left >= BLOCK:  # a full block needs no mask; Triton makes loads 16 bytes wide only without one
         _update(p, g, m, v, copy, copied, None, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2, eps)
     else:
         _update(
@@ -186,12 +196,13 @@ class FusedAdamW:
         torch.autograd.graph.increment_version([*chain(*lists), *written])  # as torch's kernels do
 
     def _locate(self, addresses: list[int]) -> None:
-        """Writes the table of addresses anew where they have changed, as gradients' do from step to step.
+        """Writes the table of addresses anew if they have changed, as gradients' do from step to step.
 
-        The copy may still read pinned memory when this returns; torch's allocator reuses it only after the copy."""
+        The copy may still read pinned memory when this returns; torch's allocator reuses it only after the copy.
+        """
         if addresses == self._addresses:
             return
-        # Without the step counters, which are scalars. The bitwise or is a multiple of 16 if every address is.
+        # Step counters, which are scalars, need no alignment. The bitwise or is a multiple of 16 if every address is.
         self._addresses, self._aligned = addresses, reduce(or_, addresses[: -len(self.sizes)]) % 16 == 0
         table = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.rates.is_cuda)
         self._table = table.to(self.rates.device, non_blocking=True)
@@ -199,9 +210,9 @@ class FusedAdamW:
 
 @triton.jit
 def _whole_squares_kernel(ADDRESSES, SIZES, OWNERS, CHUNKS, SCALES, SUMS, BLOCK: tl.constexpr):
-    """Adds to SUMS (2,), for the block that this program owns, what `whole_squares` returns for all.
+    """Adds the two sums of `whole_squares` over the block that this program owns to SUMS (2,).
 
-    The numbers are whole, and their sum is the same in any order, so that programs may add to one place as they end.
+    The numbers are whole, and their sum is the same in any order, so programs may add to one place as they end.
     ADDRESSES (num_tensors) int64 are those of the tensors; SCALES is `scales`.
     """
     tensor, first, left, within = _block(SIZES, OWNERS, CHUNKS, BLOCK)

@@ -1,8 +1,7 @@
-"""From text to a trained model, in steps: tokenizer, tokenize and train leave their results in the run's folder, and
-evaluate and generate print what they find.
+"""The steps of `lmsys train`, which make a trained model from text. The command calls `run` on every rank.
 
-`lmsys train` calls `run` on every rank. A step is a function of a `RunContext`; its name is in STEPS, its function in
-FUNCTIONS, and `_take` calls it.
+The steps tokenizer, tokenize and train leave their results in the run's folder; evaluate and generate print theirs. A
+step is a function of a `RunContext`. A new one needs a name in STEPS and its function in FUNCTIONS; `_take` calls it.
 
     OUTPUT/tokenizer/          vocab.json, merges.txt
     OUTPUT/tokens/             train.npy, valid.npy, or a shard of each for every rank that made them
@@ -11,8 +10,9 @@ FUNCTIONS, and `_take` calls it.
     OUTPUT/log.jsonl.replaced  lines of the log that a run which went on from a checkpoint has written anew
     OUTPUT/config.json         the settings of the last start
 
-A made.json in `tokenizer` and `tokens` says of what they were made. If that is the same today, the step is passed over:
-so an interrupted run goes on. Only a command for the one step `tokenizer` or `tokenize` makes its result anew.
+A made.json in `tokenizer` and in `tokens` says from what these were made. If a run would make them from the same, it
+skips the step: so an interrupted run goes on. Only a command for the step `tokenizer` or `tokenize` alone makes its
+result anew in any case.
 """
 
 import signal
@@ -45,11 +45,11 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     """Runs the steps, and returns the exit code: 0, or 128 + the number of the signal that interrupted training.
 
     skip_data  True: the steps tokenizer and tokenize are left out, and what they made earlier is taken as it is
-    ValueError for settings that cannot be, before any work.
+    ValueError for settings that cannot work, before anything is made.
     """
     doing.now(doing.AT_FIRST)  # the line that errors show, until a step begins
     world_size, rank = collectives.size_and_rank(None)
-    context = RunContext(config, rank, world_size, anew=len(steps) == 1)  # a data step that is asked for alone
+    context = RunContext(config, rank, world_size, anew=len(steps) == 1)  # one step was asked for alone
     _agree(config, steps, skip_data)
     config.train.accumulation(world_size)  # a ValueError comes here, not after the data has been made
     STRATEGIES.select([config.train.strategy])  # ValueError for a strategy that is not known
@@ -84,7 +84,7 @@ def _take(context: RunContext, steps: list[str]) -> int:
     if "train" in steps:
         saved = checkpoint.newest(context.checkpoints, verified=False)
         if saved is not None:
-            saved.require(**loop.facts_of(context.config))  # before its data would be replaced
+            saved.require(**loop.facts_of(context.config))  # here, before other data replace those of that training
     for step in steps:
         if "generate" in steps and step != "tokenizer":
             _ = context.prompt  # too long a prompt is refused here, not after the training
@@ -192,7 +192,7 @@ def train_model(context: RunContext) -> int:
         ]
         if changed and not done:
             context.say(f"the learning rate has another schedule than before: {', '.join(changed)}")
-    # Of several ranks each may have only a part of the parameters, by its strategy.
+    # With several ranks the strategy may leave each of them only a part of the parameters: then none are counted.
     size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if context.world_size == 1 else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
     if config.model.checkpoint_blocks == checkpointing.FIT:
@@ -218,7 +218,7 @@ def train_model(context: RunContext) -> int:
 
 
 def evaluate_model(context: RunContext) -> None:
-    """Prints the newest checkpoint's loss on the held-out windows, and that of a unigram model. Rank 0 calls it."""
+    """Prints the loss on the held-out windows of the newest checkpoint and of a unigram model. Rank 0 calls it."""
     config, (source, windows), (model, step) = context.config, _data(context), _trained(context)
     valid = evaluation.evaluate(model, windows, config.evaluate.batch_size, context.autocast)
     least = evaluation.unigram(source, windows, config.model.vocab_size)
@@ -278,7 +278,7 @@ def _facts(text: tuple[chunks.Chunk, ...]) -> list[Any]:
 
 
 def _names(config: RunConfig) -> dict[str, str | None]:
-    """The settings, by name, that say which text becomes tokens; in made.json too."""
+    """The settings, by name, that say which text becomes tokens. made.json has them, too."""
     return {"data.corpus": config.data.corpus, "data.valid": config.data.valid}
 
 

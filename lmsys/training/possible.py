@@ -1,8 +1,8 @@
 """Decides how a training runs here, from its settings and the machine alone, and refuses one that cannot run.
 
 The pipeline calls `plan` before any work, so that settings are refused early; the training loop calls it again, and
-acts on its result. The pipeline calls `check_text`, too. A setting that does not go with another, or with a strategy's
-traits, is refused in `_check_strategy`.
+acts on its result. The pipeline calls `check_text`, too. To refuse a setting that does not go with another, or with a
+strategy's traits, add a line to `_check_strategy`.
 """
 
 from typing import Any
@@ -24,7 +24,8 @@ def plan(
 ) -> tuple[ModelConfig, prepare.Execution]:
     """How a training with these settings runs: (the model's config, what `prepare` takes). All ranks call it.
 
-    Where the config says "fit", the plan has the levels of checkpointing that fit. No data is read, no model is made.
+    If the config has checkpoint_blocks="fit", the plan has the levels of activation checkpointing that fit into memory.
+    No data is read, and no model is made.
     ValueError with the setting and the reason where `device` or the ranks cannot train so.
     """
     train = config.train
@@ -107,9 +108,10 @@ def _check_strategy(
 
 
 def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
-    """ValueError where ranks would have to accumulate micro-batches, and the strategy is not `able` to.
+    """ValueError where ranks would have to accumulate micro-batches, and the strategy cannot.
 
-    `plan` calls it with the strategy's trait, and the training loop with what the strategy's class turns out to have.
+    able  True: the strategy can accumulate. `plan` takes this from the strategy's traits; the training loop calls this
+          function again, with what the strategy that it has made says
     """
     train = config.train
     values.hold(
@@ -124,9 +126,10 @@ def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
 def _fitted(
     config: RunConfig, execution: prepare.Execution, batch_size: int, micro_batches: int, device: torch.device
 ) -> ModelConfig:
-    """The model's config; checkpoint_blocks="fit" is replaced by the levels that fit.
+    """The model's config, in which levels of activation checkpointing that fit take the place of "fit".
 
-    batch_size  sequences of a rank's forward
+    batch_size     sequences of a rank's forward
+    micro_batches  of a rank in a step
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
     """
     model, train = config.model, config.train
@@ -179,8 +182,8 @@ def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
     return contract.why_not_given(contract.adapt(row.load()), case.options)
 
 
-# More bytes than a token has on average in any text. So a text with LONG bytes or more for each token of a sequence is
-# long enough, and `check_text` does not tokenize it.
+# A token has fewer bytes than this on average in any text. So a text with LONG bytes or more for each token of a
+# sequence is long enough, and `check_text` need not tokenize it.
 LONG = 100
 
 

@@ -1,15 +1,16 @@
-"""`prepare` makes a model ready for its first step, for the training loop and for benchmarks alike, in this order:
+"""`prepare` makes a model ready for its first step. The training loop and benchmarks call it. Its order matters:
 
     1 weights    are float32; blocks keep for the backward what the model's config says, or what `fitted` has chosen
     2 blocks     are compiled, or run by fused kernels, before a strategy sets hooks around them
-    3 strategy   wraps the loss; if a CUDA graph is to come, on the stream that captures it: torch's DDP keeps the
-                 stream that it is made on
+    3 strategy   wraps the loss. If steps will be a CUDA graph, this is done on the stream that captures it, since
+                 torch's DDP keeps the stream that it is made on
     4 optimizer  is made by the strategy, or is a sharded one; our AdamW also writes the rounded weights of fused blocks
     5 forward    runs under autocast, as the precision says
     6 gradients  come from forward, backward and synchronization, call by call or as one CUDA graph
 
-With `--against` this file, as it is today, also runs with earlier states of the other modules. So it may use only what
-they, too, have.
+With the benchmarks' option `--against`, which also measures an earlier state of the code, this file as it is today runs
+with that state's lmsys.model, lmsys.parallel and other modules (`lmsys.bench.checkout` lists them). So it may use only
+what they have, too.
 """
 
 from collections.abc import Callable
@@ -39,11 +40,11 @@ class Execution:
     strategy           a row of `lmsys.parallel.STRATEGIES`
     options            arguments of the strategy
     precision          fp32, tf32, bf16 or fp16
-    blocks             eager, compiled or fused
+    blocks             how blocks run: eager, compiled (torch.compile) or fused (lmsys.model.fused)
     compiler           arguments of `TransformerLM.compile_blocks`
     graph              True: a step will be replayed as one CUDA graph
     sharded_optimizer  True: ranks share out the optimizer's state, under a strategy that all-reduces
-    tree_sums          True: gradients are added in one order for any number of ranks: `lmsys.training.reproducible`
+    tree_sums          True: gradients are added in one order for any number of ranks, see `lmsys.training.reproducible`
     group              the ranks that train; None: all
     """
 
@@ -61,11 +62,11 @@ class Execution:
 def fitted(
     config: ModelConfig, execution: Execution, batch: int, memory: float, accumulates: bool = False
 ) -> ModelConfig:
-    """The config with the levels of checkpointing that fit into the memory of every rank.
+    """The config with the levels of activation checkpointing that fit into the memory of every rank.
 
     batch        sequences of a micro-batch
-    memory       bytes of this rank; the least of all ranks counts
-    accumulates  gradients of earlier micro-batches are held during a backward
+    memory       bytes that this rank may use; the smallest of all ranks counts
+    accumulates  True: gradients of earlier micro-batches are in memory during a backward
     All ranks call it, and get the same config. ValueError where nothing fits.
     """
     traits, group = StrategyTraits.of(execution.strategy), execution.group
@@ -85,9 +86,10 @@ def gpu_memory() -> float:
 
 
 class Prepared(NamedTuple):
-    """A prepared model: the strategy around its loss, the optimizer, and what makes the context of a forward.
+    """A prepared model: the strategy around its loss, the optimizer, and a function that makes the autocast context.
 
-    It must be in no cycle of references: a CUDA graph with NCCL's calls has to be freed before the process group ends.
+    No reference cycle may hold it: a CUDA graph with NCCL's calls has to be freed before the process group ends, and a
+    cycle is freed only later.
     """
 
     strategy: adapter.Adapter
@@ -130,7 +132,7 @@ def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.Ada
     else:
         stepper = strategy.make_optimizer(optimizer_cls, **options)
     if isinstance(stepper, optimizer.AdamW):
-        stepper.rounded = getattr(model, "rounded", None)  # a model of others keeps no rounded weights
+        stepper.rounded = getattr(model, "rounded", None)  # a model that is not ours has no rounded weights
     return Prepared(strategy, stepper, partial(autocast, execution.precision, device.type))
 
 
@@ -147,5 +149,5 @@ def run_blocks(model: Any, blocks: str, **compiler: Any) -> None:
 
 def autocast(precision: str, device: str) -> torch.autocast:
     """The context of a forward on a device of this type, "cpu" or "cuda"."""
-    # With a precision that needs no autocast the dtype is not used.
+    # Where the precision needs no autocast, it is not enabled, and the dtype has no effect.
     return torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)

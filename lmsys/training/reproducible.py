@@ -6,14 +6,14 @@ loop uses this module to fix the order of all sums of a step:
     leaves  The batch is a fixed number of leaves, each a fixed set of sequences, and so of one shape everywhere. The
             loss of each is divided by their number before its backward.
     tree    Leaves are added as one binary tree: (0 + 1) + (2 + 3). A rank adds its own leaves, then
-            `collectives.TreeSums` adds over ranks. A strategy that sums every backward over ranks adds over ranks
-            first: there a rank has every world_size-th leaf.
+            `collectives.TreeSums` adds over ranks. A strategy with the trait `sums_each_backward` adds over ranks
+            first: there each rank has every world_size-th leaf, so that the sums are the same.
     norm    The squares of gradients are summed as whole numbers, for which the order does not matter (`exact_norm`).
     kernels They are deterministic, and on a CPU a rank has one thread. AdamW updates each element by itself.
 
 The weights then depend only on the settings, the device, the versions, and on whether blocks are compiled.
 
-Source for the norm: Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Summation", whose bins are two here.
+Source for the norm: Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Summation", here with two bins.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from lmsys.kernels import HAS_TRITON
 from lmsys.parallel.collectives import Group, size_and_rank, unwrapped
 
 CPU = torch.device("cpu")
-BITS = 62  # of a sum of whole numbers: int64 does not overflow
+BITS = 62  # that a sum of whole numbers may have, so that int64 does not overflow
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Inside, torch is in its deterministic mode, and on a CPU has one thread."""
+    """A context in which torch is in its deterministic mode, and on a CPU has one thread."""
     threads = torch.get_num_threads()
     with deterministic_mode():
         if device.type == "cpu":
@@ -78,10 +78,10 @@ def exact_norm(
 ) -> float:
     """The L2 norm of all gradients as one vector, bitwise equal for any order and any division among ranks.
 
-    count    elements of the whole gradient on all ranks, or more
-    divided  True: the ranks of `group` have parts of it, and their sums are added
-    device   of the gradients, for a rank that has none
-    It is inf where a gradient is not finite. Each square is rounded down, by less than 2^(-120) count² times the
+    count    the number of elements of the whole gradient, on all ranks; it may be too large, but not too small
+    divided  True: the ranks of `group` have parts of the gradient, and their sums are added
+    device   the device of the gradients, for a rank that has none
+    The norm is inf where a gradient is not finite. Each square is rounded down, by less than 2^(-120) count² times the
     largest square of all.
     """
     gradients = [x for x in gradients if x.numel()]
@@ -98,7 +98,7 @@ def exact_norm(
     if top == 0 or not math.isfinite(top):
         return top
     room = BITS - math.ceil(math.log2(max(2, count)))  # bits of one square
-    # Scales that make numbers below 2^room: the first of squares, the second of what their whole parts leave.
+    # Both scales make numbers below 2^room: `first` from squares, `second` from the fractions that these products have.
     first = math.ldexp(1.0, room - 2 * math.frexp(top)[1])
     second = math.ldexp(1.0, room)
     sums = _whole_squares(gradients, torch.tensor([first, second], dtype=torch.float64, device=device))

@@ -1,4 +1,4 @@
-"""`RunContext`, which the stages of `lmsys train` share: settings, this rank, and the text and tokenizer they name.
+"""`RunContext`, which the stages of `lmsys train` share: the settings, this rank, and the run's text and tokenizer.
 
 A stage is what the command calls a step: tokenizer, tokenize, train, evaluate or generate. It is a function in
 `pipeline.py`. `pipeline.run` makes a `RunContext` on each rank and hands it to every stage. A property or method that
@@ -28,7 +28,7 @@ DOWNLOAD_LINES_S = 5.0  # seconds between two lines on the progress of a downloa
 class RunContext:
     """The settings of a run and this process's rank among `world_size`, with what stages derive from them.
 
-    anew  True: the stages `tokenizer` and `tokenize` make their result anew even if one is there
+    anew  True: the stages `tokenizer` and `tokenize` make their result anew even if it exists
     """
 
     config: RunConfig
@@ -75,7 +75,10 @@ class RunContext:
 
     @cached_property
     def prompt(self) -> list[int]:
-        """The ids of generate.prompt, or of END_OF_TEXT where it is empty. ValueError where it is too long."""
+        """The ids of generate.prompt, or of END_OF_TEXT where it is empty.
+
+        ValueError where it is longer than the model's context.
+        """
         prompt, most = self.config.generate.prompt, self.config.model.context_length
         ids = self.tokenizer.encode(prompt or corpora.END_OF_TEXT)
         values.hold(
@@ -93,7 +96,7 @@ class RunContext:
             print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
     def wait(self) -> None:
-        """Waits until all ranks have come here."""
+        """Waits until all ranks have called this method."""
         if self.world_size > 1:
             torch.distributed.barrier()
 

@@ -1,6 +1,7 @@
-"""Batches of random windows, as in nanoGPT, for a loop of your own: starts are drawn anew, so windows repeat.
+"""`get_batch` makes batches of random windows of a text, as in nanoGPT, for a training loop of your own.
 
-The training loop of this package takes `lmsys.training.data.Batches` instead, which has every window once in an epoch.
+Each batch draws the starts of its windows independently, so windows repeat. The training loop of this package takes
+`lmsys.training.data.Batches` instead, which has every window once in an epoch.
 Legend: B sequences, S context length.
 """
 
@@ -19,9 +20,9 @@ def get_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, (B, S) int64 on `device`: the targets are the inputs' next tokens.
 
-    ids        a row of token ids in memory, or a memory map, in any integer dtype
+    ids        a one-dimensional array or tensor of token ids, or a memory map, in any integer dtype
     generator  a CPU generator, which draws the starts uniformly over the windows of S + 1 ids; None: torch's own
-    ValueError for ids that are no such row or too few, and for sizes below 1.
+    ValueError for other or too few ids, and for sizes below 1.
     """
     values.counts(batch_size=batch_size, context_length=context_length)
     values.instance("generator", generator, torch.Generator | None)

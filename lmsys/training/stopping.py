@@ -1,4 +1,4 @@
-"""Signals that stop a training, SIGTERM and Ctrl-C, are kept until the step is done. `Trainer.fit` uses this."""
+"""Lets a training end its step before SIGTERM or Ctrl-C stops it. `Trainer.fit` (loop.py) uses `StopSignals`."""
 
 import os
 import signal
@@ -12,11 +12,13 @@ TWICE = b"lmsys.training: told to end twice, and its step does not: ended at onc
 
 
 class StopSignals:
-    """Inside of `with`, SIGTERM and Ctrl-C set `seen`, the signal's number, and no more; a second one raises.
+    """Inside of `with`, the first SIGTERM or Ctrl-C only sets `seen` to its number; a second raises KeyboardInterrupt.
 
-    A signal that is ignored stays ignored. The second signal raises KeyboardInterrupt. Python runs handlers between two
-    of its own instructions, which a rank never reaches while it waits in a collective for a stopped rank: so a thread
-    reads the signals, too, and ends such a process ENDED_S after the second.
+    A signal that was ignored before stays ignored. Python runs a handler between two of its instructions. A rank that
+    waits in a collective for a stopped rank never comes to the next one, so its handlers do not run. Therefore a thread
+    reads the signals, too, and ends such a process ENDED_S after the second signal.
+
+    seen  the number of the first signal; 0: none has come
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,7 @@ class StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
-        self._numbers, self._written = os.pipe()  # into the pipe Python's C code writes the number of each signal
+        self._numbers, self._written = os.pipe()  # Python's C code writes the number of each signal into this pipe
         os.set_blocking(self._written, False)
         self._written_before = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -50,7 +52,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """A thread: reads signals' numbers until the pipe is closed; ends a process that hangs after a second one."""
+        """The thread: reads signals' numbers until the pipe is closed. Ends the process if it hangs after a second."""
         first, first_at_s = 0, 0.0
         while number := os.read(self._numbers, 1):
             now = time.monotonic()

@@ -1,7 +1,8 @@
 """The state of a training that a checkpoint holds: the model, the optimizer under a strategy, random numbers.
 
-The training loop calls `capture` and `rng_state` to save, and `restore_optimizer` and `set_rng_state` to resume. A
-strategy that numbers optimizer state in a way of its own is handled here.
+The training loop calls `capture` and `rng_state` to save, and `restore_optimizer` and `set_rng_state` to resume. To
+support a strategy whose optimizer numbers its state in another way, add a layout to `optimizer_layout`, and its cases
+to `capture` and `restore_optimizer`.
 """
 
 import torch
@@ -71,7 +72,7 @@ def rng_state(device: str | torch.device = "cpu") -> State:
 
 
 def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
-    """Restores what `rng_state` has given."""
+    """Sets torch's generators to states that `rng_state` has returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.device(device).type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,16 +1,23 @@
-"""The backward: one pass over tiles of keys, five matmuls for each tile of queries, dq added up in global memory.
+"""The backward kernel: one pass over key tiles, five matmuls for each tile of queries, dq added up in global memory.
 
-It follows FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2), with the transposed scores of FlashAttention-3:
-P and dS go from the registers of one matmul into the next. dq is added up in float32. Under a pattern each key has an
-interval of queries that see it, and a CTA visits the tiles of queries that see its keys. These intervals wait in shared
-memory for the masks, since pointers to them would occupy registers all through the loop. preprocess.py has the kernels
-before and after this one.
+`launch.py` launches `backward_kernel`, between the two kernels of `preprocess.py`. The arithmetic of a step is in
+`backward_steps.py`, the order of additions to dq in `dq.py`, masks under a pattern in `intervals.py`, and settings in
+`plans.py`: the constants in capitals from PREFETCH to PEELED are fields of a `BackwardPlan`.
+`python -m pytest tests/attention/test_gluon_kernels.py` checks the kernel in a simulation without a GPU. It also finds
+some lines of this file by their exact text, and replaces them by faulty ones.
 
-A CTA has three warp groups: a producer, which loads tiles into a ring of STAGES places in shared memory, and two
-consumers, which compute. The constants in capitals from PREFETCH to PEELED are fields of a `BackwardPlan` (plans.py).
+The algorithm is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2), with the transposed scores of
+FlashAttention-3: P and dS go from the registers of one matmul into the next. dq is added up in float32.
+
+A CTA (a program of the kernel) owns one tile of keys, and visits tiles of queries; a *step* is the work for one of
+them. It has three warp groups: a producer, which loads tiles into a ring of STAGES places in shared memory, and two
+consumers, which compute. Under a pattern (windows, documents) each key has an interval of queries that see it, and the
+CTA visits only tiles with queries that see its keys. The intervals are kept in shared memory for the masks, since
+pointers to them would occupy registers all through the loop.
 
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension; n a tile of keys, m a
-tile of queries, bh a head among all B H. A CTA is a program of the kernel. WG is the number of a consumer, 0 or 1.
+tile of queries, bh a query head among all B H, kv_bh a key head among all B Hkv. WG is the number of the consumer, 0 or
+1.
 """
 
 from collections import namedtuple
@@ -52,15 +59,17 @@ from lmsys.attention.flash_gluon.hopper import (
 )
 from lmsys.attention.flash_gluon.intervals import Extent, edges, intervals
 
-Loaded = namedtuple("Loaded", "ks vs full")  # the keys and values of a CTA, and the barrier that says they are loaded
-Work = namedtuple("Work", "batch first_bh walk")  # of a CTA: its batch entry, its first query head, its `Walk`
+# The keys and values of a CTA in shared memory, and the barrier that completes when they are loaded.
+Loaded = namedtuple("Loaded", "ks vs full")
+# The tiles of queries that a CTA visits: its batch entry, its first query head, and the `Walk` of dq.py.
+Work = namedtuple("Work", "batch first_bh walk")
 
 
 @gluon.jit
 def _await_free(step, FIRST: gl.constexpr):
-    """Waits until both consumers have released the place of this step in the ring.
+    """Waits until both consumers have released the place in the ring that the tile of this step goes to.
 
-    FIRST: the number of the named barrier of the ring's first place, Q_FREE or DO_FREE.
+    FIRST: the number of the named barrier of the ring's first place, Q_FREE or DO_FREE. Places are free at first.
     """
     if step >= STAGES:
         named_barrier("sync", FIRST + step % STAGES, 384)  # the threads of the CTA's three warp groups
@@ -85,10 +94,10 @@ def _load_tiles(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, last, H, Q_PADDED,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Loads the queries of steps [first, last): the tiles that come after the one at `place`, (bh, m).
+    """Loads the tiles of queries of the steps [first, last), which come after the tile at `place`, (bh, m).
 
-    In the deterministic mode it also releases and acquires tiles of dq; `dq_tile` is the (bh, m) of the next to
-    release. Returns dq_tile and place as they are afterwards.
+    In the deterministic mode it also releases and acquires tiles of dq (`release_and_acquire`); `dq_tile` is the
+    (bh, m) of the tile to release next. Returns dq_tile and place as they are after these steps.
     """
     bh, m = place
     for step in range(first, last):
@@ -106,10 +115,10 @@ def _producer(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q: gl.constexpr,
     CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Loads all tiles of queries but the first, which the kernel loads before `warp_specialize`.
+    """The producer: loads all tiles of queries except the first, which the kernel loads before `warp_specialize`.
 
-    In the deterministic mode it also acquires and releases dq's tiles for the consumers. Otherwise it writes zeros into
-    dq for a later head, once the ring is full.
+    In the deterministic mode it also acquires and releases the tiles of dq for the consumers. Otherwise it writes zeros
+    into dq of a later head, once it has filled the ring.
     """
     steps = work.walk.steps
     dq_tile = work.first_bh, work.walk.start
@@ -127,7 +136,8 @@ def _producer(
         BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC,
     )  # fmt: skip
     FIRST: gl.constexpr = 1 if DETERMINISTIC else STAGES
-    # Consumers release the place of every step; the CTA may not end before the producer has waited for all releases.
+    # Consumers release the places of all steps, also of the last ones, for which no tile follows. The producer waits
+    # for these releases too: the CTA must not end before them.
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
@@ -138,11 +148,11 @@ def _producer(
 
 @gluon.jit
 def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
-    """(key head among all B Hkv, key tile) of a CTA. CTAs work on `at_once` heads at a time, which share the L2 cache.
+    """(kv_bh, n) of the CTA `index`. CTAs work on `at_once` key heads at a time, which share the L2 cache.
 
     Causal heads begin with the key tile that most queries see, and in the deterministic mode with the one that fewest
-    see. In that mode a CTA waits only for CTAs of its head that come before it in this order. They have lower numbers,
-    so they have begun.
+    see. In that mode a CTA waits only for CTAs of its head that come before it in this order. These have lower numbers,
+    so they have begun: there is no deadlock, as long as the GPU starts CTAs in the order of their numbers.
     """
     kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
     if DETERMINISTIC and CAUSAL:
@@ -158,10 +168,10 @@ def _consumer(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Computes dk and dv of its 64 keys of the CTA's key tile, and adds its part to dq.
+    """A consumer: computes dk and dv of its 64 keys of the CTA's key tile, and adds its part to dq.
 
-    Before it first adds to dq it waits for the producer: outside the deterministic mode here, once, until all of this
-    head's dq is zero (`clear_ahead`); in that mode in `walk_over`, for each tile.
+    Before it adds to dq it waits for the producer. In the deterministic mode it does so for each tile of dq, in
+    `walk_over`. Otherwise it waits here, once, until all of dq of this key head is zero (`clear_ahead`).
     """
     DTYPE: gl.constexpr = dk_desc.dtype
     k = kvs.ks.slice(WG * 64, 64)
@@ -183,7 +193,8 @@ def _consumer(
         DTYPE,
     )  # fmt: skip
     bh, m, dk, dv, lse = state
-    # Read and computed again: kept since the kernel's beginning, these would occupy registers all through the loop.
+    # These values are read and computed again, although `backward_kernel` had them: kept since then, they would occupy
+    # registers all through the loop.
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
     num_heads = gl.load(parameters + 2).to(gl.int32)
@@ -194,9 +205,10 @@ def _consumer(
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
     gdc_launch_dependents()
-    # dk and dv leave through the buffer of dS, which is free now: a slice of v's tile has no contiguous rows.
+    # dk and dv go to global memory through the buffer of dS, which is free now. A slice of v's tile could not serve,
+    # since its rows are not contiguous.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
-    TILES: gl.constexpr = BLOCK_K * BLOCK_Q // (64 * D)  # tiles in the buffer; Triton 3.8 reinterprets it whole
+    TILES: gl.constexpr = BLOCK_K * BLOCK_Q // (64 * D)  # tiles (64, D) in the buffer; Triton 3.8 reinterprets it whole
     out = reinterpret(dss.index(WG), DTYPE, [TILES, 64, D], OUT).index(0)
     named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
     out.store(narrow(dv, DTYPE))
@@ -212,9 +224,9 @@ def _consumer(
 
 @gluon.jit
 def _visited(extent, batch, n, K, BLOCK_Q: gl.constexpr):
-    """(low, end, masked_until, masked_from) of key tile n, in tiles of queries, under a pattern.
+    """(low, end, masked_until, masked_from) of key tile n under a pattern; all four are numbers of tiles of queries.
 
-    A CTA visits the tiles [low, end), and masks those below masked_until and those from masked_from on.
+    The CTA visits the tiles [low, end). The tiles below masked_until, and those from masked_from on, need a mask.
     """
     first, stop, full_from, full_to = edges(extent, batch, n * BLOCK_K, K, BLOCK_K)
     low = first // BLOCK_Q
@@ -224,7 +236,7 @@ def _visited(extent, batch, n, K, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _keep_intervals(spans, extent, batch, n, K):
-    """Stores the keys' intervals in spans (4, 64), for the masks of the two consumers.
+    """Stores the keys' intervals of queries in `spans` (4, 64), in shared memory, for the masks of the consumers.
 
     For the 64 keys of consumer w, spans[w] has the first query of each interval, and spans[2 + w] its length.
     """
@@ -250,20 +262,30 @@ def backward_kernel(
 ):  # fmt: skip
     """Writes dk and dv, and adds up dq / sm_scale in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
-    dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` includes the factor log2(e).
-    `parameters` are those of `preprocess_kernel`; the first are Hkv, num_key_tiles, num_heads, at_once and the bits of
-    sm_scale. `num_heads` is B Hkv. dq begins as zeros for the first `ahead` key heads; the CTAs of each key head zero
-    it for the head that is `ahead` later. `dq_semaphore` points to zeros, one for each key head.
-    RAGGED: K is no multiple of BLOCK_K; a causal kernel does not need this. GROUPED: G > 1.
-    SPREAD: the key tiles of a head begin at different tiles of queries, evenly spread, and wrap around.
-    DOWN: grouped causal heads begin at the last tile of queries, and visit a tile for all G heads before the tile below
-    it. So the key tiles of a head come to a tile together, while the L2 cache holds it. If they visited one head after
-    another, they would drift apart, as lower key tiles visit more tiles of each head.
-    DETERMINISTIC: CTAs add to dq in a fixed order; `dq_semaphore` points to zeros, one for each tile of queries. The
-    first CTA to come to a tile of dq overwrites it, so it need not be zeros. Under a pattern, or in full attention with
-    K < BLOCK_K, all of dq begins as zeros instead.
-    `first_ptr`, `end_ptr` and `per_entry` are the keys' `Extent` of `intervals.py`, and `query_end_ptr` points to the
-    ends of the queries' intervals; or all are None. With them CAUSAL is set, too, as it gives the order of tiles.
+    At the end dq has tiles (64, 64) in the order in which `add_registers` leaves them; `postprocess_kernel` restores
+    rows.
+
+    scale         sm_scale times log2(e), for exponentials in base 2
+    parameters    five scalars that `preprocess_kernel` has written: Hkv, num_key_tiles, num_heads, at_once and the bits
+                  of sm_scale
+    num_heads     B Hkv
+    at_once       how many key heads the CTAs work on at a time (`_assignment`)
+    ahead         dq begins as zeros for the first `ahead` key heads; the CTAs of each key head write zeros for the key
+                  head that is `ahead` later
+    dq_semaphore  points to zeros: one for each key head, or with DETERMINISTIC one for each tile of dq
+    first_ptr, end_ptr, per_entry  the keys' `Extent` of `intervals.py`, under a pattern; else None
+    query_end_ptr  points to the ends of the queries' intervals, under a pattern; else None
+    CAUSAL        a causal mask. It is set under a pattern, too, where it gives the order of tiles
+    RAGGED        K is no multiple of BLOCK_K; a causal kernel does not need this
+    GROUPED       G > 1
+    SPREAD        the key tiles of a head begin at different tiles of queries, evenly spread, and wrap around
+    DOWN          grouped causal heads begin at the last tile of queries, and visit a tile for all G heads before the
+                  tile below it. So the key tiles of a head come to a tile together, while the L2 cache holds it. If
+                  they visited one head after another, they would drift apart, as lower key tiles visit more tiles of
+                  each head
+    DETERMINISTIC  CTAs add to dq in a fixed order. The first CTA to come to a tile of dq overwrites it, so the tile
+                  need not be zeros. Under a pattern, or in full attention with K < BLOCK_K, all of dq begins as zeros
+                  instead
     """
     BOUNDED: gl.constexpr = first_ptr is not None
     DTYPE: gl.constexpr = q_desc.dtype
@@ -287,9 +309,9 @@ def backward_kernel(
     ORDER: gl.constexpr = "down" if DOWN else "around" if GROUPED or SPREAD else "straight"
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
-    low = 0  # the lowest tile of queries that sees these keys
-    masked_until = 0  # tiles of queries up to here need a mask
-    end, masked_from, spans, ends = None, None, None, None  # known under a pattern alone
+    low = 0  # the first tile of queries that sees these keys
+    masked_until = 0  # tiles of queries below this number need a mask
+    end, masked_from, spans, ends = None, None, None, None  # these have values under a pattern only
     if BOUNDED:
         extent = Extent(first_ptr, end_ptr, per_entry)
         low, end, masked_until, masked_from = _visited(extent, kv_bh // (H // G), n, K, BLOCK_Q)
@@ -297,9 +319,9 @@ def backward_kernel(
     elif CAUSAL:
         low = n * BLOCK_K // BLOCK_Q
         masked_until = (n + 1) * BLOCK_K // BLOCK_Q
-    # In the deterministic mode a causal CTA is the first to come to the tiles of queries that it masks, and stores dq
-    # there. The last key tile is the first to come to every tile of queries that it sees, so it masks all of them,
-    # even where K is a multiple of BLOCK_K.
+    # In the deterministic mode a causal CTA stores dq, instead of adding, for exactly the tiles of queries that it
+    # masks: it is the first to come to them. The last key tile is the first to come to all tiles of queries that it
+    # sees, so all of them count as masked, even if K is a multiple of BLOCK_K.
     STORES: gl.constexpr = DETERMINISTIC and CAUSAL and not BOUNDED
     if (n + 1) * BLOCK_K >= K if STORES else (n + 1) * BLOCK_K > K:
         masked_until = num_tiles
@@ -330,7 +352,8 @@ def backward_kernel(
     order = Order(dq_semaphore, n, num_key_tiles, ends, Q if BOUNDED else None)
     clearing = Clearing(dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096))
     work = Work(batch, bh, walk)
-    # The lists at the end: warps of each consumer, and registers of their threads.
+    # The first function is the producer, with the kernel's own warps. The two lists at the end are for the consumers:
+    # their numbers of warps, and the registers of each of their threads.
     gl.warp_specialize([
             (_producer, (
                 q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q, CAUSAL,

@@ -1,8 +1,13 @@
 """The inner part of `backward_kernel`: a consumer's work for one tile of queries (`_step`), and the loops over tiles.
 
-`backward.py` calls `walk_over`, once for each consumer warp group of a CTA, which owns 64 keys. P and dS go from the
-registers of one matmul straight into the next. dq is added up in float32, in global memory. The constants in capitals
-come from the fields of a `BackwardPlan` in `plans.py`; DETERMINISTIC, CAUSAL and RAGGED are those of `backward_kernel`.
+A CTA (a program of the kernel) owns 128 keys, and has two consumers: warp groups that compute, each for 64 of the keys.
+Each consumer calls `walk_over` once, in `backward.py`. To change the arithmetic of a step, edit `_step`; to change a
+mask, edit `_hide`. `tests/attention/test_gluon_kernels.py` checks the result in a simulation. It also finds some lines
+of this file by their exact text, and replaces them by faulty ones.
+
+P and dS go from the registers of one matmul straight into the next. dq is added up in float32, in global memory. The
+constants in capitals come from the fields of a `BackwardPlan` in `plans.py`; DETERMINISTIC, CAUSAL and RAGGED are those
+of `backward_kernel`, and STORES is explained in `_steps`.
 
 Legend: n a tile of keys, m a tile of queries, bh a query head among all of the batch; K keys, D head dimension. WG is
 the number of the consumer, 0 or 1.
@@ -32,22 +37,25 @@ from lmsys.attention.flash_gluon.hopper import (
 )
 from lmsys.attention.flash_gluon.intervals import hide_outside
 
-# Numbers of named barriers. At EXCHANGE a consumer waits until both have written dS. At Q_FREE + stage and DO_FREE +
-# stage consumers tell the producer that they have read a tile of q or of do. The numbers after these belong to `dq.py`.
+# Numbers of named barriers. At EXCHANGE a consumer waits until both consumers have written dS. At Q_FREE + stage and
+# DO_FREE + stage the consumers tell the producer that they have read a tile of q or of do; `stage` is the tile's place
+# in the ring. The numbers after these belong to `dq.py`.
 EXCHANGE = FIRST_BARRIER
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
-NEVER = gl.constexpr(2**31 - 1)  # the first query that sees a key past the end: none
-Ring = namedtuple("Ring", "qs lses q_full dos deltas do_full")  # STAGES tiles of queries, with barriers for "loaded"
-# The tiles of queries that need a mask: tiles m < `until`, and under a pattern also m >= `beginning`. `spans`, (4, 64)
-# in shared memory, holds the keys' intervals under a pattern, two rows of `first` and two of `length`, one for each
-# consumer (`_keep_intervals`); else it is None.
+NEVER = gl.constexpr(2**31 - 1)  # in place of the first query that sees a key, for keys past the end: no query does
+# The ring in shared memory: q, log-sum-exp, do and delta of STAGES tiles of queries. The barriers q_full and do_full
+# complete when a tile is loaded: q and its log-sum-exp, and do and its delta.
+Ring = namedtuple("Ring", "qs lses q_full dos deltas do_full")
+# The tiles of queries that need a mask are m < `until`, and under a pattern also m >= `beginning`. `spans`, (4, 64) in
+# shared memory, holds the keys' intervals under a pattern: two rows of `first` and two of `length`, one for each
+# consumer (`_keep_intervals`). Without a pattern it is None.
 Masked = namedtuple("Masked", "until beginning spans")
 
 
 @gluon.jit
 def _release(step, FIRST: gl.constexpr):
-    """Says that this consumer has read the tile that the ring holds for this step. FIRST: Q_FREE or DO_FREE."""
+    """Tells the producer that this consumer has read the tile of this step in the ring. FIRST: Q_FREE or DO_FREE."""
     named_barrier("arrive", FIRST + step % STAGES, 384)  # the threads of the CTA's three warp groups
 
 
@@ -55,7 +63,7 @@ def _release(step, FIRST: gl.constexpr):
 def _hide(
     p, n, m, K, spans, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, S_LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """P (keys, queries) of tiles n and m, with 0 where a query does not see a key, and for keys past the end."""
+    """P (keys, queries) of tiles n and m, with 0 for each query that does not see a key, and for keys past the end."""
     KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
     if spans is None:
@@ -76,12 +84,17 @@ def _step(
     FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """(dk, dv, lse) after tile m of query head bh: sums of dk / sm_scale and of dv, (64, D), of this consumer's keys.
+    """Computes one step, tile m of query head bh, and returns (dk, dv, lse).
 
-    With PREFETCH `lse` is the log-sum-exp of the next tile, loaded a step ahead. `n` is the CTA's key tile. `k` and `v`
-    are this consumer's keys and values, `all_k` the keys of both consumers. `dss` holds the dS of both, in two places
-    of shared memory that are used in turn: (keys, queries), or with BY_QUERY (queries, keys). `_steps` explains
-    STORES.
+    dk / sm_scale and dv, (64, D), are sums over the tiles so far, for this consumer's keys. With PREFETCH the returned
+    `lse` is the log-sum-exp of the next tile, loaded a step ahead.
+
+    n      the CTA's key tile
+    k, v   this consumer's keys and values
+    all_k  the keys of both consumers
+    dss    dS of both consumers, in two places of shared memory that are used in turn: (keys, queries), or with BY_QUERY
+           (queries, keys)
+    STORES  as in `_steps`
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -129,9 +142,10 @@ def _step(
     if LATE_DV:
         dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
     fence_async_shared()
-    named_barrier("sync", EXCHANGE, 256)  # the threads of both consumers
+    # Waits for the 256 threads of both consumers.
+    named_barrier("sync", EXCHANGE, 256)
     dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
-    if D == 128:  # each consumer computes half of the columns of dq; at head_dim 64, half of the rows
+    if D == 128:  # each consumer computes half of the columns of dq's tile; at head_dim 64, half of its rows
         dq_token = warpgroup_mma(ds_rows, all_k.slice(WG * 64, 64, dim=1), dq_zeros, use_acc=False, is_async=True)
     else:
         dq_token = warpgroup_mma(ds_rows.slice(WG * 64, 64), all_k, dq_zeros, use_acc=False, is_async=True)
@@ -146,8 +160,10 @@ def _step(
         await_acquired(DQ_ACQUIRED + WG)
     dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
     _release(step, DO_FREE)
-    tile = dq_ptr + place.to(gl.int64) * 4096  # 64 · 64 elements each
-    if STORES == "some":  # first to reach tile m is, under CAUSAL, the highest key tile that it sees, else the lowest
+    tile = dq_ptr + place.to(gl.int64) * 4096  # a tile of dq has 64 · 64 elements
+    # The first CTA to reach tile m of dq is, under CAUSAL, the one with the highest key tile that m sees; otherwise it
+    # is the one with the lowest key tile. It stores; all others add.
+    if STORES == "some":
         if m < masked.until if CAUSAL else n == 0:
             store_registers(tile, dq)
         else:
@@ -168,11 +184,13 @@ def _steps(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """`state` after steps [first, last).
+    """Computes the steps [first, last), and returns the `state` after them.
 
-    `state`: (bh, m, dk / sm_scale (64, D), dv (64, D), the log-sum-exp of tile m where it is loaded ahead).
-    STORES: which steps are the first to reach their tile of dq, and so store it instead of adding: "none", "all", or
-    "some": `_step` then finds out by m and n. `walk`: the `Walk` of `dq.py`.
+    state   (bh, m, dk / sm_scale (64, D), dv (64, D), the log-sum-exp of tile m if it is loaded ahead); bh and m are
+            those of the next step
+    walk    the `Walk` of `dq.py`
+    STORES  which of these steps are the first to reach their tile of dq, and so store it instead of adding: "none",
+            "all", or "some", where `_step` decides by m and n
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -195,9 +213,9 @@ def _causal_head(
     WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
     DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """`state` after the steps [first, last) of a head under a causal mask.
+    """Computes the steps [first, last) of one head under a causal mask, and returns the `state` after them.
 
-    The steps before `free_from` need a mask and have a loop of their own. In the deterministic mode the steps of that
+    The steps before `free_from` need a mask, and have a loop of their own. In the deterministic mode the steps of that
     loop are also the ones that store dq.
     """
     # The two booleans after BLOCK_Q are MASK and CAUSAL.
@@ -219,11 +237,13 @@ def walk_over(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """`state` after all steps of a consumer. ORDER is the order in which `next_tile` visits tiles.
+    """Computes all steps of a consumer, and returns the `state` after them (see `_steps`).
 
     Masked steps have a loop of their own if the plan is PEELED, or if this is the last, RAGGED key tile. The other
-    steps then have no branch around a mask, across which the compiler could not overlap instructions. The two loops
-    follow one another: as the two branches of an `if` they spill registers.
+    steps then have no branch around a mask: the compiler cannot overlap instructions across such a branch. The two
+    loops follow one another: as the two branches of an `if` they would spill registers.
+
+    ORDER  the order in which `next_tile` visits tiles
     """
     # In the calls of `_steps` the two arguments after BLOCK_Q are MASK and CAUSAL.
     steps = walk.steps
@@ -257,8 +277,8 @@ def walk_over(
         "some" if DETERMINISTIC and masked.spans is None else "none"
     )  # a pattern's dq begins as zeros
     free_from = 0
-    # RAGGED: in the last key tile every step needs a mask, in the others none. The last key tile stores nothing: it is
-    # the first to reach dq only where it is the only key tile, and then dq begins as zeros.
+    # RAGGED (never causal): in the last key tile all steps need a mask, in the others none. The last key tile stores
+    # nothing: it is the first to reach dq only if it is the only key tile, and then dq begins as zeros.
     if RAGGED:
         free_from = gl.where(masked.until == 0, 0, steps)
         state = _steps(

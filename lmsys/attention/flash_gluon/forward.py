@@ -11,21 +11,22 @@ one CTA run during the softmax of the other. With PING_PONG the consumers of a C
 Under a pattern (windows, documents) a CTA visits the key tiles between the first and the last that its queries see. A
 consumer skips those at either end that only other consumers need (`_pass_over`).
 
-Producer and consumers share a protocol of waits and releases, which a change of scores or masks leaves alone:
+Producer and consumers share a protocol of waits and releases. A change of scores or masks need not touch it:
 
 - A ring has S slots. Its n-th use has slot n % S and phase (n // S) & 1. A consumer waits for the barrier `full` with
   this phase, the producer for `empty` with the opposite one, so that its first round does not wait.
 - `fill` counts key tiles, `turn` tiles of queries. The producer and all consumers must advance them alike.
 - For each key tile every consumer waits for `k_full`, waits for its turn and passes it on (PING_PONG), and releases K.
   It waits for `v_full` and releases V one key tile later, since P V of a key tile runs in the step after it.
-- Every path must do all of this for every key tile, `_pass_over` too, which does it at once.
+- A consumer must do all of this for every key tile. For a key tile that it skips, `_pass_over` does it at once.
 
 Scores are computed in `_weights` and `_step`, masks in `hide` of `intervals.py`, and settings are chosen in `plans.py`.
 `python -m pytest tests/attention/test_gluon_kernels.py` checks all of this in a simulation without a GPU, and
-`tests/attention/test_flash_gluon.py` on one.
+`tests/attention/test_flash_gluon.py` on a GPU.
 
 Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension. A CTA is a program
-of the kernel. WG is the number of a consumer among the WGS of a CTA.
+of the kernel. WG is the number of a consumer among the WGS of a CTA. K_FREE and V_FREE are the numbers of the first
+named barriers for the release of K and of V; stage s has the number K_FREE + s or V_FREE + s.
 """
 
 from collections import namedtuple
@@ -57,9 +58,11 @@ from lmsys.attention.flash_gluon.hopper import (
 from lmsys.attention.flash_gluon.intervals import ROWS, Extent, Hides, hide, intervals, key_tiles, own_key_tiles
 
 LN_2 = gl.constexpr(0.6931471805599453)
-LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-inf - LEAST) is 0
+# The least value of a row's maximum. Where all scores of a row are hidden (-inf), it keeps the maximum finite, so that
+# exp2(-inf - LEAST) is 0; with a maximum of -inf the difference would be NaN.
+LEAST = gl.constexpr(-1.0e30)
 # Buffers in shared memory, each with a barrier for "loaded" (full) and one for "released" (empty).
-Slots = namedtuple("Slots", "tiles full empty")  # two slots: for tiles of queries, or for the numbers of such tiles
+Slots = namedtuple("Slots", "tiles full empty")  # two slots: for tiles of queries, or (mailbox) for their numbers
 Ring = namedtuple("Ring", "ks k_full k_empty vs v_full v_empty")  # STAGES tiles of keys, and as many of values
 # num_heads = B H; num_tiles: tiles of queries in a head; at_once: heads worked on together, for the L2 cache.
 Sizes = namedtuple("Sizes", "num_heads H G Q K num_tiles at_once")
@@ -89,8 +92,9 @@ def _announced(mailbox, turn):
 def _await_free(empty, stage, fill, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr):
     """The producer waits until all consumers have released the ring's `stage`. `fill`: key tiles loaded so far.
 
-    NAMED: they release it by the named barrier FIRST + stage, else by the mbarriers `empty`. The named barrier counts
-    128 * (WGS + 1) threads: 128 of each consumer, which arrive, and 128 of the producer, which waits.
+    With NAMED the consumers release it at the named barrier FIRST + stage, otherwise at the mbarriers `empty`. The
+    named barrier counts 128 * (WGS + 1) threads: 128 of each consumer, which arrive, and 128 of the producer, which
+    waits.
     """
     if NAMED:
         if fill >= STAGES:
@@ -122,7 +126,9 @@ def _producer(
     turn = 0
     index = gl.program_id(0)
     total = sizes.num_heads * sizes.num_tiles
-    if CHAINED:  # before the first load and the counter; consumers write nothing before they get tiles from here
+    # The kernel before this one may still write the tensors and the counter. Only the producer has to wait for its end:
+    # consumers write nothing before they get tiles from here.
+    if CHAINED:
         gdc_wait()
     while index < total:
         if DYNAMIC:
@@ -160,10 +166,10 @@ def _producer(
         # The end is announced before the ring is drained: a consumer that still waits for the number of a tile would
         # never release the stage that the drain waits for.
         _announce(mailbox, turn, index)
-        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last leaves the counter as it was found
+        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last CTA resets both numbers to 0
             gl.store(counter, 0)
             gl.store(counter + 1, 0)
-    if NAMED:  # consumers release the last stages, too: the CTA may not end before the producer has waited for that
+    if NAMED:  # consumers release the last stages, too, and the producer must meet them there before the CTA ends
         for i in range(gl.maximum(fill - STAGES, 0), fill):
             named_barrier("sync", K_FREE + i % STAGES, 128 * (WGS + 1))
             named_barrier("sync", V_FREE + i % STAGES, 128 * (WGS + 1))
@@ -186,8 +192,9 @@ def _weights(
 ):  # fmt: skip
     """(maxima (ROWS,), weights (ROWS, BLOCK_K)) of a consumer's first key tile: exp2 of scores minus their maximum.
 
-    Without a pattern no other key tile needs a mask (under causal order because BLOCK_K is a multiple of ROWS). The
-    ping-pong's barriers count 256 threads: 128 of the consumer that waits, 128 of the one that arrives.
+    `row` is the consumer's first query, `col` the first key of the tile. Without a pattern no other key tile needs a
+    mask (under causal order because BLOCK_K is a multiple of ROWS). The ping-pong's barriers count 256 threads: 128 of
+    the consumer that waits, and 128 of the consumer that arrives.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     if PING_PONG:
@@ -211,10 +218,10 @@ def _first_weights(
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """`_weights`, but where no query sees the right half of the tile, only the left half is computed; the rest is 0.
+    """As `_weights`, but if no query sees the right half of the tile, only the left half is computed; the rest is 0.
 
-    Under causal order no query sees it if the tile, of more than ROWS keys, begins at the consumer's first query; under
-    a pattern, if the keys that the consumer's queries see end before it.
+    Under causal order no query sees the right half if the tile has more than ROWS keys and begins at the consumer's
+    first query. Under a pattern no query sees it if all of their intervals end before it.
     """
     if CAUSAL and BLOCK_K > ROWS:
         half = row == col
@@ -240,7 +247,7 @@ def _pass_over(
     WG: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
     NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
-    """Releases a key tile, unread, that only other consumers need."""
+    """Skips a key tile that only other consumers of the CTA need: waits until it is loaded, and releases it unread."""
     stage = fill % STAGES
     phase = (fill // STAGES) & 1
     mbarrier.wait(ring.k_full.index(stage), phase)
@@ -285,7 +292,7 @@ def _step(
         named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
     s = warpgroup_mma_wait(1 if OVERLAP else 0, deps=[scores])
     _release(ring.k_empty, stage, NAMED, K_FREE, WGS)
-    if hides.extent.first is not None:  # noqa: SIM102 - known when compiling, unlike the next
+    if hides.extent.first is not None:  # noqa: SIM102 - decided at compile time, unlike the next `if`
         if (col < hides.full_from) | (col + BLOCK_K > hides.full_to):
             s = hide(s, row, col, K, hides, True, BLOCK_K, S_LAYOUT)  # True: CAUSAL, which a pattern replaces
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
@@ -333,7 +340,7 @@ def _consumer(
         q = queries.tiles.index(slot * WGS + WG)
         mbarrier.wait(queries.full.index(slot), (turn >> 1) & 1)
         own_low, own_high = low, high
-        hides = Hides(extent, 0, 0, 0, 0, 0)  # what a dense kernel has
+        hides = Hides(extent, 0, 0, 0, 0, 0)  # without a pattern nothing reads the zeros
         if BOUNDED:
             batch = bh // sizes.H
             own_low, own_high, stop, full_from, full_to = own_key_tiles(extent, batch, row, low, high, sizes.Q, BLOCK_K)
@@ -417,14 +424,16 @@ def forward_kernel(
 ):  # fmt: skip
     """Writes o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
 
-    `scale` includes the factor log2(e). `counter` points to two int32 zeros, which are zero again at the end.
+    `scale` includes the factor log2(e). `counter` points to two int32 zeros, which are zero again at the end. The
+    integers from `num_heads` to `at_once` are those of `Sizes`; one binary serves all of their values.
     `launch.forward_options` sets the constants by a `ForwardPlan`: BLOCK_K is its `tile_k`, WGS its `consumers`, and
     OVERLAP says that `ctas` is 1. REGISTERS, those of a consumer's thread, follow from `consumers` and `ctas`. STAGES,
     PING_PONG, NAMED, DYNAMIC and CHAINED are the plan's fields of these names.
-    RAGGED: K is no multiple of BLOCK_K; a causal kernel masks the last keys in any case, and need not be told.
-    `first_ptr`, `end_ptr` and `per_entry` are the queries' `Extent` of `intervals.py`, None without a pattern. A kernel
-    that is given one has CAUSAL set: tiles have the order of causal attention, and the consumers of a CTA do not all
-    see the same keys.
+    RAGGED: K is no multiple of BLOCK_K. It is set only for kernels without CAUSAL; a causal kernel always masks the
+    keys past the end.
+    `first_ptr`, `end_ptr` and `per_entry` are the queries' `Extent` of `intervals.py`, None without a pattern. Under a
+    pattern CAUSAL is set as well: tiles have the order of causal attention, and the consumers of a CTA do not all see
+    the same keys.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
@@ -436,9 +445,9 @@ def forward_kernel(
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = Slots(qs, barriers(2, 1), barriers(2, WGS))
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
-    # A barrier that nobody waits at is not made: Triton sees no use of it once it is initialised, and gives its memory
-    # to what `atomic_add` returns, without mbarrier.inval. Where processes took turns on a GPU, such kernels hung or
-    # left tiles out.
+    # Make no barrier that nobody waits at: Triton sees no use of it after its initialisation, and reuses its memory for
+    # what `atomic_add` returns, without mbarrier.inval. Where processes took turns on a GPU, such kernels hung or left
+    # tiles out.
     if NAMED:
         ring = Ring(ks, k_full, k_full, vs, v_full, v_full)  # k_full, v_full as `empty`: placeholders, never waited at
     else:

@@ -1,8 +1,8 @@
 """Hopper's instructions that Gluon does not offer, as inline PTX, and the names that differ between Triton's versions.
 
-The kernels of this folder call them; tests replace some of them by a simulation (`tests/support/gluon_simulator.py`).
-The hardware has 16 named barriers: Triton takes the low ones, the kernels those from FIRST_BARRIER on. All functions
-are called by a warp group, which is 4 warps of 32 threads.
+The kernels of this folder call these functions. A function in inline PTX also needs a stand-in in the tests' simulation
+(`kernels` in `tests/support/gluon_simulator.py`). The hardware has 16 named barriers: Triton takes the low numbers, the
+kernels those from FIRST_BARRIER on. All functions are called by a warp group, which is 4 warps of 32 threads.
 """
 
 import triton
@@ -14,11 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _memory = gl.shared_memory_descriptor
 reinterpret = _memory._reinterpret if hasattr(_memory, "_reinterpret") else _memory.reinterpret
-_renamed = hasattr(tma, "async_load")  # asked first, since the old names may still exist and raise when called
+_renamed = hasattr(tma, "async_load")  # this looks for a new name, since the old ones may still exist but raise
 async_load = tma.async_load if _renamed else tma.async_copy_global_to_shared
 async_store = tma.async_store if _renamed else tma.async_copy_shared_to_global
-FIRST_BARRIER = triton.language.constexpr(8)  # the first number of a named barrier of the kernels
-WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # (128,) numbers, one for each thread
+FIRST_BARRIER = triton.language.constexpr(8)  # the number of the kernels' first named barrier
+WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # layout of (128,) numbers, one for a thread
 
 
 @gluon.constexpr_function
@@ -29,9 +29,10 @@ def _barrier_asm(kind, num_threads):
 
 @gluon.constexpr_function
 def _acquire_asm(first):
-    """The PTX of `semaphore_wait`: warp 0 spins until the semaphore is right, then arrives at two named barriers.
+    """The PTX of `semaphore_wait`: warp 0 spins until the semaphore has the expected value.
 
-    160 threads take part in each: the 128 of a consumer and the 32 of this warp.
+    Then it arrives at the named barriers `first` and `first` + 1. 160 threads take part in each: the 128 of a consumer
+    and the 32 of this warp.
     """
     return f"""{{
         .reg .pred other, late;
@@ -75,7 +76,8 @@ def _by_all(INSTRUCTION: gl.constexpr):
 def semaphore_release(semaphore):
     """Adds 1 to the semaphore, once other CTAs can see everything that this CTA has done before.
 
-    Only the last of the 4 warps does so, and waits until earlier writes are visible; the others go on.
+    Only thread 96, in the last of the 4 warps, does so, and waits until earlier writes are visible. The other warps go
+    on.
     """
     ASM: gl.constexpr = """{
         .reg .pred mine;
@@ -117,7 +119,10 @@ def await_acquired(barrier):
 
 @gluon.jit
 def gdc_wait():
-    """Waits until the kernel before this one in its stream has ended: `launch_pdl` lets this one begin early."""
+    """Waits until the kernel before this one in its stream has ended.
+
+    A kernel that is launched with Triton's option `launch_pdl` (programmatic dependent launch) may begin earlier.
+    """
     _by_all("griddepcontrol.wait")
 
 
@@ -191,7 +196,7 @@ def narrow(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def widen(x, DTYPE: gl.constexpr):
-    """x.to(float32) for x of DTYPE."""
+    """x.to(float32) for x of DTYPE: the inverse of `narrow`."""
     if gl.bfloat16 == DTYPE:
         ASM: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     else:
@@ -226,9 +231,9 @@ def _exp2_asm():
 def exp2_of_eight(x):
     """2 ** x for float32 x that are not much above 0. Of each eight consecutive numbers of a thread, FMAs compute one.
 
-    The hardware's unit for exponentials, which computes the other seven, has a quarter of the throughput of FMAs. The
-    method is Cody and Waite's: a power of two by the exponent's bits, times a cubic on [-1/2, 1/2] whose relative error
-    is 1.2e-4. The result is 0 for x <= -127.
+    The hardware's unit for exponentials computes the other seven. It has an eighth of the throughput of FMAs, so the
+    two share the work. The method of the FMAs is Cody and Waite's: a power of two by the exponent's bits, times a cubic
+    on [-1/2, 1/2] whose relative error is 1.2e-4. The result is 0 for x <= -127.
     """
     constraints: gl.constexpr = "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f"
     return gl.inline_asm_elementwise(_exp2_asm(), constraints, [x], dtype=gl.float32, is_pure=True, pack=8)

@@ -1,17 +1,20 @@
-"""Patterns, as kernels read them: where the interval that each query, or each key, sees begins and ends.
+"""Masks of the Gluon kernels: patterns (windows, documents), read as intervals, and the causal mask of the forward.
 
-*Owners* are the queries in the forward, the keys in the backward. The *others* are the keys that these queries see, or
-the queries that see these keys. The others of an owner are an interval [first, end), which may be empty. From one owner
-to the next neither `first` nor `end` falls.
+`forward.py`, `backward.py` and `backward_steps.py` call these functions. Under a pattern each query sees one interval
+of keys, and each key is seen by one interval of queries. The forward reads the first kind, the backward the second. The
+functions for both use two words: *owners* are the queries in the forward and the keys in the backward; the *others* of
+an owner are the keys that this query sees, or the queries that see this key. The others of an owner are an interval
+[first, end), which may be empty. Neither `first` nor `end` decreases from one owner to the next.
 
 `Extent` is what a kernel is given of `lmsys.attention.bounds.Bounds`: pointers to `first` and `end`, each (B or 1,
-owners) int32, and `per_entry`, 1 if each batch entry has a row of its own, 0 if all share one. A dense kernel is given
-None for all three, and none of this becomes code.
+owners) int32, and `per_entry`, 1 if each batch entry has a row of its own, 0 if all share one. A kernel without a
+pattern (a *dense* kernel) is given None for all three, and is compiled without this code.
 
 `Hides` says which keys the queries of one consumer (warp group) of the forward do not see: their intervals as `first`
 and `length` (ROWS,), and `stop`, `full_from` and `full_to` of `edges`. In a dense kernel all but the extent are zeros.
 
-The functions from `key_tiles` on are the forward's alone: the tiles of keys that it visits, and the mask of a tile.
+Only the forward calls the functions from `key_tiles` on: they give the tiles of keys that it visits, and the mask of a
+tile.
 
 Legend: B batch, H query heads, Q queries, K keys.
 """
@@ -30,8 +33,9 @@ ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
 def edges(extent, batch, start, length, NUM: gl.constexpr):
     """(low, stop, full_from, full_to) of the owners [start, start + NUM) of a batch entry, which has `length` owners.
 
-    No owner sees anything outside of [low, stop); all of them see [full_from, full_to), which may be empty. These are
-    the intervals' limits of the first and the last owner, since neither limit falls from one to the next.
+    No interval of these owners reaches outside of [low, stop), and all of them contain [full_from, full_to), which may
+    be empty. It is enough to read the intervals of the first and of the last owner, since neither `first` nor `end`
+    decreases between them.
     """
     rows = batch * extent.per_entry * length
     first = rows + gl.minimum(start, length - 1)
@@ -48,7 +52,7 @@ def edges(extent, batch, start, length, NUM: gl.constexpr):
 def intervals(extent, batch, start, length, NUM: gl.constexpr, LAYOUT: gl.constexpr):
     """(first, length), each (NUM,): where the intervals of owners [start, start + NUM) begin, and how long they are.
 
-    Past the end of the owners both are 0.
+    The argument `length` is the number of owners in a batch entry. Past the end of the owners both results are 0.
     """
     owners = start + gl.arange(0, NUM, layout=LAYOUT)
     places = batch * extent.per_entry * length + owners
@@ -59,11 +63,14 @@ def intervals(extent, batch, start, length, NUM: gl.constexpr, LAYOUT: gl.conste
 
 @gluon.jit
 def hide_outside(x, others, first, length, HIDDEN: gl.constexpr):
-    """x (owners, others) float32, with HIDDEN, 0 or -inf, where an owner does not see the other.
+    """x (owners, others) float32, with HIDDEN, 0 or -inf, where the other is outside of the owner's interval.
 
-    `others` are their numbers, `first` and `length` the owners' `intervals`.
+    x        scores or weights, one row for each owner, one column for each of the others
+    others   the number of each column's query or key
+    first    where each owner's interval begins, and
+    length   how long it is, both as `intervals` returns them
     """
-    # (other - first) as unsigned < length tests both ends: an `other` before `first` wraps to a huge number. It is
+    # (other - first) as unsigned < length tests both ends: an `other` before `first` wraps to a huge number. This is
     # inline PTX because the compiler would make two comparisons of it: 60 to 150 more instructions a step, and spilt
     # registers.
     arguments = [x, others[None, :], first[:, None], length[:, None]]
@@ -87,7 +94,10 @@ def _hide_outside_asm(hidden):
 
 @gluon.jit
 def key_tiles(extent, bh, H, tile, Q, K, CAUSAL: gl.constexpr, TILE_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """(low, high): a tile of TILE_Q queries visits the tiles of keys low <= j < high, at least one."""
+    """(low, high): tile `tile` of the queries of head bh, TILE_Q of them, visits the key tiles low <= j < high.
+
+    There is always at least one. `bh` counts the query heads of all batch entries.
+    """
     if extent.first is None:
         low = 0
         keys = gl.minimum(K, (tile + 1) * TILE_Q) if CAUSAL else K

@@ -1,7 +1,9 @@
-"""Launches the kernels of forward.py and backward.py, and of preprocess.py around the latter, as the row `flash_gluon`.
+"""The attention implementation `flash_gluon`: launches the forward and the backward kernels of this folder.
 
-Sizes, grid and binary are computed at the first call of a shape (`_Forward`, `_Backward`) and kept in `_launches`. At
-the end of the file are the custom operator, the autograd Function and the public function.
+The table of implementations, `lmsys/attention/table.py`, names the function `flash_gluon` at the end of this file.
+There `custom_ops.flash` makes the public function and the autograd Function of `_forward` and `_backward`. The first
+call of a shape computes sizes, grid and binary (`_Forward`, `_Backward`), which `_launches` keeps. A backward launches
+three kernels: one of preprocess.py before the kernel of backward.py, and one after it. Settings are in plans.py.
 
 Causal heads that are grouped (G > 1) may *walk down*: the CTAs of a key head, one for each of its key tiles, begin at
 the last tile of queries. Each takes that tile for all G query heads, then the tile below it, and so on. The CTAs thus
@@ -46,9 +48,10 @@ DQ_TILE = 4096  # numbers of dq (16 KiB of float32) that a consumer adds to in a
 # int64 slots: five scalars that preprocess_kernel writes and one of padding, so that dq_semaphore behind them is
 # 16-byte aligned, as the compiler assumes.
 NUM_PARAMETERS = 6
-# {causal: MiB}. With a fixed order of additions to dq, as many heads are worked on together as touch so much memory.
+# {causal: MiB}. In the deterministic mode, with its fixed order of additions to dq, the backward works on as many heads
+# at a time as touch this much memory together.
 IN_ORDER_MIB = {True: 8, False: 16}
-MOST_DOWN = 32  # key tiles of a head that walks down: with more, CTAs wait for one another at each tile of dq
+MOST_DOWN = 32  # most key tiles of a head that walks down: with more, CTAs wait for one another at each tile of dq
 DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where heads walk down
 # Waves: how often the CTAs of a grid fill the GPU. With fewer than this, a causal backward works on all heads together,
 # the longest tiles first: the last CTAs would otherwise cost more time than the reuse of the L2 cache saves.
@@ -102,7 +105,10 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _counter(device: torch.device, stream: int) -> Tensor:
-    """(2,) int32 zeros for `forward_kernel`, which leaves them zero. Each stream has a pair: its kernels take turns."""
+    """(2,) int32 zeros for `forward_kernel`, which leaves them zero.
+
+    Each stream has a pair of its own: kernels of one stream follow one another, kernels of two streams may overlap.
+    """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)  # a graph may be replayed on any stream
     counter = _counters.get((device.index, stream))
@@ -135,7 +141,11 @@ def _kept(key: tuple[Any, ...], *arguments: Any, **options: Any) -> Kernel:
 
 
 def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan, bounded: bool) -> dict[str, Any]:
-    """The constants and compiler options of `forward_kernel`."""
+    """The constants and compiler options of `forward_kernel`.
+
+    `ragged`: the keys are no whole number of tiles. `bounded`: under a pattern. Without one the arguments EXTENT are
+    constants, None.
+    """
     registers, cap = REGISTERS[plan.consumers, plan.ctas]
     return {
         "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages,
@@ -208,12 +218,15 @@ def backward_options(
 
 
 def ahead_of(at_once: int, num_key_tiles: int, num_heads: int, processors: int) -> int:
-    """How many key heads later the head is for which a CTA writes zeros into dq.
+    """The number `ahead`: a CTA of key head h writes zeros into its share of dq of key head h + ahead.
 
-    A CTA of key head h zeroes a share of dq of key head h + ahead. `ahead` is the smallest multiple of `at_once` whose
-    CTAs fill the GPU: a CTA then waits only for CTAs of lower index, which have started, as index order goes through
-    `at_once` heads at a time (`owned_tile`). preprocess_kernel zeroes the first `ahead` heads: all of them where there
-    are no more, and then no CTA zeroes any.
+    `ahead` is the smallest multiple of `at_once` for which the CTAs of so many heads fill the GPU. CTAs start in the
+    order of their index, which goes through `at_once` heads at a time (`owned_tile`). So a CTA waits only for zeros of
+    CTAs with a lower index, which have started. preprocess_kernel zeroes the first `ahead` heads. If there are no more
+    heads than that, it zeroes all of them, and no CTA of `backward_kernel` zeroes any.
+
+    num_heads   key heads of all batch entries
+    processors  multiprocessors of the GPU
     """
     return min(triton.cdiv(processors, at_once * num_key_tiles) * at_once, num_heads)
 
@@ -239,7 +252,7 @@ class _Backward:
             at_once = heads_at_once(IN_ORDER_MIB[causal], bytes_per_head)
         elif plan.l2_mib and self.grid > waves * processors:
             at_once = max(least, heads_at_once(plan.l2_mib, bytes_per_head))
-        else:  # causal: all heads together, their longest tiles first, else those of the last head would end alone
+        else:  # causal: all heads together, longest tiles first, else the long tiles of the last head would run alone
             at_once = kv_num_heads if causal else 1
         at_once = min(at_once, kv_num_heads)
         share = triton.cdiv(group * self.padded * head_dim, num_key_tiles * DQ_TILE)  # tiles of dq that a CTA clears
@@ -251,8 +264,8 @@ class _Backward:
         # tile holds fewer than TILE_K keys, all CTAs add, and so need zeros (STORES in `walk_over`).
         if deterministic and not bounded and (causal or keys >= TILE_K):
             num_cleared = 0
-        # For each tile of queries one that gives additions their order; or for each key head one that counts the CTAs
-        # that have zeroed their share.
+        # In the deterministic mode there is a semaphore for each tile of queries, which gives additions their order.
+        # Otherwise there is one for each key head, which counts the CTAs that have zeroed their share.
         self.num_semaphores = num_heads * num_tiles if deterministic else kv_num_heads
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, ahead
         self.preprocess_sizes = (
@@ -340,7 +353,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
 
-    `pattern` stands in the place of `causal`. `plan` defaults to that of plans.py for the shape.
+    If `pattern` is given, `causal` is not read. `plan` defaults to that of plans.py for the shape.
     """
     o = _like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -367,10 +380,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv): dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `deterministic` defaults to what torch is set to.
 
-    `pattern` stands in the place of `causal`. `plan` defaults to that of plans.py for the shape. `together` is passed
-    on to `custom_ops.gradients_like`.
+    If `pattern` is given, `causal` is not read. `plan` defaults to that of plans.py for the shape. With `together` dq,
+    dk and dv are parts of one tensor if q, k and v are (`custom_ops.gradients_like`).
     """
-    # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet. This call does.
+    # autograd runs this in a thread of its own, where possibly no CUDA context is bound yet. This call binds one.
     torch.cuda.is_current_stream_capturing()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -390,8 +403,8 @@ def _backward(
     return dq, dk, dv
 
 
-# Both functions take bfloat16 and float16, D 64 and 128. They add dq up in no fixed order, unless
-# `torch.use_deterministic_algorithms(True)` is set.
+# The autograd Function and the function that the table names. Both take bfloat16 and float16, D 64 and 128. They add dq
+# up in no fixed order, unless `torch.use_deterministic_algorithms(True)` is set.
 FlashGluon, flash_gluon = custom_ops.flash(
     "flash_gluon", "FlashGluon", _forward, _backward, registered=partial(_backward, together=False)
 )

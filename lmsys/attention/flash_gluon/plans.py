@@ -13,8 +13,8 @@ is a program of a kernel, an SM a multiprocessor, a wave the CTAs that the GPU r
 of additions to dq in a deterministic backward.
 
 The notes on the forward hold from 1k on, unless they name fewer keys. A plan for up to 512 keys is the fastest
-candidate of a sweep, or within 1 % of it (short.jsonl and short-64.jsonl of reports/results): its single settings have
-no other reason, except at 64 full and 512 keys (see `dynamic`).
+candidate of a sweep, or within 1 % of it (`*_short.jsonl` and `*_short-64.jsonl` in reports/results/flash_gluon): there
+is no other reason for its single settings, except at 64 full and 512 keys (see `dynamic`).
 
 - `consumers`: two at head_dim 128, where no registers are left for a third. At 64 a third gains 1 to 4 % from 2k keys
   on and 8 to 9 % at 16k: tiles of queries have 192 rows then, and each key tile is read less often. At 1k a third
@@ -22,9 +22,10 @@ no other reason, except at 64 full and 512 keys (see `dynamic`).
 - `stages`: at 128 three tiles of 128 keys find no room in shared memory. At 64, with two consumers, three stages gain
   1 to 4 % up to 4k. In the plans of three consumers they gain 4 % at 16k causal and lose 4 % at 2k causal; elsewhere
   two and three are within 2 %.
-- `named`, release by named barriers, gains 1 to 5 % with two consumers: before it arrives at an mbarrier, Triton has
-  the 128 threads of a consumer wait for each other (BAR.SYNC). At 128 causal and 1k it costs 3 %. Three consumers wait
-  for one another at named barriers: beside `ping_pong`, which all plans of three have, `named` costs up to 6 %.
+- `named`, release by named barriers, gains 1 to 5 % with two consumers. The alternative is an mbarrier: there Triton
+  makes the 128 threads of a consumer wait for each other (BAR.SYNC) before they arrive. At 128 causal and 1k `named`
+  costs 3 %. With three consumers it costs up to 6 %, as they wait for one another at named barriers already: all plans
+  of three have `ping_pong`.
 - `ping_pong` gains up to 4 % with three consumers. With two it costs up to 4 %, except in some shapes at 1k. In full
   attention at head_dim 128, and at 16k, the difference is noise.
 - `dynamic`, a counter that deals out tiles: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 %
@@ -35,16 +36,16 @@ no other reason, except at 64 full and 512 keys (see `dynamic`).
   and at 512 keys 32 MiB gain 41 to 57 %. In a causal backward groups gained 10 % at 64 and 1k in a prototype of the
   kernels, before these figures were taken; groups of 5 to 22 MiB are within 3 % from 1k on. At 64, 5 MiB gains 5 % over
   11 at 256 keys and 2 % at 512. Full attention goes head by head.
-- `ctas` 2 with `tile_k` 64, two CTAs on an SM: at head_dim 64 from 256 to 512 keys, and to 1,024 if causal. One CTA
-  computes while the other waits for its first keys or stores its last rows. The best such plan gains over the best with
-  tiles of 128, by ratio to cuDNN: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % at 256,
-  nothing at 512, and it loses 5 % at 1,024. At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four CTAs
-  lose there too (9c5168b has them). At head_dim 128 a second CTA has no room; tiles of 64 gain 1 % at 256 causal. Under
-  patterns two CTAs with such tiles win at head_dim 64: 26 to 31 % with documents and short windows, 5 % with a window
-  of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 % with a
-  window of 256, and 3 % at most with one of 1,024. Longer spans have not been timed.
+- `ctas` 2 with `tile_k` 64 puts two CTAs on an SM. Plans at head_dim 64 have this from 256 to 512 keys, and if causal
+  up to 1,024. One CTA computes while the other waits for its first keys or stores its last rows. The best such plan
+  gains over the best with tiles of 128, by ratio to cuDNN: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; full
+  3 % at 256, nothing at 512, and it loses 5 % at 1,024. At 128 keys two CTAs lose 2 to 6 %; one consumer and 3 or 4
+  CTAs lose there too (9c5168b has them). At head_dim 128 a second CTA has no room; tiles of 64 gain 1 % at 256 causal.
+  Under patterns two CTAs with such tiles win at head_dim 64: 26 to 31 % with documents and short windows, 5 % with a
+  window of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 %
+  with a window of 256, and 3 % at most with one of 1,024. Longer spans have not been timed.
 - `chained`, a start while the kernel before it in the stream ends (programmatic dependent launch): at head_dim 64 it
-  gains 5 % at 128 keys, and from 256 on it is noise. All other plans up to 512 keys were timed with it alone.
+  gains 5 % at 128 keys, and from 256 on it is noise. All other plans up to 512 keys were timed only with it.
 - `prefetch`, the log-sum-exp loaded a step ahead, gains 2 to 8 % at 128; at 64 it costs 1 to 3 %.
 - `wide`, `late_dv` and `by_query` together gain 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each
   of the three alone, and what else was tried.
@@ -58,7 +59,7 @@ no other reason, except at 64 full and 512 keys (see `dynamic`).
   at 128 6 to 8 % with grouped heads and 1 % at most in a fixed order; at 64 full 10 % in a fixed order, 9 % with a
   length that is not whole tiles. The others have not been timed.
 
-Choices that hold in every plan, and alternatives that lost:
+Choices that hold in every plan, and alternatives that were slower and are not in the code ("Lost"):
 
 - The backward's own CTAs write the zeros of dq, if a CTA's share is small and heads go in groups: each writes those for
   CTAs that run a wave later, so that additions find them in the L2 cache. Compared with 44415a2, where the preprocess
@@ -88,14 +89,15 @@ Choices that hold in every plan, and alternatives that lost:
   of the preprocess and the postprocess (122 us in every shape). 20 to 70 % slower at 1k, as its waits add 7 to 18 us to
   the 16 of a CTA; 1 to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile it is slower still,
   as that spills registers (f56e3f0 and d363d9b; by the last CTA aab98e2).
-- Lost: the first Q Kᵀ of a tile begun while the one before it is stored. 2 to 5 % slower (f56e3f0, beside aab98e2).
-- Lost: dk begun before the exchange of dS, 0 to 12 % slower. With the scores of the next step begun under the addition
-  of dq besides: up to 10 % slower, 3 % faster in two of 60 pairs (c857bda).
-- Lost: FlashAttention-4's lazy rescaling of the output, around which a warp branches while no maximum grows by 2^8. 0
-  to 5 % slower, 1 to 3 % faster in some plans of 128 causal, though it saves 5 to 12 % of a step's instructions
-  (681f76f).
-- Lost: all of the softmax ahead of the wait for P V, although the assembler puts most of it behind that wait. 0 to 12 %
-  slower (681f76f).
+- Lost: the first Q Kᵀ of a tile begun while the output of the tile before it is stored. 2 to 5 % slower (f56e3f0,
+  compared with aab98e2).
+- Lost: dk begun before the exchange of dS, 0 to 12 % slower. If the scores of the next step also begin, during the
+  addition to dq: up to 10 % slower, 3 % faster in two of 60 pairs (c857bda).
+- Lost: FlashAttention-4's lazy rescaling of the output. A warp skips the rescaling, by a branch, while no maximum has
+  grown so far that weights could exceed 2^8. 0 to 5 % slower, 1 to 3 % faster in some plans of 128 causal, though it
+  saves 5 to 12 % of a step's instructions (681f76f).
+- Lost: all of the softmax forced ahead of the wait for P V. Without force the assembler moves most of it behind that
+  wait. 0 to 12 % slower (681f76f).
 """
 
 from dataclasses import dataclass, replace
@@ -114,7 +116,7 @@ class ForwardPlan:
     # Keys of a tile. It must be a multiple of 64, a consumer's queries: only then does a causal consumer mask just the
     # first tile that it visits.
     tile_k: int = 128
-    ctas: int = 1  # on an SM at a time. With 2, of half the registers, a step's scores begin after P V
+    ctas: int = 1  # on an SM at a time. Each of 2 has half the registers, so a step's scores begin only after P V
     chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
 
 
@@ -189,9 +191,10 @@ BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
 
 
 def forward_plan(head_dim: int, causal: bool, keys: int, span: int | None = None) -> ForwardPlan:
-    """The plan for so many keys. `span`: the most keys that a query sees under a pattern, None without a pattern.
+    """The plan for sequences of `keys` keys.
 
-    Under a pattern `causal` is True.
+    `span` is the largest number of keys that a query sees under a pattern, None without a pattern. Under a pattern
+    `causal` must be True.
     """
     if span is not None and span <= SHORT_SPAN[head_dim]:
         return SHORT_SPAN_PLAN[head_dim]
@@ -201,18 +204,19 @@ def forward_plan(head_dim: int, causal: bool, keys: int, span: int | None = None
 def bounded_plans(head_dim: int) -> list[ForwardPlan]:
     """The forward plans that a pattern may have: the self-test and the tests run each of them under a pattern.
 
-    A span is no longer than the keys, so that a longer one than SHORT_SPAN takes a plan for more keys than that.
+    A span is never longer than the keys. So a span above SHORT_SPAN takes one of the plans for more than SHORT_SPAN
+    keys, and plans for fewer keys are left out here.
     """
     others = [plan for longest, plan in FORWARD[head_dim, True] if longest > SHORT_SPAN[head_dim]]
     return [SHORT_SPAN_PLAN[head_dim], *others]
 
 
 def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
-    """The plan for so many keys. Under a pattern `causal` is True."""
+    """The plan for sequences of `keys` keys. Under a pattern `causal` must be True."""
     return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
 
 
 def heads_at_once(l2_mib: int, bytes_per_head: int) -> int:
-    """The largest power of two of heads that take at most `l2_mib` MiB together, at least 1."""
+    """The largest power of two for which so many heads take at most `l2_mib` MiB together; at least 1."""
     most = max(1, l2_mib * 2**20 // bytes_per_head)
     return 1 << most.bit_length() - 1

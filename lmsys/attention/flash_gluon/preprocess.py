@@ -3,7 +3,8 @@
 `preprocess_kernel` computes delta, the row sums of o * do, writes the log-sum-exp in base 2, and zeroes the heads of dq
 that no CTA of the backward zeroes. `postprocess_kernel` writes the float32 dq in q's dtype and layout.
 
-Strides are in units of 8 numbers: kernels multiply by 8, and so Triton knows that rows begin at multiples of 16 bytes.
+Strides (`o_b`, `o_h`, `o_q` of o, and so on) are in units of 8 numbers of 2 bytes. The kernels multiply them by 8, and
+so Triton knows that rows begin at multiples of 16 bytes.
 
 Legend: B batch, H query heads, G = H / key heads, Q queries, D head dimension; num_heads = B H.
 """
@@ -53,7 +54,7 @@ def preprocess_kernel(
     do = tl.load(do_ptr + do_rows[:, None] + cols[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     # Rows past the end get a log-sum-exp of inf, which makes their P zero.
     lse = tl.load(lse_ptr + bh.to(tl.int64) * Q + rows, mask=inside, other=float("inf"))
-    if BOUNDED:  # a pattern is given: queries that see nothing get that, too
+    if BOUNDED:  # a pattern is given: queries that see no key have a log-sum-exp of -inf, and get inf as well
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
     padded = bh * Q_PADDED + rows
     tl.store(lse2_ptr + padded, lse * 1.4426950408889634)

@@ -1,10 +1,12 @@
 """A short test of every plan in `plans.py` on a Triton version that the kernels have not been tested on.
 
-`support.py` has it run once on a GPU, by `run`, before the row is used on such a version. Inputs are whole numbers for
-which every result is exact, so results are compared bit for bit. Keys come in pairs that differ only in the last
-element, where queries are 0. A query attends to one pair: it gives each of the two keys a weight of 1/2, or a weight
-of 1 to one key if the mask hides the other. All other weights are exactly 0, so all results are small whole numbers or
-halves.
+Before `flash_gluon` is used on such a version, `support.py` has `run` called once, on a GPU. To cover a new option of
+the kernels, give it a field of `Shape`, which `run`, `check` and `draw` read.
+
+Inputs are whole numbers for which every result is exact, so results are compared bit for bit. Keys come in pairs that
+differ only in the last element, where queries are 0. A query attends to one pair: it gives each of the two keys a
+weight of 1/2, or a weight of 1 to one key if the mask hides the other. All other weights are exactly 0, so all results
+are small whole numbers or halves.
 
 Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimension.
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from lmsys.attention.pattern import Pattern
 
-SCALE = 8.0  # scores of different pairs are so far apart that float32 has no weight for the lower one
+SCALE = 8.0  # so large that the scores of different pairs are far apart: in float32 the lower one's weight is exactly 0
 BITS = 9  # bits of the number of a pair of keys; the elements of its keys spell these bits as -1 and 1
 WINDOW = 150  # its left edge lies in different tiles of keys for the consumers of one CTA
 ROUNDS = 3  # each plan runs several times, since a missing wait does not fail every time
@@ -53,7 +55,7 @@ def run(capability: tuple[int, int]) -> None:
         for shape, plans in forwards.items():
             for (i, forward), seed in product(enumerate(plans), range(ROUNDS)):
                 _, backward = BACKWARD[head_dim, causal][min(i, len(BACKWARD[head_dim, causal]) - 1)]
-                # Every other one of these runs is deterministic.
+                # Every second run is in the deterministic mode.
                 check(shape, DTYPES[i % 2], (forward, backward), (i + seed) % 2 == 1, seed, device)
 
 

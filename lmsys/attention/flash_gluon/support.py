@@ -1,7 +1,9 @@
-"""The cases that the row `flash_gluon` runs, apart from the kernels: not every Triton version can import those.
+"""The cases that the attention implementation `flash_gluon` runs: shapes, dtypes, GPUs, options, and Triton versions.
 
-`table.py` names `flash_gluon_supports`. On a Triton version that the GPU tests have not passed on, the row is tried
-once, by `selftest.py`, before it is used.
+This file must not import the kernels, since not every Triton version can import them. `lmsys/attention/table.py`, in
+which each implementation is a *row*, names `flash_gluon_supports`. When the kernels learn an option or a shape, add it
+to the constants below. On a Triton version that the GPU tests have not passed on, `selftest.py` tries the row once
+before it is used.
 """
 
 from pathlib import Path
@@ -35,7 +37,11 @@ def flash_gluon_supports(case: AttentionCase) -> str | None:
 
 @custom_op.constant  # a trial cannot be traced
 def refused_when_tried() -> str | None:
-    """None, or why the row is refused on this Triton version, by a trial on a GPU whose verdict is kept on disk."""
+    """None, or why the row is refused on this Triton version.
+
+    If the disk has no verdict for this version yet, a trial runs on a GPU, which takes a minute or two, and its verdict
+    is kept on disk.
+    """
     return (
         trial.refusal("flash_gluon", SELFTEST, SOURCES, HOPPER)
         if torch.cuda.is_available()
