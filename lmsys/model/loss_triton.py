@@ -166,7 +166,9 @@ def replace_by_gradient(
     options: LossOptions,
     gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the cross-entropy, for a z-loss the log-sum-exp) of each row, (C,) in float32, 0 where ignored.
+    """(losses, log-sum-exps) of the rows, each (C,) in float32 and 0 where ignored.
+
+    Without a z-loss nothing writes the log-sum-exps, and their values mean nothing.
 
     logits    (C, V) float32, float16 or bfloat16, of unit stride within a row; what lies between rows is overwritten
     labels    (C,) classes; a row whose label is no class and not the ignored one becomes NaN

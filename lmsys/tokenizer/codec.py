@@ -86,13 +86,14 @@ class Tokenizer:
 
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of a text, or of bytes, which need not be UTF-8. ValueError for half of a surrogate pair."""
-        return self.encode_array(_utf8(text) if isinstance(text, str) else text).tolist()
+        return self.encode_array(text).tolist()
 
-    def encode_array(self, text: bytes) -> np.ndarray:
-        """The ids of UTF-8 text, in an array of `dtype`. ValueError if `text` is not of the type bytes."""
-        if not isinstance(text, bytes):  # not by `hold`, whose message would be formatted for every text
+    def encode_array(self, text: str | bytes) -> np.ndarray:
+        """The ids as `encode` returns them, in an array of `dtype`. ValueError, too, for another type of `text`."""
+        data = _utf8(text) if isinstance(text, str) else text
+        if not isinstance(data, bytes):  # not by `hold`, whose message would be formatted for every text
             raise ValueError(f"text={values.shortly(text)} must be a str or bytes")
-        return np.concatenate([np.zeros(0, self.dtype), *map(self._encode, self._pretokenizer.blocks(text))])
+        return np.concatenate([np.zeros(0, self.dtype), *map(self._encode, self._pretokenizer.blocks(data))])
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """Yields the ids of the concatenated texts, such as the lines of a file; memory holds one piece at a time.

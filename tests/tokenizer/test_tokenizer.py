@@ -264,6 +264,7 @@ def test_other_types_than_str_and_bytes_are_refused(text: Any) -> None:
     with pytest.raises(ValueError, match=r"text=.* must be a str or bytes"):
         tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode("aba")) == "aba"
+    assert tokenizer.encode_array("aba").tolist() == tokenizer.encode_array(b"aba").tolist() == tokenizer.encode("aba")
 
 
 def test_decoding_replaces_bytes_that_are_not_utf8_and_refuses_unknown_ids() -> None:
