@@ -254,7 +254,7 @@ CALLS: dict[str, Call] = {
         Tokenizer, {"vocab": (BYTES, NONE), "merges": ([], {"list"}), "special_tokens": (["<|a|>"], {"None", "list"})}
     ),
     "encode": Call(tokenizer().encode, {"text": ("ab", {"text", "bytes"})}),
-    "encode_array": Call(tokenizer().encode_array, {"text": (b"ab", {"bytes"})}),
+    "encode_array": Call(tokenizer().encode_array, {"text": (b"ab", {"text", "bytes"})}),
     "encode_iterable": Call(
         tokenizer().encode_iterable, {"texts": (["ab"], {"list", "text", "dict"})}, list
     ),
