@@ -22,7 +22,9 @@ from lmsys.measure import compare, memory, profile
 
 NAME_LENGTH = 120  # characters of a kernel's name that a record keeps: the rest of a C++ template says little
 TIMELINE_POINTS = 400  # points of a timeline that a record keeps: a plot cannot show more
-HELD_IN_A_STEP = {  # what a step holds in memory: names of fields, and how the report explains them
+# What a step holds in memory: names of fields, and how the report explains them. The head's gradient counts as an
+# activation, because our loss (`lmsys.model.loss`) computes it in the forward, not in the backward.
+HELD_IN_A_STEP = {
     "parameters": "Weights",
     "gradients": "Gradients at the end of a step",
     "optimizer": "The optimizer's state",
@@ -63,6 +65,7 @@ class Anatomy(bench_model.ModelBenchmark):
             about="Memory held before the call: weights, and in a step the optimizer's state",
             shown="MiB",
         ),
+        # The call's peak, less what was in use before the call.
         fields.PEAK.called(about="The most memory in use in the call above what was held before"),
         [Field(f"{name}_bytes", "B", name, about=about, shown="MiB") for name, about in HELD_IN_A_STEP.items()],
         Field("buffers_bytes", "B", "buffers", "detail", shown="MiB"),
@@ -82,8 +85,9 @@ class Anatomy(bench_model.ModelBenchmark):
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AnatomyTest]:
         """The cases of the model that are forwards or whole steps, and are not replayed as CUDA graphs.
 
-        A backward or an optimizer's update is profiled as a part of the whole step. A CUDA graph replays the kernels of
-        the case without one.
+        A backward or an optimizer's update is profiled as a part of the whole step. A replayed case has its forward and
+        backward in one CUDA graph, so they are no phases that could be measured apart; and a "graphed" case replays the
+        kernels of the "compiled" one.
         """
         for case in super().cases(grid, settings):
             if case.mode in sweeps.ANATOMY_MODES and not case.replayed:
@@ -155,13 +159,14 @@ def shortened(name: str) -> str:
 def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     """The fields of a record about memory, in bytes.
 
-    They say what is held before the call, and above that the use by phase and over time. A step also has the fields of
-    HELD_IN_A_STEP, as measured, and for models of our own also as predicted from shapes.
+    `held_bytes` is what is held before the call. `peak_bytes`, `phases` and `timeline` count only what is in use above
+    that: at the most, by phase and over time. A step also has the fields of HELD_IN_A_STEP, as measured, and for models
+    of our own also as predicted from shapes.
     """
     rig.base.zero_grad(set_to_none=True)
     # Empties the cache: the GPU's allocator may hand out a cached block that is too large, and counts all of it.
     compare.release_memory()
-    model, optimizer = rig.model(case), rig.optimizers.get(case.peer)  # one for our models, one for peers'
+    model, optimizer = rig.model(case), rig.optimizers.get(case.peer)  # peers have one of their own
     held = sum(memory.breakdown(model, optimizer).values())
     by_phase = memory.phases(phases, case.device)
     record: Record = {
@@ -187,7 +192,10 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
 
 
 def thinned(points: Sequence[tuple[float, int]], keep: int) -> list[tuple[float, int]]:
-    """At most `keep` (two or more) of the points (time_s, bytes): of each stretch those with least and most bytes."""
+    """At most `keep` (two or more) of the points (time_s, bytes).
+
+    The points are divided into stretches of about equally many; of each, those with the least and the most bytes stay.
+    """
     if len(points) <= keep:
         return list(points)
     stretch, kept = -(-len(points) // (keep // 2)), []

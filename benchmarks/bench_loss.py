@@ -1,16 +1,18 @@
-"""The language model's head and loss, forward and backward: ours in chunks, and the logits of all tokens at once.
+"""Times the language model's head and loss, forward and backward, in several implementations.
 
+Ours computes the logits of one chunk of tokens after another; the baselines compute the logits of all tokens at once.
 LOSSES has the implementations, called rows; a new one is an `Entry` there. `benchmarks.loss` makes inputs and judges
 results, and `benchmarks.layouts` says how they are shown. The runner calls the methods of `Loss`: they override hooks
 of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
 
-The reference is the eager row in float64. The budget is the error of plain PyTorch in the precision that is tested: at
-each element, the larger error of two usual formulas. References are computed at the full shape, from one block of
-tokens after another, so only the rows need memory for all logits.
+The reference is the eager row in float64. The budget, the error that is allowed, is made of the error of plain PyTorch
+in the precision that is tested: at each element, the larger error of two usual formulas. References are computed at the
+full shape, from one block of tokens after another, so only the rows need memory for all logits.
 
-A row that is not compiled is also checked at a small shape that no block divides, if it takes such shapes, with more
-kinds of extreme tokens. A row that has a parameter for another reduction, for weights, smoothed labels, a z-loss or a
-soft cap is checked with these as well.
+Some tokens are *extreme*: their target has by far the lowest logit (`lmsys.extremes.loss`). A row that is not compiled
+is also checked with other kinds of extreme tokens, such as equal logits, at a small shape that no block divides, if it
+takes this shape. A row that has a parameter for another reduction, for weights, smoothed labels, a z-loss or a soft cap
+is checked with these as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +88,7 @@ LOSSES = Table(
 
 @dataclass(frozen=True)
 class LossTest(Case):
-    """A row at one shape and precision: hidden (N, M), weight (V, M), targets (N).
+    """One row at one shape and precision. Its inputs are hidden (N, M), weight (V, M) and targets (N).
 
     tokens, d_model, vocab_size  N, M, V
     precision                    a name in `benchmarks.models.DTYPES`
@@ -103,7 +105,7 @@ class LossTest(Case):
 
 
 class Loss(Benchmark):
-    """The head and the loss by row, at one shape and precision."""
+    """The benchmark of the head and the loss: it compares rows at each shape and precision."""
 
     name = "loss"
     layout = layouts.LOSS
@@ -203,7 +205,10 @@ class Loss(Benchmark):
         return dict(zip(OUTPUTS, setup.inputs.run(candidate.call), strict=True))
 
     def least_work(self, case: LossTest) -> tuple[float, str, float]:
-        """(operations, dtype, bytes read): three matmuls, 2 N M V operations each; hidden states and weight, once."""
+        """(operations, their dtype, bytes read) that every row needs.
+
+        There are three matmuls of 2 N M V operations each. Hidden states and weight are read at least once.
+        """
         return (
             6 * case.tokens * case.d_model * case.vocab_size,
             models.DTYPES[case.precision],
@@ -219,7 +224,7 @@ class Loss(Benchmark):
         return case.tokens
 
     def metrics(self, case: LossTest, record: Record, machine: Record) -> Record:
-        """The operations of three matmuls, and with a time the rates and their share of what this machine reaches."""
+        """The operations of three matmuls; with a time also rates, and their share of what this machine reaches."""
         work: Record = {"flops": 6 * case.tokens * case.d_model * case.vocab_size}
         if time_s := record.get("time_s"):
             work |= {"tokens_per_s": case.tokens / time_s} | models.matmul_rates(

@@ -1,8 +1,9 @@
 """Mixed precision: what rounding does to a long sum, and which dtype autocast gives each tensor. Nothing is timed.
 
-Each study is a function of a dtype and a device that returns fields of the record; `Precision.cases` lists them. The
-runner calls the methods of `Precision`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called
-and what it returns. `benchmarks.layouts.PRECISION` says how the report shows the fields.
+Each study is a function of a dtype and a device that returns fields of the record. A new study goes into
+`Precision.cases`, and its fields also into `Precision.fields`: the runner refuses a record with a field that is not
+declared there. `benchmarks.layouts.PRECISION` says how the report shows the fields. The runner calls the methods of
+`Precision`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from lmsys.attention.contract import DTYPE_NAMES, DTYPES
 from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, bench, fields
 from lmsys.config import ModelConfig
 
-ADDEND, TIMES = 0.01, 1000  # without rounding the sum is 10
+ADDEND, TIMES = 0.01, 1000  # `sums` adds ADDEND to 0 so many times: without rounding the sum is 10
 CONFIG = ModelConfig(
     d_model=64, d_ff=128, num_layers=1, num_heads=2, vocab_size=97, context_length=16, attention="sdpa_math"
 )
@@ -35,12 +36,15 @@ WATCHED = (  # modules of the model whose outputs are looked at, by name
 
 
 def sums(low: torch.dtype, device: str) -> Record:
-    """The sum of TIMES times ADDEND, computed in four ways.
+    """Adds ADDEND to a running sum TIMES times, in four ways.
 
-    They are: all in float32; all in `low`; a float32 sum of `low` values, which torch casts; and a float32 sum of `low`
-    values that are cast by hand. The last two agree: no accumulator brings back what the addend lost when it was
-    rounded. But a sum that is itself rounded after each step loses far more. The sums are made on a CPU, whatever the
-    device.
+    1. The addend and the sum are in float32.
+    2. Both are in `low`.
+    3. The addend is in `low` and the sum in float32: torch casts the addend as it adds.
+    4. As 3, but the addend is cast to float32 first.
+
+    The last two agree: no accumulator brings back what the addend lost when it was rounded. But a sum that is itself
+    rounded after each step, as in the second way, loses far more. The sums are made on a CPU, whatever the device.
     """
     exact, rounded, name = torch.tensor(ADDEND, dtype=torch.float32), torch.tensor(ADDEND, dtype=low), DTYPE_NAMES[low]
     return {
@@ -59,7 +63,7 @@ def sums(low: torch.dtype, device: str) -> Record:
 
 
 def _total(accumulator: torch.dtype, addend: torch.Tensor) -> float:
-    """TIMES addends, added one after another to a zero in the dtype `accumulator`."""
+    """The sum of TIMES addends, which are added one after another to a zero in the dtype `accumulator`."""
     running = torch.zeros((), dtype=accumulator)
     for _ in range(TIMES):
         running += addend
@@ -99,7 +103,10 @@ class Study(Case):
 
     @property
     def impl(self) -> str:
-        """The dtype, where other benchmarks have the row's name: here the entry, like the section, is the study."""
+        """The dtype, by which records and reports call this case.
+
+        In other benchmarks it is the name of the entry. Here that is the study's, which the section has already.
+        """
         return self.dtype
 
     @property

@@ -1,8 +1,10 @@
 """The cases of `bench_plans.py`: their shapes, the names of plans, and which plans are worth timing.
 
 A plan is one setting of `flash_gluon`'s forward or backward kernel; its fields are explained in
-`lmsys/attention/flash_gluon/plans.py`. To have another plan timed, add it to `candidates`. `dev/figures/notebooks.py`
-uses the names of plans, and tests of the kernels use `candidates`.
+`lmsys/attention/flash_gluon/plans.py`. To have another plan timed, add it to `candidates`. To add a form of cases, name
+it in FORMS. If it changes the shape, do this in `PlanCase.asked`; if it changes how the inputs lie in memory or how the
+kernel is called, in `inputs_of` or `call_of` of `bench_plans.py`. `dev/figures/notebooks.py` uses the names of plans,
+and tests of the kernels use `candidates`.
 """
 
 import dataclasses
@@ -37,13 +39,16 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
     direction  "fwd" or "bwd"
     """
     if direction == "bwd":
-        steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]
+        steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]  # fields that change the work of a step
         steps += [step | {"peeled": True} for step in steps[1:]] if causal else []
         settings = product((False, True), (5, 11, 22) if causal else (0,), steps)
-        # REORDERED: the operations of a step come in another order. With it, `prefetch` (the log-sum-exp is loaded a
-        # step ahead) spills registers at head_dim 64; so those plans have `prefetch` only at 128.
+        # Each setting is (prefetch, l2_mib, fields of a step). l2_mib: the causal plans in `plans.BACKWARD` have 5, 11
+        # or 22, those of full attention 0. REORDERED: the operations of a step come in another order. With it,
+        # `prefetch` (the log-sum-exp is loaded a step ahead) spills registers at head_dim 64, and gains at 128. So
+        # plans with REORDERED always have `prefetch` at 128, and never at 64.
         prefetches = head_dim == 128
         return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in settings if not step or p == prefetches]
+    # In `plans.FORWARD` causal plans have 32, but up to SHORT keys some have 0; plans of full attention have 0.
     sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)  # values of l2_mib
     # two: plans with two consumers (warp groups that compute); three: with three; small: with tiles of 64 keys
     two = [
@@ -145,7 +150,7 @@ class PlanCase(Case):
 
     @property
     def asked(self) -> AttentionCase:
-        """The attention problem that the plan runs: shape, dtype and device, as an attention row is asked for it."""
+        """The attention problem that the plan runs, as the `AttentionCase` by which rows say if they can run it."""
         heads, length = max(1, WIDTH // self.head_dim), self.length - (self.form == RAGGED)
         kv_heads = max(1, heads // 8) if self.form == GROUPED else heads
         shape = self.batch, heads, kv_heads, length, length, self.head_dim
@@ -175,7 +180,7 @@ def plans_of(case: PlanCase, values: Sequence[str | Plan]) -> list[tuple[Plan, b
     for value in values:
         if value == CANDIDATES:
             chosen += [(plan, False) for plan in candidates(case.direction, *shape)]
-        elif value == PLANNED and shape[:2] in plans.FORWARD:
+        elif value == PLANNED and shape[:2] in plans.FORWARD:  # plans.BACKWARD has the same keys (head_dim, causal)
             chosen.append((plan_for(*shape), True))
         elif isinstance(value, cls):
             chosen.append((value, False))

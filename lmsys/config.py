@@ -23,10 +23,10 @@ class ModelConfig(strict_json.Checked):
     num_kv_heads       key/value heads, a divisor of num_heads; None: as many as query heads
     attention          the name of a row, an implementation in the table `lmsys.attention.ATTENTION`, or "auto"
     checkpoint_blocks  activation checkpointing: what blocks keep for their backward. 0 or "none": all that a backward
-                       reads; "matmuls", "attention": less, see `lmsys.checkpointing`; 1 or "whole": only their input;
-                       n: groups of n blocks keep only the group's input; "attention*12,matmuls*22": these levels of
-                       the first 12 blocks and the next 22; "fit": training chooses what recomputes least and fits
-                       into the memory
+                       reads; "matmuls": less; "attention": still less (`lmsys.checkpointing` says what); 1 or "whole":
+                       only their input; n: groups of n blocks keep only the group's input; "attention*12,matmuls*22":
+                       the first 12 blocks have the first of these levels, and the next 22 the other; "fit": training
+                       chooses what recomputes least and fits into the memory
     residual           the dtype of the residual stream between blocks: "wide" is at least float32; "narrow" is the
                        dtype of matmuls: under autocast the stream takes half the bytes, and every block rounds it
     """

@@ -1,7 +1,8 @@
-"""Writes files wholly or not at all, one process at a time; reads text; checksums; git. Imports no torch.
+"""Writes files wholly or not at all, one process at a time; reads text; makes checksums; runs git. Imports no torch.
 
 Results, pages, tokens and checkpoints are written by `replacing` or `write_json`. Runs of the bench, trainings and
-downloads `claim` what they write. The row `flash_cuda` asks `check_private` before it loads its compiled code.
+downloads `claim` what they write. The attention kernel `flash_cuda` asks `check_private` before it loads its compiled
+code.
 """
 
 import errno
@@ -54,7 +55,7 @@ def read_text(path: Path) -> str:
 
 
 def _unpacked(path: Path, packed: bytes) -> bytes:
-    """The content of gzip's bytes. ValueError, with the path, where they are damaged or hold too much."""
+    """The content that gzip has packed. ValueError, with the path, if it is damaged, or larger than MOST_BYTES."""
     try:
         content = gzip.GzipFile(fileobj=io.BytesIO(packed)).read(MOST_BYTES + 1)
     except (EOFError, OSError, zlib.error) as error:
@@ -95,9 +96,10 @@ def claim(path: Path) -> Callable[[], None]:
     """Makes this process the only one that writes `path`, until it ends or calls the function that is returned.
 
     Keep that function: it holds the lock file open, and the lock ends when the file is closed. The lock is
-    `<path>.lock`; `path` itself is not touched. Temporary files that a killed writer of `path`, or of its journal
-    `<path>.partial`, has left are removed. ValueError, with the other process's number, where another process holds
-    the lock.
+    `<path>.lock`; `path` itself is not touched. Temporary files of `replacing` that a killed process has left beside
+    `path` are removed; so are those of the journal `<path>.partial`, into which the bench writes each record as it
+    comes, until it writes the result to `path`. ValueError, with the other process's number, where another process
+    holds the lock.
     """
     lock = path.with_name(path.name + ".lock")
     while True:
@@ -130,7 +132,7 @@ def claim(path: Path) -> Callable[[], None]:
 
 
 def check_private(path: Path) -> None:
-    """ValueError where other users could write the file or its folder: code may be run from it.
+    """ValueError if other users could write the file or its folder: the caller will run code from the file.
 
     The owner must be this user or root, and only the user's own group may write.
     """

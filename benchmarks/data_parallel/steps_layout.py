@@ -16,8 +16,9 @@ STEPS: Layout = {
     "prepare": [
         # Adds a text to the end of captions. The argument is an expression, so the text in it has quotes of its own.
         ["said_also", '"each row had the GPUs to itself, one after another"'],
-        # Older files lack these axes, and their cases get the value that is named here. [] would list the values that
-        # follow "ours" in reading order. False: captions tell the model even where all cases have "ours".
+        # Older files lack these axes: their cases get the value that stands third. It comes first in reading order, the
+        # order in tables and legends. The list after it may name values that come next; [] names none. False: captions
+        # tell the model even where all cases have "ours".
         *KEPT,
         ["defaulted", "model", "ours", [], False],
         ["defaulted", "optimizer", "adamw"],
@@ -123,7 +124,8 @@ STEPS: Layout = {
                     ],
                     "more": [
                         [
-                            # Splits cases by the fields in braces: texts for file names, and for headings.
+                            # Splits cases by the fields in braces. The first text goes into file names, the second
+                            # into headings.
                             ["cut", "steps-{section}-{size}-S{context}", "{size}, context {context}"],
                             ["only", "time_s"],
                             # Replaces each case by one for each number of its list `losses`. The number goes into the

@@ -1,9 +1,21 @@
 """The measured numbers (figures) of training steps in docs/results.md, docs/training.md and docs/strategy.md.
 
 `python -m dev.figures` calls `figures` and writes what it yields into the pages. Each function reads committed runs or
-published tables (`runs.py`) and yields tables and sentences of the pages (`pages.py`). To add a figure, yield another.
+published tables (`runs.py`) and yields tables and sentences of the pages (`pages.py`). To add a figure, first write its
+sentence or table into the page by hand, with any numbers. Then yield a `Sentence` with these words, or a `Table` with
+this head: the place on the page is found by them.
+
 A *row* is what a benchmark compares: here a strategy of data parallelism, or a whole model. A *peer* is a row of other
-people's code.
+people's code. The field `compile` of a record says in which way a step is run:
+
+eager     no compiler; the host launches one kernel after another
+compiled  torch.compile has compiled the model, block by block
+graphed   compiled, and replayed as one CUDA graph
+fused     blocks run our fused kernels in place of a compiler's, and the step is replayed as one CUDA graph
+
+The field `residual` is "wide" or "narrow", the dtype of the stream between blocks (`lmsys.config.ModelConfig`). The
+folder `apart` of reports/results has further runs of cases that are in the published report already: in one report with
+the others they would take the place of what was measured side by side.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +34,7 @@ SIZES = "small", "medium", "xl"  # model sizes: the lines of the table of `_grad
 BESIDE_LLAMA = f"{H200}-model-peers-step-beside-llama"
 PEERS = "{}-nvidia-h200-data-parallel-sizes-peers"
 SHOWN_WAYS = ("graphed", "wide"), ("fused", "wide"), ("fused", "narrow")  # (compile, residual) of lines that are shown
-BESIDE_TORCH = {  # {(row, the row that it is compared with): how the steps of both are launched}
+BESIDE_TORCH = {  # {(row, the row that it is compared with): `compile` of the steps of both}
     ("copy_engine", "torch_ddp_tuned"): "graphed",
     ("bucketed", "torch_ddp_tuned"): "graphed",
     ("bucketed", "naive"): "graphed",
@@ -81,6 +93,7 @@ def _gradients() -> Iterator[Table | Sentence]:
         """For each of SIZES, the error of our model's steps in one way over the error in the other way."""
         return [errors[size, "auto", *way] / errors[size, "auto", *other] for size in SIZES]
 
+    # In these two sentences the page says "compiled" of steps that are graphed: they are compiled, and also replayed.
     fused = max(abs(ratio - 1) for ratio in ratios(("fused", "wide"), ("graphed", "wide")))
     yield Sentence(RESULTS, "err as much as compiled ones, within {} %", [f"{100 * fused:.2f}"])
     narrow = [bounds(ratios((way, "narrow"), (way, "wide"))) for way in ("graphed", "fused")]
@@ -143,7 +156,7 @@ def _buckets() -> Iterator[Table | Sentence]:
 
 
 def _eight_billion() -> Iterator[Table | Sentence]:
-    """Steps of the model size `8b`, by strategy and model; one column has times over that of the first, `fsdp`."""
+    """Steps of the model size `8b`, by strategy and model; a column has times over that of the first row, `fsdp`."""
     cases = records("steps-8b", H200)
     lines = []
     for case in cases:
@@ -165,7 +178,9 @@ def _eight_billion() -> Iterator[Table | Sentence]:
 def _what_bounds_it() -> Iterator[Table | Sentence]:
     """The time of each kind of kernel in a step of `8b`, beside the least time that its arithmetic could take.
 
-    The least time is the number of operations over the rate of matmuls that the machine sustains.
+    The least time is the number of operations over the rate of matmuls that the machine sustains. The step is that of
+    the run's first record, in which 12 of the 34 blocks have the checkpointing level "attention", and 22 "matmuls"
+    (`lmsys.checkpointing`).
     """
     config = model_config("8b")
     case, rate = (
@@ -173,8 +188,9 @@ def _what_bounds_it() -> Iterator[Table | Sentence]:
         run("steps-8b", H200)["machine"]["sustained"]["matmul_flops_per_s"]["bfloat16"],
     )
     tokens, heads = case["batch"] * case["context"], config.num_heads
-    # Weights whose matmuls run again in the backward: W1 and W3 of the 12 blocks of the level "attention". All weights
-    # have three matmuls of 2 * tokens operations for each: one in the forward, two in the backward.
+    # again: the number of weights whose matmul runs again in the backward, those of W1 and W3 in the 12 blocks of the
+    # level "attention". Every weight takes part in three matmuls, one in the forward and two in the backward, and each
+    # of these does 2 * tokens operations with it.
     again = 12 * 2 * config.d_model * config.d_ff
     weights = config.num_layers * block_matrices(config) + config.vocab_size * config.d_model
     attention = attention_flops(1, heads, tokens, tokens, config.head_dim, causal=True, direction="fwdbwd")
@@ -192,7 +208,8 @@ def _what_bounds_it() -> Iterator[Table | Sentence]:
         sustained = f"{1e3 * least:,.0f}" if least else ""
         lines.append([kind, f"{1e3 * time_s:,.0f}", sustained, f"{1e3 * max(time_s - least, 0):,.0f}"])
     yield Table(RESULTS, ("kind", "time, ms"), lines)
-    # kept: the bytes of the outputs of W1 and W3 of these 12 blocks, in bfloat16.
+    # kept: the bytes of the outputs of W1 and W3 of these 12 blocks, in bfloat16. To save the time of computing them
+    # again, they would have to be offloaded: copied to the host's memory in the forward, and back for the backward.
     seconds, kept = 2 * tokens * again / rate, 12 * 2 * tokens * config.d_ff * 2
     yield Sentence(RESULTS, "Of the matmuls, {} ms at the sustained rate are computed again", [f"{1e3 * seconds:.0f}"])
     yield Sentence(RESULTS, "{} GiB would have to go there and back", [f"{kept / 2**30:.0f}"])
@@ -236,7 +253,7 @@ def _shorter() -> Iterator[Table | Sentence]:
 
 
 def share_at_work(case: Record) -> float:
-    """The share of a step's time in which kernels run or communication is exposed; the GPU waits for the rest."""
+    """The share of a step's time in which kernels run or communication is exposed; in the rest of it the GPU waits."""
     return float(sum(case[f"{kind}_s"] for kind in KINDS) / case["time_s"])
 
 
@@ -283,7 +300,10 @@ def _levels() -> Iterator[Table | Sentence]:
 
 
 def _versions() -> Iterator[Sentence]:
-    """Errors of steps over the error allowed, from a committed table that `python -m dev.steps` has printed."""
+    """Errors of steps over the error allowed, from a committed table such as `python -m dev.steps` prints.
+
+    The first two lines are the table's head and its dashes, which `cells_of` keeps since no spaces are around them.
+    """
     _, _, *pairs = cells_of(path_of("step-versions.md", H200, "apart").read_text())
     errors: dict[str, float] = {}
     for first, second, _, ratios in pairs:

@@ -1,4 +1,4 @@
-"""torch.compile for functions that are called with many shapes: one static graph for each, and never eager silently.
+"""torch.compile for functions that are called with many shapes: one static graph for each, and no silent eager calls.
 
 Attention rows that use torch.compile (`naive.py`, `peers.py`, `flash_torch.py`) call `compile_for`, and ask
 `why_no_compiler` in the functions that say which cases they support. Benchmarks and tests ask it, too.
@@ -24,8 +24,9 @@ def layout_key(*tensors: torch.Tensor) -> Hashable:
 def compile_for(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
     """`function`, compiled for the one case that `key` describes. The result is cached, and compiles on its first call.
 
-    Dynamo counts the compilations of each code object. Past a limit it runs the function eagerly, without a message.
-    Here each case has a copy of the function with its own code object, so no code object reaches the limit.
+    Dynamo, which traces functions for torch.compile, counts the compilations of each code object. Past a limit it runs
+    the function eagerly (uncompiled), without a message. Here each case has a copy of the function with its own code
+    object, so no code object reaches the limit.
 
     key  tells cases apart, such as `layout_key` of the tensors: calls with one key must have equal shapes and layouts
     """

@@ -134,8 +134,8 @@ class GpuRow:
             time.sleep(COPY_S)
 
 
-# The deadline of a timed call: WARM_S seconds (--deadline if that is shorter), or TIMES_EXPECTED times
-# `Watch.expected_s` if that is longer. While `expected_s` is not known, it is --deadline.
+# The deadline of a timed call is the longer one of two times: TIMES_EXPECTED times `Watch.expected_s`; and WARM_S, or
+# --deadline if this is shorter. While `expected_s` is not known, the deadline is --deadline.
 WARM_S, TIMES_EXPECTED = 30.0, 20.0
 
 
@@ -145,8 +145,8 @@ class Watch:
     candidates  the rows, in the order of their numbers
     on_gpu      True: timed calls are also announced in the CUDA stream
     doing       what rows are doing, as a phrase that completes "it crashed ...": "in its first call"
-    expected_s  how long the sampling that runs should take, all rounds of all its rows together (`compare.interleave`);
-                infinity while that is not known
+    expected_s  seconds that the present sampling should take, all rounds of all its rows together (`interleave` in
+                `lmsys.measure.compare`); infinity while that is not known
     state       the process as it was before the group's first call. `state.mend()` puts changes of it back, and returns
                 them in words, or None
     """
@@ -187,7 +187,10 @@ class Watch:
         return None if failure else result, failure
 
     def settle(self) -> None:
-        """Puts back what the row that ran last has changed, and notes it for `failure`, unless that is done already."""
+        """Puts back what the row that ran last has changed, and notes these changes for `failure`.
+
+        If `keep` (in `over`) has put them back already, there is nothing left to do.
+        """
         if self._last is not None and (changes := self.state.mend()):
             self._changes.setdefault(self._last, changes)
         self._last = None
@@ -197,18 +200,20 @@ class Watch:
         return _joined(failure, self._changes.pop(self.rows[id(candidate)], None))
 
     def over(self, step: Step, candidate: Candidate, own_redraw: Callable[[int], None], own_keep: Any) -> Step:
-        """The step with each timed call announced by a beat, and refused if it changes the process.
+        """A copy of the step that announces each timed call by a beat. A call that changes the process fails.
 
         own_redraw, own_keep  the hooks that take the place of `step.redraw` and `step.keep`; `Trial._step` chooses them
 
-        `lmsys.measure.compare` calls the hooks of a timed call in this order. Here is what this method adds:
+        `Step` (lmsys/measure/step.py) explains the hooks. `lmsys.measure.compare` calls those of a timed call in this
+        order. Here is what this method adds:
 
-        1. `before`, which is called only if the clock is not `ahead`, may be the row's own code: a beat announces it.
+        1. `before` may be the row's own code: a beat announces it. It is called only if `clock.ahead` is False.
         2. `redraw` first puts back what the last row changed. After the inputs are drawn, a beat announces this row.
         3. `prepare` and `run`, the row's call, stay as they are, since `run` is timed.
         4. `keep` first puts back what the row changed. If there was something, the call fails, and nothing is kept.
 
-        `like`, the reference for the time of `prepare`, is the row's own code: a beat announces it, too.
+        `like` is called apart from these: its time is the reference for that of `prepare`. It is the row's own code, so
+        a beat announces it, too.
         """
         row = self.rows[id(candidate)]
 
@@ -254,9 +259,9 @@ def _joined(failure: Failure | None, changes: str | None) -> Failure | None:
 
 
 def copied(result: Any, key: int | None) -> Any:
-    """`Step.keep` of a benchmark that has none: a copy of the result, a tensor or a sequence of results.
+    """Stands for the hook `keep` of a step that has none (`Trial._step`): copies a tensor, or a sequence of results.
 
-    None without a key: then the call is not checked, and nothing is kept.
+    Returns None if `key` is None: then the call is not checked, and nothing is kept.
     """
     if key is None:
         return None

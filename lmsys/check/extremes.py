@@ -1,10 +1,11 @@
-"""Attention on extreme inputs: one call has all kinds of `lmsys.extremes.attention`, and each is judged alone.
+"""Attention on extreme inputs: one call has inputs of every kind, and the outputs of each kind are judged alone.
 
+The kinds of extreme inputs are KINDS of `lmsys.extremes.attention`, such as "all scores far below zero".
 `check/attention.py` calls `failure` for an implementation of attention, here called `row`. A *unit* is a pair of batch
-entry and key head; each unit has one kind of extreme inputs. If the implementation is wrong, `range_mistake` finds out
-for which range of scores it is right. From the ends of this range follows what it does wrong with the maximum that a
-softmax subtracts. Kinds of inputs are added in `lmsys.extremes.attention`, HEADS at a time, so that they fill whole
-batch entries; a new mistake goes to `range_mistake`.
+entry and key head; each unit has inputs of one kind. If the implementation is wrong, `range_mistake` finds out in which
+range of scores it is right. From the ends of this range follows what it does wrong with the maximum that a softmax
+subtracts. Kinds of inputs are added in `lmsys.extremes.attention`, HEADS at a time, so that they fill whole batch
+entries; a new mistake goes to `range_mistake`.
 """
 
 import math
@@ -20,11 +21,12 @@ from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
 
 HEADS = 2  # key heads of a batch entry, each with one kind of extreme inputs
-# Queries and keys: no multiple of a tile. On a CPU fewer, since interpreters are slow and their tiles small.
+# The number of queries and that of keys, by device: no multiple of a tile. It is smaller on a CPU, where kernels run in
+# slow interpreters, with small tiles.
 LENGTH = {"cuda": 161, "cpu": 97}
 WHOLE = 256  # a length that is a multiple of most tiles
-# Sizes of the case "many equal keys". More than 2,048 and 256 keys, at which a sum of ones stops growing in float16 and
-# in bfloat16: it shows a sum that is kept in such a dtype.
+# Sizes of the case "many equal keys". A sum of ones stops growing at 2,048 in float16 and at 256 in bfloat16. This case
+# has more keys than that. So a row that keeps the sum of its exponentials in such a dtype is wrong in it.
 EQUAL_QUERIES, EQUAL_KEYS = 32, 4133
 # exp(x) overflows float32 above LARGEST, is denormal below SMALLEST, and 0 below DENORMAL.
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
@@ -34,7 +36,10 @@ Wrong = tuple[Unit, str, float, Oracle]  # the unit, its first wrong tensor, its
 
 
 def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCase:
-    """A small case with one unit for each kind, and the dtype, head dimension, mask and grouping of `case`."""
+    """A small case with one unit for each kind, and the dtype, head dimension, mask and grouping of `case`.
+
+    length  the number of queries and that of keys; None: LENGTH
+    """
     length = length or LENGTH[case.device]
     return replace(
         case,
@@ -49,10 +54,11 @@ def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCa
 def failure(
     row: cases.Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False, named: bool = True
 ) -> question.Fault | None:
-    """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None if all units are right.
+    """The fault of the row on extreme inputs; None if all units are right.
 
-    A case with a single unit has the kind "equal" alone: many keys, all equal.
-
+    case   made by `case_of_kinds`, with a unit for each kind; or a case with a single unit, one batch entry and one key
+           head, as `check/attention.py` makes it to have many keys: then this unit has the kind "equal", whose keys are
+           all equal
     grad   True: gradients are asked for and judged, too
     rms    True: errors are also judged in root mean square, see `Oracle.judge`
     named  True: the mistake is searched for
@@ -83,7 +89,10 @@ def _fault(
     grad: bool,
     named: bool,
 ) -> question.Fault:
-    """The fault of a row that is `wrong` on some kinds: the first of them with a wrong o is described."""
+    """The fault of a row that is `wrong` on some kinds.
+
+    It describes the first of these kinds whose o is wrong, or if no o is wrong, the first of them.
+    """
     kind = next((kind for kind, (_, name, *_) in wrong.items() if name == "o"), next(iter(wrong)))
     unit, name, ratio, oracle = wrong[kind]
     given = pick(outputs[name], Spot((unit,)), case.kv_heads)
@@ -115,11 +124,14 @@ def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> st
         least_masked, _, leaks = score_range(row, replace(case, causal=True), keys=WHOLE, grad=grad)
     except Exception:
         return None  # the row is wrong in another way, which has no name here
-    # The number that is subtracted, if a fixed number takes the maximum's place: a sum of WHOLE exponentials overflows
-    # at `most`.
+    # fixed: the number that is subtracted, if a fixed number takes the maximum's place. The scores of a query are all
+    # equal, so the sum of its exponentials is WHOLE * exp(score - fixed). It overflows from the score `most` on, so
+    # log(WHOLE) + most - fixed = LARGEST.
     fixed = most - (LARGEST - math.log(WHOLE))
-    # The score at which a running maximum starts. A GPU may flush denormals to zero or not: the middle is taken, and a
-    # start that is nearer to 0 than the denormals are wide counts as 0.
+    # start: the score at which a running maximum starts, if it does not start at -inf. For lower scores it stays the
+    # maximum, and they are lost if exp(score - start) is 0: where score - start is below SMALLEST if the GPU flushes
+    # denormals to zero, and below DENORMAL if not. The GPU may do either, so the middle of these two is taken. A start
+    # that is no further from 0 than the two are from each other counts as 0.
     start = least - (SMALLEST + DENORMAL) / 2
     about = f"{start:.4g}" if abs(start) > SMALLEST - DENORMAL else "0"
     has_least, has_most = math.isfinite(least), math.isfinite(most)
@@ -157,8 +169,9 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
     keys  how many keys there are; more with a causal mask, if the queries need them
     grad  True: a gradient that is not finite is wrong, too
     """
-    # Near 0 in steps of RESOLUTION, from 256 on by powers of two, on both sides of 0. In float16 up to 2**12: q kᵀ,
-    # score / scale = 2**12 · √D, then stays below 65,504, float16's largest, up to D = 128.
+    # The scores that are tried, on both sides of 0: up to 256 in steps of RESOLUTION, from there on powers of two. In
+    # float16 they end at 2**12: with the default scale 1 / √D the product q kᵀ, which is score / scale, is then at most
+    # 2**12 · √D. Up to D = 128 this is below 65,504, float16's largest number.
     far = 2.0 ** torch.arange(8, 13 if case.dtype == "float16" else 20)
     near = torch.arange(0.0, 256.0, RESOLUTION)
     scores = torch.cat([-far.flip(0), -near.flip(0)[:-1], near, far])
@@ -179,10 +192,11 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
 def _lost_and_leaks(
     row: cases.Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lost, leaks), (len(scores),) each: True where o of a query is wrong, and where o is too large.
+    """(lost, leaks), both (len(scores),), with an entry for each query: True if its o is wrong; if its o is too large.
 
-    All keys of query i have the score scores[i], so o is the mean of the values that the query sees. Values grow with
-    the number of the key: with a causal mask, o is too large if it has values of masked keys.
+    With `grad` a query is also lost if its gradient is not finite. All keys of query i have the score scores[i], so o
+    is the mean of the values that the query sees. Values grow with the number of the key: with a causal mask, o is too
+    large if it has values of masked keys.
     """
     dtype, scale = DTYPES[case.dtype], case.head_dim**-0.5 if case.scale is None else case.scale
     keys = max(keys, len(scores) + 1) if case.causal else keys  # so that no query sees all keys
@@ -196,7 +210,7 @@ def _lost_and_leaks(
     with torch.set_grad_enabled(grad):
         o = row(q, k, v, causal=case.causal, scale=case.scale)
     off = o.detach().double().cpu()[0, 0] - expected[:, None]
-    lost = ~(off.abs() < 0.2).all(dim=-1)  # values lie between 0 and 1, and roundings far below 0.2; NaN is lost
+    lost = ~(off.abs() < 0.2).all(dim=-1)  # values lie between 0 and 1, and roundings far below 0.2; a NaN is lost
     if grad:
         lost = lost | ~torch.autograd.grad(o, q, torch.ones_like(o))[0].cpu()[0, 0].isfinite().all(dim=-1)
     return lost, (off > 0.2).all(dim=-1)

@@ -1,12 +1,15 @@
 """Functions of tensors: `judge` compares results and gradients with float64, and names the mistake behind a wrong one.
 
-`loss.py`, `norm.py`, `rotary.py` and `swiglu.py`, the kinds of implementation that are functions of tensors, are built
-on this module. Each of them has a table of cases (`Case`), the inputs of a case (`Problem`), a formula, and tables of
-mistakes in words, the plainest first: add cases and mistakes there, and here what all of them share.
+A *kind* is a type of implementation. The kinds that are functions of tensors, `loss.py`, `norm.py`, `rotary.py` and
+`swiglu.py`, are built on this module. Each of them has a table of cases (`Case`), the inputs of a case (`Problem`), a
+formula, and tables of mistakes in words, the plainest first: add cases and mistakes there, and here what all kinds
+share. A *question* (question.py) asks an implementation about one case, and judges its answer.
 
-A formula is the function as it is written on paper, in PyTorch. In float64 it gives the right result. In the dtype of
-the inputs its error is the budget, the error that an implementation may have. A mistake is the formula with the mistake
-in it. Most mistakes are computed in float64; those that only a narrow dtype shows, such as overflows, in that dtype.
+A formula is the function as it is written on paper, in PyTorch. In float64 it gives the right result. Computed in the
+dtype of the inputs it is called plain PyTorch. The *budget* is the error that an implementation may have: twice the
+error of plain PyTorch, and a few roundings (`lmsys.testing`). A known mistake is a function that returns the outputs to
+which it leads. Most mistakes are computed in float64; those that only a narrow dtype shows, such as overflows, are
+computed in that dtype.
 """
 
 import math
@@ -29,7 +32,7 @@ Formula = Callable[[Inputs, Settings], torch.Tensor]
 RESULT = "result"
 BLOCKS = (32, 64, 128, 256, 512, 1024)  # columns that a kernel may take at a time
 NARROW = torch.bfloat16, torch.float16
-DTYPES = (torch.float32,) + NARROW  # the dtypes of cases; the kinds take the first of them by slices
+DTYPES = (torch.float32,) + NARROW  # the dtypes of cases; kinds that need fewer take the first ones, such as DTYPES[:2]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def cases_in(
     more: Settings | None = None,
     extreme: bool = False,
 ) -> tuple[Case, ...]:
-    """A case for each of `abouts`, which are its words, in each of these dtypes. The rest is as in `Case`."""
+    """Cases in each of these dtypes: one for each text in `abouts`, its `Case.about`. The rest is as in `Case`."""
     return tuple(Case(about, shape, dtype, extreme, more or {}) for dtype in dtypes for about in abouts)
 
 
@@ -71,9 +74,11 @@ def questions_of(
     options: question.Options,
     lacking: Collection[str] = (),
 ) -> Iterator[question.Question]:
-    """A question for each case in the dtypes of `options`.
+    """Yields a question for each case in the dtypes of `options`.
 
-    judged   the fault of the implementation in a case, or None
+    If only forwards are checked (`options.grad` is False), "retained" cases are left out.
+
+    judged   asks the implementation about a case, and returns its fault, or None
     lacking  settings that the implementation has no parameter for: it is not asked about cases that have them
     """
     for case in (x for x in cases if str(x.dtype)[6:] in options.dtypes and (options.grad or "retained" not in x.more)):
@@ -94,7 +99,8 @@ class Problem:
     settings     the other arguments, by role
     grad_output  the gradient of the result
     grad         False: gradients are not checked
-    extreme      plain PyTorch may be exact on these inputs, so the mean error is not judged
+    extreme      True: the inputs are extreme. Plain PyTorch may be exact on them. Then its error leaves next to no
+                 budget in root mean square, so the largest error alone is judged
     retained     the gradients are those of a second backward through a retained graph. Those of the first backward, on
                  equal inputs, are judged in an earlier case
     """
@@ -234,7 +240,7 @@ def judge(
     call           the function, which takes its arguments by their roles (`lmsys.signature`)
     mistakes       returns the known mistakes for a problem
     widened        True: the result may be float32 although the inputs are narrower
-    plain_formula  another usual way to write the formula: the larger error of the two is allowed
+    plain_formula  another usual way to write the formula: the larger error of the two makes the budget
     """
     given = {**problem.inputs, **problem.settings, "grad_output": problem.grad_output}
     before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
@@ -251,7 +257,7 @@ def judge(
             error_ratio=None,
         )
     reference = outputs_of(formula, problem)
-    # plain: what PyTorch computes in the dtype of the inputs; its error is the budget.
+    # plain: what PyTorch computes in the dtype of the inputs; its error makes the budget.
     plain, other = (outputs_of(x, problem, problem.dtype) for x in (formula, plain_formula or formula))
     plain = {name: testing.larger_error(reference[name], x, other[name]) for name, x in plain.items()}
     for name, right in reference.items():
@@ -305,7 +311,7 @@ def judge(
 
 
 def run(call: signature.Called, problem: Problem, alone: bool = False) -> Outputs:
-    """The result of a function (of a tuple its first item), and the gradients of those inputs that have one.
+    """The result of a function (if that is a tuple, its first item), and the gradients of the inputs that have one.
 
     alone  False: the function is called a second time, on other inputs, before the first result is read: this shows if
            the second call overwrites what the first has returned or saved
@@ -336,7 +342,7 @@ def run(call: signature.Called, problem: Problem, alone: bool = False) -> Output
 
 
 def _ratio(output: torch.Tensor, reference: torch.Tensor, plain: torch.Tensor, mean: bool = False) -> float:
-    """The error over its budget in the dtype of `plain`; with `mean`, for narrow dtypes also in root mean square."""
+    """The error over its budget in the dtype of `plain`; with `mean`, for narrow dtypes, also in root mean square."""
     return testing.ratio_of(output, reference, plain, plain.dtype, mean=mean and plain.dtype != torch.float32)
 
 
@@ -350,8 +356,8 @@ def explain(
     reference  what is right
     plain      what plain PyTorch gives in the dtype of the inputs
 
-    The mistake must also give the outputs before `name`, which are right: a right result excludes a mistake of the
-    forward.
+    The outputs before `name` are right, and the mistake must give these, too. So a mistake of the forward, which makes
+    the result wrong, does not explain a wrong gradient beside a right result.
     """
     output, right, plain_output = outputs[name], reference[name], plain[name]
     names, mean = list(reference)[: list(reference).index(name) + 1], not problem.extreme
@@ -379,8 +385,9 @@ def explain(
 def _alike(
     output: torch.Tensor, mistaken: torch.Tensor, right: torch.Tensor, plain: torch.Tensor, mean: bool = False
 ) -> bool:
-    """True if `output` and `mistaken` are finite at the same places, and equal there within the budget of `right`.
+    """True if `output` and `mistaken` are finite at the same places, and equal there within the budget.
 
+    right  the output in float64
     plain  what plain PyTorch gives in place of `right`; its error makes the budget
     mean   as in `_ratio`
     """
@@ -388,7 +395,8 @@ def _alike(
     if not bool((finite == output.isfinite()).all()):
         return False
     mistaken, output = mistaken.where(finite, 0), output.double().where(finite, 0)
-    # Here `mistaken` takes the place of the reference. Plain PyTorch's error is added to it, so the budget stays.
+    # `_ratio` makes the budget from the difference between `plain` and its reference, which is `mistaken` here. So
+    # `plain` becomes `mistaken` plus the error of plain PyTorch: that leaves the difference as it was.
     plain = (mistaken + (plain.double() - right).where(finite, 0)).to(
         plain.dtype
     )  # infinite where the dtype cannot hold the mistake's values

@@ -5,7 +5,7 @@
 sequence, and called as (x, positions). x is (B, H, S, D), positions are (S,). The pairs of columns that are rotated may
 be neighbours (2i, 2i + 1) or lie in two halves (i, i + D / 2), but must be the same in all cases. A case's shape is
 that of x. ROLES and BUILT list the names that parameters may have. A new mistake goes to `mistakes` or one of its
-tables, and an exhibit, a published fault that makes it, to `tests/museum/rotary.py`.
+tables, and an exhibit of the museum, a published fault that makes it, to `tests/museum/rotary.py`.
 
 Legend: B batch, H heads, S sequence length, D head dimension.
 """

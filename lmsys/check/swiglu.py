@@ -2,8 +2,8 @@
 
 `kinds.py` calls `questions`. The implementation is `f(gate, up)`, silu(gate) · up. Or it is the whole feed-forward
 `f(x, w1, w2, w3)`, W2 (silu(W1 x) · W3 x), with weights as `nn.Linear` has them. A case's shape is that of gate and up,
-(N, F). ROLES lists the names that parameters may have. A new mistake goes to ACTIVATIONS, OVERFLOWS or BACKWARDS, and
-an exhibit, a published fault that makes it, to `tests/museum/swiglu.py`.
+(N, F). ROLES lists the names that parameters may have. A new mistake goes to ACTIVATIONS, OVERFLOWS or BACKWARDS. Code
+that somebody published with this mistake goes to `tests/museum/swiglu.py`, as an exhibit that the check must refuse.
 
 Legend: N rows, M d_model, F d_ff.
 """
@@ -43,7 +43,7 @@ CASES: tuple[formulas.Case, ...] = (
 
 
 def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
-    """A question for each case."""
+    """A question for each case: it asks the implementation about the case, and judges its answer."""
     return formulas.questions_of(CASES, partial(_fault_of, signature.called(entry.load(), ROLES), options), options)
 
 

@@ -1,9 +1,9 @@
 """A checkout of an assignment of CS336: finds it, and imports its tests/adapters.py; `adapter(name)` gives an adapter.
 
 A checkout is a student's copy of the assignment. An adapter is a function of its tests/adapters.py, by which the
-course's tests call the student's code. __main__.py calls `root_of` and `path_of`. All else runs in processes that ask
-adapters: the workers of __main__.py, and the benchmarks of its --measure. How a package that is missing is treated is
-decided in `load`.
+course's tests call the student's code. __main__.py calls `root_of` and `path_of`. All other functions here run in the
+processes that call adapters: the workers of __main__.py, and the benchmarks of its --measure. `load` decides how a
+missing package is treated.
 """
 
 import importlib.metadata
@@ -21,9 +21,9 @@ ADAPTERS = Path("tests", "adapters.py")
 
 
 def root_of(path: Path) -> Path:
-    """The checkout's root: the folder of the one tests/adapters.py in `path` or at most two levels below it.
+    """The checkout's root: the folder that holds tests/adapters.py. It is `path`, or lies one or two levels below it.
 
-    ValueError where there is none, or more than one.
+    The level nearest to `path` counts. ValueError where there is no such folder, or more than one on that level.
     """
     depths = (sorted(path.resolve().glob(f"{'*/' * depth}{ADAPTERS}")) for depth in range(3))
     files = next((files for files in depths if files), [])
@@ -38,8 +38,8 @@ def root_of(path: Path) -> Path:
 def path_of(root: Path) -> list[str]:
     """The folders for sys.path, as the course's tests need them.
 
-    The root, of which `tests` is a package; projects in it, such as cs336-basics; and projects beside it, such as the
-    checkout of another assignment. The folder tests itself is left out.
+    They are the root, of which `tests` is a package; projects in it, such as cs336-basics; and projects beside it, such
+    as the checkout of another assignment. The folder tests itself is left out.
     """
     beside = sorted({file.parent for file in root.parent.glob("*/pyproject.toml")} - {root})
     folders = [root] + folders_of(root / ADAPTERS) + beside
@@ -57,7 +57,7 @@ class Missing(types.ModuleType):
     loading = True  # of the class, and so of all instances: True while the adapters load
 
     def __getattr__(self, name: str) -> Any:
-        """The module itself for any name, as in `from module import name`."""
+        """This object itself for any name, as in `from module import name`."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -68,18 +68,20 @@ class Missing(types.ModuleType):
         return self
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
-        """The base class that Python uses for this object in `class X(module.name)`. An X() then calls this object."""
+        """The base class that Python uses for this object in `class X(module.name)`: X() then calls this object."""
         return (type("Base", (), {"__new__": lambda *args, **kwargs: self()}),)
 
 
 def load() -> Any:
-    """The module tests.adapters. The process must work in the checkout, with sys.path as `path_of` says.
+    """The module tests.adapters. The working folder must be the checkout's root, and sys.path as `path_of` says.
 
-    If it imports a module that is not found, the import is tried again. Before that, the module's folder is added to
-    sys.path, if the module lies deeper in the checkout; else a `Missing` takes its place.
+    If tests.adapters imports a module that is not found, but lies deeper in the checkout, the module's folder is added
+    to sys.path. Any other module that is not found is replaced by a `Missing`. Then tests.adapters is imported again.
+
     ValueError, with the line, where tests.adapters does not load.
     """
-    importlib.metadata.version = laptop.version  # packages of the course read their version, installed or not
+    # The course's packages ask for their own version. Where they are not installed, this function returns "0".
+    importlib.metadata.version = laptop.version
     Missing.loading = True
     try:
         while True:
@@ -99,7 +101,11 @@ def load() -> Any:
 
 
 def _make_importable(module: str) -> None:
-    """Adds the folder of a module to the path of this process, and of those that it starts, or marks it as missing."""
+    """Prepares another import of a module that was not found.
+
+    If the module lies in the checkout, its folder is added to the path of this process, and of those that it starts. If
+    it does not, or if that folder is on the path already, a `Missing` takes the module's place.
+    """
     folders = [  # that hold the module's file, or its package
         str(file.parents[file.stem == "__init__"])
         for name in (f"{module}.py", f"{module}/__init__.py")
@@ -119,8 +125,13 @@ def adapter(name: str) -> Any:
 
 
 def written() -> Mapping[str, bool]:
-    """{name of an adapter: True if a student has written it}. The course's template only raises NotImplementedError."""
+    """{name in tests.adapters: False for an adapter that is still to be written, else True}.
+
+    The names are all those of the module, also imported ones. In the course's template an adapter only raises
+    NotImplementedError: a function that does no more counts as not written.
+    """
     return {
-        name: getattr(getattr(x, "__code__", None), "co_names", ()) != ("NotImplementedError",)  # all names in its code
+        # co_names: the global names and attributes that a function's code uses.
+        name: getattr(getattr(x, "__code__", None), "co_names", ()) != ("NotImplementedError",)
         for name, x in vars(load()).items()
     }

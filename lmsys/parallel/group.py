@@ -1,4 +1,4 @@
-"""Starts ranks once, then runs functions on them. Each rank is a process: with gloo on CPUs, or NCCL and its own GPU.
+"""Starts ranks once, then runs functions on them. A rank is a process: on a CPU with gloo, or on its own GPU with NCCL.
 
     with WorkerGroup(2) as group:
         results = group.run(function, argument)    # function(argument) on every rank; results by rank
@@ -7,8 +7,12 @@ Inside of the function torch.distributed is initialized, and `device()` is the r
 name, so it must stand at the top level of a module that the ranks can import. Under torchrun the processes are ranks
 already: there each process makes a `TorchrunGroup`, and calls its `run` with the same function. `lmsys train`,
 benchmarks, `lmsys check` and `lmsys course` start their ranks here. Each rank writes a note on what it is doing, such
-as "in step 12", into memory that it shares with the process that started it (`lmsys.doing`). So an error can say it
-after the rank has died.
+as "in step 12", into memory that it shares with the process that started it (`lmsys.doing`). So an error message can
+say what a rank was doing, even if the rank has died.
+
+To change what a rank does before its first function, change `_join`, or under torchrun the constructor of
+`TorchrunGroup`. `_blame` decides which rank's error is reported; an exception by which torch says that another rank is
+gone must be in LOCK_STEP_ERRORS.
 """
 
 import datetime
@@ -37,7 +41,7 @@ GLOO_LOST = "gloo/transport"  # in gloo's message about a connection that anothe
 
 
 class WorkerError(RuntimeError):
-    """A rank failed. `rank` says which, `kind` is the exception's name, or "died", "stopped" or "timeout"."""
+    """A rank failed. `rank` says which one; `kind` says how: an exception's name, "died", "stopped" or "timeout"."""
 
     def __init__(self, rank: int, kind: str, message: str):
         super().__init__(message)
@@ -110,7 +114,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         # Port 0 stands for any free one.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._stopped = watchdog.Stopped(watchdog.stopped_s())
-        # By rank: the memory with the note on what the rank is doing, which this process reads; the process.
+        # Two lists by rank: the memory with the note on what the rank is doing, which this process reads; its process.
         self._doing, self._workers = list[Any](), list[processes.Worker]()
         for rank in range(world_size):
             file = doing.shared_file()
@@ -139,12 +143,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Runs function(*args) on every rank, for at most `timeout_s` seconds; returns the results by rank.
 
         timeout_s  None: that of the group
+
         RuntimeError once the group has ended. WorkerError as the class says.
         """
         if self.ended:
             raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
         for worker, memory in zip(self._workers, self._doing, strict=True):
-            doing.write(memory, doing.AT_FIRST)  # stands until the rank has imported the function's module
+            # This note stands until the rank has imported the function's module: then `_noted` writes another.
+            doing.write(memory, doing.AT_FIRST)
             worker.send(_noted, function, *args)
         return self._collect(self.timeout_s if timeout_s is None else timeout_s)
 
@@ -201,7 +207,8 @@ class TorchrunGroup:
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
         _check_environment()
         watchdog.stopped_s()  # ValueError here for a wrong $LMSYS_STOPPED_S, which the watchdog could not raise
-        watchdog.begin()  # a process that reports this rank where it dies or is stopped; a second call does nothing
+        # Starts the watchdog, a process that reports it if this rank dies or is stopped. A second call does nothing.
+        watchdog.begin()
         backend = ("nccl" if torch.cuda.is_available() else "gloo") if backend is None else backend
         check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
@@ -214,7 +221,7 @@ class TorchrunGroup:
         """As `WorkerGroup.run`. A rank that waits for a failed one ends when its collective times out.
 
         `timeout_s` has no effect. It is a parameter so that callers can run either group alike. The function runs in
-        this process, which only a collective can end, after the group's own `timeout_s`.
+        this process, and nothing ends it early but a collective in it that takes longer than the group's `timeout_s`.
         """
         failure, result = None, None
         try:
@@ -228,14 +235,14 @@ class TorchrunGroup:
         return list(results)
 
     def close(self) -> None:
-        """Ends this rank's watchdog and its process group. All ranks call it, unless one of them has failed."""
+        """Ends this rank's watchdog (`lmsys.watchdog`) and process group. All ranks call it, unless one has failed."""
         watchdog.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _noted(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs function(*args) on a rank, after it has noted for error messages that the rank is in this function."""
+    """Notes, for error messages, that this rank is in the function, and then runs function(*args)."""
     doing.now(f"in {getattr(function, '__name__', function)}")
     return function(*args)
 
@@ -254,7 +261,7 @@ def _check_environment() -> None:
 
 
 def is_lost_peer(kind: str, text: str) -> bool:
-    """True for an error that says only that another rank is gone.
+    """True for an error that says only that another rank, here called a peer, is gone.
 
     kind, text  the name of the exception, and its message or traceback
     """
@@ -262,7 +269,9 @@ def is_lost_peer(kind: str, text: str) -> bool:
 
 
 def last_words(rank: int, file: int) -> str:
-    """A shell command that reports what a rank was doing when its launcher died: nobody else is left to report it.
+    """A shell command that reports what a rank was doing when the process that had started it died.
+
+    Nobody else is left to report it then.
 
     file  the descriptor of the open file that has the rank's note (`lmsys.doing`)
     """
@@ -272,10 +281,13 @@ def last_words(rank: int, file: int) -> str:
 def _blame(
     failures: Mapping[int, processes.Failure], silent: Sequence[int], timeout_s: float, notes: Sequence[str]
 ) -> WorkerError:
-    """The error to report: of a dead or stopped rank, else the earliest that says more than that a peer is lost.
+    """The error to report: that of a rank that has died or was stopped, if there is one.
+
+    Otherwise it is the earliest error that says more than that another rank is gone (`is_lost_peer`). If all errors say
+    only that, it is the earliest of them. If no rank has failed, it names the ranks that are late.
 
     failures  by rank
-    silent    ranks that have not answered; they are blamed only where no rank has failed
+    silent    ranks that have not answered in time
     notes     what each rank was doing, by rank
     """
     if not failures:
@@ -304,9 +316,9 @@ def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: A
 def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
     """Arguments of `init_process_group` for torchrun's store, under a prefix with the number of this start.
 
-    When torchrun restarts ranks, its store still has the addresses of ranks that are gone: the prefix hides them. Nodes
-    count restarts each by itself, and would choose different prefixes. So with several nodes there is no prefix; there
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new store each time.
+    When torchrun restarts ranks, its store still has the addresses of ranks that are gone: the prefix hides them. Each
+    node counts restarts by itself, so several nodes might choose different prefixes. So with several nodes there is no
+    prefix; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new store each time.
     """
     if num_nodes > 1:
         return {"init_method": "env://"}

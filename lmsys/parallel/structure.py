@@ -46,7 +46,8 @@ class Structure:
     def __init__(self, module: nn.Module):
         self.module, self._parameters = module, _parameters(module)
         self._held: list[Any] = [held for child in module.modules() for held in (child._parameters, child._modules)]
-        # The dicts that are not empty: only their entries are compared. An entry in an empty dict changes its length.
+        # The dicts that are not empty: only their entries are compared. An entry that is added to an empty dict later
+        # shows in the dict's length.
         self._full = list(filter(None, self._held))
         # The number of entries of each dict in `_held`, then the names of all entries, then the entries themselves.
         self._before = list(map(len, self._held)), list(chain(*self._held)), list(chain(*map(dict.values, self._held)))
@@ -56,7 +57,7 @@ class Structure:
         """True if nothing has changed. It runs in every forward, so no Python loop goes over the modules."""
         lengths, names, entries = self._before
         # A parameter whose values are elsewhere has the class `Absent` (part.py). Its `__torch_function__` would take
-        # 1.5 µs for each `requires_grad`.
+        # 1.5 µs each time that `requires_grad` is read.
         with torch._C.DisableTorchFunctionSubclass():
             return (
                 list(map(len, self._held)) == lengths
@@ -119,9 +120,11 @@ def watch(strategy: nn.Module) -> None:
 
 
 def shares_a_backward(strategy: Any) -> bool:
-    """True if another strategy that synchronizes is in its backward, and trains a parameter that this one trains.
+    """True if another strategy is in a backward whose gradients it sends, and trains a parameter that this one trains.
 
-    Both would then send the gradient of that parameter: `Overlapped` raises an error.
+    Both would then send the gradient of that parameter, so `Overlapped` (overlapped.py), which calls this, raises an
+    error. A strategy whose `synchronizes` is False, such as the baseline `none`, never sends gradients. Under
+    `no_sync()`, where its `_synchronizing` is False, no strategy sends any.
     """
     return any(
         other is not strategy
@@ -134,7 +137,7 @@ def shares_a_backward(strategy: Any) -> bool:
 
 
 def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
-    """The hook that torch calls around each optimizer step: calls the method of this name of each watched strategy."""
+    """The hook that torch calls around each optimizer step: calls the method `method` of each watched strategy."""
     for strategy in list(_watching):
         getattr(strategy, method)(optimizer)
 
@@ -175,8 +178,8 @@ def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
 def flats_by_block(module: nn.Module, sets: Sets = ()) -> list[list[list[nn.Parameter]]]:
     """The lists of `parameters_by_block`, each divided into lists whose parameters can share one flat tensor.
 
-    The parameters of one such list have the same dtype and device, and are all trained or all frozen. Each of the sets
-    `read_rounded(module)`, `read_as_kept(module)` and `sets` holds all parameters of the list or none of them.
+    The parameters of one such list have the same dtype and device, and are all trained or all frozen. Either all of
+    them are in the set `read_rounded(module)` or none; likewise for `read_as_kept(module)` and for each one of `sets`.
     """
     marks = [read_rounded(module), read_as_kept(module), *sets]
     return [by_kind(params, marks) for params in parameters_by_block(module)]
@@ -185,8 +188,9 @@ def flats_by_block(module: nn.Module, sets: Sets = ()) -> list[list[list[nn.Para
 def read_rounded(module: nn.Module) -> set[nn.Parameter]:
     """The float32 parameters that, under autocast, are only read as a rounded copy, such as one in bfloat16.
 
-    A module with the attribute `reads_rounded`, such as a linear layer of `TransformerLM`, reads the parameter's
-    attribute `rounded`, if it is there, in place of the parameter. All modules that hold the parameter must have it.
+    A module whose attribute `reads_rounded` is True, such as a linear layer of `TransformerLM`, reads the copy in the
+    parameter's attribute `rounded`, if there is one, in place of the parameter. A parameter counts only if all modules
+    that hold it have a true `reads_rounded`.
     """
     readers = {child for child in module.modules() if getattr(child, "reads_rounded", False)}
     read = set(_held_by(readers)) - set(_held_by(set(module.modules()) - readers))
@@ -196,7 +200,7 @@ def read_rounded(module: nn.Module) -> set[nn.Parameter]:
 def read_as_kept(module: nn.Module) -> set[nn.Parameter]:
     """The parameters that must be read in the dtype they are kept in, such as those of a norm that computes in float32.
 
-    At least one of the modules that hold such a parameter has the attribute `reads_own_dtype`.
+    At least one of the modules that hold such a parameter has a true attribute `reads_own_dtype`.
     """
     return set(_held_by(child for child in module.modules() if getattr(child, "reads_own_dtype", False)))
 
@@ -246,12 +250,14 @@ def is_in_backward() -> bool:
 def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
     """(the tensors of a forward's output that a backward can begin from, True if the output may hold others).
 
-    The search goes through the containers that torch's pytree knows, and one level deep into other objects: these may
-    hold further tensors. So may an output without any tensor, since its forward may have stored the result elsewhere.
+    The search goes through the containers that torch's pytree knows, and one level deep into other objects. If there
+    are such objects, the output may hold others: deeper inside of them. If no tensor was found at all, it may, too: the
+    forward may have stored its result elsewhere.
     """
     leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
     others = [x for x in leaves if not isinstance(x, _PLAIN)]
-    for x in others:  # pytree takes a list or tuple of a subclass for one leaf, as any other object
+    # To pytree an instance of a class derived from list or tuple (but a namedtuple) is one leaf, as other objects are.
+    for x in others:
         leaves += tree_leaves(list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     return [x for x in tensors if x.requires_grad], bool(others) or not tensors

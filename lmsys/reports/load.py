@@ -2,8 +2,8 @@
 
 A record, also called a case, is a dict: one row (an implementation) as it was measured with one value for each axis. A
 `Machine` has the records of one machine, the declarations of their fields, the tables that rows come from, and the runs
-that records are from, with their commits and commands. `__main__` and `against` call `read`. `terminal` and
-`layout.rehearse` make the `Machine` of a run that has no file yet by `machines_in`. All else in `lmsys.reports` gets a
+that records are from, with their commits and commands. `__main__` and `against` call `read`. For a run that has no file
+yet, `terminal` and `layout.rehearse` call `machines_in`, which makes its `Machine`. All else in `lmsys.reports` gets a
 `Machine` and opens no result file. The last functions turn facts of runs into words: titles, dates, commits, commands
 and the labels of rows. A new fact for captions is an entry of FACTS.
 """
@@ -33,7 +33,9 @@ LONGEST_NAME = 120  # of a file, in characters
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
 Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
-Run = tuple[str, str]  # (its date, "" if unknown; the facts of the run and its machine, as JSON)
+# (date, facts of the run and its machine as JSON). The date is "" if it is unknown, and in `machines_in`, where all
+# records are of one run, so that no runs are put in order.
+Run = tuple[str, str]
 
 
 class InputError(ValueError):
@@ -45,7 +47,7 @@ class LayoutError(InputError):
 
 
 class ValuesError(LayoutError):
-    """Raised where a layout fails on the values of these records; it may be drawn of other records."""
+    """Raised where a layout fails on the values of these records. It may be right, and work with other records."""
 
 
 def no_field(name: str, known: Collection[str]) -> str:
@@ -113,7 +115,11 @@ class Machine:
         return words
 
     def called(self, case: Record) -> str:
-        """The name of a case's row as users type it. A row that chose another row has both: "auto: flash_gluon"."""
+        """The name of a case's row as users type it.
+
+        The row "auto" runs the fastest row that can run the case, and the case's label says which one it was. Then the
+        name has both rows: "auto: flash_gluon".
+        """
         impl, label = str(case["impl"]), str(case.get("label") or "")
         if not label.startswith(f"{impl}: "):
             return impl
@@ -196,7 +202,7 @@ def by_name(result: Record) -> Record:
 
 
 def machines_in(result: Mapping[str, Any], records: Iterable[Record]) -> Iterator[Machine]:
-    """The machine of some records of one result: of a file, or of a run that has not written its file yet."""
+    """Yields the `Machine` of records of one result, a file's or that of a run that has not written its file yet."""
     named, run = by_name(dict(result)), ("", json.dumps(result["machine"]))
     return machines_of([("", run, case) for case in records], named["fields"], named["rows"], result["layouts"])
 
@@ -204,7 +210,7 @@ def machines_in(result: Mapping[str, Any], records: Iterable[Record]) -> Iterato
 def machines_of(
     cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows, layouts: Mapping[str, Record]
 ) -> Iterator[Machine]:
-    """Yields each machine with its cases. `cases`: (hardware, as `hardware_of` gives it; run; record) of each."""
+    """Yields each machine with its cases. `cases`: (hardware, run, record); equal hardware means one machine."""
     taken: Counter[str] = Counter()
     for _, of_machine in sorted(grouped((hardware, (run, case)) for hardware, run, case in cases).items()):
         runs = sorted({run for run, _ in of_machine})
@@ -228,7 +234,7 @@ def file_name(text: str) -> str:
 
 
 def matmul_rates(run: Mapping[str, Any]) -> dict[str, float]:
-    """The matmul ceilings of a run by dtype, FLOP/s."""
+    """{dtype: the rate of a large matmul, as the run has measured it, in FLOP/s}; {} if it measured none."""
     return (run.get("ceilings") or {}).get("matmul_flops_per_s") or {}
 
 

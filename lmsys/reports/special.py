@@ -82,7 +82,9 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
 def peak(view: views.View, dtype: str) -> views.View:
     """Adds `peak`, the best rate of a large matmul in these cases' runs, in TFLOP/s, and `peak_text`, that in words.
 
-    dtype  the field that names the dtype of the matmul; both are None if no run measured it
+    dtype  the field that names the dtype of the matmul
+
+    Both fields are None if no run measured that matmul.
     """
     runs = view.machine.runs_of(view.cases)
     rate = max(load.matmul_rates(run).get(view.first[dtype], 0.0) for run in runs) / 1e12 or None
@@ -115,7 +117,8 @@ def _varying(view: views.View, axis: str) -> list[views.View]:
 def _with_names(whole: views.View, part: views.View) -> views.View:
     """The part, with its constant values of WAYS in its file names and its heading.
 
-    The file names leave out a way that has its PLAIN value in all of the whole, the heading one that is constant there.
+    The file names leave out a field of which the whole has only the value in PLAIN. The heading leaves out a field that
+    does not vary in the whole.
 
     whole, part  the view before and after it was split by WAYS
     """
@@ -148,7 +151,8 @@ def by_size(
 ) -> Iterator[items.Table | items.Plot | None]:
     """Yields tables of each metric by model size.
 
-    drawn  the metrics of which it also yields plots against the context length, with a line for each size
+    drawn  the metrics of which it also yields plots against the context length, with a line for each size (and for each
+           value of `compile`, if that varies) and a plot for each batch
     """
     for metric in view.chosen(metrics):
         for part in _varying(view, "compile"):
@@ -180,8 +184,8 @@ def times_by_size(view: views.View) -> items.Items:
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
     """A table of speedups within a part, in which `axis` varies.
 
-    The base is the first value of the axis in reading order, such as eager; for the axis `impl` it is the baseline row,
-    or a peer if there is none.
+    Speedups are relative to the base. It is the first value of the axis in reading order, the order in which tables
+    list values (`View.place`), such as eager. For the axis `impl` it is the baseline row, or a peer if there is none.
     """
     base = "" if axis == "impl" else next(iter(part.words[axis]))
     part = cells.compared(part, base, axis, otherwise="peer", medians=True)
@@ -209,6 +213,7 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     """Our cases, with their speedup over a peer (somebody else's model), which is run in the way that suits it best.
 
     ways  the fields that say how a model is run; our cases and the peer's fastest case may differ in them
+
     Adds fields with what captions say of the peer: `theirs`, `their_label`, `their_about` and `peers`. [] if there is
     no peer.
     """
@@ -297,7 +302,10 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
 
 @steps.step
 def overlap(view: views.View, about: str) -> list[items.Plot]:
-    """A plot of when a training step computes and when it communicates: two lanes for each row of the first batch.
+    """A plot of when a training step computes and when it communicates.
+
+    Each case has two lanes, computation above and communication below. Only cases of the first batch size are drawn;
+    there is no plot if no case's timeline has communication.
 
     A case's field `timeline` has spans (kind, start, end), in seconds; the kind is a key of COLOURS.
     """
@@ -333,8 +341,9 @@ def with_held(view: views.View) -> views.View:
 def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
     """One case for each combination of values of these fields, with `latency_s` and `bytes_per_s` fitted to its times.
 
-    The fit is a line through the times of all sizes (`bytes`) of the combination. Disturbed cases count only if all are
-    disturbed. There is no case if fewer than two sizes count, or if times do not grow with the size.
+    The fit is a line through the times of all sizes (`bytes`) of the combination. Cases during which the machine was
+    disturbed count only if it was disturbed in all. There is no case if fewer than two sizes count, or if times do not
+    grow with the size.
     """
     cases = []
     for part in view.groups(names).values():
@@ -354,7 +363,7 @@ def row_labels(view: views.View, plain: str) -> views.View:
     def called(case: fields.Record) -> fields.Record:
         extra = case["impl"].removeprefix(case["strategy"])
         if case["checkpoint"] != plain:
-            extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)  # row names have "-C" and checkpointing levels
+            extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)  # row names shorten levels: "-Ca12m22"
         extra = extra.strip("-").replace("-", ", ").replace("MiB", " MiB")
         extra = re.sub("^auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", extra)
         return {"called": ", ".join(filter(None, [case["strategy"], extra]))}
@@ -369,7 +378,8 @@ def rivals(
     """A table of how much faster each strategy is than its rivals, which its trait `rivals` names.
 
     There is a line for each combination of values of the fields `settings`, and a column for each pair that was timed.
-    Below are geometric means over the lines whose names have the same end.
+    A line's name has a beginning and an end. Below these lines there is one for each end: it has the geometric means
+    over the lines with this end.
 
     names        templates of the beginning and of the end of a line's name, with names of fields in braces
     word, title  the end of the file's name, and the title, with names of fields in braces

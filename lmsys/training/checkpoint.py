@@ -5,8 +5,9 @@ share and one for each rank's own part, under names that no earlier save has use
 last, when all that it names is on the disk, so a save that is killed at any moment leaves the earlier checkpoints as
 they were. All ranks write to one folder. Loading unpickles tensors and plain values only (`weights_only`).
 
-The training loop calls `save`, and the pipeline `newest`, which returns a `Checkpoint`. loop.py and training_state.py
-decide what the files hold. For a loop of your own `save_checkpoint` writes one file, without checksums.
+The training loop (loop.py) calls `save`. The steps of `lmsys train` (pipeline.py) call `newest`, which returns a
+`Checkpoint`. loop.py and training_state.py decide what the files hold. For a loop of your own `save_checkpoint` writes
+one file, without checksums.
 """
 
 import io
@@ -29,12 +30,14 @@ from lmsys import files, strict_json, values
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
-# The name of a file that a save writes, but for manifests: a part, an unfinished part, or an unfinished manifest. The
-# first group is the step.
+# Matches the names of all files that a save writes except finished manifests. So it matches those of parts, unfinished
+# parts and unfinished manifests. The first group is the step.
 _WRITTEN = re.compile(
     r"step-(\d{8,})(-(shared|rank-\d+)-[0-9a-f]{8}\.pt(\.[0-9a-f]{8}\.tmp)?|\.json\.[0-9a-f]{8}\.tmp)"
 )
-_FORMAT = 1  # of manifests: raise it when older versions could not read a new one
+# The format of manifests. Raise it when older versions could not read a new manifest. `read` refuses all other formats,
+# also earlier ones: if those must still be loaded, change `read`, too.
+_FORMAT = 1
 
 
 class SaveError(OSError):
@@ -79,7 +82,7 @@ class Checkpoint:
     def differences(self, **facts: Any) -> Iterator[tuple[str, Any, Any]]:
         """Yields (name, saved value, given value) for each fact that is not as given.
 
-        Of a fact that is a dict, each differing field is yielded in its place, as "fact.field".
+        If both values of a fact are dicts, each field that differs is yielded in place of the fact, as "fact.field".
         """
         for name, expected in facts.items():
             # Through JSON, as the saved value went: a tuple becomes a list.
@@ -127,8 +130,9 @@ def save(
     shared   the state that all ranks have in common: that of rank 0 is saved
     own      this rank's own part
     facts    plain values about the run, which `Checkpoint.require` and `differences` compare at a resume
-    keep     how many checkpoints stay, this one and the latest before it; None: all
-    gather   a collective that returns a value of every rank, by rank, as `all_gather_object` does
+    keep     how many checkpoints stay: this one and the `keep` - 1 of the latest earlier steps; None: all
+    gather   a collective: it takes this rank's value and returns the values of all ranks, by rank, as
+             `all_gather_object` does
 
     SaveError on every rank when one of them fails, as with a full disk; ValueError for keep < 1 or step < 0.
     """
@@ -147,7 +151,7 @@ def save(
     if rank == 0:
         # After a failure, too: ranks have written parts to the folder that no manifest names.
         _, untidy = _attempt(_tidy, folder, step, keep)
-        if untidy:  # no error, which rank 0 alone would raise: the next save tidies up again
+        if untidy:  # a warning, since rank 0 alone would raise an error; the next save tidies up again
             warnings.warn(f"{folder}: files that no checkpoint needs are left: {untidy}", stacklevel=2)
     failures = dict.fromkeys(failed for _, failed in reports if failed)
     if failures:
@@ -172,7 +176,7 @@ def newest(folder: Path, verified: bool = True) -> Checkpoint | None:
 
 
 def read(manifest: Path) -> Checkpoint:
-    """The checkpoint that a manifest describes. ValueError for what is no manifest, or of a later format."""
+    """The checkpoint that a manifest describes. ValueError for what is no manifest, or one of another format."""
     content = strict_json.read_json(
         values.path("manifest", manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict
     )
@@ -247,9 +251,9 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | 
 def _tidy(folder: Path, step: int, keep: int | None) -> None:
     """Removes the checkpoints beyond `keep`, and parts that no manifest names, such as those of killed saves.
 
-    Checkpoints of later steps stay and do not count: they are there when a run has gone back to an earlier one, as from
-    a damaged one. Files with names that no save writes stay too, and so do manifests that cannot be read, with their
-    parts.
+    Checkpoints of later steps stay and do not count. They are there when a run has gone back to an earlier checkpoint,
+    for example because the newest was damaged. Files with names that no save writes stay too, and so do manifests that
+    cannot be read, with their parts.
     """
     named, unknown, count = set[str](), set[int](), 0
     for saved_step, manifest in _manifests(folder).items():
@@ -307,7 +311,8 @@ def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, it
         ),
         "iteration": values.whole("iteration", iteration, least=0),
     }
-    # torch lists the refused types of a file alone: so the state is saved once in memory, without its large tensors.
+    # torch lists the types that `torch.load` would refuse only for a file, not for a state. So the state is first saved
+    # into a file in memory, without its tensors, which may be large.
     without_tensors = io.BytesIO()
     torch.save(tree_map_only(torch.Tensor, lambda _: None, state), without_tensors)
     without_tensors.seek(0)
@@ -326,6 +331,7 @@ def load_checkpoint(src: File, model: torch.nn.Module, optimizer: torch.optim.Op
     """Loads the state of model and optimizer in place; returns the iteration that `save_checkpoint` was given.
 
     src  the path, or a binary file
+
     No code of the file runs. ValueError for a file that holds something else, or the state of another model.
     """
     values.hold((isinstance(src, str | os.PathLike) or hasattr(src, "read"), f"{src=} must be a path or a binary file"))

@@ -1,7 +1,10 @@
 """AdamW, a cosine schedule with warm-up, and clipping by the global norm. On CUDA the host waits in none of them.
 
-The training loop, benchmarks and loops of your own call them. The kernel of AdamW is in optimizer_triton.py; muon.py
-has the subclass `Muon`.
+The training loop, benchmarks and loops of your own call them. The kernel of AdamW is in optimizer_triton.py. Another
+optimizer may derive from `AdamW`, as `Muon` in muon.py does: it overrides `_validate`, which checks options, and
+`_bundles`, which divides parameters into bundles of its own subclass of `Bundle`. The training loop gets its optimizer
+from `optimizer_of` in muon.py, and `Trainer.schedule` in loop.py calls `cosine_schedule`.
+
 Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a Transformer LM").
 """
 
@@ -29,23 +32,26 @@ class AdamW(Optimizer):
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²
         p = p - lr weight_decay p - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
 
-    Parameters of one group, device and dtype are stepped at once. On CUDA float32 ones are stepped by the kernel of
-    optimizer_triton.py, if triton is installed and they, their state and their gradients are contiguous; all others by
-    torch's fused kernel. On other devices torch's foreach function steps them. torch's kernels and ours differ in
-    rounding alone. The state is that of torch's AdamW, so each loads the other's state dict: `step` (float32 scalar, on
-    CUDA beside its parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (like the parameter). The lists of tensors
-    that kernels take are kept until other parameters have gradients or a tensor of the state is replaced.
+    Parameters of one group, device and dtype are stepped at once. On CUDA they are stepped by our kernel, that of
+    optimizer_triton.py, if triton is installed, they are float32, and they, their gradients and their state are
+    contiguous; otherwise by torch's fused kernel. On other devices torch's foreach function steps them. The three
+    differ in rounding alone.
+
+    The state is that of torch's AdamW, so each loads the other's state dict: `step` (float32 scalar, on CUDA beside its
+    parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (like the parameter). The lists of tensors that kernels take
+    are kept from step to step, until other parameters have gradients or a tensor of the state is replaced.
 
     grad_factor  a scalar tensor that `scale_gradients` sets: the next step, and no other, multiplies gradients by it as
                  it reads them; `.grad` itself does not change
-    rounded      `lmsys.model.linear.RoundedWeights`: copies of parameters in a narrower dtype, which our kernel writes
-                 in the pass that steps the parameters, but not under `GradScaler`
+    rounded      `lmsys.model.linear.RoundedWeights`: copies of parameters in a narrower dtype. Our kernel writes them
+                 as it steps the parameters, but not in a step that `GradScaler` may skip. torch's kernels never do.
+                 Copies that were not written are made again in the next forward
 
-    `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.
+    `torch.amp.GradScaler` leaves unscaling, and skipping a step, to the kernel when all parameters are on CUDA.
     ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
     or not floating-point, the state dict of another algorithm.
 
-    `lmsys.training.muon.Muon` derives from it: it overrides `_validate` and `_bundles`.
+    `lmsys.training.muon.Muon` derives from it.
     """
 
     grad_factor: Tensor | None = None
@@ -65,7 +71,9 @@ class AdamW(Optimizer):
 
     def _begin(self, params: Iterable[Any], **defaults: Any) -> None:
         """The work of the constructor, for this class and `Muon`, whose options differ."""
-        self._plans: dict[int, tuple[list[Tensor], list[Any]]] = {}  # {group: (tensors, their bundles)}, see `_plan`
+        # What `_plan` keeps: {index of a param group: (its parameters that have gradients, and the tensors of their
+        # state; the `Bundle` objects that hold these parameters)}.
+        self._plans: dict[int, tuple[list[Tensor], list[Any]]] = {}
         self._validate(**defaults)
         super().__init__(instance("params", params, Iterable), defaults)
 
@@ -113,7 +121,7 @@ class AdamW(Optimizer):
             )
         )
 
-    @torch._disable_dynamo  # compiled code breaks here: torch.compile cannot trace the call of torch's function
+    @torch._disable_dynamo  # the graph of compiled code breaks here: torch.compile cannot trace the call of `adamw`
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns what `closure` returned."""
@@ -123,14 +131,15 @@ class AdamW(Optimizer):
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_factor
         self.grad_factor = None
         plans = list(map(self._plan, range(len(self.param_groups))))  # what is wrong raises before any change
-        with torch._C.DisableTorchFunctionSubclass():  # under some strategies gradients are of the class `Part`
+        # Under some strategies gradients have the class `lmsys.parallel.part.Part`, which would intercept each call.
+        with torch._C.DisableTorchFunctionSubclass():
             for group, bundles in zip(self.param_groups, plans, strict=True):
                 for bundle in bundles:
                     bundle.step(group, self.rounded, *scaling)
         return loss
 
     def _plan(self, index: int) -> list[Any]:
-        """The bundles of param group `index`.
+        """The bundles (`Bundle`) of param group `index`.
 
         They are kept while the same parameters have gradients and their state consists of the same tensors. ValueError
         for wrong options, and for gradients that the algorithm does not take.
@@ -160,7 +169,7 @@ class AdamW(Optimizer):
             state = self.state[p]
             home = p.device if p.is_cuda else "cpu"
             if not state:
-                # Made on its device: the host would wait for the copy of a number.
+                # The counter is made on its device: otherwise the host would wait until the number is copied there.
                 step = torch.zeros((), dtype=torch.float32, device=home)
                 state.update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
@@ -271,7 +280,7 @@ def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: in
 
 
 def undecayed(module: nn.Module, parts: str) -> structure.Groups:
-    """A function for the argument `groups` of make_optimizer: it gives some parameters a weight decay of 0.
+    """A function for the argument `groups` of `Wrapper.make_optimizer`, which gives some parameters no weight decay.
 
     parts  parts of the names of these parameters, divided by |, such as "ln|embeddings"; a name must contain one of
            them. ValueError for a part that no name contains
@@ -291,7 +300,7 @@ def undecayed(module: nn.Module, parts: str) -> structure.Groups:
 
 
 def set_lr(optimizer: Optimizer, lr: float, matrix_lr: float | None = None) -> None:
-    """Sets the rate of every param group: `set_lr(optimizer, cosine_schedule(step, ...))` before each step.
+    """Sets the learning rate of every param group: `set_lr(optimizer, cosine_schedule(step, ...))` before each step.
 
     matrix_lr  the rate of groups that `Muon` steps; None: lr
     """
@@ -306,8 +315,9 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scales all gradients in place by min(1, max_norm / (norm + eps)); returns norm, a scalar tensor.
 
-    Under a strategy that leaves each rank a part of the gradients, such as `Zero1` and `Fsdp`, give the wrapper itself:
-    then norm is that of the whole gradient, equal on all ranks. All ranks call it.
+    Under a strategy that leaves each rank a part of the gradients, give the wrapper itself: then norm is that of the
+    whole gradient, equal on all ranks. All ranks call it. Such strategies have a `zero_stage` of 2 or more: `Fsdp`, and
+    `Zero1` too, which divides gradients although ZeRO's stage 1 divides only the optimizer's state.
 
     norm is the L2 norm of all gradients as one vector, before clipping, on the first gradient's device and in at least
     float32, so that the norm of float16 gradients cannot overflow; 0 when there are none. The host does not wait for
@@ -347,7 +357,8 @@ def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: 
     """
     if not divided:
         return grad_norm(parameters)
-    with torch._C.DisableTorchFunctionSubclass():  # gradients may be of the class `Part`, which refuses its norm
+    # Gradients may have the class `lmsys.parallel.part.Part`, which refuses functions of norms.
+    with torch._C.DisableTorchFunctionSubclass():
         square = grad_norm(parameters).to(parameters[0].device, torch.float64).square()
     torch.distributed.all_reduce(square, group=collectives.unwrapped(group))
     return square.sqrt().to(torch.promote_types(parameters[0].dtype, torch.float32))
