@@ -11,8 +11,9 @@ decide which versions make pairs, and which pairs must have equal bits. The exit
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
+from typing import Any
 
 import torch
 
@@ -65,32 +66,47 @@ def table(judged: Iterable[tuple[Steps, Steps]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dev.steps", description=__doc__.splitlines()[0])
-    axes = [axis for axis in DataParallel.axes if axis.option]
-    for axis in axes:
-        parser.add_argument(axis.option, dest=axis.option, help=axis.help.replace("%", "%%"), metavar=axis.metavar)
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are taken, after the first few")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and the rows looked at")
+def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Adds --device, and an option for each axis of the benchmark; with `names`, only for the axes of these names."""
+    for axis in DataParallel.axes:
+        if axis.option and (names is None or axis.name in names):
+            parser.add_argument(axis.option, dest=axis.option, help=axis.help.replace("%", "%%"), metavar=axis.metavar)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    options = vars(parser.parse_args(arguments))
-    benchmark, settings = DataParallel(), Settings(device=options["device"], seed=options["seed"])
-    if options["steps"] < 1:
-        parser.error(f"--steps {options['steps']}: must be at least 1")
+
+
+def cases_of(parser: argparse.ArgumentParser, options: Mapping[str, Any], defaults: Grid) -> list[ParallelCase]:
+    """The cases that the options of `add_options` choose and that can run here.
+
+    A case that cannot run is named on standard error, with the reason. `parser.error` ends the program if a value is
+    wrong.
+
+    defaults  values of axes whose options are not given
+    """
+    benchmark, texts = DataParallel(), {name: text for name, text in options.items() if text and name.startswith("--")}
     try:
-        given = given_axes(axes, {option: text for option, text in options.items() if text and option.startswith("--")})
-        cases = list(benchmark.cases(filled(DEFAULTS, DataParallel.axes, given), settings))
+        grid = filled(defaults, DataParallel.axes, given_axes(DataParallel.axes, texts))
+        cases = list(benchmark.cases(grid, Settings(device=options["device"])))
     except ValueError as error:
         parser.error(str(error))
-    cases = [case for case in cases if case.traits.synchronizes or case.world_size == 1]
-    asked_pass = Pass(settings.seed, settings.seed, settings.seed, options["steps"])
-    versions = []
+    reasons = [(case, benchmark.why_not(case)) for case in cases if case.traits.synchronizes or case.world_size == 1]
+    for case, reason in reasons:
+        if reason:
+            print(f"{name_of(case)}: left out, as {reason}", file=sys.stderr)
+    return [case for case, reason in reasons if not reason]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dev.steps", description=__doc__.splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are taken, after the first few")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and the rows looked at")
+    options = vars(parser.parse_args(arguments))
+    if options["steps"] < 1:
+        parser.error(f"--steps {options['steps']}: must be at least 1")
+    cases, seed = cases_of(parser, options, DEFAULTS), options["seed"]
+    asked_pass = Pass(seed, seed, seed, options["steps"])
     with closing(Ranks()) as ranks:
-        for case in cases:
-            if reason := benchmark.why_not(case):
-                print(f"{name_of(case)}: left out, as {reason}", file=sys.stderr)
-            else:
-                versions.append(steps_of(case, asked_pass, ranks))
+        versions = [steps_of(case, asked_pass, ranks) for case in cases]
     all_pairs = pairs(versions)
     if not all_pairs:
         parser.error(

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks import axes
 from dev import earlier
 from dev.targets.answers import ENVIRONMENT
 from dev.targets.cards import CARDS
@@ -68,14 +69,16 @@ def _instructions(kernel: Any) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dev.earlier.kernels", description=__doc__.splitlines()[0])
     parser.add_argument("ref", metavar="REF", help="the earlier commit, a git reference")
-    parser.add_argument("--card", choices=[name for name in CARDS if CARDS[name].is_nvidia], default="sm_90")
+    cards = [name for name, card in CARDS.items() if card.is_nvidia and "bfloat16" not in card.lacks]
+    parser.add_argument("--card", choices=cards, default="sm_90")
     parser.add_argument("--head-dim", default="64,128", metavar="D", help="head dimensions; default: 64,128")
     options = parser.parse_args(arguments)
     differs = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            commit, head_dims = earlier.unpack(options.ref, folder), [int(text) for text in options.head_dim.split(",")]
+            (head_dims,) = (axis.values(options.head_dim) for axis in axes.named("--head-dim"))
+            commit = earlier.unpack(options.ref, folder)
         except ValueError as error:
             parser.error(str(error))
         for head_dim, causal in ((head_dim, causal) for head_dim in head_dims for causal in (True, False)):

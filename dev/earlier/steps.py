@@ -4,22 +4,20 @@ python -m dev.earlier.steps 6ddb582 --size small --compile compiled,graphed --st
 
 Each rank holds two models, one of each package, whose steps take turns in rounds. `--against` of a benchmark cannot do
 this: it gives each state processes of its own, and two groups of ranks cannot take turns. A line of the table has the
-median seconds of a step, the ratio with its interval of 95 %, a verdict by a margin of 2 %, and the peak of memory.
-With `--profile` a second table has the functions of Python whose time in a step has changed the most on rank 0: that
-is where to look when a step is bounded by the host. A new kind of step is a branch in `step_of`.
+median milliseconds of a step, the ratio with its interval of 95 % and its verdict, as of `--against`, and the peak of
+memory. With `--profile` a second table has the functions of Python whose time in a step has changed the most on rank 0:
+that is where to look when a step is bounded by the host. `step_of` makes a step; a new option goes there and to AXES.
 """
 
 import argparse
-import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from cProfile import Profile
 from dataclasses import replace
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from pstats import Stats
 from time import perf_counter
@@ -28,59 +26,68 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.passes import ADAMW
+from benchmarks.data_parallel.rank import compiler_of
 from dev import earlier
-from lmsys import traits
-from lmsys.bench import changes
-from lmsys.bench.ranks import release
-from lmsys.config import SIZES
+from dev.steps import add_options, cases_of
+from lmsys.bench import Grid, changes, record
+from lmsys.bench.ranks import Ranks
+from lmsys.bench.results import MARGIN_IN_TURNS
 from lmsys.measure import clock, memory
 from lmsys.parallel import STRATEGIES, group
+from lmsys.training.prepare import autocast
+from lmsys.values import one_of
 
 PACKAGES = "lmsys", earlier.NAME
+AXES = "size", "context", "batch", "precision", "compile", "strategy", "world_size"  # those that `step_of` reads
+DEFAULTS = Grid(  # values of axes whose options are not given; world_size 0: as many ranks as GPUs, two on a CPU
+    "earlier", size=("tiny",), context=(512,), batch=(4,), precision=("bf16",), strategy=("bucketed", "zero1", "fsdp"),
+    world_size=(0,),
+)  # fmt: skip
 WARM_STEPS, STEPS, PROFILED = 4, 6, 10  # untimed steps; steps of a round; steps of a profile
-MARGIN = 0.02  # a smaller change of the time is none
 FUNCTIONS = 25  # functions that a profile shows
+LIMIT_S = 1200.0  # seconds that the ranks may take for one case
 
 
-def step_of(package: str, setting: Mapping[str, Any]) -> tuple[Callable[[], Any], Any]:
-    """(a training step on this rank, the strategy's adapter) of a package.
-
-    setting  what `main` has made of its options
-    """
+def step_of(package: str, case: ParallelCase) -> tuple[Callable[[], Any], Any]:
+    """(a training step on this rank, the strategy's adapter) of a package."""
 
     def module(name: str) -> Any:
         return import_module(f"{package}.{name}")
 
-    device, graphed = group.device(), setting["compile"] == "graphed"
-    config = replace(module("config").model_config(setting["size"]), context_length=setting["context"])
+    device = group.device()
+    config = replace(
+        module("config").model_config(case.size), context_length=case.context, vocab_size=case.config.vocab_size
+    )
     torch.manual_seed(0)
     model = module("model").TransformerLM(config, str(device))
-    if setting["compile"] != "eager":
+    if case.blocks == "compiled":
         model.compile_blocks()
+    elif case.blocks == "fused":
+        model.fuse_blocks()
     gradients = module("training.gradients")
-    if not hasattr(gradients, "GraphedGradients") or not hasattr(gradients, "backward_of"):
-        gradients = module("training.graph")  # which had them until 2026-11-28
-    # The dtype of FSDP's all-gathers is an option of the strategy, as in the benchmarks.
-    half = setting["bf16"] and traits.StrategyTraits.of(STRATEGIES[setting["strategy"]]).compute_dtype
-    options = {"compute_dtype": torch.bfloat16} if half else {}
-    with gradients.on_capture_stream() if graphed else nullcontext():
-        entry, loss = module("parallel").STRATEGIES[setting["strategy"]], module("model").Loss(model)
-        adapter = module("parallel.adapter").Adapter(entry.load(), loss, None, **options)
+    if not hasattr(gradients, "backward_of"):
+        gradients = module("training.graph")  # which had it, and CUDA graphs, until 2026-11-28
+    strategies = module("parallel").STRATEGIES
+    one_of("--strategy", case.entry.name, strategies)  # the earlier table may lack it
+    with gradients.on_capture_stream() if case.replayed else nullcontext():
+        loss = module("model").Loss(model)
+        adapter = module("parallel.adapter").Adapter(strategies[case.entry.name].load(), loss, None, **case.options)
     adamw = module("training.optimizer").AdamW
     optimizer = adapter.make_optimizer(adamw, **ADAMW)
     if isinstance(optimizer, adamw):
         optimizer.rounded = model.rounded  # the optimizer also writes the model's rounded weights
 
     def loss_of(*inputs: torch.Tensor) -> Any:
-        with torch.autocast(device.type, torch.bfloat16, enabled=setting["bf16"]):
+        with autocast(case.precision, device.type):
             return adapter(*inputs)
 
     compute = gradients.backward_of(loss_of, adapter.finish)
-    if graphed:
+    if case.replayed:
         warm_ups = gradients.warm_ups_of(adapter.wrapper)
         compute = gradients.GraphedGradients(compute, adapter.module.parameters(), warm_ups)
-    tokens = torch.randint(config.vocab_size, (setting["batch"], setting["context"]), device=device)
+    tokens = torch.randint(config.vocab_size, (case.batch, case.context), device=device)
 
     def step() -> None:
         compute(tokens, tokens)
@@ -91,46 +98,45 @@ def step_of(package: str, setting: Mapping[str, Any]) -> tuple[Callable[[], Any]
 
 
 class Measured(NamedTuple):
-    """What a rank has measured: by package the seconds of a step in each round and the peak bytes; a profile's lines.
+    """The result of a rank: by package the seconds of a step in each round and the peak bytes; a profile's lines.
 
     The second model's peak does not count what the first one holds.
     """
 
     seconds: dict[str, list[float]]
-    peaks: dict[str, int | None]
+    peaks: dict[str, int]
     profile: list[str]
 
 
-def measure(folder: Path, setting: Mapping[str, Any]) -> Measured:
+def measure(folder: Path, case: ParallelCase, rounds: int, profile: bool) -> Measured:
     """Measures one case on this rank."""
     earlier.importable(folder)
     device = group.device().type
-    release()
-    torch.compiler.reset()
-    steps, adapters, peaks = dict[str, Callable[[], Any]](), [], dict[str, int | None]()
-    for package in PACKAGES:
-
-        def make(package: str = package) -> None:
-            steps[package], adapter = step_of(package, setting)
-            adapters.append(adapter)
-            for _ in range(WARM_STEPS):
-                steps[package]()
-
-        peaks[package] = memory.peak_bytes(make, device)
+    steps, adapters, peaks = dict[str, Callable[[], Any]](), [], dict[str, int]()
     seconds: dict[str, list[float]] = {package: [] for package in PACKAGES}
-    for number in range(setting["rounds"]):
-        for package in PACKAGES if number % 2 else PACKAGES[::-1]:
-            steps[package]()  # brings back what the other package's steps have pushed out of caches
-            clock.synchronize(device)
-            dist.barrier()
-            clock.synchronize(device)
-            start = perf_counter()
-            for _ in range(STEPS):
-                steps[package]()
-            clock.synchronize(device)
-            seconds[package].append((perf_counter() - start) / STEPS)
-    lines = profiled(steps) if setting["profile"] else []
-    for adapter in adapters:
+    with compiler_of(case):
+        for package in PACKAGES:
+
+            def make(package: str = package) -> None:
+                steps[package], adapter = step_of(package, case)
+                adapters.append(adapter)
+                for _ in range(WARM_STEPS):
+                    steps[package]()
+
+            peaks[package] = memory.peak_bytes(make, device)
+        for number in range(rounds):
+            for package in PACKAGES if number % 2 else PACKAGES[::-1]:
+                steps[package]()  # brings back what the other package's steps have pushed out of caches
+                clock.synchronize(device)
+                dist.barrier()
+                clock.synchronize(device)
+                start = perf_counter()
+                for _ in range(STEPS):
+                    steps[package]()
+                clock.synchronize(device)
+                seconds[package].append((perf_counter() - start) / STEPS)
+        lines = profiled(steps) if profile else []
+    for adapter in adapters:  # an earlier adapter has no `wait` of its own
         getattr(adapter, "wait", getattr(adapter.wrapper, "wait", lambda: None))()
     return Measured(seconds, peaks, lines)
 
@@ -162,24 +168,21 @@ def profiled(steps: Mapping[str, Callable[[], Any]]) -> list[str]:
     ]
 
 
-def line_of(setting: Mapping[str, Any], by_rank: Sequence[Measured]) -> str:
+def line_of(case: ParallelCase, commit: str, by_rank: Sequence[Measured]) -> str:
     """The table's line: of each round the slowest rank counts, and of memory the rank that needs the most."""
     now, before = (
         [max(times) for times in zip(*(rank.seconds[package] for rank in by_rank), strict=True)] for package in PACKAGES
     )
-    shift = changes.paired([math.log(new / old) for new, old in zip(now, before, strict=True)])
-    low, high = map(math.exp, shift.interval)
-    if low > 1 + MARGIN or high < 1 - MARGIN:
-        verdict = changes.SLOWER if low > 1 else changes.FASTER
-    else:
-        verdict = changes.SAME if low >= 1 - MARGIN and high <= 1 + MARGIN else changes.UNCLEAR
-    peaks = [max(rank.peaks[package] or 0 for rank in by_rank) / 2**20 for package in PACKAGES]
+    today = {"benchmark": "steps", "id": case.id, "impl": case.impl, "label": case.impl, "outcome": "ok"}
+    against = {"name": commit[:10], "commit": commit, "margin": MARGIN_IN_TURNS}
+    records = today | {"samples_s": now}, record.earlier(today | {"samples_s": before}, against)
+    (change,) = changes.compare_in_turns(records, MARGIN_IN_TURNS)
     cells = [
-        *(setting[name] for name in ("size", "compile", "strategy")),
+        *(case.size, case.compile, case.impl),
         *(f"{1e3 * statistics.median(times):.3f}" for times in (now, before)),
-        f"{math.exp(shift.estimate):.3f} ({low:.3f} to {high:.3f})",
-        verdict,
-        *(f"{mib:,.0f}" for mib in peaks),
+        *change.texts,
+        change.verdict,
+        *(f"{max(rank.peaks[package] for rank in by_rank) / 2**20:,.0f}" for package in PACKAGES),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -189,33 +192,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m dev.earlier.steps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ref", metavar="REF", help="the earlier commit, a git reference")
-    for name, default, known in (
-        ("size", "tiny", SIZES),
-        ("compile", "eager", ("eager", "compiled", "graphed")),
-        ("strategy", "bucketed,zero1,fsdp", STRATEGIES),
-    ):
-        parser.add_argument(f"--{name}", default=default, metavar="A,B", help=f"of {', '.join(known)}; {default}")
-    for name, number in {"world-size": 2, "context": 512, "batch": 4, "rounds": 20}.items():
-        parser.add_argument(f"--{name}", type=int, default=number, metavar="N", help=f"default: {number}")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    add_options(parser, AXES)
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
     parser.add_argument("--profile", action="store_true", help="also the functions of Python that take longer or less")
     options = vars(parser.parse_args(arguments))
     if options["rounds"] < changes.FEWEST_ROUNDS:
         parser.error(f"--rounds {options['rounds']}: an interval needs {changes.FEWEST_ROUNDS} or more")
-    shared = {name: options[name] for name in ("context", "batch", "rounds", "profile")}
-    shared["bf16"] = options["precision"] == "bf16"
-    with tempfile.TemporaryDirectory() as name, group.WorkerGroup(options["world_size"], timeout_s=1200.0) as ranks:
+    cases = cases_of(parser, options, DEFAULTS)
+    if not cases:
+        parser.error("no case can run here")
+    for case in cases:
+        if case.entry.name not in STRATEGIES or case.entry.peer:
+            parser.error(f"--strategy {case.entry.name}: it is not of this package, so no commit changes it")
+    with tempfile.TemporaryDirectory() as name, closing(Ranks(timeout_s=LIMIT_S)) as ranks:
+        folder = Path(name)
         try:
-            commit = earlier.unpack(options["ref"], Path(name))
+            commit = earlier.unpack(options["ref"], folder)
         except ValueError as error:
             parser.error(str(error))
-        print(f"steps in ms beside {commit[:10]}, on {options['world_size']} ranks by {ranks.backend}")
-        print("| size | compile | strategy | ms | ms before | ratio (95 %) | verdict | MiB | MiB before |")
-        print("|---|---|---|---|---|---|---|---|---|", flush=True)
-        for case in product(*(options[name].split(",") for name in ("size", "compile", "strategy"))):
-            setting = shared | dict(zip(("size", "compile", "strategy"), case, strict=True))
-            by_rank = ranks.run(measure, Path(name), setting)
-            print("\n".join([line_of(setting, by_rank), *by_rank[0].profile]), flush=True)
+        print(f"steps in ms beside {commit[:10]}, on {cases[0].world_size} ranks by {cases[0].backend}")
+        print("| size | compile | strategy | ms | ms before | ratio | 95 % | verdict | MiB | MiB before |")
+        print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+        for case in cases:
+            by_rank = ranks.run(
+                case.world_size, case.backend, measure, folder, case, options["rounds"], options["profile"]
+            )
+            print("\n".join([line_of(case, commit, by_rank), *by_rank[0].profile]), flush=True)
     return 0
 
 
