@@ -10,6 +10,7 @@ that is where to look when a step is bounded by the host. `step_of` makes a step
 """
 
 import argparse
+import re
 import statistics
 import sys
 import tempfile
@@ -47,6 +48,7 @@ DEFAULTS = Grid(  # values of axes whose options are not given; world_size 0: as
 )  # fmt: skip
 WARM_STEPS, STEPS, PROFILED = 4, 6, 10  # untimed steps; steps of a round; steps of a profile
 FUNCTIONS = 25  # functions that a profile shows
+COMPILED = re.compile("c[a-z0-9]{51}[.]py")  # a module that torch.compile wrote: its name is a hash of its text
 LIMIT_S = 1200.0  # seconds that the ranks may take for one case
 
 
@@ -152,7 +154,8 @@ def profiled(steps: Mapping[str, Callable[[], Any]]) -> list[str]:
         stats: Any = Stats(profile)
         totals.append(f"{stats.total_calls / PROFILED:.0f} calls, {1e3 * stats.total_tt / PROFILED:.2f} ms")
         for (path, _, name), (_, calls, own_s, *_) in stats.stats.items():
-            function = Path(path).name, name.replace(earlier.NAME, "lmsys")
+            file = "compiled code" if COMPILED.fullmatch(Path(path).name) else Path(path).name
+            function = file, name.replace(earlier.NAME, "lmsys")
             before = by_function.setdefault(function, {}).get(package, (0.0, 0.0))
             by_function[function][package] = before[0] + calls / PROFILED, before[1] + 1e6 * own_s / PROFILED
     rows = []
