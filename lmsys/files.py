@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import subprocess
 import zlib
@@ -37,6 +38,21 @@ def git(folder: Path, *words: str) -> str | None:
     except OSError:
         return None
     return ended.stdout.strip() if ended.returncode == 0 else None
+
+
+def commit_of(root: Path, ref: str) -> str:
+    """The whole hash of the commit that a git reference names in the repository at `root`; "" if it names none."""
+    commit = git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}") or ""
+    return commit if commit.isalnum() else ""  # for a range, such as ^HEAD, git prints a hash with a sign before it
+
+
+def unpack_commit(root: Path, commit: str, folder: Path, *paths: str) -> None:
+    """Puts a commit's files into `folder`, which is made: all of them, or those under `paths`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = folder / ".tar"
+    git(root, "archive", f"--output={archive}", commit, *paths)
+    shutil.unpack_archive(archive, folder, "tar", filter="data")
+    archive.unlink()
 
 
 def read_text(path: Path) -> str:

@@ -6,11 +6,10 @@ Both import the earlier package as `lmsys_earlier`, from a copy that `unpack` ma
 """
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
-from lmsys.files import git
+from lmsys.files import commit_of, git, unpack_commit
 from lmsys.values import hold
 
 NAME = "lmsys_earlier"  # the name under which the earlier package is imported
@@ -24,12 +23,9 @@ def unpack(ref: str, folder: Path) -> str:
     that both packages can register theirs in one process.
     """
     root = Path(git(Path(__file__).parent, "rev-parse", "--show-toplevel") or ".")
-    commit = git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}") or ""
-    hold((commit.isalnum(), f"{ref!r} is no commit of {root}"))
-    archive = folder / "earlier.tar"
-    git(root, "archive", f"--output={archive}", commit, "lmsys")
-    shutil.unpack_archive(archive, folder, filter="data")
-    archive.unlink()
+    commit = commit_of(root, ref)
+    hold((commit, f"{ref!r} is no commit of {root}"))
+    unpack_commit(root, commit, folder, "lmsys")
     (folder / "lmsys").rename(folder / NAME)
     for path in (folder / NAME).rglob("*"):
         if path.suffix in SOURCES:

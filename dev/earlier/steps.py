@@ -10,6 +10,7 @@ that is where to look when a step is bounded by the host. `step_of` makes a step
 """
 
 import argparse
+import gc
 import re
 import statistics
 import sys
@@ -126,6 +127,8 @@ def measure(folder: Path, case: ParallelCase, rounds: int, profile: bool) -> Mea
                     steps[package]()
 
             peaks[package] = memory.peak_bytes(make, device)
+        gc.collect()
+        gc.disable()  # collecting takes longer than many a step, and would hit one package or the other by chance
         for number in range(rounds):
             for package in PACKAGES if number % 2 else PACKAGES[::-1]:
                 steps[package]()  # brings back what the other package's steps have pushed out of caches
@@ -138,6 +141,7 @@ def measure(folder: Path, case: ParallelCase, rounds: int, profile: bool) -> Mea
                 clock.synchronize(device)
                 seconds[package].append((perf_counter() - start) / STEPS)
         lines = profiled(steps) if profile else []
+        gc.enable()
     for adapter in adapters:  # an earlier adapter has no `wait` of its own
         getattr(adapter, "wait", getattr(adapter.wrapper, "wait", lambda: None))()
     return Measured(seconds, peaks, lines)

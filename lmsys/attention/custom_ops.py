@@ -110,12 +110,14 @@ def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pat
 
     parts  numbers, floats and tensors, in this order
     """
+    if not layout:  # most calls, and a step may wait for the host
+        return {}
     next_of, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
     for name, kinds in (part.split(":") for part in layout.split()):
         values = [next(next_of[kind]) for kind in kinds]
         several = documents.Documents.of_parts(*values) if name == "documents" else tuple(values)
         given[name] = several if len(kinds) > 1 else values[0]
-    return {"pattern": Pattern(causal, **given)} if layout else {}
+    return {"pattern": Pattern(causal, **given)}
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, pattern: Pattern | None = None) -> Tensor:

@@ -7,12 +7,11 @@ states are measured by one clock and judged by one error budget, and any state w
 today's registry lacks, add it to earlier.py. Imports no torch.
 """
 
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmsys.files import git
+from lmsys.files import commit_of, git, unpack_commit
 from lmsys.values import hold
 
 PACKAGE = Path(__file__).parents[1]
@@ -42,22 +41,20 @@ class Checkout:
         self.text = text
         self.root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd())  # without git the folder itself
         folder = Path(text).expanduser()
-        self.commit = git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}") or ""
+        self.commit = commit_of(self.root, text)
         is_folder, begin = folder.is_dir(), f"--against {text!r}"
         hold(
             (
                 not (self.commit and is_folder),
                 f"{begin} is a folder and a git reference: name one by ./{text} or its commit",
             ),
-            # For a range, such as ^HEAD, git prints the hash with a sign in front of it: this is no commit.
-            (self.commit.isalnum() or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
+            (self.commit or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
         )
         self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
         earlier = folder.resolve()
         if self.commit:
-            earlier, archive = temporary / "earlier", temporary / "earlier.tar"
-            git(self.root, "archive", f"--output={archive}", self.commit)
-            shutil.unpack_archive(archive, earlier, filter="data")
+            earlier = temporary / "earlier"
+            unpack_commit(self.root, self.commit, earlier)
         self.folder = temporary / "tree"
         _mirror(earlier, self.folder)
         others = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]

@@ -40,8 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # {name without a prefix: keywords of ar
     "deadline": {
         "metavar": "SECONDS",
         "default": "600",
-        "help": "a row that takes longer to compile or to answer is ended (one that has run before: after 30 s, or 20 "
-        "times what it should take)",
+        "help": "a row that takes longer to compile or to answer is ended (in a timed call: after 30 s, or 20 times "
+        "what all samples of its comparison should take)",
     },
     "retry-crashed": {"action": "store_true", "help": "--resume runs again what crashed or hung, too"},
     "no-check": {"action": "store_true", "help": "do not ask rows from files what lmsys check asks first"},

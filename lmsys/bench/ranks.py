@@ -90,7 +90,8 @@ class Ranks:
                 group.run(memory.cap_gpu_memory, self._limit)
             return group.run(function, *args)[:world_size]
         except WorkerError:
-            self._group = None  # a `WorkerGroup` ends if one of its ranks fails; the next call starts another
+            if isinstance(self._group, WorkerGroup):  # it ends if one of its ranks fails; the next call starts another
+                self._group = None
             raise
 
     def ask(self, case: Any, function: Callable[..., Any], *args: Any) -> list[Any]:

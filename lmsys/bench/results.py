@@ -190,6 +190,8 @@ class Session:
     def _run(self, group: Key) -> None:
         """Says what comes and how long it should take, and has the runner measure the group."""
         self.runner.ready()
+        if self.carried and self.settings.timed and not self._took:
+            self._rate((), again=False)  # the journal, too, states the ceilings of this run
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         count = {" ".join(key): len(members) for key, members in self._groups.items()}
@@ -307,7 +309,7 @@ class Session:
 
         if self.settings.timed and self.results:
             try:
-                self._rate_again(self.entries_of_carried + output_json["benchmarks"])
+                self._rate(self.entries_of_carried + output_json["benchmarks"], again=True)
             except (KeyboardInterrupt, Ended) as error:  # what is measured stands
                 self.runner.machine["ceilings_moved"] = [
                     f"ceilings were not measured again: {str(error) or 'interrupted'}"
@@ -365,8 +367,8 @@ class Session:
         """Verdicts on rows beside their earlier state (--against), at the end of the run."""
         return _changes().compare_in_turns(self.records, self.margin) if self.checkout else []
 
-    def _rate_again(self, entries: Iterable[Record]) -> None:
-        """Measures the machine's ceilings again, and recomputes all rates with the higher of the two measurements.
+    def _rate(self, entries: Iterable[Record], again: bool) -> None:
+        """Recomputes the rates of all records by the machine's ceilings, which are measured once more if `again`.
 
         Carried records are rated anew, too: a file has the ceilings of the run that wrote it. The values that
         pytest-benchmark's `entries` have of records, in `extra_info`, are replaced in place.
@@ -378,7 +380,7 @@ class Session:
             for key, answer in held.items()
             if (case := self._case(key, answer))
         }
-        machine, records = self.runner.ask("rate_again", list(asked.values()))
+        machine, records = self.runner.ask("rate", list(asked.values()), again)
         self.runner.machine.update(machine)
         rated = {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
         self.carried |= {key: answer for key, answer in rated.items() if key in self.carried}

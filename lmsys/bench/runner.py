@@ -158,16 +158,18 @@ class Runner(instruments.Instruments):
             records.append(instruments.all_declared(benchmark, record | (more or {})) | ones)
         return {"machine": facts, "records": records}
 
-    def rate_again(
-        self, cases: Sequence[tuple[Benchmark, Case, fields.Record]]
+    def rate(
+        self, cases: Sequence[tuple[Benchmark, Case, fields.Record]], again: bool
     ) -> tuple[fields.Record, list[fields.Record]]:
-        """(the machine, the records of these cases rated by it), after its ceilings have been measured again.
+        """(the machine, the records of these cases rated by it).
 
-        Each ceiling becomes the higher of both measurements; the field `ceilings_moved` says which have moved.
+        again  True: measures the machine's ceilings once more before. Each becomes the higher of both measurements, and
+               the field `ceilings_moved` says which have moved
         """
-        before, after = self.machine["ceilings"], self.ceilings()
-        self.machine["ceilings"] = machine.best_of(before, after)
-        self.machine["ceilings_moved"] = machine.moved(before, after)
+        if again:
+            before, after = self.machine["ceilings"], self.ceilings()
+            self.machine["ceilings"] = machine.best_of(before, after)
+            self.machine["ceilings_moved"] = machine.moved(before, after)
         return self.machine, [self.rated(*case) for case in cases]
 
     def ask(self, name: str, *args: Any) -> Any:

@@ -316,7 +316,7 @@ class Wrapper(nn.Module):
         it and of its square show a difference of 1 (`_heed`).
         """
         # nn.Module.__setattr__ is slow, and this runs for every collective of fsdp.
-        self.__dict__["_history"] = (31 * self._history + what + 1) % 4093
+        self.__dict__["_history"] = (31 * self._history + what + 2) % 4093
 
     def _enter_backward(self, walk: Any, *_: Any) -> None:
         """Called when a backward comes to the output of a forward of this wrapper; `walk` is that forward's `_walk`."""

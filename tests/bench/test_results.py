@@ -211,7 +211,7 @@ def test_an_end_during_the_last_measurement_of_ceilings_loses_no_record(fault: B
 def test_carried_records_have_shares_of_the_ceilings_of_the_new_file() -> None:
     """Ceilings are the rates that the machine reaches. Here each record has a share of 0.5 of the new ones."""
 
-    def ask(name: str, rated: list[tuple[object, object, dict[str, object]]]) -> tuple[object, list[object]]:
+    def ask(name: str, rated: list[tuple[object, object, Any]], again: bool) -> tuple[object, list[object]]:
         return {"ceilings_moved": []}, [row | {"matmul_ceiling_fraction": 0.5} for _, _, row in rated]
 
     carried, measured = (RECORD | {"id": name, "matmul_ceiling_fraction": 0.25} for name in "ab")
@@ -224,6 +224,25 @@ def test_carried_records_have_shares_of_the_ceilings_of_the_new_file() -> None:
     session.complete(content)
     records = [*content["lmsys"]["records"], *(row["extra_info"] for row in content["benchmarks"])]
     assert [(row["id"], row["matmul_ceiling_fraction"]) for row in records] == [("a", 0.5), ("b", 0.5)] * 2
+
+
+def test_so_have_those_of_its_journal(tmp_path: Path) -> None:
+    """A journal states the ceilings of the run that began it: if that is killed, they are all that a reader has."""
+    carried, measured = (RECORD | {"id": name, "matmul_ceiling_fraction": 0.25} for name in "ab")
+    session = Session(Settings(device="cpu"), benchmarks={"attention": Telling()}, output=tmp_path / "out.json")
+    session.resume(head() | {"records": [carried]}, [])
+    asked: list[Any] = []
+
+    def ask(name: str, rated: Any, again: bool) -> Any:
+        asked.append((name, again))
+        return {}, [row | {"matmul_ceiling_fraction": 0.5} for _, _, row in rated]
+
+    runner = Mock(machine=head()["machine"], ask=ask, run=lambda *_: [measured])
+    session.__dict__["runner"] = runner
+    session._groups["attention", "s"], session._cases["attention", "a"] = [], object()
+    session._run(("attention", "s"))
+    journaled = [(row["id"], row["matmul_ceiling_fraction"]) for row in record.load(tmp_path / "out.json")["records"]]
+    assert journaled == [("a", 0.5), ("b", 0.25)] and asked == [("rate", False)]
 
 
 @pytest.mark.parametrize(

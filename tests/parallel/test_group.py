@@ -10,12 +10,14 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmsys.bench.ranks import Ranks
 from lmsys.measure.compare import outcome_of
 from lmsys.measure.step import Failed
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, check_backend, device
@@ -207,3 +209,14 @@ def test_an_error_names_the_variable_of_torchrun_that_is_wrong(
     assert under_torchrun()
     with pytest.raises(ValueError, match=rf"^\$LOCAL_RANK {state}, where torchrun sets a whole number"):
         TorchrunGroup()
+
+
+@pytest.mark.parametrize(("kind", "goes_on"), [(TorchrunGroup, True), (WorkerGroup, False)])
+def test_the_bench_keeps_the_ranks_of_torchrun_after_an_error(kind: type, goes_on: bool) -> None:
+    """They are the only ones, and go on; a `WorkerGroup` has ended."""
+    ranks = Ranks()
+    group = Mock(spec=kind, run=Mock(side_effect=WorkerError(0, "ValueError", "no")), world_size=1, backend="gloo")
+    ranks._group = group
+    with pytest.raises(WorkerError):
+        ranks.run(1, "gloo", _facts, 0)
+    assert (ranks._group is group) is goes_on

@@ -520,6 +520,14 @@ def test_alone_no_process_group_is_needed() -> None:
         assert any(not torch.equal(a, b) for a, b in zip(before, wrapper.full_state_dict().values(), strict=True)), name
 
 
+def test_a_failed_backward_is_noted_though_no_forward_was() -> None:
+    """Under `no_sync()` forwards are not noted; a backward that fails on one rank alone must still tell it apart."""
+    wrapper = Naive(nn.Linear(1, 1))
+    wrapper._in_backward = True
+    wrapper._leave_backward(late=True)
+    assert wrapper._flags()[1] != 0
+
+
 UNEVEN = Recipe(width=8, layers=3, tied=True, rare=True), Recipe(width=5, frozen=True, unused=True, mixed=True)
 
 
