@@ -86,7 +86,8 @@ class Zero1(overlapped.Overlapped):
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
         # True if this rank owns a parameter of each device and dtype that parameters have: see `_conclude`.
         self._owns_each_kind = len(structure.by_kind(self._own)) == len(structure.by_kind(self.trainable))
-        self._scaled: list[Tensor] = []  # mean gradients that are sums again, for a backward to add to
+        # (the parameter, its mean gradient that is a sum again for a backward to add to, the gradient's version then)
+        self._scaled: list[tuple[nn.Parameter, Any, int]] = []
         self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
 
     @_disable_dynamo  # no compiler can trace parameters that change their class as they arrive; it may trace blocks
@@ -205,11 +206,13 @@ class Zero1(overlapped.Overlapped):
         self._scale()
 
     def _leave_backward(self, late: bool = False) -> None:
-        """Turns sums back into means if the backward added to no gradient, such as torch.autograd.grad of an input."""
+        """Turns sums back into means if the backward changed none of them, such as torch.autograd.grad of an input."""
         super()._leave_backward(late)
-        if self._scaled:
-            torch._foreach_div_(self._scaled, self.world_size)
-            self._scaled, self._are_means = [], True
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._scaled and all(p.grad is x and x._version == version for p, x, version in self._scaled):
+                torch._foreach_div_([x for _, x, _ in self._scaled], self.world_size)
+                self._are_means = True
+            self._scaled = []
 
     @torch.no_grad()
     def _scale(self) -> None:
@@ -218,16 +221,11 @@ class Zero1(overlapped.Overlapped):
         Other ranks have dropped theirs: the next mean over ranks divides the whole sum by the number of ranks again.
         """
         # A gradient that is no `Part` is no mean: the user has set it since then, and it counts as a backward's.
-        means = [p.grad for p in self._own if self._are_means and isinstance(p.grad, part.Part)]
+        means = [(p, p.grad) for p in self._own if self._are_means and isinstance(p.grad, part.Part)]
         self._are_means = False
         if means:
-            torch._foreach_mul_(means, self.world_size)
-            self._scaled = means
-
-    def _on_grad(self, index: int, p: Tensor) -> None:
-        if self._scaled:  # this backward does add to gradients, so `_leave_backward` must not divide them
-            self._scaled = []
-        super()._on_grad(index, p)
+            torch._foreach_mul_([x for _, x in means], self.world_size)
+            self._scaled = [(p, x, x._version) for p, x in means]
 
     def _conclude(self, use: Tensor, missing: list[int]) -> None:
         """As `Wrapper._conclude`; then sets a gradient of zeros if this rank has none of some device and dtype.

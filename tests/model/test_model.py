@@ -21,7 +21,7 @@ from lmsys.attention.compiled import why_no_compiler
 from lmsys.config import SIZES, ModelConfig, model_config
 from lmsys.model import TransformerLM
 from lmsys.model.loss import linear_cross_entropy
-from lmsys.model.transformer import Attention
+from lmsys.model.transformer import Attention, Linear, _guards
 from lmsys.testing import error_ratio
 from tests.support.variants import by_default_all_but
 
@@ -120,6 +120,43 @@ def test_compiled_blocks_equal_eager_ones_without_graph_breaks(
     eager, compiled = tiny(3, **shape), tiny(3, **shape).compile_blocks(together, **how)
     expected, found = (outcome(model, ids(3), ids(4)) for model in (eager, compiled))
     torch.testing.assert_close(found, expected)
+
+
+SCALE = 1.0
+
+
+def bent(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class Bent(Linear):
+    """A user's layer, which reads globals of its own file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SCALE * bent(super().forward(x))
+
+
+@needs_compiler
+def test_compiled_blocks_follow_what_a_program_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards on torch's and this package's own functions and modules are left out, and no others."""
+    torch.compiler.reset()
+    dropped: list[Any] = []
+
+    def guards(entries: Any) -> list[bool]:
+        kept = _guards(entries)
+        dropped.extend(entry.value for entry, keep in zip(entries, kept, strict=True) if not keep)
+        return kept
+
+    eager, compiled = tiny(num_layers=2), tiny(num_layers=2)
+    for model in (eager, compiled):
+        for layer in model.layers:
+            layer.ffn.w2 = Bent(*reversed(layer.ffn.w2.weight.shape))
+    compiled.load_state_dict(eager.state_dict())
+    compiled.compile_blocks(backend="eager", options={"guard_filter_fn": guards})
+    for name, value in (("SCALE", 1.0), ("SCALE", 2.0), ("bent", lambda x: x.cos()), ("bent", lambda x: x.exp())):
+        monkeypatch.setitem(globals(), name, value)
+        assert torch.equal(compiled(ids(0)), eager(ids(0)))
+    assert torch in dropped and F.silu in dropped and bent not in dropped
 
 
 @needs_compiler

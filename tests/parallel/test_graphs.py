@@ -247,6 +247,7 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("zero1", Graph(((Call("call", 0), Call("detach", 1)),)), ["two_backwards", "late_look", "sync_then_not"]),
     ("zero1", Graph((PLAIN,)), ["compile_the_wrapper"] * 3),  # from the second step on
     ("naive", COMPLEX, ["step"]),
+    ("fsdp", Graph(((Call("call", 1),),), ("complex",)), ["clip"]),
     ("overlapped", COMPLEX, ["step"]),
     ("fsdp", APART_IN_A_FORWARD, ["sync_then_not"]),
     # A block of which a step that fails leaves out a part, and the next one all.
