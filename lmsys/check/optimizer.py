@@ -86,6 +86,13 @@ def _followed(form: optimizer_formula.Form, run: optimizer_formula.Run, made: op
     return (right + [False]).index(False)  # the place of the first step that disagrees
 
 
+# The mistake of a case by its memory, if no other is found. The same steps were right in contiguous memory.
+ASTRAY = dict.fromkeys(
+    optimizer_runs.MEMORY.keys() - {"contiguous"},
+    "steps are lost, or change memory beside a weight that is not contiguous",
+)
+
+
 def failure(
     optimizer: Any,
     claim: optimizer_runs.Claim,
@@ -103,7 +110,7 @@ def failure(
         made = optimizer_runs.trace_of(optimizer, claim, run, changed=lambda step, i: changed.append((step, i)))
     except Exception as error:
         # An optimizer may refuse weights that are not contiguous.
-        return None if case.transposed else question.Fault.raised(error)
+        return None if case.memory != "contiguous" else question.Fault.raised(error)
     if changed and not case.in_place:
         step, i = changed[0]
         return question.Fault.explained(
@@ -124,7 +131,7 @@ def failure(
         if max(ratios) > 1:
             return question.Fault.explained(
                 _place(case, step, i, ratios, p, exact[step][i]),
-                explain(claim, form, case, run, (made, exact, plain), begins),
+                explain(claim, form, case, run, (made, exact, plain), begins) or ASTRAY.get(case.memory),
                 max(ratios),
             )
     return None

@@ -123,6 +123,11 @@ def _masters(name: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str
 
 
 SHAPES = (8, 16), (8, 16), (24,)  # of the three parameters of each run
+MEMORY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by name: puts a tensor of one of SHAPES so
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other column": lambda x: torch.stack([x, x], dim=-1)[..., 0],
+}
 # The number of steps and the learning rate of the runs with master weights. Here each step of Adam is about lr. That is
 # less than half the spacing of bfloat16 between 1 and 2, 2**-7, so bfloat16 weights without a float32 copy would not
 # move at all; but all steps together are 0.28.
@@ -145,7 +150,7 @@ class Case:
     dtype       of parameters and gradients
     masters     True: the optimizer must keep float32 master weights
     in_place    True: a step may change gradients in place, as torch's own does in this case
-    transposed  True: parameters and gradients are transposed in memory
+    memory      how parameters and gradients lie in memory, a name in MEMORY
     """
 
     about: str
@@ -159,7 +164,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     masters: bool = False
     in_place: bool = False
-    transposed: bool = False
+    memory: str = "contiguous"
 
     def why_not(self, claim: Claim) -> str | None:
         """None, or why an optimizer with this claim is not asked this case."""
@@ -208,7 +213,8 @@ def cases_of(claim: Claim) -> list[Case]:
             in_place=sgd,  # the second group has nesterov: see above
         ),
         Case("maximize", 4, (decay | {"maximize": True}, decay | {"maximize": False}), ((0,), (1, 2))),
-        Case("weights transposed in memory", 4, (decay,), transposed=True),
+        Case("weights transposed in memory", 4, (decay,), memory="transposed"),
+        Case("weights that are every other column of a tensor", 4, (decay,), memory="every other column"),
         Case(
             "parameters without a gradient in some steps",
             6,
@@ -270,7 +276,7 @@ def run_of(case: Case, seed: int) -> Run:
             draws.values(draws.key(seed, f"{name} {i}"), 0, shape.numel()).view(shape).to(device)
             for i, shape in enumerate(map(torch.Size, SHAPES))
         ]
-        return [x.t().contiguous().t() for x in made] if case.transposed else made
+        return list(map(MEMORY[case.memory], made))
 
     # With master weights they begin at about 1.4 to 1.6: Adam's steps then leave them within 1 to 2, see MASTER_STEPS.
     parameters = [1.5 + p / 32 if case.masters else p for p in drawn("parameter")]
@@ -306,13 +312,13 @@ def trace_of(
     begins   by step, by parameter: the values that the step starts from; None: the optimizer's own from the step before
     changed  called with (step, parameter) if a step has changed a gradient
     """
-    parameters = [torch.nn.Parameter(p.clone()) for p in run.parameters]
+    parameters = [torch.nn.Parameter(_copy(p)) for p in run.parameters]
     optimizer = _optimizer_of(make, claim, run, parameters, run.settings[0])
     traced: Trace = []
     for step, gradients in enumerate(run.gradients):
         if step in run.reloads:
             state = copy.deepcopy(optimizer.state_dict())
-            parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+            parameters = [torch.nn.Parameter(_copy(p.detach())) for p in parameters]
             # The new one is constructed with DEFAULTS: if load_state_dict does not restore a setting, the steps differ.
             optimizer = _optimizer_of(make, claim, run, parameters, [DEFAULTS] * len(run.groups))
             optimizer.load_state_dict(state)
@@ -320,7 +326,7 @@ def trace_of(
             for group, settings in zip(optimizer.param_groups, run.settings[step], strict=True):
                 group.update(claim.taken(settings))
         for i, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            p.grad = None if gradient is None else gradient.clone()
+            p.grad = None if gradient is None else _copy(gradient)
             if begins is not None:
                 p.data.copy_(begins[step][i])
         optimizer.step()
@@ -329,6 +335,12 @@ def trace_of(
                 changed(step, i)
         traced.append([p.detach().clone() for p in parameters])
     return traced
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x with the same strides, in memory of its own."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.new_zeros(length).as_strided(x.shape, x.stride()).copy_(x)
 
 
 def _optimizer_of(

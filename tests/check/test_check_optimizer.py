@@ -154,6 +154,13 @@ class FlattensSgd(museum.Sgd):
             p.data.reshape(-1).copy_(new.reshape(-1))
 
 
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused kernel for CPUs takes any memory for contiguous (torch 2.13)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), weight_decay: float = 0.01):
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+
 class RefusesTransposedSgd(museum.Sgd):
     def step(self, closure: Any = None) -> None:
         assert all(p.is_contiguous() for group in self.param_groups for p in group["params"])
@@ -161,11 +168,19 @@ class RefusesTransposedSgd(museum.Sgd):
 
 
 @pytest.mark.parametrize(
-    ("row", "first"), [(FlattensSgd, ["weights transposed in memory, float32"]), (RefusesTransposedSgd, [])]
+    ("row", "first"),
+    [
+        (FlattensSgd, ["weights transposed in memory, float32"]),
+        (FusedAdamW, ["weights that are every other column of a tensor, float32"]),
+        (RefusesTransposedSgd, []),
+    ],
 )
-def test_transposed_weights_may_be_refused_but_their_steps_not_lost(row: type, first: list[str]) -> None:
-    wrong = [question.about for question, fault in answers(Entry("it", f"{__name__}:{row.__name__}")) if fault]
-    assert wrong[:1] == first
+def test_weights_anywhere_may_be_refused_but_their_steps_not_lost(row: type, first: list[str]) -> None:
+    if row is FusedAdamW and torch.cuda.is_available():
+        first = []  # torch's kernel for GPUs refuses such weights
+    wrong = [(question.about, fault) for question, fault in answers(Entry("it", f"{__name__}:{row.__name__}")) if fault]
+    assert [about for about, _ in wrong][:1] == first
+    assert all("memory beside a weight" in str(fault.mistake) for _, fault in wrong[:1])
 
 
 def test_the_algorithm_is_told_by_base_class_and_name() -> None:
