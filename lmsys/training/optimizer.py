@@ -34,8 +34,8 @@ class AdamW(Optimizer):
 
     Parameters of one group, device and dtype are stepped at once. On CUDA they are stepped by our kernel, that of
     optimizer_triton.py, if triton is installed, they are float32, and they, their gradients and their state are
-    contiguous; otherwise by torch's fused kernel. On a CPU torch's fused kernel steps them if all of these are
-    contiguous, else torch's foreach function, which takes 2.5 to 9 times as long. The three differ in rounding alone.
+    contiguous; otherwise by torch's fused kernel. On other devices torch's foreach function steps them. The three
+    differ in rounding alone.
 
     The state is that of torch's AdamW, so each loads the other's state dict: `step` (float32 scalar, on CUDA beside its
     parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (like the parameter). The lists of tensors that kernels take
@@ -219,11 +219,12 @@ class _Bundle(Bundle):
         moved = [None if x is None else x.to(device, non_blocking=on_cuda) for x in scaling]
         lists = self.params, self.grads(), self.exp_avgs, self.exp_avg_sqs
         has_kernel = HAS_TRITON and on_cuda and self.params[0].dtype == torch.float32
-        contiguous = all(map(Tensor.is_contiguous, chain(*lists)))
-        if has_kernel and contiguous:
+        if has_kernel and all(map(Tensor.is_contiguous, chain(*lists))):
             _triton_step(self, group, rounded, *moved)
-        else:  # on a CPU torch's fused kernel reads all memory as contiguous, and checks nothing
-            _torch_step(self, group, on_cuda or contiguous, *moved)
+        else:
+            # Not torch's fused kernel for CPUs: it rounds the last elements of a tensor in another way, so that weights
+            # would depend on how strategies divide them, and takes any memory for contiguous without a check.
+            _torch_step(self, group, on_cuda, *moved)
 
 
 def _triton_step(

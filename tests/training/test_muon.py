@@ -85,7 +85,7 @@ class Pair:
         hidden, others = of_blocks(net)
         adamw = {"lr": chosen["lr"], "weight_decay": chosen["weight_decay"]}
         self.muon = torch.optim.Muon(hidden, **chosen) if hidden else None
-        self.adamw = torch.optim.AdamW(others, fused=True, **ADAMW, **adamw)
+        self.adamw = torch.optim.AdamW(others, foreach=True, **ADAMW, **adamw)
 
     def step(self) -> None:
         for optimizer in filter(None, (self.muon, self.adamw)):
