@@ -94,6 +94,7 @@ class Session:
     _rows: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kind and name
     _groups: dict[Key, list[Any]] = field(default_factory=dict)  # selected cases, by (benchmark, group)
     _failed: dict[Key, str] = field(default_factory=dict)  # by (benchmark, group), why the bench could not run it
+    _early: dict[Key, Record] | None = None  # carried records, rated before the first group
 
     def add(self, cls: type[Benchmark]) -> list[str]:
         """Adds a benchmark, with the command line's values of its axes. Returns the ids of its cases.
@@ -190,8 +191,10 @@ class Session:
     def _run(self, group: Key) -> None:
         """Says what comes and how long it should take, and has the runner measure the group."""
         self.runner.ready()
-        if self.carried and self.settings.timed and not self._took:
-            self._rate((), again=False)  # the journal, too, states the ceilings of this run
+        if self.carried and self.settings.timed and self._early is None:
+            self._early = {}
+            with suppress(Exception):  # `complete` rates once more, and says what is wrong
+                self._early = self._rated(again=False)
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         count = {" ".join(key): len(members) for key, members in self._groups.items()}
@@ -281,6 +284,9 @@ class Session:
     def journal(self) -> record.Journal:
         """The journal, which is begun when the first record comes."""
         assert self.output is not None
+        # It states the ceilings of this run, and so it must rate what it carries over by them. Before it begins nothing
+        # changes: a run that ends without a record leaves the file that it resumes as it is.
+        self._take(self._early or {}, self.carried_entries)
         return record.Journal(self.output, self._head(self.runner.machine), self.carried.values())
 
     @property
@@ -309,7 +315,7 @@ class Session:
 
         if self.settings.timed and self.results:
             try:
-                self._rate(self.entries_of_carried + output_json["benchmarks"], again=True)
+                self._take(self._rated(again=True), self.entries_of_carried + output_json["benchmarks"])
             except (KeyboardInterrupt, Ended) as error:  # what is measured stands
                 self.runner.machine["ceilings_moved"] = [
                     f"ceilings were not measured again: {str(error) or 'interrupted'}"
@@ -367,11 +373,11 @@ class Session:
         """Verdicts on rows beside their earlier state (--against), at the end of the run."""
         return _changes().compare_in_turns(self.records, self.margin) if self.checkout else []
 
-    def _rate(self, entries: Iterable[Record], again: bool) -> None:
-        """Recomputes the rates of all records by the machine's ceilings, which are measured once more if `again`.
+    def _rated(self, again: bool) -> dict[Key, Record]:
+        """All records with rates by the machine's ceilings, which are measured once more if `again`.
 
-        Carried records are rated anew, too: a file has the ceilings of the run that wrote it. The values that
-        pytest-benchmark's `entries` have of records, in `extra_info`, are replaced in place.
+        Carried records are rated anew, too: a file has the ceilings of the run that wrote it. Those of which this run
+        has no case are left out.
         """
         held = self.carried | self.results
         # Rates are computed under the names of today's rows; `record.earlier` gives records of --against theirs again.
@@ -382,9 +388,12 @@ class Session:
         }
         machine, records = self.runner.ask("rate", list(asked.values()), again)
         self.runner.machine.update(machine)
-        rated = {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
+        return {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
+
+    def _take(self, rated: Mapping[Key, Record], entries: Iterable[Record]) -> None:
+        """Replaces records by the rated ones, and what pytest-benchmark's `entries` have of them, in `extra_info`."""
         self.carried |= {key: answer for key, answer in rated.items() if key in self.carried}
-        self.results = {key: rated[key] for key in self.results}
+        self.results |= {key: answer for key, answer in rated.items() if key in self.results}
         for entry in entries:
             info = entry["extra_info"]
             if answer := rated.get((info.get("benchmark"), info.get("id"))):

@@ -11,9 +11,9 @@ Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm,
 Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -308,21 +308,20 @@ def _run(layers: list[Block], x: Tensor, attend: list[Any], *rest: Any) -> Tenso
     return x
 
 
+# Names that torch.compile gives to what it finds in modules of torch and of this package, and to Python's builtins.
+PACKAGES = f"contextlib|torch|{__name__.partition('.')[0]}"
+LASTING = re.compile(rf"G\['__(builtins_dict___\d+|import_({PACKAGES})(_dot_\w+)?)'\]")
+
+
 def _guards(guards: Sequence[Any]) -> list[bool]:
     """For each guard of a compiled block, True if each call checks it: torch's `guard_filter_fn`.
 
-    False for a guard on a global that is a module, a class or a function of Python, torch or this package: these do not
-    change while a program runs. Half of the guards of a block are such, and take a fifth of the time of all.
+    False for a guard on a module, a class or a function that is found in LASTING: these do not change while a program
+    runs. Half of the guards of a block are such, and take a fifth of the time of all. What modules of users hold is
+    checked, their names for functions of torch among it.
     """
-    lasting = "builtins", "contextlib", "torch", __name__.partition(".")[0]
-
-    def owner(value: Any) -> str:
-        """The top-level package of a module, class or function; "" for anything else."""
-        if not isinstance(value, ModuleType | type | FunctionType | BuiltinFunctionType):
-            return ""
-        return str(getattr(value, "__module__", None) or value.__name__).partition(".")[0]
-
-    return [not (guard.is_global and owner(guard.value) in lasting) for guard in guards]
+    kinds = ModuleType | type | FunctionType | BuiltinFunctionType
+    return [not (isinstance(guard.value, kinds) and LASTING.match(guard.name)) for guard in guards]
 
 
 class TransformerLM(nn.Module):
@@ -362,7 +361,8 @@ class TransformerLM(nn.Module):
         options = {"fullgraph": True, "dynamic": False} | options
         if together == 1:
             for layer in self.layers:
-                layer.compile(**deepcopy(options))  # torch.compile takes entries out of the dicts
+                # torch.compile takes entries out of a dict that it is given as `options`.
+                layer.compile(**{name: dict(x) if isinstance(x, dict) else x for name, x in options.items()})
         else:
             self._together, self._run = together, torch.compile(_run, **options)
         return self

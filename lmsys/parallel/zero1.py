@@ -136,6 +136,8 @@ class Zero1(overlapped.Overlapped):
                 " it by make_optimizer(), which gathers what each rank has stepped",
             ),
         )
+        if not structure.is_in_backward():
+            self._leave_backward(late=True)  # if torch.autograd.grad of an input has failed since the synchronization
         # Gathers may still be under way for blocks that no forward has run. Another optimizer of this strategy may also
         # have begun some.
         _arrive(self._gathering)

@@ -258,8 +258,9 @@ def _torch_step(
     ]
     adamw(  # the empty list is for amsgrad
         bundle.params, grads, bundle.exp_avgs, bundle.exp_avg_sqs, [], bundle.steps, foreach=not fused,
-        fused=fused, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=group["betas"][0],
-        beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        fused=fused, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]), lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+        maximize=False,
     )  # fmt: skip
     torch.autograd.graph.increment_version(bundle.params)  # torch's fused kernel does not do it
 

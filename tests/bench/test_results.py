@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from lmsys import files
-from lmsys.bench import Settings, record
+from lmsys.bench import Record, Settings, record
 from lmsys.bench.isolation import Ended
 from lmsys.bench.plugin import _resume
 from lmsys.bench.record import seal
@@ -226,23 +226,34 @@ def test_carried_records_have_shares_of_the_ceilings_of_the_new_file() -> None:
     assert [(row["id"], row["matmul_ceiling_fraction"]) for row in records] == [("a", 0.5), ("b", 0.5)] * 2
 
 
-def test_so_have_those_of_its_journal(tmp_path: Path) -> None:
-    """A journal states the ceilings of the run that began it: if that is killed, they are all that a reader has."""
+@pytest.mark.parametrize("fault", [None, ValueError("a wrong metric"), Ended("the process was killed")])
+def test_so_have_those_of_its_journal(fault: Exception | None, tmp_path: Path) -> None:
+    """A journal states the ceilings of the run that began it: if that is killed, they are all that a reader has.
+
+    fault  raised where the carried records are rated: the group is measured all the same, and they stay as they were
+    """
     carried, measured = (RECORD | {"id": name, "matmul_ceiling_fraction": 0.25} for name in "ab")
     session = Session(Settings(device="cpu"), benchmarks={"attention": Telling()}, output=tmp_path / "out.json")
-    session.resume(head() | {"records": [carried]}, [])
+    session.resume(head() | {"records": [carried]}, [{"extra_info": dict(carried), "stats": {}}])
     asked: list[Any] = []
 
     def ask(name: str, rated: Any, again: bool) -> Any:
         asked.append((name, again))
+        if fault is not None:
+            raise fault
         return {}, [row | {"matmul_ceiling_fraction": 0.5} for _, _, row in rated]
 
-    runner = Mock(machine=head()["machine"], ask=ask, run=lambda *_: [measured])
-    session.__dict__["runner"] = runner
+    found: list[Record] = []
+    session.__dict__["runner"] = Mock(machine=head()["machine"], ask=ask, run=lambda *_: found)
     session._groups["attention", "s"], session._cases["attention", "a"] = [], object()
+    session._run(("attention", "s"))  # without a record, as if it were interrupted: nothing has changed
+    assert session.content["records"] == [carried] and not (tmp_path / "out.json.partial").exists()
+    found.append(measured)
     session._run(("attention", "s"))
+    share = 0.25 if fault else 0.5
     journaled = [(row["id"], row["matmul_ceiling_fraction"]) for row in record.load(tmp_path / "out.json")["records"]]
-    assert journaled == [("a", 0.5), ("b", 0.25)] and asked == [("rate", False)]
+    assert journaled == [("a", share), ("b", 0.25)] and asked == [("rate", False)]
+    assert [entry["extra_info"]["matmul_ceiling_fraction"] for entry in session.entries_of_carried] == [share]
 
 
 @pytest.mark.parametrize(

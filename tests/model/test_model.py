@@ -5,6 +5,7 @@ the plain model in float64, with the error of float32 as budget. Tables at the e
 """
 
 import math
+import threading
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -122,11 +123,11 @@ def test_compiled_blocks_equal_eager_ones_without_graph_breaks(
     torch.testing.assert_close(found, expected)
 
 
-SCALE = 1.0
+SCALE, activation = 1.0, F.relu
 
 
 def bent(x: Tensor) -> Tensor:
-    return x.sin()
+    return activation(x.sin())
 
 
 class Bent(Linear):
@@ -153,10 +154,35 @@ def test_compiled_blocks_follow_what_a_program_may_change(monkeypatch: pytest.Mo
             layer.ffn.w2 = Bent(*reversed(layer.ffn.w2.weight.shape))
     compiled.load_state_dict(eager.state_dict())
     compiled.compile_blocks(backend="eager", options={"guard_filter_fn": guards})
-    for name, value in (("SCALE", 1.0), ("SCALE", 2.0), ("bent", lambda x: x.cos()), ("bent", lambda x: x.exp())):
+    for name, value in (
+        ("SCALE", 1.0),
+        ("SCALE", 2.0),
+        ("activation", F.gelu),
+        ("bent", lambda x: x.cos()),
+        ("bent", lambda x: x.exp()),
+    ):
         monkeypatch.setitem(globals(), name, value)
         assert torch.equal(compiled(ids(0)), eager(ids(0)))
-    assert torch in dropped and F.silu in dropped and bent not in dropped
+    assert torch in dropped and F in dropped and bent not in dropped
+
+
+@needs_compiler
+def test_blocks_share_the_options_of_the_compiler_which_stay_as_they_are() -> None:
+    """torch.compile takes entries out of a dict; a backend must be one object for all blocks, or each is compiled."""
+
+    class Backend:
+        def __init__(self) -> None:
+            self.calls, self.lock = 0, threading.Lock()  # a lock cannot be copied
+
+        def __call__(self, graph: Any, inputs: Any) -> Any:
+            self.calls += 1
+            return graph
+
+    torch.compiler.reset()
+    backend, options = Backend(), {"guard_filter_fn": _guards}
+    model = tiny(num_layers=12).compile_blocks(backend=backend, options=options)
+    model(ids(0))
+    assert backend.calls == 1 and options == {"guard_filter_fn": _guards}
 
 
 @needs_compiler

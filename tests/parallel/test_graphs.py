@@ -248,6 +248,7 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("zero1", Graph((PLAIN,)), ["compile_the_wrapper"] * 3),  # from the second step on
     ("naive", COMPLEX, ["step"]),
     ("fsdp", Graph(((Call("call", 1),),), ("complex",)), ["clip"]),
+    ("zero1", Graph((PLAIN,)), ["fail_to_ask_for_inputs_gradients", "step"]),
     ("overlapped", COMPLEX, ["step"]),
     ("fsdp", APART_IN_A_FORWARD, ["sync_then_not"]),
     # A block of which a step that fails leaves out a part, and the next one all.

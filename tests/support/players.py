@@ -204,6 +204,15 @@ class Player(Trained):
         torch.autograd.grad(sum(y.sum() for y in self.outputs(batch)), batch)
         self.apply()
 
+    def fail_to_ask_for_inputs_gradients(self) -> None:
+        """The same, but an exception ends it, before or behind a block."""
+        self.gradients()
+        batch = [x.requires_grad_() for x in self.batch()]
+        asked = sum(y.sum() for y in self.outputs([Boom.apply(x) for x in batch]))
+        with suppress(ArithmeticError), patch.object(Boom, "armed", True):
+            torch.autograd.grad(asked, batch)
+        self.apply()
+
     def two_optimizers(self) -> None:
         other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
         other.step()

@@ -373,6 +373,16 @@ def test_weights_and_gradients_may_lie_anywhere_in_memory(of_weight: str, of_gra
     assert_right(run(AdamW, torch.float32), *(run(torch_adamw, dtype) for dtype in (torch.float32, torch.float64)))
 
 
+def test_betas_may_be_whole_numbers() -> None:
+    steps = []
+    for betas in ((0, 0), (0.0, 0.0)):
+        p = torch.ones(3, requires_grad=True)
+        p.grad = torch.ones(3)
+        AdamW([p], betas=betas).step()
+        steps.append(p)
+    assert torch.equal(*steps)
+
+
 KINDS = pytest.mark.parametrize("kind", [AdamW, Muon])
 
 
