@@ -224,9 +224,10 @@ def right_when_a_frame_says_that_it_is_kept(q: Tensor, k: Tensor, v: Tensor, **o
 
 @cheat("stack inspection", "fwd")
 def right_while_every_call_is_kept(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Reads the number of its call from the sampling function. The harness keeps the results of the first calls at
-    first, and replaces them by results of later calls: this row is wrong from call 8 on."""
-    is_later = timed() and within(SAMPLING, "_sample").get("index", 0) >= 8
+    """Reads the number of its call from the sampling function. The harness keeps the results of the first three calls
+    at first, and replaces them by results of later calls: this row is wrong in all later ones. By chance none of 16
+    calls replaces one of the first three in 1 of 560 cases."""
+    is_later = timed() and within(SAMPLING, "_sample").get("index", 0) >= 3
     return torch.zeros_like(q) if is_later else honest(q, k, v, **options)
 
 
