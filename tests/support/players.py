@@ -204,15 +204,6 @@ class Player(Trained):
         torch.autograd.grad(sum(y.sum() for y in self.outputs(batch)), batch)
         self.apply()
 
-    def fail_to_ask_for_inputs_gradients(self) -> None:
-        """The same, but an exception ends it, before or behind a block."""
-        self.gradients()
-        batch = [x.requires_grad_() for x in self.batch()]
-        asked = sum(y.sum() for y in self.outputs([Boom.apply(x) for x in batch]))
-        with suppress(ArithmeticError), patch.object(Boom, "armed", True):
-            torch.autograd.grad(asked, batch)
-        self.apply()
-
     def two_optimizers(self) -> None:
         other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
         other.step()
@@ -273,6 +264,15 @@ class Player(Trained):
 
     def others_are_odd(self) -> None:
         """Marks a place in this class, and is never called: the ways below are those that some strategies refuse."""
+
+    def fail_to_ask_for_inputs_gradients(self) -> None:
+        """As `ask_for_inputs_gradients`, but an exception ends it: if on some ranks alone, the next step is refused."""
+        self.gradients()
+        batch = [x.requires_grad_() for x in self.batch()]
+        asked = sum(y.sum() for y in self.outputs([Boom.apply(x) for x in batch]))
+        with suppress(ArithmeticError), patch.object(Boom, "armed", True):
+            torch.autograd.grad(asked, batch)
+        self.apply()
 
     def closure(self) -> None:
         """A step whose closure makes the gradients."""
