@@ -154,11 +154,8 @@ class FlattensSgd(museum.Sgd):
             p.data.reshape(-1).copy_(new.reshape(-1))
 
 
-class FusedAdamW(torch.optim.AdamW):
-    """torch's fused kernel for CPUs takes any memory for contiguous (torch 2.13)."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), weight_decay: float = 0.01):
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+# torch's fused kernel for CPUs takes any memory for contiguous (torch 2.13).
+FusedAdamW = museum.with_settings("FusedAdamW", torch.optim.AdamW, fused=True)
 
 
 class RefusesTransposedSgd(museum.Sgd):
