@@ -56,8 +56,13 @@ KERNELS = {
     "dq": (flash_triton_kernels._dq_kernel, ["q", "k", "k", "q", "q", "q"]),
     "dkdv": (flash_triton_kernels._dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
 }
-# By pass of the backward: the kernel of its second launch, which computes tiles with NaN again (`_run`'s `clean`).
-AGAIN = {"dq": flash_triton_kernels._dq_again_kernel, "dkdv": flash_triton_kernels._dkdv_again_kernel}
+# By name: the kernel of a second launch, which computes tiles with NaN again (`_run`'s `again`).
+AGAIN = {
+    "fwd": flash_triton_kernels._fwd_again_kernel,
+    "dq": flash_triton_kernels._dq_again_kernel,
+    "dkdv": flash_triton_kernels._dkdv_again_kernel,
+}
+FLAGGED, WITH_NAN = "flagged", "with NaN"  # what a second launch computes again: see `_run`
 MAX_LAUNCHES = 4096  # the most that are kept; each has about 1 KiB
 # Arguments for a pattern, in the kernels' order; only `_dq_kernel` has dlse_ptr. Without a pattern all are None.
 EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap", "slopes_ptr", "position_ptr", "dlse_ptr"
@@ -86,7 +91,7 @@ class _Launch:
         extent: Extent,
         causal: bool,
         precision: str,
-        clean: bool,
+        again: str,
         tile: Tile,
     ):
         function, tiled_by = KERNELS[name]
@@ -98,21 +103,21 @@ class _Launch:
         else:  # dq also writes the padding of delta and the log-sum-exp: the tiles of dkdv may have more queries
             owners = batch * heads
             num_tiles = triton.cdiv(_padded(queries) if name == "dq" else queries, tile.block_q)
-        self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if clean else 1)
+        self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if again == FLAGGED else 1)
         # Kernels take arguments by place: descriptors, `others`, `sizes`, `extent`, in the order of their signatures.
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
         tile_d = block_d(head_dim)
-        key = name, tile, q.dtype, head_dim, causal, precision, heads // kv_heads, q.device, _form(extent), clean
+        key = name, tile, q.dtype, head_dim, causal, precision, heads // kv_heads, q.device, _form(extent), again
         if key not in _kernels:
             q_block, k_block = ([1, 1, rows, tile_d] for rows in (tile.block_q, tile.block_k))
             blocks = {"q": q_block, "k": k_block, "vector": [tile.block_q]}
             _kernels[key] = Kernel(
-                AGAIN[name] if clean else function,
+                AGAIN[name] if again else function,
                 [described(x, blocks[by], by_tma(q.device)) for x, by in zip(tensors, tiled_by, strict=True)],
                 [*others, *self.sizes, *extent],
                 **({} if extent else {name: None for name in EXTENT if name in function.arg_names}),
                 # The kernels of AGAIN set these two themselves.
-                **({} if name == "fwd" or clean else {"CLEAN": False, "ahead": None}),
+                **({} if name == "fwd" or again else {"CLEAN": False, "ahead": None}),
                 BLOCK_Q=tile.block_q,
                 BLOCK_K=tile.block_k,
                 D=tile_d,
@@ -166,23 +171,24 @@ def _run(
     causal: bool,
     tile: Tile | None,
     extent: Extent = (),
-    clean: bool = False,
+    again: str = "",
 ) -> None:
     """Launches the kernel `name` of KERNELS.
 
     `tensors`: those that the kernel gets as descriptors, q and k first. `others`: pointers, then the scale.
     `extent`: see EXTENT; () where there is no pattern. If it has intervals, `causal` is False, as they include the
-    causal order. `clean`: the launch computes again those tiles of an earlier launch whose flag in `spoilt_ptr` is set.
+    causal order. `again`: empty, or which tiles of earlier launches are computed again: FLAGGED, those whose flag in
+    `spoilt_ptr` is set, or WITH_NAN, those whose results hold NaN.
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
-    key = name, q.shape, k.shape, q.dtype, q.device, causal, *map(type, extent), precision, clean, tile
+    key = name, q.shape, k.shape, q.dtype, q.device, causal, *map(type, extent), precision, again, tile
     launch = _launches.get(key)
     if launch is None:
 
         @cache
         def launch_with(tile: Tile) -> _Launch:
-            return _Launch(name, tensors, others, extent, causal, precision, clean, tile)
+            return _Launch(name, tensors, others, extent, causal, precision, again, tile)
 
         def run_with(tile: Tile) -> None:
             launch_with(tile)(tensors, others, extent)
@@ -271,24 +277,56 @@ def _backward(
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
-        # `clean` of each launch; the tensor of `spoilt_ptr`; the pattern's intervals; and the values for EXTENT: of
+        # `again` of each launch; the tensor of `spoilt_ptr`; the pattern's intervals; and the values for EXTENT: of
         # `_dq_kernel`, whose programs own queries, and of `_dkdv_kernel`, whose programs own keys.
-        launches, spoilt, bounds, of_queries, of_keys = (False,), None, None, (), ()
+        launches, spoilt, bounds, of_queries, of_keys = ("",), None, None, (), ()
         if pattern is not None:
             bounds = pattern.bounds(q.shape[2], k.shape[2], q.device) if pattern.bounded else None
             causal = pattern.causal and bounds is None
             of_queries = _extent(pattern, bounds, q, None if dlse is None else dlse.contiguous())
             of_keys = _extent(pattern, bounds and bounds.of_keys, q)
         if bounds is not None:
-            launches = False, True  # the second launch computes again the tiles whose sums are NaN
+            launches = "", FLAGGED  # the second launch computes again the tiles whose sums are NaN
             # An upper bound: there are never more flags than rows. They are not cleared between the two kernels, so
             # dkdv also computes tiles again whose flags only dq has set, which costs a little time.
             spoilt = q.new_zeros(max(x.shape[:-1].numel() for x in (q, k)), dtype=torch.bool)
-        for clean in launches:
-            _run("dq", (q, k, v, o, do, dq), (lse, lse2, delta, spoilt, scale), causal, tile, of_queries, clean)
-        for clean in launches:
-            _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), (spoilt, scale), causal, tile, of_keys, clean)
+        for again in launches:
+            _run("dq", (q, k, v, o, do, dq), (lse, lse2, delta, spoilt, scale), causal, tile, of_queries, again)
+        for again in launches:
+            _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), (spoilt, scale), causal, tile, of_keys, again)
     return dq, dk, dv
+
+
+def mend_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, pattern: Pattern, bounds: Bounds
+) -> None:
+    """Computes again, in place, tiles of another row's o and lse that hold NaN.
+
+    In such a tile that row may have let NaN in hidden keys spoil the results of all queries. The tensors are those of
+    `_forward`, as `describable` returns them; `bounds` are the pattern's.
+    """
+    _run("fwd", (q, k, v, o), (lse, scale), False, _first_tile("fwd", q), _extent(pattern, bounds, q), WITH_NAN)
+
+
+def mend_backward(
+    tensors: tuple[Tensor, ...], lse: Tensor, lse2: Tensor, delta: Tensor, scale: float, pattern: Pattern,
+    bounds: Bounds,
+) -> None:  # fmt: skip
+    """Computes again, in place, tiles of another row's gradients that hold NaN, as `mend_forward` does with o.
+
+    tensors      q, k, v, o, do, dq, dk, dv, as `describable` returns them
+    lse2, delta  as `_dq_kernel` writes them, of `_padded(Q)` numbers for each head
+    """
+    q, k, v, o, do, dq, dk, dv = tensors
+    of_queries, of_keys = _extent(pattern, bounds, q, None), _extent(pattern, bounds.of_keys, q)
+    of_dq, of_dkdv = (lse, lse2, delta, None, scale), (None, scale)
+    _run("dq", (q, k, v, o, do, dq), of_dq, False, _first_tile("dq", q), of_queries, WITH_NAN)
+    _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), of_dkdv, False, _first_tile("dkdv", q), of_keys, WITH_NAN)
+
+
+def _first_tile(name: str, q: Tensor) -> Tile:
+    """The first of a kernel's tiles: with no tile that holds NaN to compute, there is nothing to time."""
+    return candidates(name, q.dtype, block_d(q.shape[-1]), dot_precision(q), by_tma(q.device))[0]
 
 
 # If FlashTriton.apply is given a `tile`, all three kernels use it.

@@ -87,8 +87,9 @@ ATTENTION = Table(
             supports="flash_gluon.support:flash_gluon_supports",
             extra="triton",
             color="#111188",
+            isolates=True,
             mask=INTERVALS,
-            kernels=r"^(forward|preprocess|backward|postprocess)_kernel$",
+            kernels=r"^(forward|preprocess|backward|postprocess|_(fwd|dq|dkdv)_again)_kernel$",
         ),
         _ours(
             "flash_cuda",

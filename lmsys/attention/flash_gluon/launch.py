@@ -3,7 +3,8 @@
 The table of implementations, `lmsys/attention/table.py`, names the function `flash_gluon` at the end of this file.
 There `custom_ops.flash` makes the public function and the autograd Function of `_forward` and `_backward`. The first
 call of a shape computes sizes, grid and binary (`_Forward`, `_Backward`), which `_launches` keeps. A backward launches
-three kernels: one of preprocess.py before the kernel of backward.py, and one after it. Settings are in plans.py.
+three kernels: one of preprocess.py before the kernel of backward.py, and one after it. Settings are in plans.py. Under
+a pattern (windows, documents) NaN in hidden keys spoils whole tiles, so kernels of flash_triton.py compute those again.
 
 Causal heads that are grouped (G > 1) may *walk down*: the CTAs of a key head, one for each of its key tiles, begin at
 the last tile of queries. Each takes that tile for all G query heads, then the tile below it, and so on. The CTAs thus
@@ -26,7 +27,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lmsys.attention import custom_ops, documents
+from lmsys.attention import custom_ops, documents, flash_triton
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.flash_gluon import backward, forward
 from lmsys.attention.flash_gluon.plans import (
@@ -239,7 +240,9 @@ class _Backward:
         self.device, self.heads, self.queries = q.device.index, heads, queries
         self.block_q = BLOCK_Q[head_dim]
         group, num_heads, kv_num_heads = heads // kv_heads, batch * heads, batch * kv_heads
-        self.padded = triton.cdiv(queries, self.block_q) * self.block_q  # rows of dq, delta and the log-sum-exp
+        # Rows of dq, delta and the log-sum-exp. Under a pattern kernels of flash_triton read the last two.
+        rows = flash_triton.ROW_PADDING if bounded else self.block_q
+        self.padded = triton.cdiv(queries, rows) * rows
         num_key_tiles = triton.cdiv(keys, TILE_K)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = kv_num_heads * num_key_tiles
@@ -312,8 +315,8 @@ class _Backward:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float, extent: tuple[Any, ...],
-    ) -> None:  # fmt: skip
-        """Fills dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Fills dq (B, H, Q, D), dk and dv (B, Hkv, K, D); returns lse2 and delta, padded for each head."""
         stream = raw_stream(self.device)
         # dq32: dq in float32, without sm_scale; lse2: the log-sum-exp in base 2; delta: row sums of o * do.
         space = torch.empty(self.floats, dtype=torch.float32, device=q.device)
@@ -336,6 +339,7 @@ class _Backward:
             self.postprocess_grid, stream, (),
             (dq32.data_ptr(), dq.data_ptr(), scale, self.heads, self.queries, self.padded, *_eighths(dq)),
         )  # fmt: skip
+        return lse2, delta
 
 
 def _eighths(x: Tensor) -> tuple[int, int, int]:
@@ -370,6 +374,8 @@ def _forward(
             plan = plan or forward_plan(q.shape[-1], causal, k.shape[2])
             launch = _launches[key] = _Forward(q, k, causal, bounded, plan)
         launch.run(q, k, v, o, lse, scale, extent)
+        if pattern is not None:
+            flash_triton.mend_forward(q, k, v, o, lse, scale, pattern, bounds)
     return o, lse
 
 
@@ -399,7 +405,9 @@ def _backward(
         if launch is None:
             plan = plan or backward_plan(q.shape[-1], causal, k.shape[2])
             launch = _launches[key] = _Backward(q, k, causal, bounded, deterministic, plan)
-        launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
+        lse2, delta = launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
+        if pattern is not None:
+            flash_triton.mend_backward((q, k, v, o, do, dq, dk, dv), lse, lse2, delta, scale, pattern, bounds)
     return dq, dk, dv
 
 
