@@ -62,7 +62,7 @@ AGAIN = {
     "dq": flash_triton_kernels._dq_again_kernel,
     "dkdv": flash_triton_kernels._dkdv_again_kernel,
 }
-FLAGGED, WITH_NAN = "flagged", "with NaN"  # what a second launch computes again: see `_run`
+FLAGGED, WITH_NAN = "flagged", "with NaN"  # the tiles that a second launch computes again: see `_run`
 MAX_LAUNCHES = 4096  # the most that are kept; each has about 1 KiB
 # Arguments for a pattern, in the kernels' order; only `_dq_kernel` has dlse_ptr. Without a pattern all are None.
 EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap", "slopes_ptr", "position_ptr", "dlse_ptr"
@@ -103,7 +103,7 @@ class _Launch:
         else:  # dq also writes the padding of delta and the log-sum-exp: the tiles of dkdv may have more queries
             owners = batch * heads
             num_tiles = triton.cdiv(_padded(queries) if name == "dq" else queries, tile.block_q)
-        self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if again == FLAGGED else 1)
+        self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if again else 1)
         # Kernels take arguments by place: descriptors, `others`, `sizes`, `extent`, in the order of their signatures.
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
         tile_d = block_d(head_dim)
@@ -116,8 +116,9 @@ class _Launch:
                 [described(x, blocks[by], by_tma(q.device)) for x, by in zip(tensors, tiled_by, strict=True)],
                 [*others, *self.sizes, *extent],
                 **({} if extent else {name: None for name in EXTENT if name in function.arg_names}),
-                # The kernels of AGAIN set these two themselves.
-                **({} if name == "fwd" or again else {"CLEAN": False, "ahead": None}),
+                # The kernels of AGAIN set the first two themselves.
+                **({} if again else {"ahead": None}),
+                **({} if name == "fwd" else {"ONE_FLAG": again == WITH_NAN} if again else {"CLEAN": False}),
                 BLOCK_Q=tile.block_q,
                 BLOCK_K=tile.block_k,
                 D=tile_d,
@@ -178,7 +179,7 @@ def _run(
     `tensors`: those that the kernel gets as descriptors, q and k first. `others`: pointers, then the scale.
     `extent`: see EXTENT; () where there is no pattern. If it has intervals, `causal` is False, as they include the
     causal order. `again`: empty, or which tiles of earlier launches are computed again: FLAGGED, those whose flag in
-    `spoilt_ptr` is set, or WITH_NAN, those whose results hold NaN.
+    `spoilt_ptr` is set, or WITH_NAN, if the one flag there is set, those that hold NaN.
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
@@ -298,35 +299,36 @@ def _backward(
 
 
 def mend_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, pattern: Pattern, bounds: Bounds
+    tensors: tuple[Tensor, ...], lse: Tensor, spoilt: Tensor, scale: float, pattern: Pattern, bounds: Bounds
 ) -> None:
-    """Computes again, in place, tiles of another row's o and lse that hold NaN.
+    """Computes again, in place, tiles of another row's o and lse. In them NaN in hidden keys may have spoilt all rows.
 
-    In such a tile that row may have let NaN in hidden keys spoil the results of all queries. The tensors are those of
-    `_forward`, as `describable` returns them; `bounds` are the pattern's.
+    tensors  q, k, v, o, as `describable` returns them
+    spoilt   (1,) int64: if it is not 0, tiles whose o holds NaN are computed again
+    bounds   the intervals of the pattern
     """
-    _run("fwd", (q, k, v, o), (lse, scale), False, _first_tile("fwd", q), _extent(pattern, bounds, q), WITH_NAN)
+    _mend("fwd", tensors, (lse, spoilt, scale), _extent(pattern, bounds, tensors[0]))
 
 
 def mend_backward(
-    tensors: tuple[Tensor, ...], lse: Tensor, lse2: Tensor, delta: Tensor, scale: float, pattern: Pattern,
-    bounds: Bounds,
-) -> None:  # fmt: skip
-    """Computes again, in place, tiles of another row's gradients that hold NaN, as `mend_forward` does with o.
+    tensors: tuple[Tensor, ...], vectors: tuple[Tensor, ...], scale: float, pattern: Pattern, bounds: Bounds
+) -> None:
+    """Computes again, in place, tiles of another row's gradients, as `mend_forward` does with o.
 
-    tensors      q, k, v, o, do, dq, dk, dv, as `describable` returns them
-    lse2, delta  as `_dq_kernel` writes them, of `_padded(Q)` numbers for each head
+    tensors  q, k, v, o, do, dq, dk, dv, as `describable` returns them
+    vectors  lse, lse2, delta and spoilt; lse2 and delta are as `_dq_kernel` writes them, padded for each head
     """
     q, k, v, o, do, dq, dk, dv = tensors
-    of_queries, of_keys = _extent(pattern, bounds, q, None), _extent(pattern, bounds.of_keys, q)
-    of_dq, of_dkdv = (lse, lse2, delta, None, scale), (None, scale)
-    _run("dq", (q, k, v, o, do, dq), of_dq, False, _first_tile("dq", q), of_queries, WITH_NAN)
-    _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), of_dkdv, False, _first_tile("dkdv", q), of_keys, WITH_NAN)
+    _, lse2, delta, spoilt = vectors
+    _mend("dq", (q, k, v, o, do, dq), (*vectors, scale), _extent(pattern, bounds, q, None))
+    _mend("dkdv", (q, k, v, do, dk, dv, lse2, delta), (spoilt, scale), _extent(pattern, bounds.of_keys, q))
 
 
-def _first_tile(name: str, q: Tensor) -> Tile:
-    """The first of a kernel's tiles: with no tile that holds NaN to compute, there is nothing to time."""
-    return candidates(name, q.dtype, block_d(q.shape[-1]), dot_precision(q), by_tma(q.device))[0]
+def _mend(name: str, tensors: tuple[Tensor, ...], others: tuple[Any, ...], extent: Extent) -> None:
+    """Launches a kernel of AGAIN behind another row's, with the first tile: without NaN there is nothing to time."""
+    q = tensors[0]
+    tile = candidates(name, q.dtype, block_d(q.shape[-1]), dot_precision(q), by_tma(q.device))[0]
+    _run(name, tensors, others, False, tile, extent, WITH_NAN)
 
 
 # If FlashTriton.apply is given a `tile`, all three kernels use it.

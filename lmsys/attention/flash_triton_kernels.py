@@ -25,8 +25,8 @@ visits it. With intervals, sums that are NaN are therefore computed again:
 The forward does so at once, in its loop over `again`. In the backward this would take registers which the first sums
 need. There the first launch sets flags in `spoilt_ptr`, one for TOGETHER tiles. A second launch, of `_dq_again_kernel`
 or `_dkdv_again_kernel`, has a program for each flag, and computes the flag's tiles again if it is set, as is rare.
-Behind the kernels of another row, which set no flags (`spoilt_ptr` is None), it has a program for each tile, and
-computes the tile again if the tensor in memory holds NaN there; so does `_fwd_again_kernel`.
+The kernels of another row, `flash_gluon`, set one flag for all tiles (ONE_FLAG). If it is set, each program computes
+again those of its tiles that hold NaN in memory; so does `_fwd_again_kernel`.
 
 Without intervals nothing is computed again: under CAUSAL a NaN in a key or value may spoil all queries of a tile on the
 diagonal, also those that do not see it. Only options that hide keys promise that it does not (docs/kernel.md).
@@ -104,12 +104,6 @@ def _note(spoilt_ptr, spoilt):
     """Sets the flag of this program's tile in `spoilt_ptr` if `spoilt`; never clears it, as other tiles share it."""
     if spoilt_ptr is not None:
         tl.store(spoilt_ptr + tl.program_id(0) // TOGETHER, spoilt, mask=spoilt)
-
-
-@triton.jit
-def _flagged_tiles(num):
-    """(first, stop): the tiles, of all `num`, whose flag is that of this program's number."""
-    return tl.program_id(0) * TOGETHER, tl.minimum((tl.program_id(0) + 1) * TOGETHER, num)
 
 
 @triton.jit
@@ -329,12 +323,14 @@ def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
     first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    ahead,
 ):  # fmt: skip
     """The forward: owns BLOCK_Q queries of a head, reads q, k and v, writes their o and their log-sum-exp, natural log.
 
-    It walks over the keys that these queries see, with an online softmax in base 2.
+    It walks over the keys that these queries see, with an online softmax in base 2. `_fwd_again_kernel` calls it for
+    the tile that is `ahead` tiles after the program's own.
     """
-    head_index, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL)
+    head_index, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL, ahead)
     rows = row + tl.arange(0, BLOCK_Q)
     ratio, scale = _factors(scale, softcap)
     if slopes_ptr is not None:  # in units of the scores before they are scaled
@@ -384,22 +380,6 @@ def _fwd_kernel(
         total = tl.where(total == 0.0, 1.0, total)
     _store(o_desc, batch, head, row, acc / total[:, None], BLOCK_Q, D)
     tl.store(lse_ptr + head_index.to(tl.int64) * Q + rows, (top + tl.log2(total)) * LN_2, mask=rows < Q)
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def _fwd_again_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A launch behind another row's forward, which has written o: computes this program's tile if it holds NaN."""
-    _, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL)
-    if _has_nan(_load(o_desc, batch, head, row, BLOCK_Q, D)):
-        _fwd_kernel(
-            q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
-            first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
-            BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -533,29 +513,50 @@ def _dkdv_kernel(
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
+def _fwd_again_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, spoilt_ptr, scale, num_heads, H, G, Q, K, num_tiles,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Behind another row's forward: if its flag is set, computes those of TOGETHER tiles again whose o holds NaN."""
+    program = tl.program_id(0)
+    if tl.load(spoilt_ptr) != 0:
+        for tile in range(program * TOGETHER, tl.minimum((program + 1) * TOGETHER, num_heads * num_tiles)):
+            _, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL, tile - program)
+            if _has_nan(_load(o_desc, batch, head, row, BLOCK_Q, D)):
+                _fwd_kernel(
+                    q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
+                    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
+                    BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, tile - program,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _dq_again_kernel(
     q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, spoilt_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
     first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_FLAG: tl.constexpr,
 ):  # fmt: skip
-    """The second launch for dq: computes the tiles of this program again, with CLEAN, if they are spoilt."""
+    """The second launch for dq: if the flag of this program is set, computes its TOGETHER tiles again, with CLEAN.
+
+    With ONE_FLAG, which is set for all programs, it computes only those of the tiles that hold NaN.
+    """
     program = tl.program_id(0)
-    if spoilt_ptr is None:
-        _, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL)
-        spoilt = _has_nan(_load(dq_desc, batch, head, row, BLOCK_Q, D))
-        first, stop = program, program + 1
-    else:
-        spoilt = tl.load(spoilt_ptr + program)
-        first, stop = _flagged_tiles(num_heads * num_tiles)
-    if spoilt:
-        for tile in range(first, stop):
-            _dq_kernel(
-                q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, None,
-                scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-                first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
-                BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, True, tile - program,
-            )  # fmt: skip
+    if tl.load(spoilt_ptr + (0 if ONE_FLAG else program)) != 0:
+        for tile in range(program * TOGETHER, tl.minimum((program + 1) * TOGETHER, num_heads * num_tiles)):
+            again = True
+            if ONE_FLAG:
+                _, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL, tile - program)
+                again = _has_nan(_load(dq_desc, batch, head, row, BLOCK_Q, D))
+            if again:
+                _dq_kernel(
+                    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, None,
+                    scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
+                    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
+                    BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, True, tile - program,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -564,23 +565,22 @@ def _dkdv_again_kernel(
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
     first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_FLAG: tl.constexpr,
 ):  # fmt: skip
     """The second launch for dk and dv, as `_dq_again_kernel` is that for dq."""
     program = tl.program_id(0)
-    if spoilt_ptr is None:
-        head_index, tile = _owned_tile(num_heads, num_tiles)
-        batch, head, col = head_index // (H // G), head_index % (H // G), tile * BLOCK_K
-        dk = _load(dk_desc, batch, head, col, BLOCK_K, D)
-        spoilt = _has_nan(dk.to(tl.float32) + _load(dv_desc, batch, head, col, BLOCK_K, D).to(tl.float32))
-        first, stop = program, program + 1
-    else:
-        spoilt = tl.load(spoilt_ptr + program)
-        first, stop = _flagged_tiles(num_heads * num_tiles)
-    if spoilt:
-        for tile in range(first, stop):
-            _dkdv_kernel(
-                q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc, None,
-                scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-                first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
-                BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, True, tile - program,
-            )  # fmt: skip
+    if tl.load(spoilt_ptr + (0 if ONE_FLAG else program)) != 0:
+        for tile in range(program * TOGETHER, tl.minimum((program + 1) * TOGETHER, num_heads * num_tiles)):
+            again = True
+            if ONE_FLAG:
+                head_index, n = _owned_tile(num_heads, num_tiles, tile - program)
+                batch, head = head_index // (H // G), head_index % (H // G)
+                dk = _load(dk_desc, batch, head, n * BLOCK_K, BLOCK_K, D)
+                again = _has_nan(dk.to(tl.float32) + _load(dv_desc, batch, head, n * BLOCK_K, BLOCK_K, D))
+            if again:
+                _dkdv_kernel(
+                    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc, None,
+                    scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
+                    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
+                    BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, True, tile - program,
+                )  # fmt: skip

@@ -16,12 +16,12 @@ import torch  # noqa: E402
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lmsys.attention import AttentionCase, Documents, Pattern  # noqa: E402
+from lmsys.attention import AttentionCase, Documents, Pattern, attention  # noqa: E402
 from lmsys.attention.flash_gluon import plans  # noqa: E402
 from lmsys.kernels.tritons import KNOWN_TRITON, is_known  # noqa: E402
 from lmsys.testing import make_inputs  # noqa: E402
 from tests.support import gluon_simulator  # noqa: E402
-from tests.support.gluon_simulator import assert_right, gluon, plans_taken  # noqa: E402
+from tests.support.gluon_simulator import assert_right, gluon, plans_taken, simulated  # noqa: E402
 from tests.support.patterns import document_lengths, make_pattern  # noqa: E402
 from tests.support.variants import few_by_default  # noqa: E402
 
@@ -70,6 +70,28 @@ def test_intervals_may_end_before_they_begin(head_dim: int) -> None:
     assert (pattern.bounds(250, 250, CPU).end < pattern.bounds(250, 250, CPU).first).any()
     case = AttentionCase(2, 2, 1, 250, 250, head_dim, "bfloat16", True, grad=True, window=30, key_lengths=True)
     assert_right(case, make_inputs(case, 0), pattern, fixed_orders=[False, True])
+
+
+@known
+@pytest.mark.parametrize("fixed", [False, True])
+def test_nan_in_one_document_leaves_the_other_alone(fixed: bool) -> None:
+    """The documents share tiles. Kernels of `flash_triton`, in the interpreter, compute the spoilt ones again."""
+    case = AttentionCase(1, 2, 1, 200, 200, 64, "float16", True, grad=True, documents=True)
+    x, other = make_inputs(case, 0), make_inputs(case, 0)
+    with torch.no_grad():
+        x.k[0, 0, 30, 3] = x.v[0, 0, 40, 5] = x.q[0, 1, 50, 0] = x.do[0, 0, 60, 1] = float("nan")
+    with simulated():
+        arguments = x.q.detach(), x.k.detach(), x.v.detach()
+        pattern = Pattern(True, documents=Documents([90, 110]))
+        o, lse = gluon()._forward(*arguments, True, 0.125, pattern=pattern)
+        dq, dk, dv = gluon()._backward(*arguments, o, lse, x.do, True, 0.125, fixed, pattern=pattern)
+    leaves = [t[:, :, 90:].detach().requires_grad_() for t in (other.q, other.k, other.v)]
+    alone = attention(*leaves, causal=True, impl="naive")
+    expected = alone, *torch.autograd.grad(alone, leaves, other.do[:, :, 90:])
+    for found, right in zip((o, dq, dk, dv), expected, strict=True):
+        torch.testing.assert_close(found[:, :, 90:], right, rtol=2e-2, atol=2e-2)
+    assert bool(o[0, 0, 40:90].isnan().any(dim=-1).all()) and bool(o[0, 1, 50].isnan().all())
+    assert bool(o[0, :, :30].isfinite().all()) and bool(dq[0, :, 30:90].isnan().any(dim=-1).all())
 
 
 EDGES = [  # (head dimension, pattern): some query sees a single key of a tile, or a few keys of its second half

@@ -85,7 +85,8 @@ def compile_kernel(
         "PRECISION": precision,
         "G": 1,
         **{name: None for name in flash_triton.EXTENT if name in kernel.arg_names and name not in extent},
-        **({} if name == "fwd" or clean else {"CLEAN": False, "ahead": None}),
+        **({} if clean else {"ahead": None}),
+        **({} if name == "fwd" else {"ONE_FLAG": False} if clean else {"CLEAN": False}),
         **({} if name == "fwd" or extent else {"spoilt_ptr": None}),
     }
     types: dict[str, Any] = {"scale": "fp32", "softcap": "fp32", **POINTERS}

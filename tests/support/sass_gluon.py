@@ -42,7 +42,7 @@ from lmsys.values import choice
 from tests.support.sass import TRITON_NAMES, count, resources
 
 # {argument: type} of the pointers that are not to float32; BOUNDS are those of a pattern.
-BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
+BOUNDS = {**dict.fromkeys(("first_ptr", "end_ptr", "query_end_ptr"), "*i32"), "spoilt_ptr": "*i64"}
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
 # {key of the JSON line: pattern of the instructions that it counts}; ADDS are additions and stores to dq.
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4", "STG": r"STG\.E\.128"}
@@ -111,7 +111,8 @@ def pre_and_postprocess(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str
     half = "*" + TRITON_NAMES[dtype]
     constants = {"ROWS": 4096 // head_dim, "D": head_dim, "BOUNDED": False}
     yield "preprocess", compile_kernel(preprocess_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
-    yield "postprocess", compile_kernel(postprocess_kernel, {"dq_ptr": half}, {"ROWS": ROWS, "D": head_dim})
+    constants = {"ROWS": ROWS, "D": head_dim, "spoilt_ptr": None}
+    yield "postprocess", compile_kernel(postprocess_kernel, {"dq_ptr": half}, constants)
 
 
 def read(kernel: Any) -> dict[str, int]:

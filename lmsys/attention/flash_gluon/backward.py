@@ -57,7 +57,7 @@ from lmsys.attention.flash_gluon.hopper import (
     store_rows,
     thread_barrier,
 )
-from lmsys.attention.flash_gluon.intervals import Extent, edges, intervals
+from lmsys.attention.flash_gluon.intervals import Extent, edges, intervals, note_nan
 
 # The keys and values of a CTA in shared memory, and the barrier that completes when they are loaded.
 Loaded = namedtuple("Loaded", "ks vs full")
@@ -204,6 +204,8 @@ def _consumer(
     batch = kv_bh // kv_heads
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
+    if masked.spans is not None:  # under a pattern
+        note_nan(parameters + 5, dk + dv)
     gdc_launch_dependents()
     # dk and dv go to global memory through the buffer of dS, which is free now. A slice of v's tile could not serve,
     # since its rows are not contiguous.

@@ -55,7 +55,16 @@ from lmsys.attention.flash_gluon.hopper import (
     store_rows,
     thread_barrier,
 )
-from lmsys.attention.flash_gluon.intervals import ROWS, Extent, Hides, hide, intervals, key_tiles, own_key_tiles
+from lmsys.attention.flash_gluon.intervals import (
+    ROWS,
+    Extent,
+    Hides,
+    hide,
+    intervals,
+    key_tiles,
+    note_nan,
+    own_key_tiles,
+)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 # The least value of a row's maximum. Where all scores of a row are hidden (-inf), it keeps the maximum finite, so that
@@ -309,7 +318,7 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent,
+    o_desc, lse_ptr, spoilt_ptr, scale, outs, queries, ring, mailbox, sizes, extent,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
@@ -397,6 +406,8 @@ def _consumer(
             _release(ring.v_empty, before, NAMED, V_FREE, WGS)
         acc = acc * inverse[:, None]
         if row < sizes.Q:
+            if BOUNDED:
+                note_nan(spoilt_ptr, acc)
             out = outs.index(WG)
             tma.store_wait(0)
             thread_barrier()  # the thread that issued the last store has now seen that its data left shared memory
@@ -413,11 +424,12 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         "num_heads", "H", "G", "Q", "K", "num_tiles", "at_once", "first_ptr", "end_ptr", "per_entry",
+        "spoilt_ptr",
     ]
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, scale, num_heads, H, G, Q, K, num_tiles, at_once,
-    first_ptr, end_ptr, per_entry,
+    first_ptr, end_ptr, per_entry, spoilt_ptr,
     BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
     CHAINED: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
@@ -431,9 +443,9 @@ def forward_kernel(
     PING_PONG, NAMED, DYNAMIC and CHAINED are the plan's fields of these names.
     RAGGED: K is no multiple of BLOCK_K. It is set only for kernels without CAUSAL; a causal kernel always masks the
     keys past the end.
-    `first_ptr`, `end_ptr` and `per_entry` are the queries' `Extent` of `intervals.py`, None without a pattern. Under a
-    pattern CAUSAL is set as well: tiles have the order of causal attention, and the consumers of a CTA do not all see
-    the same keys.
+    `first_ptr`, `end_ptr` and `per_entry` are the queries' `Extent` of `intervals.py`, and `spoilt_ptr` points to the
+    flag of `note_nan`; all are None without a pattern. Under a pattern CAUSAL is set as well: tiles have the order of
+    causal attention, and the consumers of a CTA do not all see the same keys.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
@@ -470,12 +482,12 @@ def forward_kernel(
                 NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 0, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, spoilt_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 0, WGS, BLOCK_K, D,
+                STAGES, PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 1, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, spoilt_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 1, WGS, BLOCK_K, D,
+                STAGES, PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
@@ -485,15 +497,15 @@ def forward_kernel(
                 NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 0, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, spoilt_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 0, WGS, BLOCK_K, D,
+                STAGES, PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 1, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, spoilt_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 1, WGS, BLOCK_K, D,
+                STAGES, PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 2, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, spoilt_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 2, WGS, BLOCK_K, D,
+                STAGES, PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -13,6 +13,8 @@ pattern (a *dense* kernel) is given None for all three, and is compiled without 
 `Hides` says which keys the queries of one consumer (warp group) of the forward do not see: their intervals as `first`
 and `length` (ROWS,), and `stop`, `full_from` and `full_to` of `edges`. In a dense kernel all but the extent are zeros.
 
+`note_nan` sets the flag by which tiles that NaN in hidden keys may have spoilt are computed again.
+
 Only the forward calls the functions from `key_tiles` on: they give the tiles of keys that it visits, and the mask of a
 tile.
 
@@ -59,6 +61,14 @@ def intervals(extent, batch, start, length, NUM: gl.constexpr, LAYOUT: gl.conste
     inside = owners < length
     first = gl.load(extent.first + places, mask=inside, other=0)
     return first, gl.maximum(gl.load(extent.end + places, mask=inside, other=0) - first, 0)
+
+
+@gluon.jit
+def note_nan(flag, x):
+    """Stores 1 at `flag`, a pointer to int64, if x (rows, columns) holds NaN."""
+    sums = gl.sum(x, 1)  # the rows of a thread, without another warp
+    spoilt = (sums != sums).to(gl.int64)
+    gl.store(flag + 0 * spoilt, spoilt, mask=spoilt > 0)
 
 
 @gluon.jit

@@ -4,7 +4,8 @@ The table of implementations, `lmsys/attention/table.py`, names the function `fl
 There `custom_ops.flash` makes the public function and the autograd Function of `_forward` and `_backward`. The first
 call of a shape computes sizes, grid and binary (`_Forward`, `_Backward`), which `_launches` keeps. A backward launches
 three kernels: one of preprocess.py before the kernel of backward.py, and one after it. Settings are in plans.py. Under
-a pattern (windows, documents) NaN in hidden keys spoils whole tiles, so kernels of flash_triton.py compute those again.
+a pattern (windows, documents) NaN in hidden keys spoils whole tiles. The kernels then set a flag, and kernels of
+flash_triton.py compute the tiles again.
 
 Causal heads that are grouped (G > 1) may *walk down*: the CTAs of a key head, one for each of its key tiles, begin at
 the last tile of queries. Each takes that tile for all G query heads, then the tile below it, and so on. The CTAs thus
@@ -46,8 +47,8 @@ TILE_K = 128  # keys of a CTA of the backward
 ROWS = 64  # queries that one warp group of the forward owns
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
 DQ_TILE = 4096  # numbers of dq (16 KiB of float32) that a consumer adds to in a step: 64 queries by 64 columns
-# int64 slots: five scalars that preprocess_kernel writes and one of padding, so that dq_semaphore behind them is
-# 16-byte aligned, as the compiler assumes.
+# int64 slots: five scalars that preprocess_kernel writes, and the flag for NaN. They are an even number, so that
+# dq_semaphore behind them is 16-byte aligned, as the compiler assumes.
 NUM_PARAMETERS = 6
 # {causal: MiB}. In the deterministic mode, with its fixed order of additions to dq, the backward works on as many heads
 # at a time as touch this much memory together.
@@ -59,8 +60,9 @@ DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where heads
 FEW_WAVES = 8
 DOWN_WAVES = 4  # the limit FEW_WAVES where heads walk down
 MOST_CLEARED = 8  # tiles of DQ_TILE numbers that a CTA clears: more of them would delay the CTA's own loads
-# The arguments by which kernels read a pattern; the last one is the backward's alone. In dense kernels all are None.
-EXTENT = "first_ptr", "end_ptr", "per_entry", "query_end_ptr"
+# The arguments of forward and backward under a pattern. In dense kernels all are None.
+EXTENT = "first_ptr", "end_ptr", "per_entry"
+FORWARD_EXTENT, BACKWARD_EXTENT = (*EXTENT, "spoilt_ptr"), (*EXTENT, "query_end_ptr")
 # (consumer warp groups of a CTA, CTAs that share a multiprocessor) -> registers of a thread: in consumers, and in all
 # warp groups at the start. A multiprocessor has 65,536; consumers take what the producer gives back.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
@@ -123,7 +125,7 @@ def _counter(device: torch.device, stream: int) -> Tensor:
 def _extent(bounds: Bounds, *more: Tensor) -> tuple[Any, ...]:
     """Values of the arguments EXTENT: addresses, and 1 where each batch entry has bounds of its own, else 0.
 
-    `more`: for a backward the ends of the intervals of its queries.
+    `more`: the tensor of the last argument in FORWARD_EXTENT or BACKWARD_EXTENT.
     """
     return bounds.first.data_ptr(), bounds.end.data_ptr(), int(bounds.first.shape[0] > 1), *(x.data_ptr() for x in more)
 
@@ -144,15 +146,15 @@ def _kept(key: tuple[Any, ...], *arguments: Any, **options: Any) -> Kernel:
 def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan, bounded: bool) -> dict[str, Any]:
     """The constants and compiler options of `forward_kernel`.
 
-    `ragged`: the keys are no whole number of tiles. `bounded`: under a pattern. Without one the arguments EXTENT are
-    constants, None.
+    `ragged`: the keys are no whole number of tiles. `bounded`: under a pattern. Without one the arguments
+    FORWARD_EXTENT are constants, None.
     """
     registers, cap = REGISTERS[plan.consumers, plan.ctas]
     return {
         "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages,
         "REGISTERS": registers, "PING_PONG": plan.ping_pong, "OVERLAP": plan.ctas == 1, "NAMED": plan.named,
         "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap,
-        "launch_pdl": plan.chained, **dict.fromkeys(() if bounded else EXTENT[:3]),
+        "launch_pdl": plan.chained, **dict.fromkeys(() if bounded else FORWARD_EXTENT),
     }  # fmt: skip
 
 
@@ -176,9 +178,9 @@ class _Forward:
         self.dynamic = plan.dynamic
         ragged = not causal and keys % plan.tile_k != 0
         key = "forward", self.device, q.dtype, head_dim, causal, bounded, ragged, plan
-        half, floats, ints, _ = _samples(q)
+        half, floats, ints, longs = _samples(q)
         q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, plan.tile_k, head_dim]
-        extent = [ints, ints, EXAMPLE_INTEGER] if bounded else []
+        extent = [ints, ints, EXAMPLE_INTEGER, longs] if bounded else []
         self.kernel = _kept(
             key,
             forward.forward_kernel,
@@ -214,7 +216,7 @@ def backward_options(
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
         "FMA_EXP": plan.fma_exp, "PEELED": plan.peeled and causal and not bounded,
         "SPREAD": not causal and ragged and not deterministic, "DOWN": down, "DETERMINISTIC": deterministic,
-        **dict.fromkeys(() if bounded else EXTENT),
+        **dict.fromkeys(() if bounded else BACKWARD_EXTENT),
     }  # fmt: skip
 
 
@@ -237,7 +239,7 @@ class _Backward:
 
     def __init__(self, q: Tensor, k: Tensor, causal: bool, bounded: bool, deterministic: bool, plan: BackwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
-        self.device, self.heads, self.queries = q.device.index, heads, queries
+        self.device, self.heads, self.queries, self.bounded = q.device.index, heads, queries, bounded
         self.block_q = BLOCK_Q[head_dim]
         group, num_heads, kv_num_heads = heads // kv_heads, batch * heads, batch * kv_heads
         # Rows of dq, delta and the log-sum-exp. Under a pattern kernels of flash_triton read the last two.
@@ -293,8 +295,9 @@ class _Backward:
             ROWS=self.rows, D=head_dim, BOUNDED=bounded,
         )  # fmt: skip
         self.postprocess = _kept(
-            ("postprocess", *same), postprocess_kernel, [], [],
-            [floats, half, EXAMPLE_SCALE, self.heads, self.queries, self.padded, *[EXAMPLE_INTEGER] * 3],
+            ("postprocess", *same, bounded), postprocess_kernel, [], [],
+            [floats, half, longs if bounded else None, EXAMPLE_SCALE, self.heads, self.queries, self.padded,
+             *[EXAMPLE_INTEGER] * 3],
             ROWS=ROWS, D=head_dim, launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
@@ -315,8 +318,11 @@ class _Backward:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float, extent: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Fills dq (B, H, Q, D), dk and dv (B, Hkv, K, D); returns lse2 and delta, padded for each head."""
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Fills dq (B, H, Q, D), dk and dv (B, Hkv, K, D).
+
+        Returns lse2 and delta, padded for each head, and under a pattern the flag for NaN, (1,) int64.
+        """
         stream = raw_stream(self.device)
         # dq32: dq in float32, without sm_scale; lse2: the log-sum-exp in base 2; delta: row sums of o * do.
         space = torch.empty(self.floats, dtype=torch.float32, device=q.device)
@@ -325,6 +331,7 @@ class _Backward:
         )
         parameters = rest.data_ptr()
         dq_semaphore = parameters + 8 * NUM_PARAMETERS
+        flag = rest[2 * NUM_PARAMETERS - 2 : 2 * NUM_PARAMETERS].view(torch.int64)  # the last of the parameters
         pointers = (o, do, lse, lse2, delta, dq32)
         self.preprocess(
             self.preprocess_grid, stream, (),
@@ -337,9 +344,10 @@ class _Backward:
         )  # fmt: skip
         self.postprocess(
             self.postprocess_grid, stream, (),
-            (dq32.data_ptr(), dq.data_ptr(), scale, self.heads, self.queries, self.padded, *_eighths(dq)),
+            (dq32.data_ptr(), dq.data_ptr(), flag.data_ptr() if self.bounded else None, scale, self.heads, self.queries,
+             self.padded, *_eighths(dq)),
         )  # fmt: skip
-        return lse2, delta
+        return lse2, delta, flag
 
 
 def _eighths(x: Tensor) -> tuple[int, int, int]:
@@ -365,7 +373,8 @@ def _forward(
     bounded, extent = pattern is not None, ()
     if pattern is not None:
         bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)  # kept until the kernel that reads it is launched
-        causal, extent = True, _extent(bounds)
+        spoilt = torch.zeros(1, dtype=torch.int64, device=q.device)
+        causal, extent = True, _extent(bounds, spoilt)
         plan = plan or forward_plan(q.shape[-1], causal, k.shape[2], pattern.span(k.shape[2]))
     key = "forward", q.shape, k.shape, q.dtype, causal, bounded, q.device.index, plan
     launch = _launches.get(key)
@@ -375,7 +384,7 @@ def _forward(
             launch = _launches[key] = _Forward(q, k, causal, bounded, plan)
         launch.run(q, k, v, o, lse, scale, extent)
         if pattern is not None:
-            flash_triton.mend_forward(q, k, v, o, lse, scale, pattern, bounds)
+            flash_triton.mend_forward((q, k, v, o), lse, spoilt, scale, pattern, bounds)
     return o, lse
 
 
@@ -405,9 +414,9 @@ def _backward(
         if launch is None:
             plan = plan or backward_plan(q.shape[-1], causal, k.shape[2])
             launch = _launches[key] = _Backward(q, k, causal, bounded, deterministic, plan)
-        lse2, delta = launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
+        vectors = launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
         if pattern is not None:
-            flash_triton.mend_backward((q, k, v, o, do, dq, dk, dv), lse, lse2, delta, scale, pattern, bounds)
+            flash_triton.mend_backward((q, k, v, o, do, dq, dk, dv), (lse, *vectors), scale, pattern, bounds)
     return dq, dk, dv
 
 

@@ -40,8 +40,8 @@ def preprocess_kernel(
 
     That is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and five scalars in
     `parameters`: key heads, tiles of keys, key heads of all batch entries, how many of these are worked on at once, and
-    the bits of sm_scale. Programs take the last tiles first, so that at the end the L2 cache holds the heads that
-    `backward_kernel` begins with.
+    the bits of sm_scale. Under a pattern a sixth is 0, the flag for NaN. Programs take the last tiles first, so that at
+    the end the L2 cache holds the heads that `backward_kernel` begins with.
     """
     tl.extra.cuda.gdc_launch_dependents()  # `backward_kernel` may begin; it waits by gdc_wait before it reads
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
@@ -72,16 +72,19 @@ def preprocess_kernel(
         tl.store(parameters + 2, num_heads // G)
         tl.store(parameters + 3, at_once)
         tl.store(parameters + 4, sm_scale.to(tl.int32, bitcast=True))
+        if BOUNDED:
+            tl.store(parameters + 5, 0)
 
 
-@triton.jit(do_not_specialize=["H", "Q", "Q_PADDED", "stride_b", "stride_h", "stride_q"])
+@triton.jit(do_not_specialize=["spoilt_ptr", "H", "Q", "Q_PADDED", "stride_b", "stride_h", "stride_q"])
 def postprocess_kernel(
-    dq32_ptr, dq_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
+    dq32_ptr, dq_ptr, spoilt_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Writes dq (B, H, Q, D) = sm_scale * dq32, whose tiles have the order of `hopper.add_registers`.
 
-    ROWS must be 64, the rows of such a tile. The last tiles come first: the L2 cache may still hold them.
+    ROWS must be 64, the rows of such a tile. The last tiles come first: the L2 cache may still hold them. spoilt_ptr is
+    None without a pattern; else 1 is stored there if dq holds NaN.
     """
     tl.extra.cuda.gdc_wait()
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
@@ -93,3 +96,5 @@ def postprocess_kernel(
     dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)
+    if spoilt_ptr is not None:
+        tl.store(spoilt_ptr, 1, mask=tl.max(tl.max((dq != dq).to(tl.int32), 1), 0) > 0)
