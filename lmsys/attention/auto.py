@@ -32,6 +32,11 @@ FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
 }
 
 
+# B H Q under a window or documents. With fewer than MANY_QUERIES a call of `flash_gluon` may wait for the host. From
+# MOST_IN_DOCUMENTS on `flash_triton` trains as fast at head_dim 64, or faster.
+MANY_QUERIES, MOST_IN_DOCUMENTS = 2**18, 2**19
+
+
 def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     """The names of the rows that "auto" tries, in order: on Hopper as measured, on other GPUs torch's choice first.
 
@@ -47,8 +52,8 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     - In float32 SDPA's memory-efficient kernel comes first, as Triton multiplies without tensor cores there.
     - With options, and for a forward of few queries on more keys, `flash_triton` comes first, in float32 too: it skips
       hidden tiles, keeps NaN in hidden keys out of the results by itself, and divides the keys of few queries among
-      programs. If such a forward of few queries has no options, and 1 GiB of keys and values or more, cuDNN comes
-      first.
+      programs. If such a forward of few queries has no options, and 1 GiB of keys and values or more, cuDNN comes first.
+    - Under a causal window or documents, or both, `flash_gluon` comes before it in calls of many queries.
 
     On other GPUs torch's own choice, `sdpa`, comes first. With options `flash_triton` comes first on NVIDIA's GPUs,
     since SDPA needs a mask of Q x K bytes for them and skips no tile. On AMD's GPUs `flash_triton` is known to compile
@@ -62,15 +67,18 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
             if case.options and torch.version.hip is None
             else ("sdpa", "flash_triton", "vectorized")
         )
-    if case.options or (case.queries <= FEW_QUERIES and case.queries < case.keys and not case.grad):
+    queries, few = case.batch * case.heads * case.queries, case.queries <= FEW_QUERIES
+    if case.options or (few and case.queries < case.keys and not case.grad):
         # From 1 GiB of keys and values on (2 * 2**28 numbers of 2 bytes), cuDNN is faster on an H200, and as fast on an
         # H100.
         is_large = not case.options and case.batch * case.kv_heads * case.keys * case.head_dim >= 2**28
         first = ("sdpa_cudnn", "flash_triton") if is_large else ("flash_triton", "sdpa_cudnn")
-        return *first, "sdpa_efficient", "vectorized"
+        timed = case.options and case.options.keys() <= {"window", "documents"} and case.causal and not few
+        most = MOST_IN_DOCUMENTS if case.documents and case.grad and case.head_dim == 64 else ANY
+        gluon = ("flash_gluon",) if timed and MANY_QUERIES <= queries < most else ()
+        return *gluon, *first, "sdpa_efficient", "vectorized"
     if case.dtype == "float32":
         return "sdpa_efficient", "flash_triton", "vectorized"
-    queries = case.batch * case.heads * case.queries
     faster = [
         row
         for row, keys, least, most in FASTER.get((case.grad, case.head_dim, case.causal), ())
