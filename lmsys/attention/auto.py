@@ -52,7 +52,7 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     - In float32 SDPA's memory-efficient kernel comes first, as Triton multiplies without tensor cores there.
     - With options, and for a forward of few queries on more keys, `flash_triton` comes first, in float32 too: it skips
       hidden tiles, keeps NaN in hidden keys out of the results by itself, and divides the keys of few queries among
-      programs. If such a forward of few queries has no options, and 1 GiB of keys and values or more, cuDNN comes first.
+      programs. If a forward of few queries has no options, and 1 GiB of keys and values or more, cuDNN comes first.
     - Under a causal window or documents, or both, `flash_gluon` comes before it in calls of many queries.
 
     On other GPUs torch's own choice, `sdpa`, comes first. With options `flash_triton` comes first on NVIDIA's GPUs,

@@ -97,12 +97,14 @@ class _Launch:
         function, tiled_by = KERNELS[name]
         q, k = tensors[:2]
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
-        lengths = [queries, keys] if name == "fwd" else [queries, _padded(queries), keys]
+        lengths, rows = [queries, keys], queries
+        if name != "fwd":
+            rows = (others[1] if name == "dq" else tensors[-1]).numel() // (batch * heads)  # of lse2, or of delta
+            lengths = [queries, rows, keys]
         if name == "dkdv":
             owners, num_tiles = batch * kv_heads, triton.cdiv(keys, tile.block_k)
         else:  # dq also writes the padding of delta and the log-sum-exp: the tiles of dkdv may have more queries
-            owners = batch * heads
-            num_tiles = triton.cdiv(_padded(queries) if name == "dq" else queries, tile.block_q)
+            owners, num_tiles = batch * heads, triton.cdiv(rows, tile.block_q)
         self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if again else 1)
         # Kernels take arguments by place: descriptors, `others`, `sizes`, `extent`, in the order of their signatures.
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
@@ -316,7 +318,8 @@ def mend_backward(
     """Computes again, in place, tiles of another row's gradients, as `mend_forward` does with o.
 
     tensors  q, k, v, o, do, dq, dk, dv, as `describable` returns them
-    vectors  lse, lse2, delta and spoilt; lse2 and delta are as `_dq_kernel` writes them, padded for each head
+    vectors  lse, lse2, delta and spoilt. lse2 and delta are as `_dq_kernel` writes them, but each head may be padded to
+             any multiple of 64 queries
     """
     q, k, v, o, do, dq, dk, dv = tensors
     _, lse2, delta, spoilt = vectors
@@ -325,10 +328,10 @@ def mend_backward(
 
 
 def _mend(name: str, tensors: tuple[Tensor, ...], others: tuple[Any, ...], extent: Extent) -> None:
-    """Launches a kernel of AGAIN behind another row's, with the first tile: without NaN there is nothing to time."""
+    """Launches a kernel of AGAIN behind another row's. Its tile is not tuned: without NaN there is nothing to time."""
     q = tensors[0]
-    tile = candidates(name, q.dtype, block_d(q.shape[-1]), dot_precision(q), by_tma(q.device))[0]
-    _run(name, tensors, others, False, tile, extent, WITH_NAN)
+    tiles = candidates(name, q.dtype, block_d(q.shape[-1]), dot_precision(q), by_tma(q.device))
+    _run(name, tensors, others, False, next(tile for tile in tiles if tile.block_q <= 64), extent, WITH_NAN)
 
 
 # If FlashTriton.apply is given a `tile`, all three kernels use it.

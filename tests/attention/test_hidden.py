@@ -18,11 +18,9 @@ from torch import Tensor
 from lmsys.attention import AttentionCase, Documents, Pattern, attention
 from lmsys.testing import Inputs, Oracle, make_inputs
 from tests.support.attention_rows import Row, law, results_of
-from tests.support.patterns import make_pattern, patterned, spelled
+from tests.support.hidden import INF, NAN, assert_reaches_only_what_sees_it
+from tests.support.patterns import make_pattern, patterned
 from tests.support.variants import few_by_default
-
-NAN, INF = float("nan"), float("inf")
-LIKE = {"o": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}  # results have a vector for each of q, or of k
 
 
 def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> dict[str, Tensor]:
@@ -30,23 +28,6 @@ def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> 
     # In a pattern these are (1, H), and (H,) for `attention`.
     options = pattern.options | {name: x[0] for name, x in pattern.options.items() if name in ("alibi", "sinks")}
     return results_of(partial(attention, causal=pattern.causal, **options, impl=impl), inputs, case.grad)
-
-
-def reached_by(name: str, at: tuple[int, int, int], sees: Tensor, case: AttentionCase) -> dict[str, Tensor]:
-    """True for the vectors of q (B, H, Q) and k (B, Hkv, K) whose results vector `at` of tensor `name` may change.
-
-    `sees` (B, H, Q, K) is True where a query sees a key.
-    """
-    batch, head, place = at
-    queries = torch.zeros(case.batch, case.heads, case.queries, dtype=torch.bool, device=sees.device)
-    if name in ("k", "v"):
-        group = case.heads // case.kv_heads
-        heads = slice(head * group, (head + 1) * group)
-        queries[batch, heads] = sees[batch, heads, :, place]
-    else:
-        queries[batch, head, place] = True
-    keys = (sees & queries.unsqueeze(-1)).any(dim=2).unflatten(1, (case.kv_heads, -1)).any(dim=2)
-    return {"q": queries, "k": keys}
 
 
 @law(of=patterned)
@@ -59,24 +40,7 @@ def test_a_bad_value_reaches_only_queries_that_see_it(row: Row, case: AttentionC
     pattern = pattern.simplest(case.queries, case.keys)
     if not pattern.bounded:
         return  # `causal` alone promises less
-    sees = spelled(pattern, case)
-    inputs, dirty = make_inputs(case, seed), make_inputs(case, seed)
-    oracle, clean = Oracle(case, inputs, pattern=pattern), answer(row.name, inputs, case, pattern)
-    name = ("k", "v", "q", "do")[seed % 4] if case.grad else ("k", "v", "q")[seed % 3]
-    tensor = dirty.tensors[name]
-    at = tuple(seed // 4 % n for n in tensor.shape[:3])
-    value = (NAN, INF, -INF)[seed // 16 % 3]
-    tensor[at][seed % tensor.shape[-1]] = value
-    vectors = reached_by(name, at, sees, case)
-    for output, x in answer(row.name, dirty, case, pattern).items():
-        reached = vectors[LIKE[output]]
-        # Equal values differ by 0, also two of -inf.
-        change = (x - clean[output]).double().masked_fill(x == clean[output], 0)[~reached].abs()
-        assert not (change > 2 * oracle.budget[output]).any() and bool(change.isfinite().all()), (output, name, value)
-        if value is NAN and (output not in ("o", "lse") or name != "do"):
-            assert not x[reached].unsqueeze(-1).flatten(1).isfinite().all(dim=-1).any(), (
-                f"{output} hides that {name} has NaN"
-            )
+    assert_reaches_only_what_sees_it(lambda inputs: answer(row.name, inputs, case, pattern), case, pattern, seed)
 
 
 # Options that are combined with key_lengths: one that adds to scores, and some that hide keys.

@@ -242,9 +242,7 @@ class _Backward:
         self.device, self.heads, self.queries, self.bounded = q.device.index, heads, queries, bounded
         self.block_q = BLOCK_Q[head_dim]
         group, num_heads, kv_num_heads = heads // kv_heads, batch * heads, batch * kv_heads
-        # Rows of dq, delta and the log-sum-exp. Under a pattern kernels of flash_triton read the last two.
-        rows = flash_triton.ROW_PADDING if bounded else self.block_q
-        self.padded = triton.cdiv(queries, rows) * rows
+        self.padded = triton.cdiv(queries, self.block_q) * self.block_q  # rows of dq, delta and the log-sum-exp
         num_key_tiles = triton.cdiv(keys, TILE_K)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = kv_num_heads * num_key_tiles
