@@ -90,16 +90,9 @@ def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str]
     for_few = device == "cuda" and chance.random() < 0.4
     if for_few:
         widths, dtypes = [64, 128], dtypes[:2]
+    head_dim, dtype = chance.choice(widths), chance.choice(dtypes)
     case = AttentionCase(
-        *(
-            chance.randint(1, 3),
-            kv_heads * group,
-            kv_heads,
-            queries,
-            keys,
-            chance.choice(widths),
-            chance.choice(dtypes),
-        ),
+        *(chance.randint(1, 3), kv_heads * group, kv_heads, queries, keys, head_dim, dtype),
         grad=chance.random() < 0.7,
         device=device,
         capability=torch.cuda.get_device_capability() if device == "cuda" else None,
