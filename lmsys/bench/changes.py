@@ -122,9 +122,8 @@ def paired(differences: Sequence[float]) -> Shift:
     The candidates for the shift are the Walsh averages: (x[i] + x[j]) / 2 for all i <= j.
     """
     x = np.asarray(differences[:MOST_ROUNDS], dtype=float)
-    means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2
     return _shift(
-        means,
+        np.add.outer(x, x)[np.triu_indices(len(x))] / 2,
         variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24,
         rounds=len(x),
         correlation=_correlation(x),
@@ -291,8 +290,7 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
         yield f"{change.verdict:8} {ratio:>14} {interval:>16}  {change.new['id']}" + f": {why}" * bool(why)
     if len(changed) > MOST_LINES:
         yield f"and {len(changed) - MOST_LINES} more, on the page"
-    disturbed = sum(bool(change.disturbed) for change in changes)
-    if disturbed:
+    if disturbed := sum(bool(change.disturbed) for change in changes):
         yield (
             f"{disturbed} {'cases were' if disturbed > 1 else 'case was'} measured while the machine was disturbed, and"
             " the verdict may come from that: measure again"
@@ -458,8 +456,7 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
         shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
     else:
         return between(_logarithms(old), _logarithms(new))
-    pairs = [(old, new)] if old.get("against") or anchor is None else [(old, new), anchor]
-    between_runs = math.hypot(between_runs, *(_rounding(*pair) for pair in pairs))
+    between_runs = math.hypot(between_runs, *(_rounding(*pair) for pair in ((old, new), anchor) if pair))
     return replace(
         shift,
         error=math.hypot(shift.error, between_runs),

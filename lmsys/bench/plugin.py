@@ -134,8 +134,7 @@ def lmsys_device_benchmark(
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Makes a test for each case of a benchmark; the parameter `cell` is the case's id. Leaves other tests alone."""
-    cls = _benchmark_of(metafunc)
-    if cls is None:
+    if (cls := _benchmark_of(metafunc)) is None:
         return
     ids: list[str] = []
     try:

@@ -202,8 +202,6 @@ def load_file(path: Path) -> fields.Record:
 
 def _from_journal(text: str) -> fields.Record:
     """The journal's records; a last line cut short by a crash is left out, as that case did not end."""
-    lines = text.splitlines()
-    if lines and not text.endswith("\n"):
-        lines.pop()
+    lines = text[: text.rfind("\n") + 1].splitlines()
     head, *records = [strict_json.parse_json(line) for line in lines] or [{}]
     return dict(head, records=records) if isinstance(head, dict) else {}

@@ -376,15 +376,15 @@ class Session:
     def _rated(self, again: bool) -> dict[Key, Record]:
         """All records with rates by the machine's ceilings, which are measured once more if `again`.
 
-        Carried records are rated anew, too: a file has the ceilings of the run that wrote it. Those of which this run
-        has no case are left out.
+        Carried records are rated anew, too: a file has the ceilings of the run that wrote it. Those that this run
+        has not collected, and that lack fields of their case, are left out.
         """
         held = self.carried | self.results
         # Rates are computed under the names of today's rows; `record.earlier` gives records of --against theirs again.
         asked = {
             key: (self.benchmarks[key[0]], case, record.today(answer))
             for key, answer in held.items()
-            if (case := self._case(key, answer))
+            if (case := self._cases.get(key) or self.benchmarks[key[0]].case_of(answer))
         }
         machine, records = self.runner.ask("rate", list(asked.values()), again)
         self.runner.machine.update(machine)
@@ -398,10 +398,6 @@ class Session:
             info = entry["extra_info"]
             if answer := rated.get((info.get("benchmark"), info.get("id"))):
                 info |= {name: value for name, value in answer.items() if name in info}
-
-    def _case(self, key: Key, answer: Record) -> Any:
-        """The case of a record; None if this run has not collected it and the record lacks fields of the case."""
-        return self._cases[key] if key in self._cases else self.benchmarks[key[0]].case_of(answer)
 
     def resume(self, earlier: Record, entries: Sequence[Record]) -> None:
         """Takes over the records that an earlier run has measured under the same memory limit, and their entries.

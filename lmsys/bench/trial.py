@@ -279,11 +279,10 @@ class Trial:
         If the step has no `redraw`, it gets the benchmark's. If it has no `keep` and the benchmark judges calls, it
         gets `watch.copied`.
         """
-        benchmark = self.benchmark
-        step, failure = candidate.watched(benchmark.step, case, candidate, self.setup)
+        step, failure = candidate.watched(self.benchmark.step, case, candidate, self.setup)
         if failure:
             return None, failure
-        keep = watch.copied if step.keep is nothing and judges_calls(benchmark) else step.keep
+        keep = watch.copied if step.keep is nothing and judges_calls(self.benchmark) else step.keep
         return self.watch.over(step, candidate, self.redraw_of(step), keep), None
 
     def _check_timed(self, case: Case) -> None:
