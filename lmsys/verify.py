@@ -191,8 +191,7 @@ def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
         info = entry["extra_info"]
         if "benchmark" not in info:
             continue  # of a test that is no benchmark of ours
-        record = records.get((info["benchmark"], info.get("id")))
-        if record is None:
+        if (record := records.get((info["benchmark"], info.get("id")))) is None:
             yield str(info.get("id")), "pytest-benchmark has it, and no record"
         else:
             yield from ((record["id"], fault) for fault in _differences(info, record, "pytest-benchmark"))
@@ -249,8 +248,7 @@ def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.R
     # Fields with `of` are functions of other fields.
     derived = {known.name: known.value(record) for known in declared if known.of is not None}
     yield from _differences(derived, record, "its other fields")
-    case = benchmark.case_of(record)
-    if case is None:
+    if (case := benchmark.case_of(record)) is None:
         yield f"{NOT_RECOMPUTED}{benchmark.name}: a record does not say all of its case, so not its work and rates"
         return
     unknown = f"{NOT_RECOMPUTED}{benchmark.name}: a record's row is not known here, so not its label, nor whose it is"

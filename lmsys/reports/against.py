@@ -75,8 +75,7 @@ def read_both(old: Sequence[Path], new: Sequence[Path], margin: float, anyway: b
 
 def read_one(path: Path, margin: float | None) -> Compared:
     """Compares the two states of the code that one run measured. ValueError if it was not a run with --against."""
-    pair = in_turns(machine_of([path]), margin)
-    if pair is None:
+    if (pair := in_turns(machine_of([path]), margin)) is None:
         raise load.InputError(f"{path}: it has no rows as they were: name the run after, too")
     hold((pair.changes, "nothing to compare: no case was timed in both states"))
     return pair
@@ -85,8 +84,7 @@ def read_one(path: Path, margin: float | None) -> Compared:
 def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
     """Compares rows of today with the same rows of an earlier commit, in a run with --against; None for other runs."""
     # A record's "against" says of which earlier state its row is: {"name", "commit", "margin"}; None: a row of today.
-    earlier = [case for case in machine.records if case["against"]]
-    if not earlier:
+    if not (earlier := [case for case in machine.records if case["against"]]):
         return None
     states = [case["against"] for case in earlier]
     commits = sorted({state["commit"] or state["name"] for state in states})

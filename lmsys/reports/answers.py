@@ -96,8 +96,7 @@ def questions(machine: load.Machine) -> Iterator[Question]:
     """
     for name in machine.benchmarks:
         if name in machine.layouts:
-            declared = machine.layouts[name].get("fastest")
-            if declared:
+            if declared := machine.layouts[name].get("fastest"):
                 yield Question(name, **declared)
             continue
         view = views.view_of(machine, name)
@@ -120,14 +119,14 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     """A line for each setting, with the row that is fastest there; None where no setting has enough rows."""
     settings, lines = question.settings(machine), list[fields.Record]()
     for key, cases in settings.items():
-        facts = question.answer(machine, cases)
-        if facts:
+        if facts := question.answer(machine, cases):
             lines.append(dict(zip(question.keys, key, strict=True)) | facts)
     if not lines:
         return None
-    in_order = enumerate(dict.fromkeys(map(itemgetter("run"), lines)))
-    # The letter of each run: A to Z, A1, B1, ...
-    runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
+    runs = {  # the letter of each run, in their order: A to Z, A1, B1, ...
+        run: chr(ord("A") + place % 26) + str(place // 26 or "")
+        for place, run in enumerate(dict.fromkeys(map(itemgetter("run"), lines)))
+    }
     shown = _shown_keys(question, lines, list(settings))
     heads = [_setting(machine, question, line, shown) for line in lines]
     marks, texts = cells.Notes(), list[dict[str, str]]()  # texts: for each line, {column: text of its cell}

@@ -276,8 +276,7 @@ def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record
     """The fastest case of the row or strategy `name` in each comparison that has it; [] if the name is None."""
     best = []
     for rows in comparisons:
-        cases = [case for case in rows if name and name in _names(case)]
-        if cases:
+        if cases := [case for case in rows if name and name in _names(case)]:
             best.append(min(verdict.undisturbed(cases), key=verdict.time_of))
     return best
 

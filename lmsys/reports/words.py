@@ -147,8 +147,7 @@ def timing(cases: Sequence[Record]) -> str:
     for name, label, unit in (("sm_clock_mhz", "SM clock", "MHz"), ("power_w", "power", "W")):
         if known[name]:
             facts.append(f"{label} {span([exact(round(value)) for value in known[name]])} {unit}")
-    spreads = [spread for spread in map(spread_of, timed) if spread is not None]
-    if spreads:
+    if spreads := [spread for spread in map(spread_of, timed) if spread is not None]:
         facts.append(f"p20 to p80 within {number(100 * max(spreads))} % of the median")
     return f"{sentence(', '.join(facts))}. " if facts else ""
 
