@@ -170,8 +170,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def receive(self) -> tuple[Failure | None, Any]:
         """Waits for the worker: (how the call failed or None, its result or what it has `Told`)."""
-        answer = read(self._line)
-        if not answer:
+        if not (answer := read(self._line)):
             return Failure(DIED, self.ending()), None
         try:
             return pickle.loads(answer)

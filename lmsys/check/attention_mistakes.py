@@ -192,8 +192,8 @@ def outputs_of(forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inpu
     """o = forward(q, k, v), and its gradients dq, dk, dv for `inputs.do`, by name, in float64."""
     q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     o = forward(q, k, v)
-    gradients = torch.autograd.grad(o, (q, k, v), inputs.do.double())
-    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients), strict=True))
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), inputs.do.double())
+    return {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
 def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:

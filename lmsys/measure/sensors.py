@@ -265,8 +265,7 @@ class Conditions:
         In a container NVML may report other process ids than this process sees. If this process's own id is not among
         them, the family's processes cannot be told apart, and it subtracts the size of the family from their number.
         """
-        processes = self._sensors.processes()
-        if processes is None:
+        if (processes := self._sensors.processes()) is None:
             return None
         family = host.family_of(self._parent, host.processes_in(Path("/proc")))
         return len(set(processes) - family) if os.getpid() in processes else max(0, len(processes) - len(family))

@@ -46,8 +46,7 @@ def train(
             f"{vocab_size=} must be at least {smallest}: {_NUM_BYTES} bytes and {len(special_tokens)} special tokens",
         )
     )
-    counts = count_pretokens(files, special_tokens, processes)
-    if not counts:
+    if not (counts := count_pretokens(files, special_tokens, processes)):
         raise chunks.no_text(map(chunks.whole, files))
     merges = learn_merges(counts, vocab_size - smallest)
     vocab = [
@@ -92,8 +91,7 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[byt
     its bytes stand and no token reaches across their ends. The same merges have been applied to these bytes as where
     the token was made first, in the same order. So they are this token already, and no pair is left to make it again.
     """
-    merges = iter(_Learner(counts).step, None)  # ends where `step` returns None
-    return list(islice(merges, num_tokens))
+    return list(islice(iter(_Learner(counts).step, None), num_tokens))  # ends, too, where `step` returns None
 
 
 class _Learner:
