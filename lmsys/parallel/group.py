@@ -229,8 +229,7 @@ class TorchrunGroup:
         except Exception as error:
             failure = processes.Failure.of(error)
         failed, results, notes = zip(*gather_objects((failure, result, doing.last()), group=None), strict=True)
-        failures = {rank: failure for rank, failure in enumerate(failed) if failure is not None}
-        if failures:
+        if failures := {rank: failure for rank, failure in enumerate(failed) if failure is not None}:
             raise _blame(failures, silent=[], timeout_s=self.timeout_s, notes=notes)
         return list(results)
 

@@ -125,8 +125,7 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        strangers = [p for p in group["params"] if p not in self.owners]  # in no buffer yet
-        if strangers:
+        if strangers := [p for p in group["params"] if p not in self.owners]:  # in no buffer yet
             self._flatten(strangers, without(group, "params"))
         if self._local is not None:
             self._local.add_param_group(self._own(group))

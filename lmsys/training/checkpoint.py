@@ -153,8 +153,7 @@ def save(
         _, untidy = _attempt(_tidy, folder, step, keep)
         if untidy:  # a warning, since rank 0 alone would raise an error; the next save tidies up again
             warnings.warn(f"{folder}: files that no checkpoint needs are left: {untidy}", stacklevel=2)
-    failures = dict.fromkeys(failed for _, failed in reports if failed)
-    if failures:
+    if failures := dict.fromkeys(failed for _, failed in reports if failed):
         raise SaveError(f"{manifest}: could not be saved: {'; '.join(failures)}; earlier checkpoints stand")
     return manifest
 

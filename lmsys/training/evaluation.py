@@ -79,8 +79,7 @@ def evaluate(
     try:
         for first in range(0, len(inputs), batch_size):
             some = slice(first, first + batch_size)
-            count = _count(targets[some])
-            if count:  # else the mean loss is not defined
+            if count := _count(targets[some]):  # else the mean loss is not defined
                 with autocast():
                     loss = loss_function(*model_inputs(inputs[some], targets[some], device))
                 total += loss.item() * count

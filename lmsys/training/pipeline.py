@@ -243,8 +243,7 @@ def print_sample(context: RunContext) -> None:
 
 def _trained(context: RunContext) -> tuple[TransformerLM, int]:
     """(the model of the newest checkpoint, its step). ValueError where there is none, or it is of another run."""
-    saved = checkpoint.newest(context.checkpoints)
-    if saved is None:
+    if (saved := checkpoint.newest(context.checkpoints)) is None:
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
     saved.require(model=loop.facts_of(context.config)["model"], tokenizer=context.tokenizer.fingerprint)
     model = TransformerLM(context.config.model, device=context.device)
@@ -258,8 +257,7 @@ def _data(context: RunContext) -> tuple[data.TokenFiles, evaluation.Windows]:
     made = _read(folder / "made.json")
     values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
     for name, text in _names(config).items():
-        was = made.get(name, text)  # files of earlier versions have no names
-        if was != text:
+        if (was := made.get(name, text)) != text:  # files of earlier versions have no names
             context.say(
                 f"{folder}: has the tokens of {name}={was!r}, not of {text!r}; the step `tokenize` makes them anew"
             )

@@ -50,12 +50,11 @@ def _execution(
         options["bucket_mb"] = train.bucket_mb
     if traits.compute_dtype and train.precision in prepare.AUTOCAST and not train.reproducible:
         options["compute_dtype"] = prepare.AUTOCAST[train.precision]
-    blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
     return prepare.Execution(
         strategy=row,
         options=options,
         precision=train.precision,
-        blocks=blocks,
+        blocks="fused" if train.fused else "compiled" if train.compile else "eager",
         compiler={
             # A graph of several blocks sums in another order, and has no place for a strategy's hooks between blocks.
             "together": 1 if train.reproducible or traits.synchronizes else BLOCKS_PER_GRAPH,
