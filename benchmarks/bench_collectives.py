@@ -300,8 +300,7 @@ class Collectives(OnRanks):
             settings.min_rounds,
             settings.seed,
         )
-        wrong = [answer["wrong"] for answer in answers or () if answer["wrong"]]
-        if wrong:
+        if wrong := [answer["wrong"] for answer in answers or () if answer["wrong"]]:
             candidate.failed("wrong", wrong[0])
         elif answers and settings.timed:
             measurement.samples = ranks.slowest(answer["samples"] for answer in answers)

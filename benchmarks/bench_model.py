@@ -198,9 +198,7 @@ class Model(ModelBenchmark):
             )
 
     def inspect(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Record:
-        if case.warmup is not None:
-            return {}
-        return setup.rig.memory_of(case)
+        return setup.rig.memory_of(case) if case.warmup is None else {}
 
     def tokens(self, case: ModelTest) -> int:
         return case.batch * case.context

@@ -290,8 +290,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Judges each row by `check.gate`: three steps on the ranks against those of one process."""
         for candidate in candidates:
-            ratios = candidate.attempt(runner.ranks.ask, candidate.case, check.gate, runner.settings.seed)
-            if ratios:
+            if ratios := candidate.attempt(runner.ranks.ask, candidate.case, check.gate, runner.settings.seed):
                 candidate.judge(ratios[0], "float32")
 
     def sample(self, turn: Sequence[StepsCase], trial: Any) -> None:

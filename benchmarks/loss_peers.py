@@ -35,8 +35,9 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     Autocast would reach its matmuls, but would cast the whole weight twice for each chunk. So inputs are cast before.
     """
-    package = importlib.import_module("liger_kernel.transformers.functional")
-    return package.liger_fused_linear_cross_entropy(*_cast(hidden, weight), targets, accum_dtype=torch.float32)
+    return importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy(
+        *_cast(hidden, weight), targets, accum_dtype=torch.float32
+    )
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, impl: str = "cce") -> Tensor:
