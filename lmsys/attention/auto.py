@@ -32,9 +32,11 @@ FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
 }
 
 
-# B H Q under a window or documents. With fewer than MANY_QUERIES a call of `flash_gluon` may wait for the host. From
-# MOST_IN_DOCUMENTS on `flash_triton` trains as fast at head_dim 64, or faster.
-MANY_QUERIES, MOST_IN_DOCUMENTS = 2**18, 2**19
+# Shapes under a causal window or documents in which `flash_gluon` was the fastest, on one H200: the least B H Q, the
+# least queries of a sequence, and the least window by (grad, head_dim), else LEAST_WINDOW. Smaller ones were slower, or
+# have not been timed. From MOST_IN_DOCUMENTS on (B H Q) `flash_triton` trains as fast at head_dim 64, or faster.
+MANY_QUERIES, LONG, LEAST_WINDOW, MOST_IN_DOCUMENTS = 2**18, 1024, 256, 2**19
+WIDER_WINDOW = {(True, 64): 512}
 
 
 def fastest_first(case: AttentionCase) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     - With options, and for a forward of few queries on more keys, `flash_triton` comes first, in float32 too: it skips
       hidden tiles, keeps NaN in hidden keys out of the results by itself, and divides the keys of few queries among
       programs. If a forward of few queries has no options, and 1 GiB of keys and values or more, cuDNN comes first.
-    - Under a causal window or documents, or both, `flash_gluon` comes before it in calls of many queries.
+    - Under a causal window or documents, or both, `flash_gluon` comes before it in large calls (`_suits_gluon`).
 
     On other GPUs torch's own choice, `sdpa`, comes first. With options `flash_triton` comes first on NVIDIA's GPUs,
     since SDPA needs a mask of Q x K bytes for them and skips no tile. On AMD's GPUs `flash_triton` is known to compile
@@ -67,15 +69,13 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
             if case.options and torch.version.hip is None
             else ("sdpa", "flash_triton", "vectorized")
         )
-    queries, few = case.batch * case.heads * case.queries, case.queries <= FEW_QUERIES
-    if case.options or (few and case.queries < case.keys and not case.grad):
+    queries = case.batch * case.heads * case.queries
+    if case.options or (case.queries <= FEW_QUERIES and case.queries < case.keys and not case.grad):
         # From 1 GiB of keys and values on (2 * 2**28 numbers of 2 bytes), cuDNN is faster on an H200, and as fast on an
         # H100.
         is_large = not case.options and case.batch * case.kv_heads * case.keys * case.head_dim >= 2**28
         first = ("sdpa_cudnn", "flash_triton") if is_large else ("flash_triton", "sdpa_cudnn")
-        timed = case.options and case.options.keys() <= {"window", "documents"} and case.causal and not few
-        most = MOST_IN_DOCUMENTS if case.documents and case.grad and case.head_dim == 64 else ANY
-        gluon = ("flash_gluon",) if timed and MANY_QUERIES <= queries < most else ()
+        gluon = ("flash_gluon",) if _suits_gluon(case, queries) else ()
         return *gluon, *first, "sdpa_efficient", "vectorized"
     if case.dtype == "float32":
         return "sdpa_efficient", "flash_triton", "vectorized"
@@ -86,3 +86,16 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     ]
     next_ = ("flash_triton", "sdpa_cudnn") if case.grad and case.head_dim <= 64 else ("sdpa_cudnn", "flash_triton")
     return *faster, "flash_gluon", *next_, "sdpa_flash", "sdpa_efficient", "vectorized"
+
+
+def _suits_gluon(case: AttentionCase, queries: int) -> bool:
+    """True for cases with options in which `flash_gluon` comes first on Hopper. queries: B H Q."""
+    if not (case.options and case.options.keys() <= {"window", "documents"} and case.causal):
+        return False
+    least = WIDER_WINDOW.get((case.grad, case.head_dim), LEAST_WINDOW)
+    most = MOST_IN_DOCUMENTS if case.documents and case.grad and case.head_dim == 64 else ANY
+    return (
+        MANY_QUERIES <= queries < most
+        and LONG <= case.queries == case.keys
+        and not (isinstance(case.window, int) and case.window < least)
+    )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention import contract, documents
+from lmsys.attention import contract, documents, hidden
 from lmsys.attention.lse import NEEDS, attend_with_lse
 from lmsys.attention.naive import naive
 from lmsys.attention.pattern import Pattern
@@ -122,8 +122,10 @@ def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pat
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, pattern: Pattern | None = None) -> Tensor:
     """o by `naive`, computed in float32 or wider and returned in q's dtype."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return naive(*(x.to(wide) for x in (q, k, v)), causal=causal, scale=scale, pattern=pattern).to(q.dtype)
+    wide = [x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v)]
+    if pattern is not None and pattern.bounded:  # rows with the trait `isolates` come here without `hidden.kept_apart`
+        return hidden.kept_apart(naive, *wide, scale=scale, pattern=pattern).to(q.dtype)
+    return naive(*wide, causal=causal, scale=scale, pattern=pattern).to(q.dtype)
 
 
 def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Tensor], Backward]:

@@ -318,8 +318,8 @@ def mend_backward(
     """Computes again, in place, tiles of another row's gradients, as `mend_forward` does with o.
 
     tensors  q, k, v, o, do, dq, dk, dv, as `describable` returns them
-    vectors  lse, lse2, delta and spoilt. lse2 and delta are as `_dq_kernel` writes them, but each head may be padded to
-             any multiple of 64 queries
+    vectors  lse, lse2, delta and spoilt. lse2 and delta are as `_dq_kernel` writes them, but each head is padded to a
+             multiple of 64 queries, always to the same one for a shape and dtype: launches are kept by these
     """
     q, k, v, o, do, dq, dk, dv = tensors
     _, lse2, delta, spoilt = vectors

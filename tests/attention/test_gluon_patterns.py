@@ -19,6 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from lmsys.attention import AttentionCase, Documents, Pattern  # noqa: E402
 from lmsys.attention.flash_gluon import plans  # noqa: E402
+from lmsys.kernels.launch import INTERPRETED  # noqa: E402
 from lmsys.kernels.tritons import KNOWN_TRITON, is_known  # noqa: E402
 from lmsys.testing import Inputs, make_inputs  # noqa: E402
 from tests.support import gluon_simulator  # noqa: E402
@@ -77,25 +78,65 @@ def test_intervals_may_end_before_they_begin(head_dim: int) -> None:
     assert_right(case, make_inputs(case, 0), pattern, fixed_orders=[False, True])
 
 
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1 lets kernels of flash_triton run on a CPU")
+
+
+def answer(x: Inputs, case: AttentionCase, pattern: Pattern, fixed: bool) -> dict[str, torch.Tensor]:
+    """The results of simulated kernels by name. fixed: additions to dq have a fixed order."""
+    given, scale = [t.detach() for t in (x.q, x.k, x.v)], case.head_dim**-0.5
+    with simulated():
+        o, lse = gluon()._forward(*given, case.causal, scale, pattern=pattern)
+        grads = gluon()._backward(*given, o, lse, x.do, case.causal, scale, fixed, pattern=pattern)
+    return dict(zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True))
+
+
 @known
+@interpreted
 @settings(max_examples=3)
 @given(case=patterned(), seed=SEEDS, fixed=st.booleans())
 @example(case=ONE_TILE, seed=2, fixed=False)  # NaN in q
 def test_a_bad_value_reaches_only_queries_that_see_it(case: AttentionCase, seed: int, fixed: bool) -> None:
     """Kernels of `flash_triton`, in the interpreter, compute spoilt tiles again; it cannot compute bfloat16."""
-    case, scale = replace(case, dtype="float16"), case.head_dim**-0.5
+    case = replace(case, dtype="float16")
     pattern = make_pattern(case, seed).simplest(case.queries, case.keys)
-    if not pattern.bounded:
-        return
+    if pattern.bounded:
+        assert_reaches_only_what_sees_it(lambda x: answer(x, case, pattern, fixed), case, pattern, seed)
 
-    def answer(x: Inputs) -> dict[str, torch.Tensor]:
-        given = [t.detach() for t in (x.q, x.k, x.v)]
-        with simulated():
-            o, lse = gluon()._forward(*given, case.causal, scale, pattern=pattern)
-            grads = gluon()._backward(*given, o, lse, x.do, case.causal, scale, fixed, pattern=pattern)
-        return dict(zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True))
 
-    assert_reaches_only_what_sees_it(answer, case, pattern, seed)
+# (queries, keys, window, tensor, place of its NaN). The query that has it sees no key, so only dk shows it; nobody sees
+# the key that has it, so only dq shows it.
+UNSEEN = (100, 30, 40, "q", (0, 1, 80, 3)), (30, 100, 40, "k", (0, 0, 50, 3))
+
+
+@known
+@interpreted
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("queries", "keys", "window", "name", "place"), UNSEEN)
+def test_a_vector_that_no_other_sees_may_hold_nan(
+    queries: int, keys: int, window: int, name: str, place: tuple[int, ...], head_dim: int
+) -> None:
+    case = AttentionCase(1, 2, 1, queries, keys, head_dim, "float16", True, grad=True, window=window)
+    inputs, dirty, pattern = make_inputs(case, 0), make_inputs(case, 0), Pattern(True, window=window)
+    dirty.tensors[name][place] = float("nan")
+    clean = answer(inputs, case, pattern, False)
+    for output, x in answer(dirty, case, pattern, False).items():
+        torch.testing.assert_close(x, clean[output], rtol=2e-2, atol=2e-2, msg=output)
+
+
+@known
+@settings(max_examples=3)
+@given(case=patterned(), seed=SEEDS)
+def test_no_flag_is_set_where_all_is_finite(case: AttentionCase, seed: int) -> None:
+    flags: list[int] = []
+    mends = {  # what they are given: (tensors, lse, flag, ...) and (tensors, (..., flag), ...)
+        "mend_forward": lambda *given: flags.append(given[2].item()),
+        "mend_backward": lambda *given: flags.append(given[1][-1].item()),
+    }
+    with simulated(), patch.multiple(gluon().flash_triton, **mends):
+        x, pattern = make_inputs(case, seed), make_pattern(case, seed)
+        o, lse = gluon()._forward(x.q, x.k, x.v, case.causal, 0.1, pattern=pattern)
+        gluon()._backward(x.q, x.k, x.v, o, lse, x.do, case.causal, 0.1, False, pattern=pattern)
+    assert flags == [0, 0]
 
 
 EDGES = [  # (head dimension, pattern): some query sees a single key of a tile, or a few keys of its second half

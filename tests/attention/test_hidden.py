@@ -157,3 +157,62 @@ def test_tiles_of_another_row_are_computed_again_where_they_hold_nan(device: str
             expected = right[name][:, 0] if flag else torch.full_like(x[:, 0], NAN)
             torch.testing.assert_close(x[:, 0], expected, equal_nan=True, rtol=1e-4, atol=1e-5, msg=name)
             assert not x[:, 1].any(), name
+
+
+def results_and_second_derivatives(impl: str, behind: float, device: str) -> list[Tensor]:
+    """o, the gradients of q, k and v, and those of a sum of squares of the last queries' gradients.
+
+    behind: a number in the first key and value, which these queries do not see
+    """
+    torch.manual_seed(0)
+    dtype, head_dim = (torch.float32, 16) if device == "cpu" else (torch.bfloat16, 64)
+    *leaves, do = torch.randn(4, 1, 1, 12, head_dim, device=device, dtype=dtype)
+    for x in leaves[1:]:
+        x[0, 0, 0] = behind
+    leaves = [x.requires_grad_() for x in leaves]
+    o = attention(*leaves, causal=True, window=3, impl=impl)
+    gradients = torch.autograd.grad(o, leaves, do, create_graph=True)
+    second = torch.autograd.grad(gradients[0][0, 0, 8:].square().sum(), leaves)
+    return [o.detach(), *(x.detach() for x in gradients), *second]
+
+
+@pytest.mark.parametrize(
+    ("impl", "device"),
+    [*product(("vectorized", "flash_torch", "flash_triton"), ("cpu",))]
+    + [pytest.param(impl, "cuda", marks=pytest.mark.gpu) for impl in ("flash_triton", "flash_gluon", "sdpa")],
+)
+def test_second_derivatives_keep_nan_in_hidden_keys_out(impl: str, device: str) -> None:
+    """Only the first three queries and keys see the first key, or are seen by queries that do."""
+    if "triton" in impl or "gluon" in impl:
+        pytest.importorskip("triton")
+    dirty, clean = (results_and_second_derivatives(impl, x, device) for x in (NAN, 0.0))
+    for x, y in zip(dirty, clean, strict=True):
+        torch.testing.assert_close(x[:, :, 3:], y[:, :, 3:], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["flash_gluon", "flash_triton"])
+def test_a_graph_computes_spoilt_tiles_again_when_it_is_replayed(impl: str) -> None:
+    """Captured with finite inputs, replayed with NaN in the first of two documents, and with finite inputs again."""
+    pytest.importorskip("triton")
+    case = AttentionCase(1, 2, 2, 400, 400, 64, "bfloat16", causal=True, grad=True, device="cuda")
+    inputs, options = make_inputs(case, 0), {"causal": True, "documents": Documents([190, 210], "cuda"), "impl": impl}
+    q, k, v = inputs.leaves(True)
+
+    def compute() -> tuple[Tensor, ...]:
+        o = attention(q, k, v, **options)
+        return o.detach(), *torch.autograd.grad(o, (q, k, v), inputs.do)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        right = [x[:, :, 190:].clone() for x in compute()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = compute()
+    for value in (0.5, NAN, 0.5):
+        with torch.no_grad():
+            q[0, 0, 3], k[0, 1, 5], v[0, 0, 7] = value, value, value
+        graph.replay()
+        for x, y in zip(results, right, strict=True):
+            torch.testing.assert_close(x[:, :, 190:], y, rtol=2e-2, atol=2e-2)
+        assert results[0][:, :, :190].isnan().any() == (value is NAN)

@@ -7,13 +7,10 @@ row can run follow from its `supports`; the properties of `Row` limit how many a
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from unittest.mock import patch
-from zlib import crc32
 
 import pytest
 import torch
@@ -184,19 +181,6 @@ def on_devices(names: tuple[str, ...], compiled_on_cpu: bool, **fixed: Any) -> l
     return pairs
 
 
-def untuned(name: str) -> AbstractContextManager[Any]:
-    """A context in which a row in Triton takes one of the tiles that fit, by the case, and times none."""
-    if "triton" not in name:
-        return nullcontext()
-    from lmsys.attention import flash_triton, tuning  # here, as they import Triton
-
-    def tune(case: tuple[object, ...], tiles: Sequence[Any], launch: Callable[[Any], None], device: Any) -> Any:
-        first = crc32(repr(case).encode()) % len(tiles)
-        return next(tile for tile in (*tiles[first:], *tiles[:first]) if tuning._fits(tile, launch))
-
-    return patch.object(flash_triton, "tune", tune)
-
-
 def law(
     compiled_on_cpu: bool = False,
     only: tuple[str, ...] = (),
@@ -227,8 +211,7 @@ def law(
             def holds(case: AttentionCase, seed: int) -> None:
                 check(row, case, seed)
 
-            with untuned(name):
-                holds()
+            holds()
 
         test.__doc__ = check.__doc__
         test.__name__ = check.__name__

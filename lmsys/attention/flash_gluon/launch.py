@@ -316,10 +316,10 @@ class _Backward:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float, extent: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Fills dq (B, H, Q, D), dk and dv (B, Hkv, K, D).
 
-        Returns lse2 and delta, padded for each head, and under a pattern the flag for NaN, (1,) int64.
+        Returns lse2 and delta, padded for each head, and the flag for NaN, (1,) int64, or None without a pattern.
         """
         stream = raw_stream(self.device)
         # dq32: dq in float32, without sm_scale; lse2: the log-sum-exp in base 2; delta: row sums of o * do.
@@ -329,7 +329,9 @@ class _Backward:
         )
         parameters = rest.data_ptr()
         dq_semaphore = parameters + 8 * NUM_PARAMETERS
-        flag = rest[2 * NUM_PARAMETERS - 2 : 2 * NUM_PARAMETERS].view(torch.int64)  # the last of the parameters
+        flag = None
+        if self.bounded:  # the last of the parameters
+            flag = rest[2 * NUM_PARAMETERS - 2 : 2 * NUM_PARAMETERS].view(torch.int64)
         pointers = (o, do, lse, lse2, delta, dq32)
         self.preprocess(
             self.preprocess_grid, stream, (),
@@ -342,7 +344,7 @@ class _Backward:
         )  # fmt: skip
         self.postprocess(
             self.postprocess_grid, stream, (),
-            (dq32.data_ptr(), dq.data_ptr(), flag.data_ptr() if self.bounded else None, scale, self.heads, self.queries,
+            (dq32.data_ptr(), dq.data_ptr(), flag if flag is None else flag.data_ptr(), scale, self.heads, self.queries,
              self.padded, *_eighths(dq)),
         )  # fmt: skip
         return lse2, delta, flag

@@ -17,7 +17,9 @@ HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)  # compute capability
 PATTERNS = "window", "documents"  # options that the kernels know
 SELFTEST = "lmsys.attention.flash_gluon.selftest:run"  # the trial: module:function
-SOURCES = Path(__file__).parent, Path(launch.__file__)  # a change in any of these files needs a new trial
+# A change in any of these files needs a new trial. The row launches kernels of flash_triton under a pattern.
+FOLDER = Path(__file__).parent
+SOURCES = FOLDER, Path(launch.__file__), *(FOLDER.with_name(f"flash_triton{x}.py") for x in ("", "_kernels"))
 
 
 def flash_gluon_supports(case: AttentionCase) -> str | None:
