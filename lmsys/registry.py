@@ -73,12 +73,14 @@ def _load_file(path: str) -> Any:
 def _imported(file: Path) -> Any:
     """The module of a file. A file in a package is imported as a part of it, so that relative imports work.
 
-    An imported package of the same name may be another one: the file is then loaded alone, like a file in no package.
+    If another package of that name was imported, the file is loaded alone, like a file in no package.
     """
     sys.path += [str(folder) for folder in folders_of(file) if str(folder) not in sys.path]
-    packages = [folder.name for folder in itertools.takewhile(_is_package, file.parents)]  # the innermost first
-    if packages and packages[-1] not in sys.modules:
-        return importlib.import_module(".".join(packages[::-1] + [file.stem]))
+    packages = list(itertools.takewhile(_is_package, file.parents))  # the innermost first
+    if packages:
+        outermost = sys.modules.get(packages[-1].name)
+        if outermost is None or str(packages[-1]) in getattr(outermost, "__path__", ()):
+            return importlib.import_module(".".join([folder.name for folder in packages[::-1]] + [file.stem]))
     return module_of(f"lmsys_user_{file.stem}_{abs(hash(file))}", file)
 
 

@@ -7,6 +7,7 @@ facts that a table's row or a user's class states. `Facts` declares the traits o
 
 import importlib.metadata
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -50,6 +51,25 @@ def test_a_module_that_another_thread_is_importing_is_waited_for(
         wait([second], timeout=0.1)  # time for a failure, which would come at once
         go.set()
     assert first.result() == second.result() == 3
+
+
+def test_files_of_one_package_share_its_modules(tmp_path: Path) -> None:
+    """Also files that are loaded later than the first. A package of the same name elsewhere does not serve for them."""
+    for project, number in (("one", 1), ("two", 2)):
+        folder = tmp_path / project / "package_of_a_user"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+        (folder / "common.py").write_text(f"NUMBER = {number}\n")
+        for name in ("first", "second"):
+            (folder / f"{name}.py").write_text("from .common import NUMBER\n")
+    try:
+        loaded = [load_target(f"{tmp_path}/one/package_of_a_user/{name}.py:NUMBER") for name in ("first", "second")]
+        assert loaded == [1, 1]
+        with pytest.raises(ValueError, match="relative import"):
+            load_target(f"{tmp_path}/two/package_of_a_user/first.py:NUMBER")
+    finally:
+        for name in [name for name in sys.modules if name.startswith("package_of_a_user")]:
+            del sys.modules[name]
 
 
 def test_rows_come_by_name_in_table_order(table: Table) -> None:

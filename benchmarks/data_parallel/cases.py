@@ -92,6 +92,11 @@ class ParallelCase(TrainedCase):
         return given | {"bucket_mb": None} if self.asked_bucket_mb == "all" else given
 
     @property
+    def trained(self) -> tuple[Any, ...]:
+        """The model's size and the batch of all ranks: rows that differ in one of them learn something else."""
+        return self.size, self.context, self.batch, self.world_size
+
+    @property
     def stepped_by(self) -> tuple[int, bool, str]:
         """(number of ranks, True for a sharded optimizer, optimizer): equal for a row and its `baseline`."""
         return self.world_size, self.sharded_optimizer, self.optimizer
@@ -115,7 +120,9 @@ class ParallelCase(TrainedCase):
         order, as long as none is rounded before. With Muon strategies may differ: its matrices are orthogonalized in
         batches, which may round otherwise where a rank owns fewer.
         """
-        settings = [(case.device, case.compile, case.world_size, case.residual) for case in (self, other)]
+        settings = [
+            (*case.trained, case.precision, case.device, case.compile, case.residual) for case in (self, other)
+        ]
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
             return False
         # Both `narrow` must be None.
@@ -194,8 +201,11 @@ def agreement(first: Steps, second: Steps) -> tuple[str, str]:
 
 
 def pairs(versions: Iterable[Steps]) -> list[tuple[Steps, Steps]]:
-    """All pairs of rows with one optimizer on one number of ranks; on another number they would have other batches."""
-    groups = fields.grouped(((steps.case.world_size, steps.case.optimizer), steps) for steps in versions)
+    """All pairs of rows that train one model on the same batches by one optimizer.
+
+    On another number of ranks they would have other batches.
+    """
+    groups = fields.grouped(((*steps.case.trained, steps.case.optimizer), steps) for steps in versions)
     return [pair for alike in groups.values() for pair in combinations(alike, 2)]
 
 

@@ -142,6 +142,15 @@ def test_each_optimizer_makes_a_row() -> None:
     assert [(first.case.impl, second.case.impl) for first, second in pairs(steps)] == [("naive", "flat")]
 
 
+@pytest.mark.parametrize("change", [{"precision": "bf16"}, {"batch": 8}, {"context": 8}, {"size": "small"}])
+def test_only_rows_that_learn_alike_are_compared(change: dict[str, Any]) -> None:
+    (case,) = cases_of(strategy=("naive",))
+    other = replace(case, **change)
+    assert not case.same_bits(other) and not other.same_bits(case)
+    versions = [Steps(x, x.impl, {"weight": 0.5}) for x in (case, other)]
+    assert len(pairs(versions)) == ("precision" in change)  # precisions are compared by what each may err
+
+
 def test_muon_keeps_one_moment_less_of_each_matrix() -> None:
     adamw, muon = cases_of(strategy=("naive",), optimizer=("adamw", "muon"))
     hidden = adamw.config.num_layers * block_matrices(adamw.config)
