@@ -2,12 +2,14 @@
 
 A `Table` has rows. A row is one implementation that can be checked and measured: an `Entry` with its `Traits`. The
 tables are `lmsys.attention.table.ATTENTION`, `lmsys.parallel.STRATEGIES`, and those of benchmarks, such as LOSSES in
-benchmarks/bench_loss.py: add a row there. Users add rows by "path.py:function" on the command line or by entry points
-of a package. The bench, `lmsys check`, `attention` and the training loop look rows up here.
+benchmarks/bench_loss.py. To add a row, add an `Entry` to one of these tables. Users add rows by "path.py:function" on
+the command line or by entry points of a package. The bench, `lmsys check`, `attention` and the training loop look rows
+up here.
 
 A trait that every table has is a field of `Traits` here; a trait of attention rows or of strategies is a field in
 `lmsys.traits`. A row names its code ("module:attr"), which is imported only when the row is used. So a machine that
-lacks a row's packages still lists and runs the others.
+lacks a row's packages still lists and runs the others. For `--against`, `lmsys.bench.checkout` appends
+`lmsys/bench/earlier.py` to a copy of this file: if a name that rows use is dropped here, add it there.
 """
 
 import difflib
@@ -96,8 +98,8 @@ def module_of(name: str, file: Path) -> Any:
 def folders_of(file: Path) -> list[Path]:
     """The folders that the imports of a user's file may need on sys.path.
 
-    They are the file's folder, the folder that holds its outermost package, the root of its project (see PROJECT), and
-    the folders of projects directly inside of that root.
+    They are the file's folder, the folder that holds its outermost package, the roots of the projects that hold it (see
+    PROJECT), and the folders of projects directly inside of those roots.
     """
     around = [file.parent, next(folder for folder in file.parents if not _is_package(folder))]
     for root in [folder for folder in file.parents if any((folder / name).exists() for name in PROJECT)]:
@@ -119,7 +121,7 @@ def message_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of a user's file in an error's traceback, in brackets, for a message; "" where there is none."""
+    """The last line of a user's file in an error's traceback, in parentheses, for a message; "" where there is none."""
     ours = str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<"  # "<" begins names that are no file's
     frames = [
         frame
@@ -214,10 +216,11 @@ class Entry:
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
     extra     the optional dependency group (extra) of lmsys that installs the packages that the row needs
     install   what stands behind "pip install" in the message about a missing package, if no extra installs it
-    apart     True: the row's code runs in a process of its own (`lmsys.bench.foreign`), and is never loaded here
     traits    an instance of the table's class of traits: it states all of them. Or a mapping by name: it states some,
               and attributes of the row's function or class may state others; it is empty for a user's file. Read
               traits by `Traits.of`, which knows both
+
+    The attribute `apart` is True in `lmsys.bench.foreign.Foreign` alone, whose code runs in a process of its own.
     """
 
     name: str
@@ -252,7 +255,10 @@ class Entry:
             raise ImportError(self._missing(error)) from error
 
     def why_not(self, case: Any) -> str | None:
-        """None when the row can run `case`, else the reason, as users read it."""
+        """None when the row can run `case`, else the reason, as users read it.
+
+        A missing package is a reason. A ValueError of `load_target` is raised: the row's code cannot be found.
+        """
         try:
             reason = load_target(self.supports)(case) if self.supports else None
             if reason is None:
@@ -274,7 +280,8 @@ class Table(Mapping[str, Entry]):
     kind    what a row is, for messages, such as "attention"
     group   the entry point group by which other packages add rows; empty: none
     auto    auto(case) gives the names of rows that "auto" tries, the fastest first
-    traits  the class of its rows' traits. ValueError for a row that states a trait that does not exist
+    traits  the class of its rows' traits. ValueError for a row that states a trait that does not exist, or a value of
+            another type
     """
 
     def __init__(
@@ -318,7 +325,7 @@ class Table(Mapping[str, Entry]):
     def select(self, names: Iterable[str], apart: Callable[[Entry], Entry] | None = None) -> list[Entry]:
         """The rows of these names. "path.py:attr" makes a row of the user's code, named by its attribute.
 
-        ValueError for an unknown name, and for two rows of one name.
+        ValueError for an unknown name, and for two different rows of one name.
 
         apart  apart(row) gives a row whose code runs in another process; code of users' files is then not loaded here
         """

@@ -1,40 +1,47 @@
 """Inputs of attention, a float64 reference (the oracle), and the one rule of when a result is right.
 
-Tests, `lmsys check`, the bench before it times a row, and `lmsys verify` use this rule; no tolerance is defined
-elsewhere. A row is an implementation, here of attention. `make_inputs` draws inputs, `run` calls a row, and
-`Oracle(...).error_ratios` judges its outputs: it returns the error over its budget (the error that is allowed), so 1 or
-less is right. `ratio_of` judges tensors other than attention's, and `curve_ratios` trainings. The names P, dS, lse and
-others are in the legend at the end.
+Tests, `lmsys check`, the bench before it times a row, and `lmsys verify` use this rule. Besides it, `lmsys.course` has
+the tolerances of its handouts, some modules of `lmsys.check` add to a budget, and ERROR_RTOL and BUDGET_RTOL in
+benchmarks/models.py say how far errors and budgets may differ when `lmsys verify` recomputes them. A row is an
+implementation, here of attention. `make_inputs` draws inputs, `run` calls a row, and `Oracle(...).error_ratios` judges
+its outputs: it returns the error over its budget (the error that is allowed), so 1 or less is right. `ratio_of` judges
+tensors other than attention's, and `curve_ratios` trainings. To change a bound, change the function that its paragraph
+names; `lmsys verify` may then refuse older results, if the bound is smaller.
 
-The bound. The reference is `naive` in float64, on inputs that are already rounded to the dtype t of the row. A tensor x
-(o, dq, dk, dv) is right if
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension; U (batch, key
+head) pairs that are checked, each with its G query heads; o output; do, dq, dk, dv gradients; P softmax of the scores;
+lse log-sum-exp of a query's scores; dP = do vᵀ; delta = Σ_d o do; dS = P (dP - delta); eps of t, eps32 of float32.
+
+The bound (`_budget`, `Oracle.__init__`). The reference is `naive` in float64, on inputs that are already rounded to the
+dtype t of the row. A tensor x (o, dq, dk, dv) is right if
 
     max|x - ref| <= 2 max|naive_t - ref| + 2 max|(ref + 0.3 - 0.3) - ref| + 4 eps max(1, max|ref|)
 
 where naive_t (`naive` in t), the middle term and eps are of the dtype t. So a row may have twice the error of plain
-PyTorch in that dtype, and a few roundings. The log-sum-exp is judged as float32. A float64 result is judged as float32,
-too, since the reference is no more exact than such a result. The budget of a float32 o has eps32 / 2 max √n |ref| more,
-where n is the number of keys that a query sees: a sum that adds their products one after another is rounded n times,
-each time by at most eps32 / 2. If a query sees a key of large weight early, its error is that of one such sum, and the
-error of plain PyTorch may by chance be far smaller.
+PyTorch in that dtype, and a few roundings: those of the last two terms. The log-sum-exp is judged as float32. A float64
+result is judged as float32, too, since the reference is no more exact than such a result. The budget of a float32 o has
+eps32 / 2 max √n |ref| more slack, where n is the number of keys that a query sees: a sum that adds their products one
+after another is rounded n times, each time by at most eps32 / 2. If a query sees a key of large weight early, its error
+is that of one such sum, and the error of plain PyTorch may by chance be far smaller.
 
-Flash backwards make errors that naive does not make. The budget allows for them; they matter in float32, not in
-bfloat16. A flash backward recomputes P as exp(score - lse), so the budget of dv has 4 eps32 max|lse| max|dv| more. In
-dS = P (dP - delta) the difference may cancel wholly, such as for a query that sees one key. So the budget of dq has
-4 eps32 scale max‖do‖ max‖v‖ max|k| more; the norms are of rows, and their product bounds dP. The budget of dk has the
-same with q in place of k, times sqrt(max(1, G Q / K)) for its sum over queries.
+Flash backwards (`_recomputing`) make errors that naive does not make. The budget allows for them; they matter in
+float32, not in bfloat16. A flash backward recomputes P as exp(score - lse), so the budget of dv has 4 eps32 max|lse|
+max|dv| more slack. In dS = P (dP - delta) the difference may cancel wholly, such as for a query that sees one key. So
+the budget of dq has 4 eps32 scale max‖do‖ max‖v‖ max|k| more slack; the norms are of rows, and their product bounds dP.
+The budget of dk has as much slack with q in place of k, times sqrt(max(1, G Q / K)) for its sum over queries.
 
-Root mean square. In bfloat16 the bound above lets an error of 1 % pass. So a row that has no float32 form must also
-meet rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is `naive` with float32 scores and
-accumulation, in which only P, dS, and the o that the backward reads are rounded to t.
+Root mean square (`_rms_budgets`). In bfloat16 the bound above lets an error of 1 % pass. So a row that takes no float32
+inputs must also meet rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is `naive` with
+float32 scores and accumulation, in which only P, dS, and the o that the backward reads are rounded to t.
 
-Spots. A `Spot` is the part of a timed call's outputs that is judged. There every row must meet such a bound (except in
-float32), with 3 rms(naive_t - ref) in place of 2 rms(mixed - ref), since a row might be less exact in timed calls than
-in its check. On the few elements of a spot naive_t may by chance be almost exact. So the budget of o has
-4 eps32 max|lse| max|o| more there, as the budget of dv has above.
+Spots. A `Spot` is the part of a timed call's outputs that is judged. There every row must meet a root-mean-square bound
+(except in float32), with 3 rms(naive_t - ref) in place of 2 rms(mixed - ref), since a row might be less exact in timed
+calls than in its check. On the few elements of a spot naive_t may by chance be almost exact. So the budget of o has
+4 eps32 max|lse| max|o| more slack there, as the budget of dv has above (`_exponent`).
 
 Extreme inputs (`lmsys.extremes`) are ones that a normal distribution does not give: |lse| may be thousands, and q
-hundreds. The budget of an extreme spot adds what every flash backward then loses, to first order:
+hundreds. The budget of an extreme spot adds what every flash backward then loses, to first order
+(`_bounds_of_gradients`, `_bound_of_o`):
 
 - P_ij is off by 4 eps32 max(1, |lse_i|) of itself. Within a row all of P may be off in the same direction, which
   changes dq by that share of itself.
@@ -53,14 +60,10 @@ hundreds. The budget of an extreme spot adds what every flash backward then lose
 Under ALiBi |lse| may be hundreds, if all keys that a query sees are far away. So a backward in float32 under ALiBi gets
 the additions to dq, dk and dv, too.
 
-Trainings. Two trainings of one model on the same batches, with different kernels or strategies, count as equal if their
-losses over the first 100 steps are at most 1e-3 apart in float32 (0.03 in bfloat16), and the norms of their first
-gradients, at the same weights, differ by at most 1e-3 (5e-3) of the norm. Losses alone would not show a gradient that
-is off by a factor, since AdamW makes almost the same steps with it.
-
-Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension; U (batch, key
-head) pairs that are checked, each with its G query heads; o output; do, dq, dk, dv gradients; P softmax of the scores;
-lse log-sum-exp of a query's scores; dP = do vᵀ; delta = Σ_d o do; dS = P (dP - delta); eps of t, eps32 of float32.
+Trainings (`curve_ratios`). Two trainings of one model on the same batches, with different kernels or strategies, count
+as equal if their losses over the first 100 steps are at most 1e-3 apart in float32 (0.03 in bfloat16), and the norms of
+their first gradients, at the same weights, differ by at most 1e-3 (5e-3) of the norm. Losses alone would not show a
+gradient that is off by a factor, since AdamW makes almost the same steps with it.
 """
 
 import itertools
@@ -81,20 +84,22 @@ from lmsys.attention.pattern import PLAIN, Pattern
 
 MAX_SCORES = 2**31  # of a case with more scores, only a sample of heads is checked, drawn by the seed
 MAX_ELEMENTS = 2**27  # of q or k in that sample: each float64 tensor of the reference then takes at most 1 GiB
-CURVE_STEPS = 100  # the losses of so many first steps of two trainings are compared
+CURVE_STEPS = 100  # the losses of this many first steps of two trainings are compared
 CURVE_BUDGET = {"float32": 1e-3, "bfloat16": 0.03}  # nats
 NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
-MEMORY = {  # layouts of inputs in memory: (layout of `_laid_out`, names of the tensors that have it, description)
+# Layouts of inputs in memory: (layout, names of the tensors that have it, description). A new layout needs a case in
+# `_laid_out`. `lmsys.check.cases` asks rows for all entries.
+MEMORY = {
     "transposed": ("transposed", ("q", "k", "v", "do"), "inputs transposed in memory"),
     "unaligned": ("unaligned", ("q", "k", "v", "do"), "inputs that are not aligned to 16 bytes"),
     "unaligned gradient": ("unaligned", ("do",), "a gradient that is not aligned to 16 bytes"),
     "expanded": ("expanded", ("k", "v"), "keys and values that are expanded, of stride 0"),
     "constant gradient": ("constant", ("do",), "a gradient of stride 0, as that of o.sum() is"),
 }
-# In root mean square, a spot's error may be so many times plain PyTorch's: more than the 2 of whole outputs, since a
+# In root mean square, a spot's error may be this many times plain PyTorch's: more than the 2 of whole outputs, since a
 # spot has few elements, whose mean varies more.
 SPOT_TIMES = 3
-BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # by device: so many scores are computed at once, to bound the memory
+BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # by device: this many scores are computed at once, to bound the memory
 
 
 @dataclass(frozen=True)
@@ -340,7 +345,7 @@ class Oracle:
 
     @cached_property
     def _rms_budget(self) -> dict[str, float]:
-        """The budget of each tensor but lse in root mean square, for a row that has no float32 form."""
+        """The budget of each tensor but lse in root mean square, for a row that takes no float32 inputs."""
         mixed = self._run(compute=torch.float32, rounded=self.dtype, attend=partial(_mixed, dtype=self.dtype))
         return self._rms_budgets(mixed, times=2)
 
@@ -495,7 +500,7 @@ def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
 def larger_error(reference: Tensor, plain: Tensor, other: Tensor) -> Tensor:
     """For each element, the value of `plain` or of `other`, whichever has the larger error.
 
-    A function that is commonly written in several ways so gets the budget of all of them.
+    A function that is commonly written in several ways thus gets the budget of all of them.
     """
     return torch.where((other - reference).abs() > (plain - reference).abs(), other, plain)
 
@@ -515,7 +520,7 @@ def ratio_of(
 
     The budget of `error_ratio` has absolute terms, and gradients are small. So all tensors are first divided by a power
     of two near the reference's largest value. All but scalars are also judged in root mean square, as attention rows
-    without a float32 form are.
+    that take no float32 inputs are.
 
     plain  the result of plain PyTorch, whose error, when it is rounded to `dtype`, makes the budget
     mean   False: no root mean square, as for results that plain PyTorch computes exactly

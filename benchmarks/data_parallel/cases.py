@@ -1,21 +1,22 @@
 """The cases of data parallelism: how the strategy of each is built, and how the weights of two rows are compared.
 
-`bench_data_parallel.py`, `bench_steps.py`, `dev/steps.py` and the modules of this folder use it. Nothing here
-communicates between ranks. A *row* is a strategy with its options. The rows of a *turn* are timed together, one *pass*
-after another. A pass is a series of steps; all rows with as many ranks take it from the same weights on the same
-batches. After a pass each rank keeps *slices*: a few rows of each weight matrix, and whole vectors (`passes.keep`).
+`bench_data_parallel.py`, `bench_steps.py`, `dev/steps.py`, `dev/earlier/steps.py` and the modules of this folder use
+it. Nothing here communicates between ranks. A *row* is a strategy with its options. The rows of a *turn* are timed
+together, one *pass* after another. A pass is a series of steps; all rows with as many ranks take it from the same
+weights on the same batches. After a pass each rank keeps *slices*: a few rows of each weight matrix, and whole vectors
+(`passes.keep`).
 
-After it, `pairs` of rows are compared. If both add the same numbers in the same order (`ParallelCase.same_bits`), their
-weights must have the same bits. Else each row must agree with exact steps within a budget. *Plain steps* are the same
-training without the strategy, and *exact steps* are plain steps on weights in float64. The budget, the error that is
-allowed, comes from the error of plain steps (`passes.judge_pass`). A pair whose bits are equal agrees, whatever was
+After a pass, `pairs` of rows are compared. If both add the same numbers in the same order (`ParallelCase.same_bits`),
+their weights must have the same bits. Else each row must agree with exact steps within a budget. *Plain steps* are the
+same training without the strategy, and *exact steps* are plain steps on weights in float64. The budget, the error that
+is allowed, comes from the error of plain steps (`passes.judge_pass`). A pair whose bits are equal agrees, whatever was
 expected.
 
-The second half of the file, from `Inspection` on, turns what was measured of a row into fields of its record. A new
-field is declared in `bench_data_parallel.py` and computed here. A new option of strategies is an attribute of
-`ParallelCase`, a value in `options`, a part of the name `impl`, and an axis. The axis is an `Axis` in
-`benchmarks/axes.py`; it is named in `DataParallel.axes`, has a field in `DataParallel.fields`, and is read in
-`DataParallel.cases`.
+The second half of the file, from `Inspection` on, turns what was measured of a row into fields of its record; in it,
+`why_not` says why a case cannot run. A new field is declared in `bench_data_parallel.py` and computed here. A new
+option of strategies is an attribute of `ParallelCase`, a value in `options`, a part of the name `impl`, and an axis.
+The axis is an `Axis` in `benchmarks/axes.py`; it is named in `DataParallel.axes`, has a field in `DataParallel.fields`,
+and is read in `DataParallel.cases`. If `bench_steps.py` does not vary it, `StepsCase.axes` leaves it out.
 """
 
 import statistics
@@ -70,7 +71,7 @@ class ParallelCase(TrainedCase):
 
     @property
     def keeps(self) -> str:
-        """The end of `impl` that tells what is not the default: the optimizer, then what `ModelCase.keeps` tells."""
+        """The end of `impl`: the optimizer, if it is not the default, and then what `ModelCase.keeps` names."""
         return f"-{self.optimizer}" * (self.optimizer != "adamw") + super().keeps
 
     @property
@@ -144,7 +145,7 @@ class StepsCase(ParallelCase):
 
     @property
     def keeps(self) -> str:
-        """The end of `impl`, as in `ParallelCase`, after the model's name if it is not ours."""
+        """The end of `impl`: the model's name, if it is not ours, and then what `ParallelCase.keeps` names."""
         return f"-{self.model}" * (self.model != "ours") + super().keeps
 
     @property
@@ -235,7 +236,7 @@ class Inspection:
 class Row:
     """Measurements of a case after checks and tuning; `Candidate.state` is this.
 
-    case    the case, with the bucket size that was the fastest, if the strategy tunes it
+    case    the case; if the strategy tunes its bucket size, with the fastest one
     seen    an `Inspection` for each rank
     passes  for each pass the seconds of each step, on the slowest rank
     alone   seconds of each step without synchronization, of all passes

@@ -2,13 +2,14 @@
 
 `bench_anatomy.py` declares ANATOMY as its `layout`; result files carry it, and `lmsys report` draws it. It is plain
 data: a table or plot is changed or added in TIME_GOES or MEMORY_GOES, the blocks of the two chapters.
-`lmsys/reports/layout.py` explains the keys of layouts and blocks ("place", "of", "lead", "more"), and
-`benchmarks/layouts.py` the steps, `word` and the signs in lists of fields. An item of "lead" or "more" is a step that
-draws, or a list of steps of which the last one draws.
+`lmsys/reports/layout.py` explains the keys of layouts and blocks ("place", "of", "lead", "more").
+`benchmarks/layouts.py` explains the steps that draw, `word` and the signs in lists of fields; the other steps are in
+`steps.py`, `special.py` and `views.py` of `lmsys/reports`. An item of "lead" or "more" is a step that draws, or a list
+of steps of which the last one draws.
 
 The step ["unfolded", field, fields] reads a list in the record of each case, such as `parts`, and replaces the case by
-one case for each entry of the list. It also declares the entries' fields. A declared field is a metric, unless it has
-"role": "detail": then "*" in a list of fields leaves it out, and it is there for other steps.
+one case for each entry of the list. Its argument `fields` declares the fields of these entries. A declared field is a
+metric, unless it has "role": "detail": then "*" in a list of fields leaves it out, and it is there for other steps.
 
 The arguments of "listing" are, in this order: the fields of the first columns, those of the other columns, `word`, the
 title, the text about the table, and the fields of its data (the argument `data` of "pivot").
@@ -25,12 +26,12 @@ PART_FIELDS = [  # fields of the entries of a record's list `parts`
     {"name": "total_s", "unit": "s", "label": "time", "shown": "ms"},
     {"name": "backward_s", "unit": "s", "label": "backward", "shown": "ms"},
 ]
-# Kinds of kernels: records have a field `{kind}_share` for each. This is a copy of `lmsys.measure.profile.KINDS`, so a
-# new kind goes into both.
+# Kinds of kernels: records have a field `{kind}_share` for each. This is a copy of `lmsys.measure.profile.KINDS`: add a
+# new kind to both.
 KINDS = ["matmul", "attention", "elementwise", "reduction", "copy", "communication", "other"]
 # What memory holds: records have the fields `{name}_bytes` and `predicted_{name}_bytes` for each.
 MEASURED = ["parameters", "gradients", "optimizer", "activations"]
-# A template: `format` with a name of MEASURED and the bytes of a GiB makes an expression of it, whose value is a text
+# By `format`, with a name of MEASURED and the bytes of a GiB, this template becomes an expression. Its value is a text
 # such as "3.1 / 3.0 (-3.2 %)".
 DEVIATION = (
     'f"{{number({0}_bytes / {1})}} / {{number(predicted_{0}_bytes / {1})}} '

@@ -3,10 +3,12 @@
 python -m dev.earlier.steps 6ddb582 --size small --compile compiled,graphed --strategy bucketed,zero1,fsdp --profile
 
 Each rank holds two models, one of each package, whose steps take turns in rounds. `--against` of a benchmark cannot do
-this: it gives each state processes of its own, and two groups of ranks cannot take turns. A line of the table has the
-median milliseconds of a step, the ratio with its interval of 95 % and its verdict, as of `--against`, and the peak of
-memory. With `--profile` a second table has the functions of Python whose time in a step has changed the most on rank 0:
-that is where to look when a step is bounded by the host. `step_of` makes a step; a new option goes there and to AXES.
+this: it gives each state processes of its own, and two groups of ranks cannot take turns. So here the process of a rank
+holds both. A line of the table has the median milliseconds of a step, the ratio with its interval of 95 % and its
+verdict, as of `--against`, and the peak of memory. With `--profile` a second table has the functions of Python whose
+time in a step has changed the most on rank 0: that is where to look when a step is bounded by the host. `step_of` makes
+a step. A new option goes there and to AXES; unless `impl` names its value, the table also needs a column for it, in
+`line_of` and in the head that `main` prints.
 """
 
 import argparse
@@ -42,7 +44,8 @@ from lmsys.training.prepare import autocast
 from lmsys.values import one_of
 
 PACKAGES = "lmsys", earlier.NAME
-AXES = "size", "context", "batch", "precision", "compile", "strategy", "world_size"  # those that `step_of` reads
+# The axes that are options here: `step_of` reads all but the last, which is the number of ranks that `main` starts.
+AXES = "size", "context", "batch", "precision", "compile", "strategy", "world_size"
 DEFAULTS = Grid(  # values of axes whose options are not given; world_size 0: as many ranks as GPUs, two on a CPU
     "earlier", size=("tiny",), context=(512,), batch=(4,), precision=("bf16",), strategy=("bucketed", "zero1", "fsdp"),
     world_size=(0,),
@@ -54,7 +57,7 @@ LIMIT_S = 1200.0  # seconds that the ranks may take for one case
 
 
 def step_of(package: str, case: ParallelCase) -> tuple[Callable[[], Any], Any]:
-    """(a training step on this rank, the strategy's adapter) of a package."""
+    """(a training step on this rank, the adapter of the strategy), both of `package`."""
 
     def module(name: str) -> Any:
         return import_module(f"{package}.{name}")
@@ -71,7 +74,7 @@ def step_of(package: str, case: ParallelCase) -> tuple[Callable[[], Any], Any]:
         model.fuse_blocks()
     gradients = module("training.gradients")
     if not hasattr(gradients, "backward_of"):
-        gradients = module("training.graph")  # which had it, and CUDA graphs, until 2026-11-28
+        gradients = module("training.graph")  # which had it, and CUDA graphs, until 2026-11-27
     strategies = module("parallel").STRATEGIES
     one_of("--strategy", case.entry.name, strategies)  # the earlier table may lack it
     with gradients.on_capture_stream() if case.replayed else nullcontext():
@@ -101,9 +104,11 @@ def step_of(package: str, case: ParallelCase) -> tuple[Callable[[], Any], Any]:
 
 
 class Measured(NamedTuple):
-    """The result of a rank: by package the seconds of a step in each round and the peak bytes; a profile's lines.
+    """The measurements of a rank.
 
-    The second model's peak does not count what the first one holds.
+    seconds  by package: the seconds of a step in each round
+    peaks    by package: the most bytes in use while its model was made and warmed up, above those in use before
+    profile  the lines of the table of functions; empty without --profile
     """
 
     seconds: dict[str, list[float]]
@@ -128,7 +133,7 @@ def measure(folder: Path, case: ParallelCase, rounds: int, profile: bool) -> Mea
 
             peaks[package] = memory.peak_bytes(make, device)
         gc.collect()
-        gc.disable()  # collecting takes longer than many a step, and would hit one package or the other by chance
+        gc.disable()  # collecting takes longer than many steps do, and would hit one package or the other by chance
         for number in range(rounds):
             for package in PACKAGES if number % 2 else PACKAGES[::-1]:
                 steps[package]()  # brings back what the other package's steps have pushed out of caches

@@ -2,8 +2,8 @@
 
 A card is a kind of GPU, a target is a function that launches kernels. `__main__.py` calls `answers_by_card`. This file
 starts a process for each card, in which `recording.py` records the launches and compiles the kernels. To add a fact,
-name it in ANSWER and in docs/targets.md, and return it from `binary.read`. If it gets a column of the table, it is also
-a name in NUMBERS of `__main__.py`, with a width in WIDTHS.
+name it in ANSWER and in docs/targets.md, and return it from `binary.read`, or from `recording.answer` if it depends on
+the card. If it gets a column of the table, it is also a name in NUMBERS of `__main__.py`, with a width in WIDTHS.
 """
 
 import os
@@ -19,11 +19,11 @@ from typing import Any
 from dev.targets.cards import Card
 from lmsys import processes
 
-# Environment variables of the processes: they see no GPU, on any machine, and kernels are compiled, not interpreted.
+# Environment variables of the processes: these see no GPU, on any machine, and compile kernels, not interpret them.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
 shorten = partial(textwrap.shorten, width=300)  # makes a message one line of at most 300 characters
 LIMIT_S = 600.0  # time limit for recording the launches for a card, and for compiling each of them
-CALLER = "its caller"  # takes the place of a kernel's name in the answer about a target whose own code failed
+CALLER = "its caller"  # stands for a kernel's name in the answer about a target whose own code failed
 # Facts about one configuration of a kernel on a card, by the names in ANSWER, which docs/targets.md explains.
 Answer = dict[str, Any]
 ANSWER = "card names kernel constants dtypes reason has needs registers spills tensor_cores copies blocks lacks".split()
@@ -34,7 +34,7 @@ def answers_by_card(chosen: Sequence[Card], *target: Any) -> Iterator[list[Answe
 
     target  the arguments of `recording.load`; ValueError for a target that it refuses
     """
-    # The folder is the cache of tuning results. It is empty, so that a row which tunes tile sizes launches all of them.
+    # The folder is the cache of tuning results. It is empty, so that a row which tunes tile sizes tries all of them.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as threads:
         yield from threads.map(lambda card: _answers_on(card, target, Path(folder)), chosen)
 

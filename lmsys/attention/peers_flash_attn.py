@@ -1,11 +1,11 @@
-"""Peers by FlashAttention's packages, versions 2 to 4, and by torch's `varlen_attn`, torch's copy of FlashAttention-2.
+"""Peers (other people's implementations): FlashAttention's packages, versions 2 to 4, and torch's `varlen_attn`.
 
-Each is a row of the table of implementations, `table.py`: a function here, and beside it `<name>_supports`, which
-returns None or why the function cannot run a case. The packages' functions read (B, S, H, D), align a causal mask at
-the bottom right, and count a window as keys to the left and right of the query's own position. A package is imported
-only when its row is asked for.
+The latter is torch's copy of FlashAttention-2. Each peer is a row of the table of implementations, `table.py`: a
+function here, and beside it `<name>_supports`, which returns None, or the reason why the function cannot run a case.
+The packages' functions read (B, S, H, D), align a causal mask at the bottom right, and count a window as keys to the
+left and right of the query's own position. A package is imported only when its row is asked for.
 
-Legend: B batch, H query heads, S sequence, D head dimension.
+Legend: B batch, H query heads, Hkv key and value heads, S sequence, Q queries, K keys, D head dimension.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def _flash_attn(
     """Calls flash_attn_func, or for documents flash_attn_varlen_func, on all sequences laid end to end.
 
     q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D). `module` is the name of the package. In torch's
-    deterministic mode the functions are called with `deterministic=True`. With `caches`, a call with few queries of
+    deterministic mode the functions are called with `deterministic=True`. With `caches`, a call with few queries and
     more keys, or with key lengths, goes to flash_attn_with_kvcache, which divides the keys among programs.
     """
     package, pattern = importlib.import_module(module), pattern or PLAIN[causal]
@@ -68,7 +68,7 @@ def _flash_attn(
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True for few queries of more keys, without gradients, as in decoding."""
+    """True for few queries and more keys, without gradients, as in decoding."""
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[2] <= contract.FEW_QUERIES and q.shape[2] < k.shape[2] and not learns
 
@@ -82,7 +82,7 @@ def _flash_attn_supports(
 ) -> str | None:
     """None, or why the package `module` cannot run `case`.
 
-    It runs on compute capabilities from `least` to below `below`. `caches`: as in `_flash_attn`.
+    It runs on compute capabilities from `least` up to, not including, `below`. `caches`: as in `_flash_attn`.
     """
     if reason := _why_not(case, "flash-attn", least, below, *KNOWN, *(["key_lengths"] if caches else [])):
         return reason
@@ -99,7 +99,7 @@ def _why_not(
 ) -> str | None:
     """None, or why the package `who` cannot run `case`; `known` are the options that it knows.
 
-    It runs on compute capabilities from `least` to below `below`.
+    It runs on compute capabilities from `least` up to, not including, `below`.
     """
     if case.device != "cuda":
         return f"{who} runs on CUDA only"

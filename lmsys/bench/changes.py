@@ -1,13 +1,14 @@
 """Compares two runs of the same cases: which became faster or slower, which did not, and for which that is unclear.
 
-`lmsys report --before` calls `compare`, and a run with --against calls `compare_in_turns`: both return a `Change` with
-a verdict (VERDICTS) for each case. A run with --repeat calls `spreads_between`.
+`lmsys report --before` calls `compare`, and a run with --against calls `compare_in_turns`: both return a list of
+`Change`, one for each case that can be compared, with a verdict (VERDICTS). A run with --repeat calls
+`spreads_between`.
 
-A *row* is an implementation under test, a *round* is one sample of each row of a comparison. Rows of one run take
+A *row* is an implementation under test; a *round* is one sample of each row of a comparison. Rows of one run take
 turns, rows of two runs do not, and the clock of a machine moves from run to run. So a row is compared by its ratio,
 round by round, to an *anchor*: a peer, somebody else's row, that took turns with it in both runs. Without an anchor,
-`ratio` is that of the plain times, and the verdict is "unclear": the clock may have moved. A row of ours cannot be the
-anchor, since it may have changed itself.
+`ratio` is that of the plain times, and the verdict on a case that was right in both runs is "unclear": the clock may
+have moved. A row of ours cannot be the anchor, since it may have changed itself.
 
 A row that took turns with its own earlier state (--against) needs no anchor: the ratio of the two, round by round, is
 the change.
@@ -15,12 +16,13 @@ the change.
 A change is an estimate with an error. Both come from the ranks of times (their places in sorted order), so that a few
 slow rounds do not move them. Source: Hodges and Lehmann 1963, "Estimates of Location Based on Rank Tests". Intervals
 invert the rank test of Mann and Whitney or, for rows that took turns, that of Wilcoxon. Neighbouring rounds resemble
-one another, so that they count as fewer: that widens the error, and Student's t distribution takes the place of the
+one another, so they count as fewer rounds, which widens the error; and Student's t distribution takes the place of the
 normal one. Where noise changes so slowly that all rounds resemble one another, cases that have not changed may be
 called changed more often than FALSE_DISCOVERIES says.
 
-To change a threshold, edit the constants below. A new verdict is a constant, a place in VERDICTS (and in BAD, if it is
-to fail a comparison), a case in `_verdict` or `_change`, and a sentence in MEANINGS of `lmsys.reports.against`.
+To change a threshold, edit the constants below; the margin of `--against` is `MARGIN_IN_TURNS` in results.py. A new
+verdict is a constant, a place in VERDICTS (and in BAD, if it is to fail a comparison), a case in `_verdict` or
+`_change`, and a sentence in MEANINGS of `lmsys.reports.against`.
 """
 
 import math
@@ -46,7 +48,8 @@ FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED, ONLY_NOW = (
 )
 VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, ONLY_NOW, UNCLEAR, SAME)  # in the order of how much they matter
 BAD = (BROKEN, SLOWER)
-MARGIN = 0.05  # a smaller change between two runs is none: clocks that move from run to run change times by less
+# A smaller change between two runs counts as none: clocks that move from run to run change times by less.
+MARGIN = 0.05
 FALSE_DISCOVERIES = 0.05  # the expected share of false ones among the verdicts "faster" and "slower"
 MOST_LINES = 20  # of changes in a terminal
 LARGEST_LOGARITHM = 700.0  # math.exp of a larger logarithm overflows
@@ -62,7 +65,7 @@ Pair = tuple[fields.Record, fields.Record]  # the records of one case: of the ea
 class Shift:
     """An estimate of the natural logarithm of new time over old, and its standard error.
 
-    freedom  the degrees of freedom of the error: how many independent rounds it comes from, less one of each sample
+    freedom  the degrees of freedom of the error: the number of independent rounds, less one per sample
 
     Student's t distribution is taken by Wallace's approximation ("Bounds on Normal Approximations to Student's and the
     Chi-Square Distributions", 1959), for intervals and p-values alike. With few degrees it is too wide: an interval by
@@ -136,8 +139,8 @@ def _shift(candidates: np.ndarray, variance: float, rounds: int, correlation: fl
     variance     the variance of the rank test's statistic
     rounds       of the sample, or of the shorter one
     correlation  that of neighbouring rounds
-    samples      how many samples give degrees of freedom, each as many as `rounds` gives: 2 if both have one length,
-                 fewer if one is longer, since the shorter one then makes most of the error (Welch 1947)
+    samples      how many samples give degrees of freedom, each as many as `rounds` gives: 2 if both have the same
+                 length, fewer if one is longer, since the shorter one then makes most of the error (Welch 1947)
     """
     ordered = np.sort(candidates)
     # The test's 95 % interval runs from the candidate at `place` to the one as far from the other end. It is 2 Z errors
@@ -201,7 +204,7 @@ class Change:
 
     @property
     def disturbed(self) -> str:
-        """Says in which run the machine was disturbed as the case was measured, and by what; empty for neither."""
+        """Says in which run the machine was disturbed while the case was measured, and by what; empty for neither."""
         sides = {"before": self.old.get("disturbed"), "after": self.new.get("disturbed")}
         return "; ".join(f"disturbed {side}: {reason}" for side, reason in sides.items() if reason)
 
@@ -226,11 +229,11 @@ class Change:
 def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: float = MARGIN) -> list[Change]:
     """The changes of the cases that both runs timed, or that only one run got right; those that matter most first.
 
-    margin  a change of less than this share is none
+    margin  a change of less than this share counts as none
 
-    The error of a change also includes how much estimates differ between two runs of one commit. `--repeat` measures
-    this standard deviation, and records hold it as `between_runs`. The largest of three counts: that of the old record,
-    that of the new one, and the median of the benchmark's cases (`_usual`).
+    The error of a change that has an anchor also includes how much estimates differ between two runs of one commit.
+    `--repeat` measures this standard deviation, and records hold it as `between_runs`. The largest of three counts:
+    that of the old record, that of the new one, and the median of the benchmark's cases (`_usual`).
     """
     old, new = list(old), list(new)
     usual = _usual(old + new)
@@ -246,7 +249,7 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
 def compare_in_turns(records: Iterable[fields.Record], margin: float) -> list[Change]:
     """The changes in a run with --against, in which rows took turns with their own earlier state.
 
-    margin  a change of less than this share is none
+    margin  a change of less than this share counts as none
     """
     return _judged([_change(old, new) for old, new in in_turns(records)], margin)
 
@@ -298,7 +301,7 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
 
 
 def counts_of(changes: Sequence[Change]) -> dict[str, tuple[int, int]]:
-    """{verdict: (cases, how many of these were disturbed)} of the verdicts that there are, in the order of VERDICTS."""
+    """{verdict: (cases, how many of these were disturbed)} of the verdicts that occur, in the order of VERDICTS."""
     cases = Counter(change.verdict for change in changes)
     disturbed = Counter(change.verdict for change in changes if change.disturbed)
     return {verdict: (cases[verdict], disturbed[verdict]) for verdict in VERDICTS if cases[verdict]}
@@ -448,7 +451,8 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
     """The shift of a case.
 
     It comes from rounds in turns with the earlier row (--against), else from ratios to the anchor, else from the times
-    alone. Its error includes `between_runs` and the tick of the clock.
+    alone. Unless it comes from the times alone, its error includes the spread between runs and the tick of the clock.
+    The spread is `between_runs`, but with --against that of the two records (`_spreads`).
     """
     if old.get("against"):
         shift, between_runs = paired(_ratios(new, old)), max(_spreads(old, new))

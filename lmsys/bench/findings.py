@@ -3,8 +3,10 @@
 A *row* is an implementation under test. `lmsys.bench.trial` calls these functions for each row.
 
 - `source_of` and `loaded_kernels` give "source" and "kernels" of the record's "proof". With its "calls", which trial.py
-  collects, the proof lets others check the times (`lmsys verify`).
+  collects, the proof lets others check the times (`lmsys verify`). A new item of the proof is put in by trial.py, and
+  checked in lmsys/verify.py.
 - `interpreted_kernels` notices kernels that Triton's interpreter runs: such rows are verified, and never timed.
+  `lmsys.check.attention`, `lmsys.course.parts`, `lmsys.bench.foreign` and benchmarks/training/rank.py call it, too.
 """
 
 import hashlib
@@ -20,9 +22,12 @@ from lmsys.registry import Entry, load_target
 
 
 def source_of(entry: Entry) -> dict[str, str]:
-    """{"name", "sha256"} of the file that defines a row's implementation; {} if there is no such file."""
+    """{"name", "sha256"} of the file that defines a row's implementation; {} if no such file is found.
+
+    A row that runs apart has none, unless it is ours or a user's file: its module is not imported here.
+    """
     try:
-        # This path is right for a user's file. It is not imported here if it runs in another process (`apart`).
+        # A user's file is at this path. With `apart` it is not imported here.
         path = Path(entry.target.rpartition(":")[0])
         if not entry.apart or entry.is_ours:
             path = Path(inspect.getsourcefile(inspect.unwrap(load_target(entry.target))) or "")
@@ -33,7 +38,7 @@ def source_of(entry: Entry) -> dict[str, str]:
 
 @contextmanager
 def loaded_kernels() -> Iterator[dict[str, str]]:
-    """A context whose dict {name: Triton's hash} gets each kernel that the process first loads within it.
+    """A context whose dict {name: Triton's hash} gets each kernel that the process loads for the first time within it.
 
     It stays empty where triton is not installed.
     """

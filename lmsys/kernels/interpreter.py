@@ -1,8 +1,9 @@
 """Patches for Triton's interpreter (TRITON_INTERPRET=1): a fix for numpy 2.4, and caches that make it twice as fast.
 
-`lmsys/kernels/launch.py` calls `mend` once, when it is imported. The fix is applied with Triton 3.6 alone. The caches
-are applied, all or none, if the interpreter's functions have the parameters in PARAMETERS. To cache another function of
-the interpreter, add a replacement here, its parameters to PARAMETERS, and an assignment to `mend`.
+`lmsys/kernels/launch.py` calls `mend` once on import, where TRITON_INTERPRET=1 is set. The fix is applied with Triton
+3.6 alone. The caches are applied, all or none, if the interpreter's functions have the parameters in PARAMETERS. To
+cache another function of the interpreter, add a replacement here, its parameters to PARAMETERS, and an assignment to
+`mend`.
 """
 
 import inspect
@@ -28,7 +29,8 @@ _languages: dict[int, tuple[Any, list[Any]]] = {}
 
 def mend() -> None:
     """Patches the interpreter of this process."""
-    if version().startswith("3.6."):  # numpy 2.4 refuses how Triton 3.6 reads an index; 3.7 reads it as `_patch_index`
+    # numpy 2.4 refuses how Triton 3.6 reads an index; Triton 3.7 reads it as `_patch_index` does.
+    if version().startswith("3.6."):
         interpreter._patch_lang_tensor = _patch_index
     if {name: [*inspect.signature(theirs).parameters] for name, theirs in _theirs.items() if theirs} == PARAMETERS:
         interpreter._patch_builtin, interpreter._patch_lang = _patch_builtin, _patch_lang
@@ -36,7 +38,7 @@ def mend() -> None:
 
 
 def _patch_index(tensor: Any, scope: Any) -> None:
-    """Replaces the interpreter's function, which makes an index of a tensor of one element in a way that fails."""
+    """Replaces the interpreter's `_patch_lang_tensor`, whose way to read a tensor of one element as an index fails."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
@@ -48,7 +50,7 @@ def _builtins(package: Any) -> list[str]:
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """Replaces the interpreter's function, which lists and sorts all names of the language at each call."""
+    """Replaces the interpreter's `_patch_builtin`, which lists and sorts all names of the language at each call."""
     for name in _builtins(package):
         member = getattr(package, name)
         if core.is_builtin(member):
@@ -56,7 +58,7 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 def _patch_lang(function: Any) -> Any:
-    """Replaces the interpreter's function, which patches the language again for each function that a kernel calls.
+    """Replaces the interpreter's `_patch_lang`, which patches the language again for each function that is called.
 
     If the language is patched already, there is nothing to do, and nothing to undo later: the scope that it returns,
     which lists what is to be undone, is empty.
@@ -65,13 +67,14 @@ def _patch_lang(function: Any) -> Any:
     if id(names) not in _languages:
         _languages[id(names)] = names, [value for value in names.values() if value is tl or value is core]
     _, languages = _languages[id(names)]
+    # Where the language is patched already, its `load` is no builtin any more.
     if languages and not any(core.is_builtin(language.load) for language in languages):
         return interpreter._LangPatchScope()
     return _theirs["_patch_lang"](function)
 
 
 def _get_np_dtype(kind: Any) -> Any:
-    """Replaces the interpreter's function, which builds a table of all dtypes at each call."""
+    """Replaces the interpreter's `_get_np_dtype`, which builds a table of all dtypes at each call."""
     if kind.name not in _dtypes:
         _dtypes[kind.name] = _theirs["_get_np_dtype"](kind)
     return _dtypes[kind.name]

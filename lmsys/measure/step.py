@@ -1,7 +1,9 @@
 """The call that a benchmark times, and what is kept of it. Imports no torch.
 
 The method `step` of a benchmark (`lmsys.bench.benchmark`) returns a `Step`. `lmsys.measure.compare` times it, and
-leaves a `Kept` for each call to be checked.
+leaves a `Kept` for each call to be checked; profile.py and energy.py take a `Step`, too. *The row* is the
+implementation under test. A new hook is a field of `Step`, a call in `lmsys.measure.compare._sample` and in
+`profile.call_in_ranges`, and, if it runs a row's code, a wrapper in `lmsys.bench.watch.Watch.over`.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ Failure = tuple[str, str]  # how a call has failed: the outcome, such as "oom" o
 
 
 class Failed(RuntimeError):
-    """Raised with the two parts of a `Failure`, the outcome and the reason; `lmsys.measure.compare.attempt` returns it.
+    """Raised with the two parts of a `Failure`, which `lmsys.measure.compare.attempt` then returns.
 
     The reason is the text of the exception.
     """
@@ -29,20 +31,20 @@ def nothing(*_: Any) -> None:
 
 @dataclass
 class Step:
-    """A call to be timed: `run(prepare())`, of which `run` alone is timed. *The row* is the implementation under test.
+    """A call to be timed: `run(prepare())`, of which `run` alone is timed.
 
     run          the timed call; gets what `prepare` returned, and returns the result
     prepare      the row's untimed work before the call, such as a forward where `run` is its backward
-    before       called before each sample by a clock that times calls in a loop (`CudaClock(ahead=False)`)
+    before       called before `redraw`, but for a sample only if its clock times calls in a loop
+                 (`CudaClock(ahead=False)`); `profile.call_in_ranges` always calls it
     redraw       called with a seed before each `prepare`: draws new inputs, in place
     redraw_late  called with the seed between `prepare` and `run`: draws the inputs that `prepare` must not see
     keep         called right after `run` with its result and a key. With a key it returns copies of the parts that the
                  key selects; the row cannot know which calls those are. With None it only checks the result's form.
                  It raises `Failed` unless the result has the promised form
     num_kept     how many calls are checked. With 3, a row that is wrong in half of its calls passes 1 time in 8
-    clock        makes the clock of the run the clock of this step, which may run in another process
-                 (`lmsys.bench.foreign`)
-    like         the row's own part of `prepare`, timed alone as a reference: if `prepare` takes much longer than this,
+    clock        turns the run's clock into this step's, whose calls may run in another process (`lmsys.bench.foreign`)
+    like         what the row does in `prepare`, timed alone as a reference: if `prepare` takes much longer than this,
                  the row did timed work there, and is wrong
     """
 
@@ -59,7 +61,7 @@ class Step:
 
 @dataclass
 class Kept:
-    """A timed call that is checked afterwards, when `redraw(draw)` has made its inputs again.
+    """A timed call that is checked afterwards, once `redraw(draw)` has made its inputs again.
 
     index     the call's number among the samples
     draw      the seed that its inputs were drawn by

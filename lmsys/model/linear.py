@@ -1,18 +1,19 @@
 """Computes x Wᵀ under autocast with float32 weight gradients, and keeps copies of weights in the narrow dtype.
 
 The layers of transformer.py call `linear`, and loss.py `matmul_dtype` and `rounded` for a matmul of its own.
-`TransformerLM.fuse_blocks` makes a `RoundedWeights`.
+transformer.py and fused.py call `matmul_dtype`, too; benchmarks call it and `linear` to repeat what a model computes.
+`TransformerLM.fuse_blocks` makes a `RoundedWeights`, which `lmsys.training.gradients` finds in READ.
 
 Autocast casts the weights W (O, M) and the input x to a narrow dtype, multiplies those, rounds the weight's gradient to
 the narrow dtype too, and widens it again. The GPU's matmul units add up in float32 anyway. `linear` has them write that
-sum as the gradient, which is more exact, moves fewer bytes and needs no kernel to widen it. The cast copies each weight
-in any case. So several weights that multiply one input are copied side by side, for one matmul in place of several.
+sum as the gradient, which is more exact, moves fewer bytes and needs no kernel to widen it. Since the cast copies each
+weight anyway, several weights that multiply one input are copied side by side, for one matmul in place of several.
 
 `RoundedWeights` keeps such copies, as the weights' attribute `rounded`: then a copy is read, and nothing is cast.
-Copies that lie side by side in memory are read as one tensor. The gradient is that of the weight all the same, in
-float32. `lmsys.training.optimizer.AdamW` writes the copies in the pass that steps the weights. Otherwise a copy is made
-again when its weight has changed. A change shows in the weight's address, or in its version counter, which every change
-in place raises. torch's fused optimizers do not raise it, so a hook here does so after their steps. A change through
+Copies that lie side by side in memory are read as one tensor. The gradient is still that of the weight, in float32.
+`lmsys.training.optimizer.AdamW` writes the copies in the pass that steps the weights. Otherwise a copy is made again
+when its weight has changed. A change shows in the weight's address, or in its version counter, which every change in
+place raises. torch's fused optimizers do not raise it, so a hook here does so after their steps. A change through
 `.data` does not raise it either: call `torch.autograd.graph.increment_version` after it.
 
 Legend: T tokens, M input features, O output features.
@@ -32,10 +33,11 @@ from lmsys.autograd import is_transformed, once_differentiable
 
 
 def linear(x: Tensor, *weights: Tensor) -> Tensor:
-    """x (..., M), weights (O1, M), (O2, M), ... -> (..., O1 + O2 + ...): each x Wᵀ, side by side. Differentiable once.
+    """x (..., M), weights (O1, M), (O2, M), ... -> (..., O1 + O2 + ...): each x Wᵀ, side by side.
 
-    Where autocast would cast float32 weights, it is one matmul in the autocast dtype; weight gradients are float32, and
-    those of one call are rows of one tensor. Elsewhere it is `F.linear` for each weight, in the dtype that it is given.
+    Where autocast would cast float32 weights, it is one matmul in the autocast dtype, which is differentiable once;
+    weight gradients are float32, and those of one call are rows of one tensor. Elsewhere it is `F.linear` for each
+    weight, in the dtype that it is given.
     """
     dtype = None if x.dtype == torch.float64 else _cast_to(weights)  # autocast, too, leaves float64 alone
     if dtype is not None and not is_transformed():
@@ -95,7 +97,7 @@ class _NarrowLinear(torch.autograd.Function):
 def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The rows of all weights as one tensor of that dtype: a view where they lie so in memory, else a copy.
 
-    A compiler fuses cast and copy. Without a compiler torch.cat does both in one pass, by its argument `out`.
+    torch.compile fuses cast and copy. Without it torch.cat does both in one pass, by its argument `out`.
     """
     if len(weights) == 1:
         return weights[0].to(dtype)
@@ -113,7 +115,7 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _stamps(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
-    """{id of a weight: (its version, its address)}: another entry shows that the weight has changed."""
+    """{id of a weight: (its version, its address)}: a different value shows that the weight has changed."""
     return {id(weight): (weight._version, weight.data_ptr()) for weight in weights}
 
 
@@ -190,7 +192,7 @@ class RoundedWeights:
             return
         torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
         if stale[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a capture only records the copy, which replays of the CUDA graph then make: no copy is new yet
+            return  # a capture only records the copy, which replays make later: no copy is up to date yet
         self._made_of = now
 
     def of(self, weight: Tensor) -> Tensor | None:

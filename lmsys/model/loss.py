@@ -1,11 +1,12 @@
 """Cross-entropy, and cross-entropy of a language model's head without the logits of the whole batch.
 
-`TransformerLM.loss` calls `linear_cross_entropy`, which is head and loss in one function; `cross_entropy` is for users,
-and stands in for it inside of torch.func, where all logits are held. Elsewhere `linear_cross_entropy` computes, for
-each chunk of tokens, the logits, their loss and, in the same pass and the same memory, their gradient, and drops them.
-So nothing of size tokens x vocabulary is held. No matmul is done twice either, unless the loss of each token is asked
-for or weights of tokens need a gradient: then the backward computes the logits again. The idea: Wijmans et al. 2024,
-"Cut Your Losses" (arXiv 2411.09009); Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989).
+`TransformerLM.loss_of` calls `linear_cross_entropy`, which is head and loss in one function, or `cross_entropy` for a
+head that is not plain. `cross_entropy` is also for users, and computes what `linear_cross_entropy` returns inside of
+torch.func, where all logits are held. Elsewhere `linear_cross_entropy` computes, for each chunk of tokens, the logits,
+their loss and, in the same pass and the same memory, their gradient, and drops them. So no tensor of size tokens x
+vocabulary is held. No matmul is done twice either, unless the loss of each token is asked for or weights of tokens need
+a gradient: then the backward computes the logits again. The idea: Wijmans et al. 2024, "Cut Your Losses" (arXiv
+2411.09009); Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989).
 
 On CUDA the kernel of `loss_triton.py` turns logits into losses and gradients; on a CPU, in float64 and without Triton
 plain PyTorch does, in `_replace_by_gradient`. An option of the loss is a field of `LossOptions` and a parameter of both
@@ -42,7 +43,7 @@ class LossOptions:
     z_loss           a token's loss has z_loss · lse² more, lse the log-sum-exp of its logits (Chowdhery et al. 2022,
                      "PaLM", arXiv 2204.02311, section 5)
     softcap          logits become softcap · tanh(logit / softcap) before all else
-    ignore_index     targets of this value count for nothing, also where it is a class
+    ignore_index     targets of this value count for nothing, even if it is a valid class
     """
 
     reduction: str = "mean"
@@ -344,7 +345,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient · factor, computed in place, as a second d_weight needs much memory, unless the graph is used again.
+    """gradient · factor, computed in place unless the graph is used again: a second d_weight needs much memory.
 
     The product is computed in the wider dtype of the two. By the same query torch.compile decides whether a backward
     may write over what its forward has saved.
@@ -358,7 +359,7 @@ def _replace_by_gradient(
 ) -> tuple[Tensor, Tensor]:
     """(the cross-entropy, the log-sum-exp) of each row of the logits, (C,) each; 0 for rows that are ignored.
 
-    Only with a z-loss may the log-sum-exp be read: without one the kernel of loss_triton.py does not write it.
+    Read the log-sum-exp only with a z-loss: without one the kernel of loss_triton.py does not write it.
 
     factors   (C,); None: 1 for each row
     gradient  True: the logits (C, V) are overwritten by the gradient of the sum of losses · factors, where losses

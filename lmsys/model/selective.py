@@ -1,11 +1,11 @@
 """Selective activation checkpointing: runs a block in pieces, each of which keeps its inputs and is run again later.
 
-`Block.forward` calls `run_selectively` for the levels "matmuls" and "attention" of `lmsys.checkpointing`, which says
-what each level keeps. Pieces end in matmuls, and attention itself is in no piece. So neither matmuls nor attention are
-computed again; at the level "attention" the first two matmuls of the feed-forward are an exception. As the cuts are
-between modules and not between operators, any implementation of attention can be used, whatever kernels it launches.
-`TransformerLM.hidden` calls `run_again` for the level "whole". A new level needs a place in other modules, too, which
-`lmsys.checkpointing` names.
+At the levels "matmuls" and "attention" of `lmsys.checkpointing`, which says what each level keeps, `Block.forward`
+calls `run_selectively`, or `run_again` if a part is not plain. Pieces end in matmuls, and attention itself is in no
+piece. So neither matmuls nor attention are computed again, except the feed-forward's first two matmuls at the level
+"attention". As the cuts are between modules and not between operators, any implementation of attention can be used,
+whatever kernels it launches. `TransformerLM.hidden` calls `run_again` for the level "whole". `lmsys.checkpointing` also
+says what else a new level needs.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def run_selectively(block: Any, level: str, x: torch.Tensor, *mixing: Any) -> to
     attn, ffn = block.attn, block.ffn
 
     def up(x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(y, the block's state after attention, whose result is `mixed`; W1 ln2(y); W3 ln2(y))."""
+        """(y = x + mixed; W1 ln2(y); W3 ln2(y)): `mixed` is the result of attention."""
         y = x + mixed
         return y, *ffn.up(block.ln2(y))
 
@@ -62,7 +62,7 @@ def _up_to_matmuls(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     )
 
 
-# Contexts for compiled code: a compiler keeps the results of the operators that are listed, if a backward reads them.
+# Contexts for compiled code: the compiler keeps the listed operators' results that a backward reads.
 # Without a list torch 2.11 also keeps what an autograd.Function computes.
 _saved_matmuls = partial(create_selective_checkpoint_contexts, [MATMUL])
 _saved_nothing = partial(create_selective_checkpoint_contexts, [])

@@ -1,12 +1,15 @@
 """Classes of tensors that are not whole on this rank: parameters without their values, and parts of gradients.
 
-`zero1` and `fsdp` give a parameter the class `Absent` while its values are on another rank or still on their way, so
-that nobody reads freed memory or old values. Whatever reads it calls its strategy first, which brings the values back
-or raises. The parameter's identity, hooks, module and shape stay as they are. Autograd and the kernels of a forward
-never see this class: by then the values are back.
+`zero1` and `fsdp` give a parameter the class `Absent` while its values are on another rank or still arriving, so that
+nobody reads freed memory or old values. Whatever reads it calls its strategy first, which brings the values back or
+raises. The parameter's identity, hooks, module and shape stay as they are. Autograd and the kernels of a forward never
+see this class: by then the values are back.
 
 A gradient of which this rank has only a part has the class `Part`. A function that would take the part for the whole,
-such as a norm, is refused, or asks all ranks.
+such as a norm, raises, or reduces over all ranks.
+
+An attribute that needs no values goes to `_FACTS` (to `_SETTERS`, too, if it can be set), and a method to `_METHODS`; a
+function of a part whose result is still a part goes to `STILL_PARTS`.
 """
 
 import copy
@@ -30,7 +33,7 @@ _METHODS = (
     " requires_grad_ register_hook register_post_accumulate_grad_hook"
 )
 _SETTERS = "grad requires_grad _backward_hooks _post_accumulate_grad_hooks"
-WITHOUT_VALUES = {  # the functions of these names, as __torch_function__ gets them: a call of one is no read of values
+WITHOUT_VALUES = {  # the functions of these names, as __torch_function__ gets them: calling one reads no values
     *(getattr(Tensor, name).__get__ for name in _FACTS.split() if hasattr(Tensor, name)),
     *(getattr(Tensor, name).__set__ for name in _SETTERS.split() if hasattr(Tensor, name)),
     *(getattr(Tensor, name) for name in _METHODS.split()),
@@ -109,8 +112,9 @@ STILL_PARTS = {  # functions that return a `Part` when they are called with one
 class Part(Tensor):
     """A part of a gradient. It behaves as an ordinary tensor, except in these cases.
 
-    Functions of norms are refused, with RuntimeError. A deep or pickled copy is no `Part`. When GradScaler looks for an
-    inf, an inf on one rank counts on all. The results of `STILL_PARTS` are parts, too.
+    Functions with "norm" in their names are refused with RuntimeError, `normal_` and `layer_norm` too. A deep or
+    pickled copy is no `Part`. When GradScaler looks for an inf, an inf on one rank counts on all. The results of
+    `STILL_PARTS` are parts, too.
 
     group  the ranks that have the other parts
     """
@@ -120,7 +124,7 @@ class Part(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if "norm" in name:  # torch's functions of norms have the word in their names
+        if "norm" in name:  # as in all of torch's functions of norms, and in a few others
             raise RuntimeError(
                 "this rank has a part of the gradients, whose norm is not that of the whole: clip_grad_norm(wrapper,"
                 " max_norm), of lmsys.training.optimizer, clips by the norm of all, and gives it; max_norm=math.inf"
@@ -143,7 +147,7 @@ def as_part(x: Tensor, group: Group) -> Tensor:
 
 
 def divided(x: Tensor, group: Group) -> Tensor:
-    """x, which is equal on all ranks, as a DTensor divided by its first dimension, as torch's FSDP2 has parameters.
+    """x, which is equal on all ranks, as a DTensor sharded along its first dimension, as torch's FSDP2 has parameters.
 
     `Fsdp.sharded_state_dict` calls it for torch.distributed.checkpoint. This rank's part is in memory of its own.
     Without a process group the result is a copy of x.

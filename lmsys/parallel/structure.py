@@ -1,9 +1,9 @@
 """Functions about the structure of an nn.Module: its parameters, its blocks, and hooks around forwards and backwards.
 
 A block is an entry of an outermost ModuleList, such as a Transformer's layer: ZeRO-1 and FSDP gather the parameters of
-a block together. A strategy is a data-parallel wrapper around a module (wrapper.py). The strategies of this folder,
-adapter.py and sharded_optimizer.py call these functions, and so do the optimizers of `lmsys.training`. To change what
-counts as a block, change `blocks_of`.
+a block together. A strategy is a data-parallel wrapper around a module. Callers are wrapper.py, the strategies of this
+folder, adapter.py and sharded_optimizer.py, the optimizers and prepare.py of `lmsys.training`, and
+benchmarks/data_parallel/passes.py. To change what counts as a block, change `blocks_of`.
 """
 
 import operator
@@ -41,7 +41,7 @@ _PLAIN = (  # types that hold no tensors, and Tensor itself
 
 
 class Structure:
-    """A record of the modules and parameters that `module` holds, and of which are trained, to see later changes."""
+    """Remembers which modules and parameters `module` has, and which are trained, to detect changes."""
 
     def __init__(self, module: nn.Module):
         self.module, self._parameters = module, _parameters(module)
@@ -54,7 +54,7 @@ class Structure:
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
 
     def is_as_it_was(self) -> bool:
-        """True if nothing has changed. It runs in every forward, so no Python loop goes over the modules."""
+        """True if nothing has changed. It runs in every forward, so its only Python loop is over parameters."""
         lengths, names, entries = self._before
         # A parameter whose values are elsewhere has the class `Absent` (part.py). Its `__torch_function__` would take
         # 1.5 µs each time that `requires_grad` is read.
@@ -67,7 +67,7 @@ class Structure:
             )
 
     def change(self) -> str:
-        """The first change in words, such as "the parameter w was frozen"; empty where there is none."""
+        """The first change of a parameter, such as "the parameter w was frozen"; empty where there is none."""
         before, now, trained = self._parameters, _parameters(self.module), dict(self._trained)
         kinds = {
             "removed": [name for name in before if name not in now],
@@ -143,7 +143,10 @@ def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
 
 
 def holds_any(optimizer: Optimizer, ids: Collection[int]) -> bool:
-    """True if the optimizer holds a parameter with one of these ids. Every step of every optimizer calls this."""
+    """True if the optimizer holds a parameter with one of these ids.
+
+    Every step of every optimizer may call this: it must be fast.
+    """
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
@@ -251,12 +254,12 @@ def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
     """(the tensors of a forward's output that a backward can begin from, True if the output may hold others).
 
     The search goes through the containers that torch's pytree knows, and one level deep into other objects. If there
-    are such objects, the output may hold others: deeper inside of them. If no tensor was found at all, it may, too: the
-    forward may have stored its result elsewhere.
+    are such objects, the output may hold others, deeper inside of them. It may also if no tensor was found at all,
+    since the forward may have stored its result elsewhere.
     """
     leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
     others = [x for x in leaves if not isinstance(x, _PLAIN)]
-    # To pytree an instance of a class derived from list or tuple (but a namedtuple) is one leaf, as other objects are.
+    # To pytree an instance of a class derived from list or tuple (except a namedtuple) is one leaf, like other objects.
     for x in others:
         leaves += tree_leaves(list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None))
     tensors = [x for x in leaves if isinstance(x, Tensor)]

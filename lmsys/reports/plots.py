@@ -4,9 +4,9 @@ A case is one record of a result file: one row (an implementation) as it was mea
 Layouts call these functions as steps (`steps.STEPS`). Each returns an `items.Plot`, an SVG text with title and caption,
 or None if there is too little to draw. The same cases give the same bytes.
 
-To add a plot, begin with `canvas`, which makes axes in the style of all plots, and end with `drawn`, which turns them
-into an `items.Plot`; `special` does so, and `answers` with `to_svg` in place of `drawn`. Colours of rows come from the
-view's `styles`.
+To add a plot, write a function that begins with `canvas`, which makes axes in the style of all plots, and ends with
+`drawn`, which turns them into an `items.Plot`, and enter it in `steps.STEPS`. The plots of `special` are made so, too;
+`answers` ends with `to_svg` in place of `drawn`. Colours of rows come from the view's `styles`.
 """
 
 import io
@@ -43,7 +43,8 @@ RC = {  # matplotlib's settings, for all plots
     "svg.fonttype": "none",
     "text.parse_math": False,  # a dollar sign in a result file must not begin a formula
 }
-DARK = {  # {colour: its replacement on a dark page}: paper, ink, black, grid, and rows that LIFT would leave too dark
+# {colour: its replacement on a dark page}: paper, ink, black, grid, and rows that LIFT, below, would leave too dark
+DARK = {
     "#ffffff": "#111827",
     INK: "#e5e7eb",
     "#000000": "#e5e7eb",
@@ -55,13 +56,16 @@ DARK = {  # {colour: its replacement on a dark page}: paper, ink, black, grid, a
 }
 FULL_COLOUR = 4.0  # from this speedup (or its inverse) on, the colour in a heat map stays the same
 ON_COLOUR = "#1f2937"  # text on a heat map's cells, which stay pale on a dark page
-LIFT = 0.25  # the share of white mixed into the colours of other rows on a dark page, so that a row keeps its hue
+LIFT = 0.25  # the share of white mixed into colours not in DARK on a dark page, so that a row keeps its hue
 MOST_DOTS = 40  # a line with more points has no markers
 MOST_PLACES = 6  # the most labels of an x axis whose values are evenly spaced; fewer values have a label each
 
 
 def canvas(height_in: float) -> Any:
-    """matplotlib's axes in the style of all plots; the height, in inches, is without title and legend."""
+    """matplotlib's axes in the style of all plots; the height, in inches, is without title and legend.
+
+    Each call resets matplotlib's settings (rcParams) for the whole process.
+    """
     matplotlib.rcdefaults()  # a matplotlibrc of the user's must not change the bytes
     matplotlib.rcParams.update(RC)
     return Figure(figsize=(WIDTH_IN, 0.3 + height_in), layout="constrained").add_subplot()

@@ -1,10 +1,10 @@
 """Every setting of a training run, as frozen, checked dataclasses that convert to JSON and back. Imports no torch.
 
-`lmsys train` reads a `RunConfig` from --config and --set; pipeline.py and loop.py act on it. A new setting is a field
-here and a line in its class's docstring: the command line, the JSON and the checks of types follow from its annotation.
-For a field of `Annotated[type, rule]`, the base class calls rule(name, value) when a config is made. Checks that need
-torch are elsewhere: possible.py looks the strategy up in its table and compares settings with its traits, and
-run_context.py checks the name of the device.
+`lmsys train` reads a `RunConfig` from --config and --set. A new setting is a field here and a line in its class's
+docstring; what acts on it is in pipeline.py or loop.py, or in a module that they call. The command line, the JSON and
+the checks of types follow from its annotation. For a field of `Annotated[type, rule]`, the base class calls rule(name,
+value) when a config is made. Checks that need torch are elsewhere: possible.py looks the strategy up in its table and
+compares settings with its traits, and run_context.py checks the name of the device.
 """
 
 import json
@@ -92,11 +92,13 @@ class TrainConfig(strict_json.Checked):
     """How the model is trained.
 
     steps             training steps: updates of the weights
-    batch_size        sequences of a step, over all ranks and micro-batches: any number of ranks has the same loss curve
+    batch_size        sequences of a step, over all ranks and micro-batches; any number of ranks that divides them has
+                      the same loss curve
     micro_batch_size  sequences of one forward on a rank; a rank with more sequences in a step accumulates gradients
-    reproducible      train to the same weights, bit for bit, on any number of ranks and under any strategy of ours
+    reproducible      train to the same weights, bit for bit, on any number of ranks that `leaves` allows and under any
+                      strategy whose trait `why_not_reproducible` is empty
     leaves            parts that the batch is divided into if `reproducible`, in place of micro-batches: a power of two,
-                      as their gradients are added in pairs. The run then takes 1, leaves / 2 or leaves ranks
+                      as their gradients are added in pairs. It then runs on 1, leaves / 2 or leaves ranks
     optimizer         adamw, or muon: Muon steps the matrices of the blocks, AdamW all else
     lr, min_lr        the largest and the last learning rate of the cosine schedule
     matrix_lr         the largest learning rate of Muon's matrices, which rises and falls as lr does
@@ -105,7 +107,7 @@ class TrainConfig(strict_json.Checked):
                       match_rms_adamw, 0.2 √max(R, C), where matrix_lr is to be chosen as for AdamW
     warmup_steps      steps from a rate of 0 to lr; None: 20, or half of the steps where these are fewer than 40
     betas, eps        AdamW's: the decay rates of its two moments, and what is added to the denominator
-    weight_decay      besides its update by the gradient, a step multiplies a weight by 1 - weight_decay x learning rate
+    weight_decay      a step also multiplies a weight by 1 - weight_decay x learning rate
     undecayed         parameters without weight decay: parts of their names, divided by |, such as ln|embeddings; None:
                       all decay
     clip_norm         the norm that gradients are clipped to; 0: they are not clipped
@@ -122,7 +124,7 @@ class TrainConfig(strict_json.Checked):
     sharded_optimizer share out the optimizer's state to ranks, with a strategy that all-reduces gradients
     device            cpu or cuda; None: cuda where there is one
     memory_gib        memory of a rank in GiB, for model.checkpoint_blocks=fit; None: 90 % of its GPU's
-    threads           CPU threads of a rank; many threads of a small model wait for each other; None: torch's default
+    threads           CPU threads of a rank; with a small model, threads wait for each other; None: torch's default
     max_nonfinite     how many steps in a row may be skipped because their loss or gradient is not finite; one more
                       ends the run. Under fp16 a finite loss with an infinite gradient, which a smaller loss scale may
                       mend, sets the count back to 0
@@ -235,8 +237,8 @@ class EvaluateConfig(strict_json.Checked):
 class CheckpointConfig(strict_json.Checked):
     """How often the state is saved, so that an interrupted run can go on.
 
-    interval  steps between two checkpoints; <= 0: there is one at the end alone. The end always has one. No other
-              step has one if it was skipped because its loss or gradient was not finite
+    interval  steps between two checkpoints; <= 0: only at the end, which always has one. Other steps have none if they
+              were skipped because their loss or gradient was not finite
     keep      how many of the latest checkpoints stay; None: all
     """
 

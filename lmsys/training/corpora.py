@@ -1,7 +1,8 @@
 """Texts to train on: the standard library of the running Python, TinyStories, or any text file. Imports no torch.
 
 The pipeline calls `corpus_of(config.data)` and gets a `Corpus`: a text to train on and another to evaluate on. To add a
-corpus, write a function like `stdlib`, and add its name to `corpus_of`.
+corpus, write a function like `stdlib`, and call it in `corpus_of`. Its name is also in the texts there, in the
+docstring of `DataConfig`, and in docs/training.md.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from lmsys.training.config import DataConfig, file_of
 END_OF_TEXT = "<|endoftext|>"  # the special token between documents
 HELD_OUT = 20  # for validation: every 20th document of the standard library, or the last twentieth of a text file
 
-Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all)
+Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all or 0: unknown)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def make_folder(folder: Path, setting: str) -> None:
 def stdlib(folder: Path | None = None) -> Corpus:
     """The modules of the running Python's standard library, tests included: about 30 MB. A first call writes the files.
 
-    A document is a module that is UTF-8. Every 20th, in order of paths, is for validation.
+    A document is a module in UTF-8 without the special token; installed packages are left out. Every 20th document, in
+    order of paths, is for validation.
 
     folder  where the files are; None: `corpora` in $LMSYS_CACHE_DIR
     """
@@ -78,7 +80,7 @@ def tinystories(
     """TinyStories, as GPT-4 wrote it (Eldan & Li 2023, arXiv 2305.07759), 2.2 GB; missing files are downloaded.
 
     The settings name the URLs of its two files, and may give their SHA-256. A file that was downloaded earlier
-    must have it, too. To check that without reading the file again, its SHA-256 is kept beside it, in NAME.sha256.
+    must have that SHA-256, too. To check it without reading the file again, it is kept beside the file, in NAME.sha256.
     """
     folder, settings = Path(folder or files.cache_folder() / "corpora"), settings or DataConfig()
     train = _download_once(settings.url, folder, settings.sha256, progress)
@@ -87,7 +89,7 @@ def tinystories(
 
 
 def text_file(path: Path, valid: Path | None = None) -> Corpus:
-    """A UTF-8 file to train on and another to evaluate on; without another, the last twentieth of the first.
+    """A UTF-8 file to train on and another to evaluate on; without the latter, the last twentieth of the first.
 
     ValueError for a file that is absent, empty or too short to be divided.
     """
@@ -129,7 +131,7 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
     if not path.is_file():
         make_folder(folder, "data.folder")
         with ExitStack() as ending:
-            # Only this process writes the file until `ending`; `claim` removes what a killed download has left.
+            # Only this process writes the file until this block ends; `claim` removes what a killed download has left.
             ending.callback(files.claim(path))
             note.write_text(download(url, path, sha256=sha256, progress=progress))
     elif sha256 is not None:
@@ -170,11 +172,11 @@ def download(
     progress: Progress = lambda *_: None,
     pauses_s: tuple[float, ...] = PAUSES_S,
 ) -> str:
-    """Downloads `url` to `path`, which is there whole or not at all, and returns its SHA-256.
+    """Downloads `url` to `path`, where the file appears only when it is whole, and returns its SHA-256.
 
     After a cut or refused connection, and where the server is silent or busy, the whole file is asked for again, after
     each of `pauses_s`. ConnectionError when the last try fails too; ValueError for a SHA-256 other than `sha256`, and
-    for a URL that the server does not have.
+    for a URL that the server refuses.
     """
     for pause_s in (0.0, *pauses_s):  # before the first try there is no pause
         time.sleep(pause_s)

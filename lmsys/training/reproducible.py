@@ -1,4 +1,4 @@
-"""Training that gives the same weights, bit for bit, on any number of ranks and under any strategy.
+"""Training to the same weights, bit for bit, by every strategy that can, on any number of ranks that `leaves` allows.
 
 Floating-point sums depend on their order, and ranks add in an order of their own. With train.reproducible the training
 loop uses this module to fix the order of all sums of a step:
