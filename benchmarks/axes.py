@@ -234,7 +234,8 @@ NAMED = (
         yes_no,
         (False,),
         "--reproducible",
-        "of a training: the same weights, bit for bit, by every strategy on any number of ranks: yes, no",
+        "of a training: the same weights, bit for bit, by every strategy that can, on the numbers of ranks that"
+        " train.leaves allows: yes, no",
     ),
     Axis(
         "epochs",

@@ -110,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     all_pairs = pairs(versions)
     if not all_pairs:
         parser.error(
-            f"there must be two versions or more on as many ranks, of one model and batch, and {len(versions)} can run here:"
-            " name several values of an axis; on one rank the strategy is none"
+            "there must be two versions or more on as many ranks, of one model and batch, and"
+            f" {len(versions)} can run here: name several values of an axis; on one rank the strategy is none"
         )
     print(table(all_pairs))
     return int(any(agreement(*pair)[0] in (WRONG, UNKNOWN) for pair in all_pairs))

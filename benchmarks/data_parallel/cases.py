@@ -121,9 +121,7 @@ class ParallelCase(TrainedCase):
         order, as long as none is rounded before. With Muon strategies may differ: its matrices are orthogonalized in
         batches, which may round otherwise where a rank owns fewer.
         """
-        settings = [
-            (*case.trained, case.precision, case.device, case.compile, case.residual) for case in (self, other)
-        ]
+        settings = [(*case.trained, case.precision, case.device, case.compile, case.residual) for case in (self, other)]
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
             return False
         # Both `narrow` must be None.
