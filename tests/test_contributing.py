@@ -71,7 +71,7 @@ def test_the_row_of_a_strategy_is_one_of_its_table() -> None:
     (row,) = re.findall(r"`(_row\(.*?\))`", section("Add a strategy: four places"))
     entry = eval(row, vars(parallel))
     assert (entry.name, entry.target) == ("reverse", "lmsys.parallel.reverse:Reverse")
-    assert entry.traits.keys() == parallel.STRATEGIES["naive"].traits.keys()
+    assert entry.traits == {}  # an empty color would be refused where a result is read
 
 
 @pytest.mark.on_request

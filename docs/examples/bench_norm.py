@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from lmsys.bench import Axis, Benchmark, Case, Entry, Step, Table, Traits, bench, fields, positive
+from lmsys.bench import Axis, Benchmark, Case, Entry, Step, Table, bench, fields, positive
 from lmsys.draws import Draws
 from lmsys.testing import error_ratio
 
@@ -29,7 +29,7 @@ def formula(x, weight, eps):
 ROWS = Table(
     "norm",
     [
-        Entry("torch", "bench_norm:by_torch", peer=True, traits=Traits(baseline=1)),
+        Entry("torch", "bench_norm:by_torch", peer=True, traits={"baseline": 1}),
         Entry("formula", "bench_norm:formula"),
     ],
 )

@@ -236,7 +236,8 @@ def _session(config: pytest.Config) -> results.Session:
     options.refuse(config, device)
     name, nvtx = config.getoption("lmsys_sweep"), config.getoption("lmsys_nvtx")
     sweeps = config.hook.pytest_lmsys_sweeps() or {"default": {device: fields.Sweep()}}
-    sweep: fields.Sweep = sweeps[choice(name, sweeps, f"--sweep {name!r}: ")][device]
+    by_device = sweeps[choice(name, sweeps, f"--sweep {name!r}: ")]
+    sweep: fields.Sweep = by_device[choice(device, by_device, f"--sweep {name!r} for device {device!r}: ")]
     disabled = config.getoption("benchmark_disable") and not config.getoption("benchmark_enable")
     session = results.Session(
         Settings(

@@ -15,12 +15,12 @@ def _row(name: str, target: str, label: str, color: str = "", supports: str = ""
 
     target    "file:Class", where the class is in this folder
     label     the strategy's name in tables and plots
-    color     its color in plots; "": none of its own
+    color     its color in plots; "": the report chooses one
     supports  as in `Entry`
     """
     return Entry(
         name, f"lmsys.parallel.{target}", label, peer=target.startswith("peers:"), supports=supports,
-        traits={"color": color},
+        traits={"color": color} if color else {},
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from lmsys.bench.fields import PREFIXES, RATIOS, Field, Record
@@ -183,19 +184,23 @@ def styles_of(
     """A style for each value of the field `name`, in reading order: the table's order, peers last.
 
     row    a field; its value in a case names a row. The value of `name` in this case gets the marker of the row, and
-           its colour; if several values have one row, those after the first get lighter shades
+           its colour, or one that no row states; if several values have one row, those after the first get lighter
+           shades
     label  `Style.said_by` of all styles, not their `label`: that is the value of `name` as text
     table  {name of a row: its traits}
     """
     examples = {case[name]: case for case in cases}  # {value: a case that has it}
     rows = {value: str(case[row]) for value, case in examples.items()}
     places = list(table) + sorted(set(rows.values()) - table.keys())
+    stated = {row: traits["color"] for row, traits in table.items() if traits.get("color")}
+    free = [color for color in PALETTE if color not in stated.values()] or PALETTE
+    colors = dict(zip([row for row in places if row not in stated], cycle(free), strict=False)) | stated
     peers = {value: bool(table.get(rows[value], case).get("peer")) for value, case in examples.items()}
     styles: dict[Any, Style] = {}
     variants: Counter[str] = Counter()
     for value in sorted(examples, key=lambda value: (peers[value], places.index(rows[value]), _natural(value))):
-        known, place = table.get(rows[value], {}), places.index(rows[value])
-        color = lighter(known.get("color") or PALETTE[place % len(PALETTE)], min(0.22 * variants[rows[value]], 0.7))
+        place = places.index(rows[value])
+        color = lighter(colors[rows[value]], min(0.22 * variants[rows[value]], 0.7))
         variants[rows[value]] += 1
         styles[value] = Style(str(value), color, peers[value], MARKERS[place % len(MARKERS)], label)
     return styles

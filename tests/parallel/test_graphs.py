@@ -21,13 +21,13 @@ from torch import Tensor
 
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.testing import error_ratio
-from tests.parallel.kinds import KINDS, PLAIN, REFUSED, RIGHT, chain, outcome
+from tests.parallel.kinds import KINDS, OURS, PLAIN, REFUSED, RIGHT, chain, outcome
 from tests.support.graphs import BLOCKS, HOLDERS, OPS, RETURNS, Call, Graph
 from tests.support.parallel_faults import play_with
 from tests.support.players import TWICE, WAYS, RaisedApart, ops_of, play, play_alone
 from tests.support.variants import few_by_default
 
-STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "copy_engine", "copy_engine_zero1", "fsdp")
+STRATEGIES = OURS
 OVERLAPPED = STRATEGIES[2:-1]
 RUN_S = 60  # deadline of one training on the ranks, in seconds
 DRAWN = int(os.environ.get("LMSYS_DRAWN", "1250"))  # for each strategy: 10,000 in all

@@ -59,7 +59,7 @@ def test_a_misspelt_trait_of_a_class_is_refused(tmp_path: Path) -> None:
 @rows
 def test_every_row_has_a_color_and_rivals_of_the_table(row: Entry) -> None:
     traits = StrategyTraits.of(row)
-    assert re.fullmatch("#[0-9a-f]{6}", traits.color)
+    assert re.fullmatch("|#[0-9a-f]{6}", traits.color) and row.traits.get("color") != ""
     assert all(rival in ROWS and rival != row.name for rival in traits.rivals)
 
 

@@ -13,7 +13,7 @@ from lmsys.attention import ATTENTION
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Traits
 from lmsys.reports.plots import DARK, INK, LIFT
-from lmsys.reports.words import PALETTE, lighter
+from lmsys.reports.words import PALETTE, lighter, styles_of
 
 # {kind of vision: matrix from linear RGB to linear RGB as it is seen}.
 # G. M. Machado, M. M. Oliveira, L. A. F. Fernandes, "A Physiologically-based Model for
@@ -87,3 +87,11 @@ def test_rows_stand_out_from_dark_paper() -> None:
 def luminance(color: str) -> float:
     """Relative luminance (Y of XYZ), from CIELAB's lightness."""
     return ((lab(color, "all colours")[0] + 16) / 116) ** 3  # no colour here is so dark that it is linear
+
+
+@pytest.mark.parametrize("table", [ATTENTION, STRATEGIES], ids=["attention", "strategies"])
+def test_a_row_without_a_colour_gets_one_that_no_other_has(table: Mapping[str, Entry]) -> None:
+    """As a kernel of a user's file, which states none."""
+    rows = {name: {"color": Traits.of(row).color} for name, row in table.items()} | {"mine": {}}
+    styles = styles_of([{"impl": name} for name in rows], "impl", "impl", "impl", rows)
+    assert styles["mine"].color not in {styles[name].color for name in rows.keys() - {"mine"}}
