@@ -51,9 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         values.hold((given.folder.is_dir(), f"{given.folder}: is no folder of result files"))
-        rows, refused, workload = ranked(
-            sorted(given.folder.glob("*.json*")), benchmarks_in(*given.benchmarks or FOLDERS), given.anchor
-        )
+        benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
+        rows, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
         html = page.render(
             "leaderboard.html", heads=HEADS, rows=rows, refused=refused, workload=sorted(workload), anchor=given.anchor
         )

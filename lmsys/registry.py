@@ -300,9 +300,8 @@ class Table(Mapping[str, Entry]):
     @cached_property
     def _all_rows(self) -> dict[str, Entry]:
         """All rows, with those that other packages add; these are read once. ValueError where one redefines our own."""
-        plugins = {
-            point.name: Entry(point.name, point.value) for point in importlib.metadata.entry_points(group=self.group)
-        }
+        points = importlib.metadata.entry_points(group=self.group)
+        plugins = {point.name: Entry(point.name, point.value) for point in points}
         clash = sorted(plugins.keys() & self._own_rows.keys())
         hold((not clash, f"entry points in {self.group!r} redefine the rows {clash}; give them other names"))
         return self._own_rows | plugins

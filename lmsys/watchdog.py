@@ -181,11 +181,8 @@ class Watchdog:
 
 def _others(agent: int, pid: int) -> list[int]:
     """The other live ranks that the agent has started."""
-    return [
-        child
-        for child in map(int, _read_of(agent, f"task/{agent}/children").split())
-        if child != pid and _is_rank(child)
-    ]
+    children = map(int, _read_of(agent, f"task/{agent}/children").split())
+    return [child for child in children if child != pid and _is_rank(child)]
 
 
 def _read_of(pid: int, name: str) -> bytes:

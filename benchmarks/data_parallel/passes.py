@@ -272,11 +272,8 @@ def _optimizer(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype) 
     from lmsys.training import muon  # here, as an earlier state of the code under --against may not have it
 
     groups = structure.grouped(module, muon.matrix_groups(module))
-    return (
-        muon.Muon(groups, ns_dtype=dtype, **ADAMW | MUON)
-        if dtype == torch.float64
-        else TorchMuon(groups, **ADAMW | MUON)
-    )
+    exact = dtype == torch.float64
+    return muon.Muon(groups, ns_dtype=dtype, **ADAMW | MUON) if exact else TorchMuon(groups, **ADAMW | MUON)
 
 
 def _average(params: Iterable[torch.Tensor], world_size: int, narrow: Narrow) -> None:

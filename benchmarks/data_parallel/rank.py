@@ -152,9 +152,8 @@ class Rig:
         It differs if ranks hold or update only parts of the model. False also for a case that replays a CUDA graph: the
         step without synchronization would need a graph of its own.
         """
-        return self.strategy.can_stay_local and not (
-            self.case.traits.zero_stage or self.case.sharded_optimizer or self.case.replayed
-        )
+        is_divided = self.case.traits.zero_stage or self.case.sharded_optimizer
+        return self.strategy.can_stay_local and not is_divided and not self.case.replayed
 
     @property
     def outside_bytes(self) -> int:

@@ -125,8 +125,9 @@ def paired(differences: Sequence[float]) -> Shift:
     The candidates for the shift are the Walsh averages: (x[i] + x[j]) / 2 for all i <= j.
     """
     x = np.asarray(differences[:MOST_ROUNDS], dtype=float)
+    means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2
     return _shift(
-        np.add.outer(x, x)[np.triu_indices(len(x))] / 2,
+        means,
         variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24,
         rounds=len(x),
         correlation=_correlation(x),

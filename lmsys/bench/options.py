@@ -175,11 +175,9 @@ def texts(config: pytest.Config) -> dict[str, str]:
 def seconds_per_row(config: pytest.Config, sweep: fields.Sweep) -> float:
     """The seconds for which each row is sampled: --benchmark-max-time if given, else those of the sweep."""
     option, text = "--benchmark-max-time", str(config.getoption("benchmark_max_time"))
-    return (
-        number(option, text, "a finite number of seconds, 0 or more", least=0)
-        if _given(config, option)
-        else sweep.seconds_per_row
-    )
+    if not _given(config, option):
+        return sweep.seconds_per_row
+    return number(option, text, "a finite number of seconds, 0 or more", least=0)
 
 
 def min_rounds(config: pytest.Config) -> int:

@@ -169,9 +169,8 @@ def _of_extremes(
 def _cases(options: question.Options, passes: Callable[[cases.Task], bool] = lambda task: True) -> Iterator[cases.Task]:
     """The tasks in the dtypes of `options`, on a GPU if there is one. `passes`: see `cases.tasks`."""
     device, capability = ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
-    return (
-        task for task in cases.tasks(device, capability, options.head_dim, passes) if task.case.dtype in options.dtypes
-    )
+    all_tasks = cases.tasks(device, capability, options.head_dim, passes)
+    return (task for task in all_tasks if task.case.dtype in options.dtypes)
 
 
 def remark(entry: Entry, options: question.Options) -> str:

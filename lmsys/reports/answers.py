@@ -123,10 +123,9 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
             lines.append(dict(zip(question.keys, key, strict=True)) | facts)
     if not lines:
         return None
-    runs = {  # the letter of each run, in their order: A to Z, A1, B1, ...
-        run: chr(ord("A") + place % 26) + str(place // 26 or "")
-        for place, run in enumerate(dict.fromkeys(map(itemgetter("run"), lines)))
-    }
+    in_order = enumerate(dict.fromkeys(map(itemgetter("run"), lines)))
+    # The letter of each run: A to Z, A1, B1, ...
+    runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
     shown = _shown_keys(question, lines, list(settings))
     heads = [_setting(machine, question, line, shown) for line in lines]
     marks, texts = cells.Notes(), list[dict[str, str]]()  # texts: for each line, {column: text of its cell}

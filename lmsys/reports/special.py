@@ -217,9 +217,10 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     Adds fields with what captions say of the peer: `theirs`, `their_label`, `their_about` and `peers`. [] if there is
     no peer.
     """
-    theirs = next(iter(view.only("peer").column("impl")), None)
-    if theirs is None:
+    peers = view.only("peer").column("impl")
+    if not peers:
         return []
+    theirs = peers[0]
     same = [name for name in view.axes() if name not in (*ways, "impl", "label", "peer")]
     groups = view.having("impl", [theirs]).groups(same).values()
     fastest = [min(part.cases, key=lambda case: case["time_s"] or math.inf)["id"] for part in groups]

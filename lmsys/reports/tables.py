@@ -28,11 +28,8 @@ Line = Sequence[fields.Record | None]  # the cases in the cells of a line; None 
 
 def data_of(view: views.View, names: Sequence[str]) -> list[fields.Record]:
     """The data of a table's CSV: a record for each case, with the declared axes, how it ended, and these fields."""
-    axes = [
-        field.name
-        for field in view.machine.fields[view.benchmark].values()
-        if field.role == "axis" and field.name not in views.OF_THE_ROW
-    ]
+    declared = view.machine.fields[view.benchmark].values()
+    axes = [field.name for field in declared if field.role == "axis" and field.name not in views.OF_THE_ROW]
     return lines_of(view.cases, list(filter(view.has, axes)) + ["outcome"] + list(names))
 
 

@@ -55,10 +55,8 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # becomes all axes in which the rows of a comparison differ
     for part in view.groups(["comparison"]).values():
         of_rows.update(filter(part.varies, view.axes()))
-    axes = sorted(
-        (name for name in view.axes() if name not in of_rows),
-        key=lambda name: (type(view.first[name]) in (int, float), -len(view.values(name))),
-    )
+    of_settings = [name for name in view.axes() if name not in of_rows]
+    axes = sorted(of_settings, key=lambda name: (type(view.first[name]) in (int, float), -len(view.values(name))))
     without_sizes = ["section"] + [name for name in axes if type(view.first[name]) not in (int, float)]
     settings = view.ordered(*axes).groups(["comparison"] if every else without_sizes).values()
     parts = [max(part.groups(["comparison"]).values(), key=_size) for part in settings][: None if every else MOST]

@@ -91,7 +91,8 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[byt
     its bytes stand and no token reaches across their ends. The same merges have been applied to these bytes as where
     the token was made first, in the same order. So they are this token already, and no pair is left to make it again.
     """
-    return list(islice(iter(_Learner(counts).step, None), num_tokens))  # ends, too, where `step` returns None
+    merges = iter(_Learner(counts).step, None)  # ends where `step` returns None
+    return list(islice(merges, num_tokens))
 
 
 class _Learner:
