@@ -28,8 +28,8 @@ def contends(row: str, case: AttentionCase) -> bool:
     """True for rows that "auto" is compared with: ours and torch's.
 
     If options hide keys, only rows with the trait `isolates` count: runs time the other rows without the work that
-    `attention` adds to them (`hidden.py`). Runs before 2026-11-30 time `flash_gluon` without its look for NaN, which
-    takes one or two kernels of a few microseconds.
+    `attention` adds to them (`hidden.py`). Runs before 2026-11-30 time `flash_gluon` without the kernels that look for
+    NaN behind its own, one in the forward and two in the backward.
     """
     if row not in ATTENTION or (ATTENTION[row].peer and row not in TORCH):
         return False
