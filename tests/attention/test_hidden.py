@@ -185,8 +185,8 @@ def results_and_second_derivatives(impl: str, behind: float, device: str) -> lis
 
 @pytest.mark.parametrize(
     ("impl", "device"),
-    [*product(("vectorized", "flash_torch", "flash_triton"), ("cpu",))]
-    + [pytest.param(impl, "cuda", marks=pytest.mark.gpu) for impl in ("flash_triton", "flash_gluon", "sdpa")],
+    [*product(("vectorized", "flash_torch", "flash_triton", "sdpa_math"), ("cpu",))]
+    + [pytest.param(impl, "cuda", marks=pytest.mark.gpu) for impl in ("flash_triton", "flash_gluon", "sdpa_math")],
 )
 def test_second_derivatives_keep_nan_in_hidden_keys_out(impl: str, device: str) -> None:
     """Only the first three queries and keys see the first key, or are seen by queries that do."""
