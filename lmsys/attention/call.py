@@ -57,10 +57,9 @@ def attention(
     differentiable once, torch.compile's graph breaks there, and torch.func refuses them.
 
     A query sees the keys that all options let it see. A query that sees none has zeros as its result and as its
-    gradient. NaN and infinity in keys that an option hides from a query never change its result or its gradient,
-    but for rounding. If
-    `causal` is the only option that hides keys, this holds only for keys that no query sees, j >= Q; NaN in other keys
-    may reach queries before them, as in torch's SDPA.
+    gradient. NaN and infinity in keys that an option hides from a query never change its result or its gradient, but
+    for rounding. If `causal` is the only option that hides keys, this holds only for keys that no query sees, j >= Q;
+    NaN in other keys may reach queries before them, as in torch's SDPA.
 
     Tensors may have any memory layout: if a backend cannot read it, for example as rows are not 16-byte aligned, they
     are copied. Without queries or batch entries o is empty; without keys it is zeros.
