@@ -133,7 +133,7 @@ class Rig:
         """Takes a step without synchronization, with an update by this rank's gradients alone."""
         with self.strategy.no_sync():
             self.loss().backward()
-        self.update()
+            self.update()
 
     def update(self) -> None:
         """Steps the optimizer, and drops the gradients."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.parallel import buckets, collectives
-from lmsys.parallel.part import Absent, appear, as_part, leave
+from lmsys.parallel.part import Absent, addresses, appear, as_part, leave
 from lmsys.values import hold
 
 
@@ -99,6 +99,7 @@ class FlatShard:
         # `reshard`, when the parameters are whole copies.
         self._is_whole, self._is_hidden, self._is_shown = False, False, False
         self._version = 0  # the version counter of the shard when it was gathered
+        self.written = False  # True once a parameter was written while it was gathered, as in a forward
         # By parameter, True: this rank has made a gradient of it since the shard's gradient was None.
         self.used = [False] * len(params)
         self.idle = set[int]()  # places in params of those that no rank has used since then
@@ -154,10 +155,19 @@ class FlatShard:
     def is_due(self) -> bool:
         """True where `gather` is needed: nothing is gathered or on its way, or the shard has changed since then.
 
-        ValueError where a parameter of the wrapper was frozen, or set to be trained, after the module was wrapped.
+        ValueError where a parameter of the wrapper was frozen, set to be trained or given a hook after the module was
+        wrapped.
         """
-        if self.shard.requires_grad is not self._trained:
-            raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
+        hold(
+            (
+                self.shard.requires_grad is self._trained,
+                "one of parameters() was frozen, or set to be trained, after the module was wrapped",
+            ),
+            (
+                not (self.shard._backward_hooks or self.shard._post_accumulate_grad_hooks),
+                "one of parameters() has a hook, which no backward would call: register it on one of the module",
+            ),
+        )
         return self._version != self.shard._version or not (self._is_whole or self._gathering)
 
     # `gather`, `reduce` and `finish_reduce` write no tensor that needs a gradient: no_grad would only cost host time.
@@ -186,7 +196,27 @@ class FlatShard:
         if self._gathering is not None:
             self.wait()
         if self._is_whole:
+            self.written = self.written or self._is_written()
             self._release()
+
+    def _is_written(self) -> bool:
+        """True if a gathered parameter has been written, or given another .data: that is lost when it is freed.
+
+        A write through `.data` changes no version. It is found on CPUs alone, where comparing values costs little.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                any(x._version != 2 * self._version for x in self._stamped)
+                or addresses(self.params) != addresses(self._views)
+                or not (
+                    self.whole.is_cuda
+                    or self._version != self.shard._version
+                    or torch.equal(
+                        self.whole[self._own].view(torch.uint8),
+                        self.shard.detach().to(self.whole.dtype).view(torch.uint8),
+                    )
+                )
+            )
 
     def reduce(self) -> None:
         """Begins the reduce-scatter of the gradients, which leaves this rank the mean of its part of them."""
@@ -316,15 +346,11 @@ class FlatShard:
             self._is_shown = False
 
     @torch.no_grad()
-    def load(self, values: Mapping[int, Tensor]) -> None:
-        """Sets this rank's parts of parameters. values: {id of a parameter: its whole value, in its shape}."""
-        self.reshard()
-        self.free()
-        self._write(values)
-
-    @torch.no_grad()
     def _write(self, values: Mapping[int, Tensor]) -> None:
-        """Copies this rank's parts of `values`, as in `load`, into the shard, unless the shard has them already."""
+        """Copies this rank's parts of parameters into the shard, unless the shard has them already.
+
+        values  {id of a parameter: its whole value, in its shape}
+        """
         part = self.shard.detach().clone()
         for p, (_, place, _), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
             if id(p) in values:

@@ -225,11 +225,14 @@ class Fsdp(wrapper.Wrapper):
             self._agreement.end()
         # One all-reduce makes means over ranks. `use` has a number for each trained parameter: 1.0 where this rank has
         # made its gradient, so that the mean is the share of ranks that have. Then come the three numbers of
-        # `Wrapper._flags`, whose means show if a module has changed or forwards differ. The last number is 1.0 where
-        # this rank used units in another order. If this rank has made all gradients, no share is 0, and the host need
-        # not wait for the means.
+        # `Wrapper._flags`, whose means show if a module has changed or forwards differ. The last numbers are 1.0 where
+        # this rank has written gathered parameters, and where it used units in another order. If this rank has made all
+        # gradients, no share is 0, and the host need not wait for the means.
         use = [float(used) for flat in flats for used in flat.used]
-        values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
+        values = torch.tensor(
+            [*use, *self._flags(), any(flat.written for flat in self._flats()), bool(self._other_order)],
+            dtype=torch.float64,
+        )
         means = values.to(flats[0].shard.device, non_blocking=True)
         collectives.all_reduce_mean(means, self.group, async_op=False).wait()
         shares = iter(use if all(use) else means.tolist())
@@ -237,8 +240,16 @@ class Fsdp(wrapper.Wrapper):
             flat.settle(islice(shares, len(flat.params)))
         # `_heed` raises the errors where ranks differ. It returns None where the means are not known yet, on a GPU. The
         # last mean is the share of ranks that used units in another order.
-        if (heeded := self._heed(means[len(use) :])) is not None and heeded[-1] > 0:
-            self._learn()
+        if (heeded := self._heed(means[len(use) :])) is not None:
+            hold(
+                (
+                    heeded[-2] == 0,
+                    "a parameter was written while fsdp had gathered it, as in a forward, and what is gathered is"
+                    " dropped again: write parameters between unshard() and reshard(), on all ranks",
+                )
+            )
+            if heeded[-1] > 0:
+                self._learn()
         if self._stepping is not None:  # a closure has called this, and made the gradients that the step takes
             self.before_step(self._stepping)
 
@@ -328,16 +339,11 @@ class Fsdp(wrapper.Wrapper):
         return {name: made[id(x)] if id(x) in made else copy.deepcopy(x) for name, x in held.items()}
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
-        held = self.module.state_dict(keep_vars=True)
-        differences = wrapper.compared(held, state, strict)
-        values = {id(x): wrapper.whole(state[name]) for name, x in held.items() if name in state}
-        for flat in self._flats():
-            flat.load(values)
-        with torch.no_grad():
-            for x in self.module.buffers():
-                if id(x) in values:
-                    x.copy_(values[id(x)])
-        return differences
+        self.unshard()
+        try:
+            return super()._load(state, strict)
+        finally:
+            self.reshard()
 
     def _flats(self) -> Iterator[flat_shard.FlatShard]:
         """All flat shards, in the order of their numbers."""

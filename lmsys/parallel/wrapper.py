@@ -27,12 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lmsys.parallel import StrategyTraits, collectives, part, structure
 from lmsys.parallel.sharded_optimizer import is_unused
-from lmsys.values import hold, instance, sentences_of
+from lmsys.values import hold, instance
 
 
 class Wrapper(nn.Module):
@@ -60,6 +59,7 @@ class Wrapper(nn.Module):
         self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._synchronizing, self._unfinished, self._in_backward = True, False, False
+        self._is_local = False  # True once a backward under no_sync() has left gradients on this rank
         self._history = 0  # a hash of this rank's forwards and collectives in this step; ranks must have the same
         self._structure, self._change = structure.Structure(module), ""
         self._norms = {  # batch norms, which in training mode would normalize by this rank's batch alone
@@ -107,7 +107,12 @@ class Wrapper(nn.Module):
 
         RuntimeError if the optimizer would use gradients that are not averaged over ranks yet.
         """
-        if self._unfinished and structure.holds_any(optimizer, self._whole):
+        if (
+            # Also where only no_sync() has left gradients, and where a hook steps in the midst of a backward.
+            self._unfinished
+            or (self._synchronizing and (self._is_local or (self._in_backward and structure.is_in_backward())))
+        ) and structure.holds_any(optimizer, self._whole):
+            self._unfinished = True
             self._refuse_unfinished()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -159,7 +164,7 @@ class Wrapper(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Makes every gradient the mean over ranks. All ranks call it between backward and the optimizer's step."""
         self._leave_backward(late=True)
-        self._unfinished = False
+        self._unfinished = self._is_local = False
         if self.world_size > 1 and self.trainable:
             self._synchronize()
 
@@ -344,6 +349,8 @@ class Wrapper(nn.Module):
             if not self._unfinished:  # nn.Module.__setattr__ is slow, and this runs once for each parameter
                 self._unfinished = True
             self._gradient_is_ready(index)
+        elif not self._is_local:
+            self._is_local = True
 
     def _gradient_is_ready(self, index: int) -> None:
         """Called for each gradient to be synchronized: a subclass may begin its communication during the backward."""
@@ -416,29 +423,6 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> Any:
-    """The result of torch's `load_state_dict` for a module that holds `held`: the missing and the unexpected keys.
-
-    `Fsdp` calls it, whose parts torch cannot load by itself.
-    RuntimeError for tensors of other shapes, and with `strict` for missing and unexpected keys.
-    """
-    missing, unexpected = [x for x in held if x not in state], [x for x in state if x not in held]
-    wrong = [
-        *(
-            f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}"
-            for name, x in held.items()
-            if name in state and state[name].shape != x.shape
-        ),
-        *sentences_of(
-            (strict and missing, f"missing: {', '.join(missing)}"),
-            (strict and unexpected, f"unexpected: {', '.join(unexpected)}"),
-        ),
-    ]
-    if wrong:
-        raise RuntimeError(f"the state does not fit the module: {'; '.join(wrong)}")
-    return _IncompatibleKeys(missing, unexpected)
-
-
 def _changed(changes: list[str]) -> ValueError:
     """The error about modules that have changed. changes: by rank, in words; empty where there is none."""
     return ValueError(
@@ -473,10 +457,18 @@ def _agree(module: nn.Module, group: collectives.Group, divides: bool) -> None:
 
     divides  True: the strategy moves parameters to other memory, so no two of them may share memory
     """
-    # A parameter without values, which `broadcast_` refuses by a message of its own, has no address.
-    memory = part.addresses(p for p in module.parameters() if p.numel() and not isinstance(p, part.Absent))
     on_meta = [name for name, x in chain(module.named_parameters(), module.named_buffers()) if x.is_meta]
     sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
+    # A parameter without values, which `broadcast_` refuses by a message of its own, has no address.
+    memory, buffers = (
+        part.addresses(x for x in tensors if x.numel() and x.layout is torch.strided and not isinstance(x, part.Absent))
+        for tensors in (module.parameters(), module.buffers())
+    )
+    renormed = [
+        name or "the module"
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None
+    ]
     hold(
         (
             not on_meta,
@@ -484,13 +476,18 @@ def _agree(module: nn.Module, group: collectives.Group, divides: bool) -> None:
         ),
         (not sparse, f"{', '.join(sparse[:1])} makes sparse gradients: strategies add dense ones; set sparse=False"),
         (
+            not renormed,
+            f"{', '.join(renormed[:1])} has max_norm, by which a forward changes weights by its rank's own batch: set"
+            " max_norm=None, and scale the weights between steps",
+        ),
+        (
             not hasattr(module, "_ddp_params_and_buffers_to_ignore"),
             "the module names parameters that DDP is to ignore: hold them in another module",
         ),
         (
-            not divides or len(set(memory)) == len(memory),
-            "two parameters share their memory, as by a.data = b.data, which this strategy would end: tie them as one"
-            " parameter, a = b",
+            not divides or (len(set(memory)) == len(memory) and set(memory).isdisjoint(buffers)),
+            "two parameters share their memory, as by a.data = b.data, or a buffer shares that of a parameter, which"
+            " this strategy would end: tie parameters as one, a = b, and clone() what a buffer is made of",
         ),
     )
     mine = [

@@ -202,6 +202,16 @@ class Zero1(overlapped.Overlapped):
         own = replace(buckets.Layout.of(owned), length=segmented.length)
         return replace(super()._bucket(number, indices), layout=layout, owned=owned, own=own, whole=False)
 
+    def _on_grad(self, index: int, p: Tensor) -> None:
+        if self._are_means and not self._in_backward:  # no tensor that the module returned has told of this backward
+            self._are_means = any(isinstance(own.grad, part.Part) for own in self._own)
+            if self._are_means:
+                raise RuntimeError(
+                    "a backward that began from no tensor of the module's output has added to gradients that are means"
+                    " already: let the module return what it begins from, or zero_grad() comes before it"
+                )
+        super()._on_grad(index, p)
+
     def _begin_backward(self) -> None:
         """As `Overlapped._begin_backward`; then turns mean gradients into sums, since the backward adds to them."""
         super()._begin_backward()

@@ -63,6 +63,7 @@ TRAININGS = (
     parts.with_another_strategy,
     parts.with_sums_from_the_start,
     parts.with_states_of_nothing,
+    parts.with_a_state_of_its_own,
 )
 
 
@@ -179,12 +180,25 @@ def test_modules_that_are_not_supported_are_refused_at_construction(ranks: Worke
         "sparse=False",
         "meta device",
         "names parameters that DDP is to ignore",
-        "nothing raised" if strategy == "naive" else "two parameters share their memory",
+        *["nothing raised" if strategy == "naive" else "two parameters share their memory"] * 2,
+        "0 has max_norm",
         "was read that fsdp has divided among ranks",
         "nothing raised",
     ]
     for errors in on_two_ranks(ranks, parts.refused_modules, strategy):
         assert all(words in error for words, error in zip(expected, errors, strict=True)), errors
+
+
+def test_trainings_that_would_be_wrong_are_refused(ranks: WorkerGroup) -> None:
+    unfinished, fine = "a backward was not followed by finish_gradient_synchronization()", "nothing raised"
+    expected = {
+        "bucketed": [unfinished, unfinished, fine, fine, fine],
+        "zero1": [unfinished, unfinished, "has added to gradients that are means", fine, fine],
+        "fsdp": [fine, "one of parameters() has a hook", fine, "a parameter was written", "modified by an inplace"],
+    }
+    for strategy, all_words in expected.items():
+        for errors in on_two_ranks(ranks, parts.refused_trainings, strategy):
+            assert all(words in error for words, error in zip(all_words, errors, strict=True)), errors
 
 
 CHECKPOINTS = (  # ((number of ranks, strategy) that saves, the same that loads)

@@ -548,7 +548,10 @@ def refused_modules(strategy: str) -> list[str]:
     ignoring._ddp_params_and_buffers_to_ignore = ["bias"]
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight.data = tied[0].weight.data
-    modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring, tied]
+    buffered = nn.Linear(2, 2)
+    buffered.register_buffer("kept", buffered.weight.data)
+    modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring, tied, buffered]
+    modules += [nn.Sequential(nn.Embedding(2, 2, max_norm=0.5))]
     wrap = STRATEGIES[strategy].load()
     errors = [error_of(wrap, module.to(device()) if module is not meta else meta, group_of(2)) for module in modules]
     divided = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to(device())
@@ -556,6 +559,89 @@ def refused_modules(strategy: str) -> list[str]:
     errors.append(error_of(wrap, divided, group_of(2)))
     modules[0].eval()  # a batch norm in evaluation is supported
     return [*errors, error_of(wrap, modules[0], group_of(2))]
+
+
+class Odd(nn.Module):
+    """A module that keeps a term of the loss to itself, has a state of its own, and changes what it loads.
+
+    how  a way in which its forward changes its first weight: by "data", or by "copy_"; "": it does not
+    """
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how, self.calls, width = how, 0, RECIPE.width
+        self.first, self.layers = nn.Linear(width, width), nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.register_load_state_dict_pre_hook(_halve)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        weight = self.layers[0].weight
+        if self.how == "data":
+            weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "copy_":
+            with torch.no_grad():
+                weight.copy_(weight.clamp(-0.1, 0.1))
+        self.kept = self.first(x).square().mean()
+        return self.layers[1](torch.tanh(self.layers[0](self.first(x)))).mean()
+
+
+def _halve(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    state["layers.0.weight"] = state["layers.0.weight"] / 2
+
+
+def with_a_state_of_its_own(strategy: str) -> State:
+    """A step, and another one after the state was loaded, in which the module has a part; with that part's value."""
+    torch.manual_seed(0)
+    run = made(strategy, net=Odd())
+    run.step(0)
+    state_dict = run.net.state_dict if run.is_plain else run.model.full_state_dict
+    state, run.net.calls = state_dict(), 0
+    run.model.load_state_dict(state)
+    calls = run.net.calls // len(run.ranks)
+    run.step(1)
+    weights = {name: x.detach().cpu().clone() for name, x in state_dict().items() if isinstance(x, Tensor)}
+    return {"calls": torch.tensor(calls), **weights}
+
+
+def refused_trainings(strategy: str) -> list[str]:
+    """The errors of trainings that would leave ranks different weights, or lose what a forward has written."""
+
+    def by_parts_alone() -> None:
+        run = made(strategy, net=Odd())
+        with run.model.no_sync():
+            run.model(batch(0, 0).to(device())).backward()
+        run.optimizer.step()
+
+    def in_the_backward() -> None:
+        run = made(strategy, net=nn.Sequential(nn.Linear(RECIPE.width, 1, bias=False)))
+        p = next(run.model.parameters())
+        other = torch.optim.SGD([p], lr=0.1)
+
+        def step(_: Tensor) -> None:
+            other.step()
+
+        p.register_post_accumulate_grad_hook(step)
+        run.model(batch(0, dist.get_rank()).to(device())).mean().backward()
+
+    def added_to_means() -> None:
+        run = made(strategy, net=Odd())
+        run.backward(0)
+        run.net.kept.backward()
+        run.finish()
+
+    def written(how: str) -> None:
+        made(strategy, net=Odd(how)).backward(0)
+
+    return [
+        *map(error_of, (by_parts_alone, in_the_backward, added_to_means)),
+        *(error_of(written, how) for how in ("data", "copy_")),
+    ]
 
 
 # Checkpoints of weights and the optimizer's state, between strategies, FSDP2 and plain modules, on any number of ranks.
