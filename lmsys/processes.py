@@ -186,6 +186,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         if self.watcher.poll() is None:  # while the watcher lives, the group's number cannot be another group's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+                self._process.kill()  # it may have left the group
             self.watcher.communicate()  # it was killed, too: waits for it, and closes its input
         self._process.wait()
 

@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import itertools
+import re
 import sys
 import sysconfig
 import traceback
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, Self, get_origin, get_type_hints
 
 from lmsys.commands import PIP, with_extra
-from lmsys.values import choice, hold
+from lmsys.values import choice, hold, shortly
 
 PROJECT = ("pyproject.toml", "setup.py", ".git")  # a folder that holds one of these is a project's root
 ALIKE = 0.85  # difflib's ratio above which an attribute counts as a misspelt trait: "synchronises" has 0.92
@@ -166,8 +167,14 @@ class Traits:
             hold(
                 (
                     isinstance(value, tuple if get_origin(kind) is tuple else kind),
-                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got {value!r}",
-                )
+                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got"
+                    f" {shortly(value)}",
+                ),
+                (
+                    name != "color" or re.fullmatch(r"(#[0-9a-fA-F]{6})?", str(value)),
+                    f"row {row!r}: trait 'color' must be a color such as #2563eb; got {shortly(value)}",
+                ),
+                (len(str(value)) <= 1000, f"row {row!r}: trait {name!r} has more than 1,000 characters"),
             )
         return cls(**values)
 

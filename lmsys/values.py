@@ -136,7 +136,8 @@ def _bounds(least: float | None, most: float | None, above: float = -math.inf) -
 
 
 def shortened(text: str) -> str:
-    """The message, without its middle if it has more than 10 SHORT characters."""
+    """The message in a line that can be written anywhere, without its middle if it is longer than 10 SHORT."""
+    text = "".join(x if x.isprintable() else " " for x in text)
     return text if len(text) <= 10 * SHORT else f"{text[: 5 * SHORT]} ... {text[-5 * SHORT :]}"
 
 

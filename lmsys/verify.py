@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         benchmarks = benchmarks_in(*options.benchmarks or FOLDERS)
-        wrong = [_tell(path, *verify(path, benchmarks, _say)) for path in options.results]
+        wrong = [
+            _tell(path, *verify(path, benchmarks, partial(print, file=sys.stderr, flush=True)))
+            for path in options.results
+        ]
         print(NO_FILE_PROVES)
     except ValueError as error:
         print(f"lmsys verify: error: {error}", file=sys.stderr)
@@ -93,20 +97,15 @@ def _tell(path: Path, recomputed: Recomputed, faults: Sequence[str]) -> int:
     for sentence, times in recomputed.left_out.items():
         print(f"{path}: {times} {'time' if times == 1 else 'times'} {sentence}")
     unproved = sum(NOT_PROVED in sentence for sentence in faults)
-    wrong = _wrong(len(faults) - unproved) + (f", {unproved} not proved" if unproved else "")
-    again = f"{recomputed.calls} timed calls judged again by {recomputed.elements:,} elements"
-    print(f"{path}: {recomputed.records} records, {again}, {wrong}", flush=True)
+    count = len(faults) - unproved
+    wrong = f"{count} things are wrong" if count > 1 else "1 thing is wrong" if count else "nothing is wrong"
+    wrong += f", {unproved} not proved" if unproved else ""
+    print(
+        f"{path}: {recomputed.records} records, {recomputed.calls} timed calls judged again by"
+        f" {recomputed.elements:,} elements, {wrong}",
+        flush=True,
+    )
     return len(faults)
-
-
-def _wrong(count: int) -> str:
-    """Says how many things are wrong, as part of a sentence."""
-    return f"{count} things are wrong" if count > 1 else "1 thing is wrong" if count else "nothing is wrong"
-
-
-def _say(text: str) -> None:
-    """Prints a line of progress to stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def benchmarks_in(*folders: Path) -> dict[str, Benchmark]:
@@ -230,7 +229,7 @@ def _of_record(
     yield from _of_benchmark(record, benchmark, machine)
     calls = record.get("proof", {}).get("calls", ())
     if samples and record["outcome"] == "ok":
-        proved = min(len({call[name] for call in calls}) for name in ("call", "draw"))
+        proved = min(len({str(call[name]) for call in calls}) for name in ("call", "draw"))
         if proved < (least := min(benchmark.num_proofs, len(samples))):
             yield f"{NOT_PROVED}it holds {proved} checked calls of {len(samples)}, where a run keeps {least}"
     # A benchmark that does not override `repeat` has no results of timed calls in its records.
@@ -271,7 +270,7 @@ def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, r
     rounds, of_record = record.get("rounds", 0), record.get("error_ratio")
     is_right = ratios and all(ratio <= 1 for ratio in ratios.values())
     yield from sentences_of(
-        (not 0 <= call["call"] < rounds, f"{where} is none of its {rounds} samples"),
+        (call["call"] not in range(rounds), f"{where} is none of its {rounds} samples"),
         (not is_right, f"{where} was wrong: {ratios}"),
         (
             is_right and max(ratios.values()) > (of_record or 0.0),

@@ -147,6 +147,15 @@ FORGERIES: dict[str, Forgeries] = {  # {file: its forgeries}
             "not proved: it holds 1 checked calls",
             [(CALLS, picked(0, 0)), ((*CALL, "call"), 0), ((*OTHER_CALL, "call"), 1)],
         ),
+        "one draw as a number and as a text": (
+            "not proved: it holds 1 checked calls",
+            [
+                (CALLS, picked(0, 0)),
+                ((*OTHER_CALL, "call"), CopyOf((*OTHER_CALL, "call"))),
+                ((*OTHER_CALL, "draw"), lambda draw: str(draw)),
+            ],
+        ),
+        "a call between two": ("is none of its", [((*CALL, "call"), 0.5)]),
         "another seed": ("its recorded values", [((*RECORD, "proof", "seed"), 7)]),
         "another draw": ("its recorded values", [((*CALL, "draw"), 1)]),
         "another key": ("is not what its key says", [((*CALL, "key"), 1)]),

@@ -221,6 +221,8 @@ KNOWN = "color, baseline, rivals, compiles, kernels, stage, sums"
         ({"summs": False}, Facts, f"trait 'summs' must be one of {KNOWN}; did you mean sums?"),
         (Facts(stage=1), Traits, "trait 'stage' must be one of color, "),
         ({"stage": "two"}, Facts, "trait 'stage' must be of type int | None; got 'two'"),
+        ({"color": "red"}, Traits, "trait 'color' must be a color such as #2563eb; got 'red'"),
+        ({"rivals": ("x" * 1001,)}, Traits, "trait 'rivals' has more than 1,000 characters"),
     ],
 )
 def test_a_trait_that_does_not_exist_is_an_error_at_the_row(traits: Any, kind: type[Traits], error: str) -> None:

@@ -56,6 +56,8 @@ from lmsys.bench import Entry, Record, Settings, Step, findings, plain, watch
 from lmsys.measure import clock, compare, memory
 from lmsys.measure.step import Failed, nothing
 from lmsys.registry import load_target
+from lmsys.strict_json import parse_json
+from lmsys.values import shortened
 
 # The judge's waits for a row and for `null`, a row of ours that does nothing, may differ by these margins: MARGIN_S
 # seconds, and by name of the wait (`Seen`) a share of the shorter wait and a share of the time that the row's process
@@ -282,7 +284,8 @@ class Process:
 
     heartbeat  of the judge's own process: it has the phrase for what the row does, and the deadline
     windows    {name of a question: seconds that the judge waited for the last answer to it}; also seconds that the last
-               call took, as the row's process states: under "took", and under the way of calling
+               call took, as the row's process states: under "took", and under the way of calling; and by the way, as in
+               "call forward", the waits for the last such call, and for what is copied before and after it
     """
 
     heartbeat = watch.Heartbeat()
@@ -339,7 +342,7 @@ class Process:
             if stops:
                 os.killpg(worker.pid, signal.SIGSTOP)
                 worker.watcher.send_signal(signal.SIGCONT)  # it must run, to notice when this process ends
-            answer = dict(json.loads(text))
+            answer = dict(parse_json(text.decode()))
         except (OSError, EOFError, ValueError, TypeError, RecursionError) as error:
             how = (
                 "no answer within the deadline" if isinstance(error, TimeoutError) else f"its process {worker.ending()}"
@@ -430,10 +433,9 @@ class Process:
             row.ask("read", owner, way, stops=False)
 
         def call(_: Any) -> Record:
-            _, answer = clock.in_turn(
-                arrived.record if arrived else nothing, partial(row.ask, "call", owner, way, more_s)
-            )
-            return answer
+            return clock.in_turn(arrived.record if arrived else nothing, partial(row.ask, "call", owner, way, more_s))[
+                1
+            ]
 
         # A process that has been stopped makes its next call more slowly. So one call on the old inputs comes first,
         # whose time does not count. Not for a backward: its forward came right before, and its graph serves one call.
@@ -446,7 +448,13 @@ class Process:
         if not (isinstance(took_s, float) and 0.0 <= took_s <= waited_s):
             raise Failed("wrong", f"its process says that a call took {took_s!r} s, of {waited_s:.3g} that passed")
         row.ask("copy", owner, way)
-        row.windows |= {way: took_s, "took": took_s, "call": waited_s}
+        row.windows |= {
+            way: took_s,
+            "took": took_s,
+            "call": waited_s,
+            f"call {way}": waited_s,
+            f"copy {way}": row.windows["read"] + row.windows["copy"],
+        }
         results = [x for _, x in blocks[RESULTS[way]].placed.values()]
         return tuple(results) if len(results) > 1 else results[0]
 
@@ -495,7 +503,8 @@ class Seen(clock.Reading):
     """A timed call of a foreign row.
 
     run_s      how long the call took, as the row's process states
-    prepare_s  how long the judge waited for the untimed call before it, such as the forward of a backward; 0.0: none
+    prepare_s  how long the judge waited for the untimed call before it, such as the forward of a backward, and by how
+               much longer than for `null` until its results were copied; 0.0: none
     answer_s   how much longer than `run_s` the judge waited for the answer; and the same for a call of `null`
     copy_s     how long the judge waited for the inputs to be read and the results to be copied; and the same for `null`
     """
@@ -541,21 +550,27 @@ class ApartClock(clock.CpuClock):
         for row in self._rows:
             late()  # the row's process sees this only when it is called
             prepare((row, self._base))
-            prepare_s = 0.0 if prepare is nothing else row.windows["call"]
             result = run((row, self._base))
         of_null, of_row = (x.windows for x in self._rows)
         answer_s = of_row["call"] - of_row["took"], of_null["call"] - of_null["took"]
         copy_s = of_row["read"] + of_row["copy"], of_null["read"] + of_null["copy"]
+        # What the process does while the forward's inputs are read and its results are copied is untimed work as well.
+        # The lesser of two waits for `null`, as one may be long by chance.
+        prepare_s = (
+            of_row["call forward"] + max(0.0, of_row["copy forward"] - min(of_null["copy forward"], copy_s[1]))
+            if prepare is not nothing
+            else 0.0
+        )
         return Seen(of_row["took"], prepare_s, answer_s, copy_s), result
 
     def read(self, pending: Any, share_s: float | None = None, trusted: bool = False) -> list[Any]:
-        """The calls. ClockError if the judge waited longer than the row's process can explain.
+        """The calls; a late one counts with the wait. ClockError if waits are longer than the process can explain.
 
         An honest row's calls differ by chance from those of `null`, which come right before: by little on a calm
         machine, by more on a busy one. So most of its calls are within the margin or, on a busy machine, as many are
         late as early, and by as much. A row is refused if MOST_LATE of its calls are late, and its calls lean to being
-        late by more than DOUBT. If it understates fewer calls than that, its median time and ratios of times (Hodges
-        and Lehmann 1963) hardly change.
+        late by more than DOUBT. Of few calls even most may be late by chance, and a row could understate these. So
+        what the judge has waited is added to each call that is late.
         """
         for name, text in {
             "answer_s": "works outside of its calls",
@@ -568,7 +583,10 @@ class ApartClock(clock.CpuClock):
                 raise clock.ClockError(
                     f"it {text}: {late} of {len(pending)} took {by_s * 1e6:.0f} us longer than it says"
                 )
-        return list(pending)
+        return [
+            replace(seen, run_s=seen.run_s + sum(max(0.0, seen.late_s(name)) for name in MARGIN_SHARES if not trusted))
+            for seen in pending
+        ]
 
 
 @dataclass(frozen=True)
@@ -588,15 +606,19 @@ class Foreign(Entry):
         """The foreign row of an entry. ValueError if its code cannot be loaded."""
         try:
             facts = process_of(entry, settings).start().facts
-        except Failed as failed:
-            raise ValueError(f"{entry.target}: {failed}") from None
-        if entry.is_ours:
-            checked = traits.AttentionTraits.of(entry)
-        else:  # the trait `mask` names a function that this process would have to import
             stated = {name: tuple(x) if isinstance(x, list) else x for name, x in facts.get("traits", {}).items()}
-            checked = traits.AttentionTraits.checked(entry.name, stated | {"mask": ""})
-        fields = vars(entry) | {"traits": checked, "settings": settings, "missing": str(facts.get("missing", ""))}
-        return cls(**fields)
+        except (AttributeError, Failed, TypeError) as failed:  # its process may say anything
+            raise ValueError(f"{entry.target}: {failed}") from None
+        checked = (
+            traits.AttentionTraits.of(entry)
+            if entry.is_ours
+            # The trait `mask` names a function that this process would have to import.
+            else traits.AttentionTraits.checked(entry.name, stated | {"mask": ""})
+        )
+        return cls(
+            **vars(entry)
+            | {"traits": checked, "settings": settings, "missing": shortened(str(facts.get("missing", "")))}
+        )
 
     def load(self) -> Process:
         return process_of(self, self.settings).start()

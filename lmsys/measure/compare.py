@@ -30,6 +30,7 @@ from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuCloc
 from lmsys.measure.step import Failure, Kept, Step, nothing
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
+from lmsys.values import shortened
 
 MAX_ROUNDS = 200  # the most rounds of a call of `interleave`, unless its `min_rounds` is more
 MOST_LOOKS = 20  # about how often the sensors are read during one sampling
@@ -85,20 +86,20 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
 
 
 def outcome_of(error: BaseException) -> Failure:
-    """(outcome, reason) of an exception: "oom" if memory ran out, else "error"; the reason is one line.
+    """(outcome, reason) of an exception: "oom" if memory ran out, else "error"; the reason is one short line.
 
     An exception with an attribute `failure`, a pair (outcome, reason), decides for itself.
     """
     try:
         known = getattr(error, "failure", None)
         if known is not None and known[0] in ("oom", "unsupported", "wrong", "error"):
-            return str(known[0]), str(known[1])
+            return str(known[0]), shortened(str(known[1]))
         text = str(error).strip()
     except BaseException:
         return "error", f"{type(error).__name__}, which cannot be printed"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_CPU_MEMORY in text:
-        return "oom", ". ".join(text.splitlines()[0].split(". ")[:2]) if text else "out of memory"
-    return "error", f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+        return "oom", shortened(". ".join(text.splitlines()[0].split(". ")[:2]) if text else "out of memory")
+    return "error", shortened(f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}")
 
 
 def release_memory() -> None:

@@ -21,6 +21,7 @@ from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits
 from lmsys.attention.naive import naive
 from lmsys.bench import Entry, Failed, Settings, Table, foreign
 from lmsys.bench.findings import source_of
+from lmsys.bench.foreign import Process
 from lmsys.deterministic import deterministic_mode
 from lmsys.measure.clock import ClockError, CpuClock
 from lmsys.testing import MEMORY, make_inputs
@@ -73,6 +74,15 @@ def in_mode(q, k, v, *, causal=False, scale=None):
 
 def double(q, k, v, *, causal=False, scale=None):
     return row(q, k, v, causal=causal, scale=scale).double()
+
+
+def raises(q, k, v, *, causal=False, scale=None):
+    raise RuntimeError(60_000 * "x" + chr(0xD800))
+
+
+def leaves_its_group(q, k, v, *, causal=False, scale=None):
+    os.setpgid(0, os.getpgid(os.getppid()))
+    time.sleep(600)
 """
 
 
@@ -108,7 +118,8 @@ def judged(calls: list[foreign.Seen], **options: Any) -> str:
     """The clock's words against the calls; "" if it believes them."""
     clock: Any = foreign.ApartClock(None, None, CpuClock())  # type: ignore[arg-type]
     try:
-        assert clock.read(calls, **options) == calls
+        read = clock.read(calls, **options)
+        assert [replace(call, run_s=0.0) for call in read] == [replace(call, run_s=0.0) for call in calls]
     except ClockError as error:
         assert error.failure[0] == "wrong"
         return str(error)
@@ -140,6 +151,15 @@ def test_a_row_is_refused_if_most_of_its_calls_are_late(late: list[float], copie
     words = judged(seen(late, copies))
     assert told in words and bool(told) == bool(words)
     assert not judged(seen(late, copies), trusted=True)
+
+
+def test_a_late_call_counts_with_what_the_judge_waited() -> None:
+    """Of ten calls, of which a run takes so many where they are long, eight may be late by chance."""
+    calls = seen([50.0] * 5 + [0.9] + [0.0] * 4, [0.0] * 5 + [0.9] + [50.0] * 3 + [-50.0])
+    clock: Any = foreign.ApartClock(None, None, CpuClock())  # type: ignore[arg-type]
+    assert [call.run_s for call in clock.read(calls)] == pytest.approx(
+        [50 * MARGIN] * 5 + [0] + [50 * MARGIN] * 3 + [0]
+    )
 
 
 def test_noise_in_both_directions_is_no_cheat() -> None:
@@ -178,6 +198,11 @@ def test_what_the_judge_waits_is_compared_with_the_null_row() -> None:
     taken, result = clock.sample(lambda pair: asked.append(pair[0]) or "o")
     assert asked == [null, row] and result == "o" and taken.run_s == 1e-3 and taken.prepare_s == 0.0
     assert taken.answer_s == pytest.approx((4e-3, 1e-4)) and taken.copy_s == pytest.approx((5e-4, 2e-4))
+    # Of an untimed call before it, all that the judge waits longer than for the null row counts.
+    for windows, call_s, copy_s in ((null.windows, 1e-3, 1e-4), (row.windows, 2e-3, 3e-3)):
+        windows |= {"call forward": call_s, "copy forward": copy_s}
+    taken, _ = clock.sample(lambda _: "o", lambda _: "graph")
+    assert taken.prepare_s == pytest.approx(2e-3 + 3e-3 - 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +258,31 @@ def test_a_row_that_dies_or_hangs_costs_its_own_cases(mine: Path, monkeypatch: p
     monkeypatch.setattr("lmsys.bench.foreign.MOST_S", 0.5)
     with pytest.raises(Failed, match="no answer within the deadline .*, at mine.py:"):
         process(*(torch.ones(1, 1, 4, 4) for _ in "qkv"), causal=False, scale=None)
+
+
+def test_a_row_that_leaves_its_process_group_is_killed(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = row_of(mine, "leaves_its_group").load()
+    pid = process._worker.pid
+    monkeypatch.setattr("lmsys.bench.foreign.MOST_S", 0.5)
+    with pytest.raises(Failed, match="no answer within the deadline"):
+        process(*(torch.ones(1, 1, 4, 4) for _ in "qkv"), causal=False, scale=None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_row_cannot_make_the_result_unreadable(mine: Path) -> None:
+    reason = records(mine, "raises")["raises"]["reason"]
+    assert reason.startswith("RuntimeError: xxx") and reason.isprintable() and len(reason) < 1000
+
+
+@pytest.mark.parametrize("facts", [{"parameters": 5}, {"traits": 5}, {"traits": {"color": "red"}}])
+def test_facts_that_are_none_are_refused(facts: dict[str, Any], mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(Entry("row", f"{mine}:row"), Settings())
+    monkeypatch.setattr(process, "ask", lambda name, *_, **__: facts)
+    monkeypatch.setitem(foreign._processes, process.entry.target, process)
+    with pytest.raises(ValueError, match="row"):
+        row_of(mine, "row")
+    process.close()
 
 
 def test_a_deterministic_case_is_deterministic_there_too(mine: Path) -> None:

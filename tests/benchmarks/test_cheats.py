@@ -125,6 +125,12 @@ def test_a_foreign_cheat_is_refused(name: str, direction: str, device: str) -> N
 
 
 @pytest.mark.usefixtures("foreign_processes")
+def test_a_foreign_row_that_lies_in_most_of_few_calls_gains_nothing(device: str) -> None:
+    record = foreign_record("lies_in_most_of_its_calls", "fwd", device, min_rounds=10)
+    assert record["outcome"] == "wrong" or record["time_s"] > foreign_cheats.SLOW_S, record
+
+
+@pytest.mark.usefixtures("foreign_processes")
 def test_an_honest_foreign_row_is_not_refused(device: str) -> None:
     for direction in ("fwd", "bwd", "fwdbwd"):
         record = foreign_record("honest", direction, device)

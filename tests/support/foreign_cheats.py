@@ -42,7 +42,7 @@ class Cheat:
     @property
     def told_by_time(self) -> bool:
         """True if only the judge's clock tells. On a busy machine, where the clock says little, such a row may pass."""
-        return self.told in (LATE, LATE_RESULTS)
+        return self.told in (LATE, LATE_RESULTS, UNTIMED)
 
 
 CHEATS: dict[str, Cheat] = {}
@@ -140,6 +140,7 @@ def finish_at(method: str, behind: bool) -> None:
 # Rows that say less than their calls take.
 
 LATE, LATE_RESULTS = "works outside of its calls", "makes its results after its calls"
+UNTIMED = "work that was to be timed was done there"
 
 
 @cheat(LATE, "fwd", "fwdbwd")
@@ -163,6 +164,29 @@ def forged_times(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
     wrap("call", forged)
     return slow(q, k, v, **options) if not torch.is_grad_enabled() else Slow.apply(q, k, v, options)
+
+
+def lies_in_most_of_its_calls(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Says 0 s, but the truth in two calls of ten: of ten, eight may be late by chance, so it need not be refused."""
+
+    def forged(call: Any, *args: Any) -> Any:
+        _last["calls"] = _last.get("calls", 0) + 1
+        return call(*args) | ({"took_s": 0.0} if _last["calls"] % 10 > 1 else {})
+
+    wrap("call", forged)
+    return slow(q, k, v, **options)
+
+
+@cheat(UNTIMED, "bwd")
+def works_while_its_forward_is_copied(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Does SLOW_S of work of its backward when the results of the untimed forward are copied."""
+
+    def copy(real: Any, owner: str, way: str) -> Any:
+        time.sleep(SLOW_S * (way == "forward"))
+        return real(owner, way)
+
+    wrap("copy", copy)
+    return honest(q, k, v, **options)
 
 
 class Slow(torch.autograd.Function):
@@ -193,7 +217,7 @@ def says(value: Any) -> Row:
 
 SAID = {
     "says_nothing": (LATE, says(0.0)),
-    "says_no_number": ("says that a call took", says(float("nan"))),
+    "says_no_number": ("its process", says(float("nan"))),
 }
 
 
