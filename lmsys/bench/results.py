@@ -100,9 +100,10 @@ class Session:
         """Adds a benchmark, with the command line's values of its axes. Returns the ids of its cases.
 
         With --against there are also the ids of the same cases in the earlier state of the code. ValueError for bad
-        values of axes.
+        values of axes, and for two benchmarks of one name.
         """
         benchmark = self.benchmarks.setdefault(cls.name, cls())
+        hold((type(benchmark) is cls, f"two benchmarks are called {cls.name!r}: {type(benchmark)} and {cls}"))
         if self.checkout and (benchmark.streams or not benchmark.opens):
             raise ValueError(
                 f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: its rows take no turns with those"
