@@ -32,25 +32,21 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
             """True if the row is right in a task."""
             return failure(row, task, grad=False, seed=options.seed, named=False) is None
 
-        def answers(case: AttentionCase) -> bool:
-            """True if the row gives a result for a case, right or wrong."""
-            inputs = make_inputs(case, options.seed)
-            return why_not(case) is None and bool(cases.answer(row, cases.Task("", case), inputs, grad=False)[0])
-
-        simple = next(_cases(options)).case
+        first = next(_cases(options))
 
         def asked() -> Iterator[cases.Task]:
-            """Yields the tasks; a full check asks all of them in the first dtype that the row can run."""
-            usual, more = _cases(options), list[cases.Task]()
-            yield next(usual)  # before `answers`: a row that ends the process then does so in a task that was announced
-            case = next(filter(answers, (replace(simple, dtype=x) for x in options.dtypes * options.uses)), simple)
-            if options.uses:
-                usual, more = _cases(options, passes, case.dtype), cases.larger(case)
+            """Yields the tasks; a full check asks all of them in the first dtype in which the row passes `first`."""
+            yield first  # before `passes`: a row that ends the process then does so in a task that was announced
+            in_dtypes = (replace(first.case, dtype=name) for name in options.dtypes * options.uses)
+            runs = (case for case in in_dtypes if why_not(case) is None and passes(replace(first, case=case)))
+            case = next(runs, first.case)
+            usual = _cases(options, passes, case.dtype) if options.uses else _cases(options)
+            more = cases.larger(case) if options.uses else ()
             with_options = (
                 task for task in cases.tasks_of_options(case) if why_not_given(row, task.case.options) is None
             )
-            # Of the usual tasks only "one tile" has the case `simple`, and it was asked above.
-            yield from chain((task for task in usual if task.case != simple), with_options, more)
+            # Of the usual tasks only `first` has this case.
+            yield from chain((task for task in usual if task.case != first.case), with_options, more)
 
         for task in () if options.extremes else asked():
             yield question.Question(
@@ -61,7 +57,7 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
                 aspect=task.aspect,
             )
         for dtype in options.dtypes:
-            yield from _of_extremes(why_not, row, replace(simple, dtype=dtype), options)
+            yield from _of_extremes(why_not, row, replace(first.case, dtype=dtype), options)
         if launched or laptop.running:
             reason = laptop.INTERPRETED * bool(launched) + laptop.PRETENDED * bool(laptop.running)
             # A question with a reason is never asked. This one only tells the reader that no GPU gave the answers.
