@@ -297,9 +297,9 @@ class Table(Mapping[str, Entry]):
         self.kind, self.group, self.auto, self.traits = kind, group, auto, traits
         self._own_rows = dict[str, Entry]()
         for entry in entries:
-            first = self._own_rows.setdefault(entry.name, entry)
-            hold((first is entry, f"two rows of the table {kind!r} are called {entry.name!r}"))
+            hold((entry.name not in self._own_rows, f"two rows of the table {kind!r} are called {entry.name!r}"))
             traits.checked(entry.name, entry.stated)
+            self._own_rows[entry.name] = entry
 
     @cached_property
     def _all_rows(self) -> dict[str, Entry]:

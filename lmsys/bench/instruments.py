@@ -96,8 +96,11 @@ class Instruments:
         for field in fields.declared(fields.COMMON, benchmark.fields).values():
             if field.of is not None:
                 record[field.name] = field.value(record)
-            where = f"benchmark {benchmark.name!r}, record {case.id!r}: {field.name}"
-            check_value(where, record.get(field.name), field.to_json())  # no reader would take the file
+            check_value(  # else no reader would take the file
+                f"benchmark {benchmark.name!r}, record {case.id!r}: {field.name}",
+                record.get(field.name),
+                field.to_json(),
+            )
         record = json.loads(json.dumps(record))  # as a reader gets it
         return record | {"seal": seal(record)}
 

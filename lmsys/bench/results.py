@@ -157,7 +157,7 @@ class Session:
         )
         # The first case, and the last one if there are several.
         ends = [case for cases in alike.values() for case in cases[:1] + cases[1:][-1:]]
-        return self._head({}) | json.loads(json.dumps(self.runner.ask("made_up", ends), default=str))
+        return dict(json.loads(json.dumps(self._head({}) | self.runner.ask("made_up", ends), default=str)))
 
     @property
     def sections(self) -> str:

@@ -162,9 +162,8 @@ class Runner(instruments.Instruments):
             for field in declared.values():
                 readers[f"field {field.name!r}"] = read = fields.Reads(records[-1])
                 compare.attempt(field.value, read)
-            for reader, read in readers.items():
-                for name in read.names:
-                    choice(name, declared, f"benchmark {benchmark.name!r}: {reader} reads the field {name!r}: ")
+            for reader, name in [(reader, name) for reader, read in readers.items() for name in read.names]:
+                choice(name, declared, f"benchmark {benchmark.name!r}: {reader} reads the field {name!r}: ")
         return {"machine": facts, "records": records}
 
     def rate(

@@ -75,10 +75,8 @@ def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | No
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if known is not None and isinstance(error, KeyError):
             message = no_field(str(error.args[0]), known)
-        refused = isinstance(error, TypeError) and re.match(r"\S+\(\) (got|takes|missing) ", str(error))
-        raise (LayoutError if refused or isinstance(error, KeyError | ValueError) else ValuesError)(
-            f"the layout of {benchmark!r}{place}: {message}"
-        ) from error
+        is_wrong = isinstance(error, KeyError | ValueError) or re.match(r"\S+\(\) (got|takes|missing) ", str(error))
+        raise (LayoutError if is_wrong else ValuesError)(f"the layout of {benchmark!r}{place}: {message}") from error
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.sweeps import SWEEPS
 from lmsys.bench import Benchmark, Field, Settings, fields
 from lmsys.bench.results import Session
+from lmsys.bench.validate import check_content
 from lmsys.reports.layout import chapters, rehearse
 from lmsys.reports.load import LayoutError, ValuesError, machines_in
 from lmsys.reports.views import view_of
@@ -84,6 +85,14 @@ def test_a_misspelt_field_is_named_where_it_is_read(reader: str, changed: dict[s
     sentence = f"benchmark 'telling': {reader} reads the field 'tme_s': must be one of "
     with pytest.raises(ValueError, match=re.escape(sentence) + r".*\btime_s\b.*; did you mean time_s"):
         made_up(**changed)
+
+
+def test_a_layout_that_no_reader_takes_is_an_error_before_the_run() -> None:
+    check_content(made_up())
+    with pytest.raises(ValueError, match="fastest={'word': 'sums'} has no 'title'"):
+        check_content(made_up(layout=layout_of() | {"fastest": {"word": "sums"}}))
+    with pytest.raises(ValueError, match="name: must be letters, digits and _; got 'tokens/s'"):
+        check_content(made_up(fields=(*Telling.fields, Field("tokens/s"))))
 
 
 def test_two_benchmarks_of_one_name_are_an_error() -> None:
@@ -163,6 +172,7 @@ def test_our_benchmarks_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("lmsys.reports.plots.to_svg", lambda *_: "")
     for benchmark in benchmarks_in(Path("benchmarks")).values():
         result = selected(type(benchmark), **SWEEPS[name][REHEARSED[name]].grids).made_up()
+        check_content(result)
         for machine in machines_in(result, result["records"]):
             assert chapters(view_of(machine, benchmark.name))
             assert all(record["outcome"] == "ok" for record in machine.records)
