@@ -289,6 +289,8 @@ class Table(Mapping[str, Entry]):
     auto    auto(case) gives the names of rows that "auto" tries, the fastest first
     traits  the class of its rows' traits. ValueError for a row that states a trait that does not exist, or a value of
             another type
+
+    ValueError for two rows of one name.
     """
 
     def __init__(
@@ -300,9 +302,11 @@ class Table(Mapping[str, Entry]):
         traits: type[Traits] = Traits,
     ):
         self.kind, self.group, self.auto, self.traits = kind, group, auto, traits
-        self._own_rows = {entry.name: entry for entry in entries}
-        for entry in self._own_rows.values():
+        self._own_rows = dict[str, Entry]()
+        for entry in entries:
+            hold((entry.name not in self._own_rows, f"two rows of the table {kind!r} are called {entry.name!r}"))
             traits.checked(entry.name, entry.stated)
+            self._own_rows[entry.name] = entry
 
     @cached_property
     def _all_rows(self) -> dict[str, Entry]:

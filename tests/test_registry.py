@@ -230,6 +230,11 @@ def test_a_trait_that_does_not_exist_is_an_error_at_the_row(traits: Any, kind: t
         Table("row", [Entry("a", "m:a", traits=traits)], traits=kind)
 
 
+def test_two_rows_of_one_name_are_an_error_at_the_table() -> None:
+    with pytest.raises(ValueError, match="two rows of the table 'number' are called 'root'"):
+        Table("number", [Entry("root", "math:sqrt"), Entry("root", "math:cbrt")])
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

@@ -151,14 +151,16 @@ class Measurement:
 
 
 def verdict(ratios: Mapping[str, float], judged_as: str = "") -> tuple[float | None, Failure | None]:
-    """(the worst error ratio, None if it is NaN or inf; a failure if it is above 1 or NaN, else None).
+    """(the worst error ratio, None if it is NaN or inf; a failure if it is above 1, negative or NaN, else None).
+
+    A negative ratio is the worst, as NaN is: an error without its absolute value says nothing.
 
     ratios     {tensor: its error over its budget}, of one tensor or more
     judged_as  stands in brackets behind the failure's reason; empty: nothing does
     """
-    name, ratio = max(ratios.items(), key=lambda item: item[1] if not math.isnan(item[1]) else math.inf)
+    name, ratio = max(ratios.items(), key=lambda item: item[1] if item[1] >= 0 else math.inf)
     worst = ratio if math.isfinite(ratio) else None
-    if ratio <= 1:
+    if 0 <= ratio <= 1:
         return worst, None
     size = "holds NaN or inf" if worst is None else f"is {worst:.3g} times the allowed error"
     return worst, ("wrong", f"{name} {size}" + (f" ({judged_as})" if judged_as else ""))

@@ -208,6 +208,22 @@ class Field:
         return {key: value for key, value in asdict(self).items() if key != "of" and value}
 
 
+class Reads(dict[str, Any]):
+    """A record that keeps in `names` which of its fields were read, those that it lacks included."""
+
+    def __init__(self, record: Record):
+        super().__init__(record)
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.append(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.append(name)
+        return super().get(name, default)
+
+
 def columns(*parts: "str | Field | Iterable[Field]") -> tuple[Field, ...]:
     """The fields of a benchmark, in the order of the parts.
 

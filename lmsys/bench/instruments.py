@@ -16,6 +16,7 @@ from lmsys.bench.case import Case
 from lmsys.bench.guard import Guard
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import seal
+from lmsys.bench.validate import check_value
 from lmsys.measure import machine, memory, step, turns
 from lmsys.measure.clock import Clock, CpuClock, clock_of
 from lmsys.measure.machine import Limits, limits_of
@@ -88,12 +89,18 @@ class Instruments:
     def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:
         """The record with its rates, their shares of the machine's ceilings, and all derived fields; sealed.
 
-        ValueError for a field that is declared nowhere, as `all_declared` raises it.
+        ValueError for a field that is declared nowhere, as `all_declared` raises it, and for a value that the field
+        may not have, such as NaN.
         """
         record = all_declared(benchmark, record | benchmark.metrics(case, record, self.machine))
         for field in fields.declared(fields.COMMON, benchmark.fields).values():
             if field.of is not None:
                 record[field.name] = field.value(record)
+            check_value(  # else no reader would take the file
+                f"benchmark {benchmark.name!r}, record {case.id!r}: {field.name}",
+                record.get(field.name),
+                field.to_json(),
+            )
         record = json.loads(json.dumps(record))  # as a reader gets it
         return record | {"seal": seal(record)}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lmsys.bench import fields, options, results
+from lmsys.bench import fields, options, results, validate
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.record import JournalError
 from lmsys.measure import host
@@ -198,6 +198,7 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
     ours.select(keys)
     if not config.option.collectonly:  # mistakes in metrics and layouts are reported now, not after the run
         content = ours.made_up()
+        validate.check_content(content)  # a file that no reader takes would lose the run
         with suppress(ImportError):  # where there is no matplotlib, no report is built
             from lmsys.reports import layout
 

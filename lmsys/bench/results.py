@@ -100,9 +100,10 @@ class Session:
         """Adds a benchmark, with the command line's values of its axes. Returns the ids of its cases.
 
         With --against there are also the ids of the same cases in the earlier state of the code. ValueError for bad
-        values of axes.
+        values of axes, and for two benchmarks of one name.
         """
         benchmark = self.benchmarks.setdefault(cls.name, cls())
+        hold((type(benchmark) is cls, f"two benchmarks are called {cls.name!r}: {type(benchmark)} and {cls}"))
         if self.checkout and (benchmark.streams or not benchmark.opens):
             raise ValueError(
                 f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: its rows take no turns with those"
@@ -156,7 +157,7 @@ class Session:
         )
         # The first case, and the last one if there are several.
         ends = [case for cases in alike.values() for case in cases[:1] + cases[1:][-1:]]
-        return self._head({}) | json.loads(json.dumps(self.runner.ask("made_up", ends), default=str))
+        return dict(json.loads(json.dumps(self._head({}) | self.runner.ask("made_up", ends), default=str)))
 
     @property
     def sections(self) -> str:

@@ -22,6 +22,7 @@ from lmsys.bench.case import Case, facts_of
 from lmsys.bench.trial import Endings, Trial
 from lmsys.measure import clock, compare, host, machine, step, turns
 from lmsys.registry import Traits, message_of, place_of
+from lmsys.values import choice
 
 
 class MemoryEaten(compare.Lost):
@@ -142,20 +143,27 @@ class Runner(instruments.Instruments):
         """Made-up results: facts of this machine, and a record of each case in which every measured number is 1.
 
         They show mistakes in a benchmark's metrics and layout before it is run. ValueError for a field that is declared
-        nowhere.
+        nowhere, whether `metrics` returns it, or `metrics` or a field's `of` reads it.
         """
         ceilings = {"matmul_flops_per_s": {"float32": 1.0, "bfloat16": 1.0}, "copy_bytes_per_s": 1.0}
         facts, records = self.facts() | {"ceilings": ceilings}, list[fields.Record]()
         for benchmark, case in cases:
+            declared = fields.declared(fields.COMMON, benchmark.fields)
             ones = {
                 field.name: 1.0
-                for field in fields.declared(fields.COMMON, benchmark.fields).values()
+                for field in declared.values()
                 if field.role == "metric" or (field.role == "detail" and field.unit)
             }
-            record = ones | facts_of(case) | {"benchmark": benchmark.name, "outcome": "ok"}
+            record = fields.Reads(ones | facts_of(case) | {"benchmark": benchmark.name, "outcome": "ok"})
             more, _ = compare.attempt(benchmark.metrics, case, record, facts)  # may fail: other fields are missing
             # `ones` once more, in place of numbers that `metrics` has computed.
             records.append(instruments.all_declared(benchmark, record | (more or {})) | ones)
+            readers = {"metrics()": record}
+            for field in declared.values():
+                readers[f"field {field.name!r}"] = read = fields.Reads(records[-1])
+                compare.attempt(field.value, read)
+            for reader, name in [(reader, name) for reader, read in readers.items() for name in read.names]:
+                choice(name, declared, f"benchmark {benchmark.name!r}: {reader} reads the field {name!r}: ")
         return {"machine": facts, "records": records}
 
     def rate(

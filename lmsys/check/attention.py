@@ -29,18 +29,26 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
         why_not = partial(_why_not, entry, launched)
 
         def passes(task: cases.Task) -> bool:
-            """True if the row is right in a task, in the first dtype that it can run."""
-            task = replace(task, case=replace(task.case, dtype=first_dtype))
+            """True if the row is right in a task."""
             return failure(row, task, grad=False, seed=options.seed, named=False) is None
 
-        simple = next(_cases(options)).case
-        first_dtype = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
-        usual = _cases(options, passes if options.uses else lambda task: True)
-        with_options = (
-            task for task in cases.tasks_of_options(simple) if why_not_given(row, task.case.options) is None
-        )
-        more = cases.larger(replace(simple, dtype=first_dtype)) if options.uses else ()
-        for task in () if options.extremes else chain(usual, with_options, more):
+        first = next(_cases(options))
+
+        def asked() -> Iterator[cases.Task]:
+            """Yields the tasks; a full check asks all of them in the first dtype in which the row passes `first`."""
+            yield first  # before `passes`: a row that ends the process then does so in a task that was announced
+            in_dtypes = (replace(first.case, dtype=name) for name in options.dtypes * options.uses)
+            runs = (case for case in in_dtypes if why_not(case) is None and passes(replace(first, case=case)))
+            case = next(runs, first.case)
+            usual = _cases(options, passes, case.dtype) if options.uses else _cases(options)
+            more = cases.larger(case) if options.uses else ()
+            with_options = (
+                task for task in cases.tasks_of_options(case) if why_not_given(row, task.case.options) is None
+            )
+            # Of the usual tasks only `first` has this case.
+            yield from chain((task for task in usual if task.case != first.case), with_options, more)
+
+        for task in () if options.extremes else asked():
             yield question.Question(
                 f"{task.about}, {task.case.dtype}",
                 partial(failure, row, task, options.grad, options.seed),
@@ -49,7 +57,7 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
                 aspect=task.aspect,
             )
         for dtype in options.dtypes:
-            yield from _of_extremes(why_not, row, replace(simple, dtype=dtype), options)
+            yield from _of_extremes(why_not, row, replace(first.case, dtype=dtype), options)
         if launched or laptop.running:
             reason = laptop.INTERPRETED * bool(launched) + laptop.PRETENDED * bool(laptop.running)
             # A question with a reason is never asked. This one only tells the reader that no GPU gave the answers.
@@ -166,10 +174,14 @@ def _of_extremes(
         )
 
 
-def _cases(options: question.Options, passes: Callable[[cases.Task], bool] = lambda task: True) -> Iterator[cases.Task]:
-    """The tasks in the dtypes of `options`, on a GPU if there is one. `passes`: see `cases.tasks`."""
+def _cases(
+    options: question.Options,
+    passes: Callable[[cases.Task], bool] = lambda task: True,
+    dtype: str = cases.DTYPES[0],
+) -> Iterator[cases.Task]:
+    """The tasks in the dtypes of `options`, on a GPU if there is one. `passes`, `dtype`: see `cases.tasks`."""
     device, capability = ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
-    all_tasks = cases.tasks(device, capability, options.head_dim, passes)
+    all_tasks = cases.tasks(device, capability, options.head_dim, passes, dtype)
     return (task for task in all_tasks if task.case.dtype in options.dtypes)
 
 

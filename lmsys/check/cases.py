@@ -63,8 +63,9 @@ def tasks(
     capability: tuple[int, int] | None,
     head_dim: int = 64,
     passes: Callable[[Task], bool] = lambda task: True,
+    dtype: str = DTYPES[0],
 ) -> Iterator[Task]:
-    """Yields all tasks in float32; then, in the narrow dtypes, those for which a kernel may run other code.
+    """Yields all tasks in one dtype; then, in the others, those for which a kernel may run other code.
 
     Most rare tasks have an odd length and a causal mask. But if the row fails the simple task with an odd length, they
     have a length of whole tiles instead; if it fails the simple task with a causal mask, they have no mask. So a
@@ -72,6 +73,7 @@ def tasks(
 
     device, capability  as in `AttentionCase`
     passes              runs a task: True if the row's results are right
+    dtype               the one of all tasks
     """
     case = AttentionCase(
         batch=1,
@@ -80,7 +82,7 @@ def tasks(
         queries=64,
         keys=64,
         head_dim=head_dim,
-        dtype=DTYPES[0],
+        dtype=dtype,
         causal=False,
         grad=True,
         device=device,
@@ -103,17 +105,18 @@ def tasks(
     shorter = ODD - 100 if length == ODD else WHOLE // 2  # odd, or a power of two, as `length` is
     usual = replace(case, queries=length, keys=length)
     causal = replace(usual, causal=masked)
-    differ = "queries and keys of different number"
+    # Two batches: with one, a row may step through the batches of keys by the strides of the queries.
+    fewer, differ = replace(long, batch=2, queries=shorter), "queries and keys of different number"
     rare = [
         Task("more queries than keys", replace(long, keys=shorter), aspect=differ),
-        Task("more keys than queries", replace(long, queries=shorter), aspect=differ),
+        Task("more keys than queries", fewer, aspect=differ),
         *[
             Task("more queries than keys, causal", replace(long, keys=shorter, causal=True), aspect=differ),
-            Task("more keys than queries, causal", replace(long, queries=shorter, causal=True), aspect=differ),
-            Task("one query, causal", replace(long, queries=1, causal=True), aspect=differ),
+            Task("more keys than queries, causal", replace(fewer, causal=True), aspect=differ),
+            Task("one query, causal", replace(fewer, queries=1, causal=True), aspect=differ),
         ]
         * masked,  # none if the row fails the causal mask
-        Task("one query", replace(long, queries=1), aspect=differ),
+        Task("one query", replace(fewer, queries=1), aspect=differ),
         Task("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
         Task("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
     ]
@@ -123,14 +126,14 @@ def tasks(
     # This task comes twice: in the second call a row may use what it has kept from the first one.
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
     yield from rare + memory
-    for dtype in DTYPES[1:]:
+    for other in [name for name in DTYPES if name != dtype]:
         # `plain`: one tile; several tiles, causal if the row passed causal masks; and, if it passed odd lengths, the
-        # odd length with a causal mask. rare[-2] has grouped heads. memory[0] and memory[1], of one layout, are left
-        # out.
+        # odd length with a causal mask. rare[-2:] have grouped heads and a scale. memory[0] and memory[1], of one
+        # layout, are left out.
         plain = [simple[0], simple[3 if masked else 2]] + simple[6:] * (length == ODD)
-        for task in plain + [rare[-2]] + memory[2:]:
-            # A kernel that refuses grouped heads says nothing about dtypes, so the task with them keeps its aspect.
-            yield replace(task, case=replace(task.case, dtype=dtype), aspect=task.aspect if task is rare[-2] else dtype)
+        for task in plain + rare[-2:] + memory[2:]:
+            # A kernel that refuses grouped heads or a scale says nothing about dtypes: these tasks keep their aspects.
+            yield replace(task, case=replace(task.case, dtype=other), aspect=task.aspect if task in rare else other)
 
 
 def larger(case: AttentionCase) -> list[Task]:

@@ -60,8 +60,9 @@ def no_field(name: str, known: Collection[str]) -> str:
 def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | None = None) -> Iterator[None]:
     """A context in which errors that a layout causes become a LayoutError, since a file may have any layout.
 
-    A KeyError or ValueError means that the layout is not right. An ArithmeticError, AttributeError, TypeError or other
-    LookupError becomes a ValuesError: the layout may be right, and fail on these records alone.
+    A KeyError or ValueError means that the layout is not right, as does a TypeError by which a step refuses its
+    arguments. An ArithmeticError, AttributeError, another TypeError or LookupError becomes a ValuesError: the layout
+    may be right, and fail on these records alone.
 
     place  which part of the layout is drawn, for the message
     known  the fields that a misspelt name may have meant
@@ -74,9 +75,8 @@ def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | No
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if known is not None and isinstance(error, KeyError):
             message = no_field(str(error.args[0]), known)
-        raise (LayoutError if isinstance(error, KeyError | ValueError) else ValuesError)(
-            f"the layout of {benchmark!r}{place}: {message}"
-        ) from error
+        is_wrong = isinstance(error, KeyError | ValueError) or re.match(r"\S+\(\) (got|takes|missing) ", str(error))
+        raise (LayoutError if is_wrong else ValuesError)(f"the layout of {benchmark!r}{place}: {message}") from error
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ import pytest
 from benchmarks.sweeps import SWEEPS
 from lmsys.bench import Benchmark, Field, Settings, fields
 from lmsys.bench.results import Session
+from lmsys.bench.validate import check_content
 from lmsys.reports.layout import chapters, rehearse
-from lmsys.reports.load import ValuesError, machines_in
+from lmsys.reports.load import LayoutError, ValuesError, machines_in
 from lmsys.reports.views import view_of
 from lmsys.verify import benchmarks_in
-from tests.support.harness import Telling
+from tests.support.harness import Telling, cases_of, results
 
 PIVOT = ["pivot", ["time_s"], ["size"]]
 
@@ -49,19 +50,63 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [  # in a layout
         "step 'fields': field 'a': shown='hs' must be",
     ),
     (layout_of(["onyl", "size > 1"]), "step 'onyl': must be one of "),
+    (
+        layout_of(item=[*PIVOT, {"colmns": "impl"}]),
+        "step 'pivot': TypeError: pivot() got an unexpected keyword argument",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("layout", "sentence"), MISTAKES)
 def test_a_mistake_in_a_layout_is_named(layout: dict[str, Any], sentence: str) -> None:
     rehearse(made_up(layout=layout_of()))
-    with pytest.raises(ValueError, match=re.escape(f"the layout of 'telling', section default, {sentence}")):
+    with pytest.raises(LayoutError, match=re.escape(f"the layout of 'telling', section default, {sentence}")):
         rehearse(made_up(layout=layout))
 
 
 def test_an_undeclared_metric_is_named() -> None:
     with pytest.raises(ValueError, match=r"benchmark 'telling': the fields \['product'\] of its records are declared"):
         made_up(metrics=lambda self, case, record, machine: {"product": record["time_s"]})
+
+
+@pytest.mark.parametrize(
+    ("reader", "changed"),
+    [
+        (
+            "field 'sizes_per_s'",
+            {"fields": (*Telling.fields, Field("sizes_per_s", "1/s", of=lambda record: 1 / record["tme_s"]))},
+        ),
+        ("field 'half'", {"fields": (*Telling.fields, Field("half", of=lambda record: record.get("tme_s", 1) / 2))}),
+        ("metrics()", {"metrics": lambda self, case, record, machine: {"size": record["tme_s"]}}),
+    ],
+    ids=["of", "get", "metrics"],
+)
+def test_a_misspelt_field_is_named_where_it_is_read(reader: str, changed: dict[str, Any]) -> None:
+    sentence = f"benchmark 'telling': {reader} reads the field 'tme_s': must be one of "
+    with pytest.raises(ValueError, match=re.escape(sentence) + r".*\btime_s\b.*; did you mean time_s"):
+        made_up(**changed)
+
+
+def test_a_layout_that_no_reader_takes_is_an_error_before_the_run() -> None:
+    check_content(made_up())
+    with pytest.raises(ValueError, match="fastest={'word': 'sums'} has no 'title'"):
+        check_content(made_up(layout=layout_of() | {"fastest": {"word": "sums"}}))
+    with pytest.raises(ValueError, match="name: must be letters, digits and _; got 'tokens/s'"):
+        check_content(made_up(fields=(*Telling.fields, Field("tokens/s"))))
+
+
+def test_two_benchmarks_of_one_name_are_an_error() -> None:
+    session = selected(Telling)
+    session.add(Telling)
+    with pytest.raises(ValueError, match="two benchmarks are called 'telling': "):
+        session.add(type("Other", (Telling,), {}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), "fast"])
+def test_a_value_that_no_reader_takes_is_an_error_before_the_file_is_written(value: Any) -> None:
+    benchmark = type("Odd", (Telling,), {"fields": (*Telling.fields, Field("rate", of=lambda record: value))})()
+    with pytest.raises(ValueError, match=f"benchmark 'telling', record '.*': rate={value!r} must be a "):
+        results(benchmark, cases_of(benchmark))
 
 
 PARTS = Field("parts_s", "s", role="detail")
@@ -71,7 +116,7 @@ FIRST = Field("first_s", "s", of=lambda record: record["parts_s"].get("first"))
 @pytest.mark.parametrize(
     "changed",
     [
-        {"metrics": lambda self, case, record, machine: {"size": record["losses"][0]}},
+        {"metrics": lambda self, case, record, machine: {"size": record["samples_s"][0]}},
         {"metrics": lambda self, case, record, machine: {"size": machine["a fact that is measured"]}},
         {"metrics": lambda self, case, record, machine: {"size": 1 / (record["time_s"] - 1)}},
         {"fields": (*Telling.fields, PARTS, FIRST)},
@@ -127,6 +172,7 @@ def test_our_benchmarks_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("lmsys.reports.plots.to_svg", lambda *_: "")
     for benchmark in benchmarks_in(Path("benchmarks")).values():
         result = selected(type(benchmark), **SWEEPS[name][REHEARSED[name]].grids).made_up()
+        check_content(result)
         for machine in machines_in(result, result["records"]):
             assert chapters(view_of(machine, benchmark.name))
             assert all(record["outcome"] == "ok" for record in machine.records)

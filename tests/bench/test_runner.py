@@ -165,6 +165,15 @@ def test_a_verdict_is_the_worst_tensors(ratios: dict[str, float]) -> None:
         assert "holds NaN or inf" in wrong[1]
 
 
+def test_a_negative_error_is_wrong() -> None:
+    """It is that of a benchmark that forgets the absolute value."""
+    for ratios in ({"o": -0.2}, {"o": 0.1, "dq": -3.0}):
+        assert verdict(ratios)[1] == (
+            "wrong",
+            f"{list(ratios)[-1]} is {min(ratios.values()):.3g} times the allowed error",
+        )
+
+
 def test_a_group_is_dropped_before_its_results_are_told() -> None:
     """A weak reference to what `setup` has made is empty when the first result comes."""
 

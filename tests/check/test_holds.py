@@ -197,6 +197,57 @@ def test_one_query_under_a_causal_mask_sees_the_first_key_alone() -> None:
     assert wrong == ["one query, causal"]
 
 
+def half_alone(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Refuses float32, and ignores the scale; its causal mask is at the bottom right."""
+    assert q.dtype != torch.float32
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2]) if causal else None
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16",)], ids=len)
+def test_a_row_without_float32_is_asked_everything_in_another_dtype(
+    dtypes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, holds, _ = check_to_table("half_alone", replace(OPTIONS, dtypes=dtypes), capsys)
+    wrong = {aspect for aspect, directions in holds.items() if "wrong" in directions["forward"]}
+    assert code == WRONG and wrong == {"queries and keys of different number", "scale"}
+    assert all(
+        "right" in directions["forward"] for aspect, directions in holds.items() if aspect not in ("float32", "scale")
+    )
+
+
+def no_scale_in_float16(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return attend(q, k, v, causal=causal, scale=None if q.dtype == torch.float16 else scale)
+
+
+def one_batch_of_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """A single query, as in decoding, sees the keys of the first batch."""
+    return attend(q, k[:1].expand_as(k) if q.shape[2] == 1 else k, v, causal=causal, scale=scale)
+
+
+def strides_of_queries(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Steps through the batches of contiguous keys by the strides of the queries."""
+    if k.is_contiguous() and q.shape[2] < k.shape[2]:
+        k = k.as_strided(k.shape, (q.stride(0), *k.stride()[1:]))
+    return attend(q, k, v, causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        (no_scale_in_float16, ["a scale of its own, float16"]),
+        (one_batch_of_keys, ["one query, float32"]),
+        (
+            strides_of_queries,
+            ["more keys than queries, float32", "more keys than queries, causal, float32", "one query, float32"],
+        ),
+    ],
+)
+def test_mistakes_in_one_dtype_or_behind_the_first_batch(row: Callable[..., Tensor], wrong: list[str]) -> None:
+    asked = {f"{task.about}, {task.case.dtype}": task for task in tasks("cpu", capability=None, head_dim=32)}
+    assert [name for name, task in asked.items() if attention.failure(row, task, grad=False, seed=0)] == wrong
+
+
 def test_results_that_share_a_buffer() -> None:
     task = next(task for task in larger(SIMPLE) if task.use is USES["two forwards before a backward"])
     fault = attention.failure(shared, task, grad=False, seed=0)
