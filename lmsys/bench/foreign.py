@@ -433,9 +433,10 @@ class Process:
             row.ask("read", owner, way, stops=False)
 
         def call(_: Any) -> Record:
-            return clock.in_turn(arrived.record if arrived else nothing, partial(row.ask, "call", owner, way, more_s))[
-                1
-            ]
+            _, answer = clock.in_turn(
+                arrived.record if arrived else nothing, partial(row.ask, "call", owner, way, more_s)
+            )
+            return answer
 
         # A process that has been stopped makes its next call more slowly. So one call on the old inputs comes first,
         # whose time does not count. Not for a backward: its forward came right before, and its graph serves one call.

@@ -97,7 +97,7 @@ class FlatShard:
         self._gathering: collectives.Pending | None = None
         # Whole: gathered. Hidden: gathered, but a read calls on_read all the same. Shown: between `unshard` and
         # `reshard`, when the parameters are whole copies.
-        self._is_whole, self._is_hidden, self._is_shown = False, False, False
+        self._is_whole, self._is_hidden, self.is_shown = False, False, False
         self._version = 0  # the version counter of the shard when it was gathered
         self.written = False  # True once a parameter was written while it was gathered, as in a forward
         # By parameter, True: this rank has made a gradient of it since the shard's gradient was None.
@@ -331,19 +331,19 @@ class FlatShard:
         self.free()
         self.reshard()
         self._point_to(self.gathered(self.shard))
-        self._is_shown, self._version = True, self.shard._version
+        self.is_shown, self._version = True, self.shard._version
         if self.shard.grad is not None:
             buckets.set_gradients(self.params, self.gathered(self.shard.grad))
 
     def reshard(self) -> None:
         """Ends `unshard`: what was written into the parameters meanwhile stays, unless the shard has changed."""
-        if self._is_shown:
+        if self.is_shown:
             if self._version == self.shard._version:
                 self._write({id(p): p for p in self.params})
             buckets.clear_gradients(self.params)
             self._point_to(self._views)
             leave(self.params, _read, Freed, self._homes)
-            self._is_shown = False
+            self.is_shown = False
 
     @torch.no_grad()
     def _write(self, values: Mapping[int, Tensor]) -> None:

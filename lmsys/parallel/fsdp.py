@@ -258,13 +258,18 @@ class Fsdp(wrapper.Wrapper):
 
         They stay so until `reshard`, the optimizer's step or the next forward.
         """
-        if self._unfinished:
-            raise RuntimeError(
-                "gradients are still on their way: finish_gradient_synchronization() comes before unshard()"
-            )
-        self._agree()
+        self._check_finished()
         for flat in self._flats():
             flat.unshard()
+
+    def _check_finished(self) -> None:
+        """RuntimeError while gradients are on their way, when parameters cannot be shown; compares the ranks."""
+        if self._unfinished:
+            raise RuntimeError(
+                "gradients are still on their way: finish_gradient_synchronization() comes before parameters are"
+                " shown whole or loaded"
+            )
+        self._agree()
 
     def reshard(self) -> None:
         """Ends `unshard`: the module's parameters have no values again, and what was written into them stays."""
@@ -339,10 +344,23 @@ class Fsdp(wrapper.Wrapper):
         return {name: made[id(x)] if id(x) in made else copy.deepcopy(x) for name, x in held.items()}
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
-        self.unshard()
+        """Torch loads one module after another: each is shown whole only while it is loaded, to save memory."""
+
+        def show(module: nn.Module, *_: Any) -> None:
+            own = set(map(id, module._parameters.values()))
+            for flat in self._flats() if own else ():
+                if own.isdisjoint(map(id, flat.params)):
+                    flat.reshard()
+                elif not flat.is_shown:
+                    flat.unshard()
+
+        self._check_finished()
+        handles = [x._register_load_state_dict_pre_hook(show, with_module=True) for x in self.module.modules()]
         try:
             return super()._load(state, strict)
         finally:
+            for handle in handles:
+                handle.remove()
             self.reshard()
 
     def _flats(self) -> Iterator[flat_shard.FlatShard]:
