@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lmsys.measure import clock, memory
 from lmsys.measure.step import Step
-from lmsys.values import one_of
+from lmsys.values import grouped, one_of
 
 PART = "part: "  # in a trace, the names of ranges that `part` makes begin with this
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
@@ -199,9 +199,8 @@ Run = tuple[str, float, tuple[Any, float] | None]
 
 def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tuple[list[Kernel], list[Part]]:
     """(kernels, parts), the longest first, from the `traceEvents` of a trace of `steps` calls."""
-    by_category: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        by_category[event.get("cat")].append({**event, "end": event.get("ts", 0) + event.get("dur", 0)})
+    ends = ({**event, "end": event.get("ts", 0) + event.get("dur", 0)} for event in events)
+    by_category = defaultdict(list, grouped((event.get("cat"), event) for event in ends))
     if device == "cuda":
         host = by_category["cuda_driver"] + by_category["cuda_runtime"]
         launches = {e["args"]["correlation"]: (e["tid"], e["ts"]) for e in host if "correlation" in e.get("args", {})}
