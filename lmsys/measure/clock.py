@@ -345,3 +345,11 @@ def synchronize(device: str) -> None:
     """Waits until the device has done all that was launched; a CPU always has."""
     if device == "cuda":
         cuda_synchronize()
+
+
+def seconds_of(call: Callable[[], Any], device: str) -> float:
+    """The seconds of one call by the host's clock, until the device has done it. It may include compilation."""
+    start = perf_counter()
+    call()
+    synchronize(device)
+    return perf_counter() - start

@@ -12,7 +12,6 @@ import json
 import re
 import statistics
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -170,10 +169,7 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
     samples, plan = list[float](), schedule(wait=0, warmup=1, active=steps, repeat=1)
     with parts_on(), profile(activities=activities, schedule=plan) as recorded:
         for _ in range(1 + steps):
-            start = time.perf_counter()
-            call()
-            clock.synchronize(device)
-            samples.append(time.perf_counter() - start)
+            samples.append(clock.seconds_of(call, device))
             recorded.step()
     kernels, parts = read_trace(_events_of(recorded, trace), device, steps)
     kernel_s = sum(kernel.total_s for kernel in kernels)
