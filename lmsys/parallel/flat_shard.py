@@ -156,8 +156,12 @@ class FlatShard:
 
         ValueError where a parameter of the wrapper was frozen, or set to be trained, after the module was wrapped.
         """
-        if self.shard.requires_grad is not self._trained:
-            raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
+        hold(
+            (
+                self.shard.requires_grad is self._trained,
+                "one of parameters() was frozen, or set to be trained, after the module was wrapped",
+            )
+        )
         return self._version != self.shard._version or not (self._is_whole or self._gathering)
 
     # `gather`, `reduce` and `finish_reduce` write no tensor that needs a gradient: no_grad would only cost host time.
