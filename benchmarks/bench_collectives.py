@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from lmsys.bench import (
     ranks,
 )
 from lmsys.cost.communication import bus_factor
-from lmsys.measure.clock import synchronize
+from lmsys.measure import clock
 from lmsys.parallel import collectives
 from lmsys.parallel.group import BACKENDS, device
 
@@ -211,13 +210,14 @@ def _differences(inputs: Inputs, results: Mapping[int, torch.Tensor]) -> Iterato
 
 def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
     """Seconds of one call, on the slowest rank, in a loop of `calls` calls with one wait at its end."""
+
+    def all_calls() -> None:
+        for _ in range(calls):
+            call()
+
     dist.barrier(group)
-    synchronize(device().type)
-    start = perf_counter()
-    for _ in range(calls):
-        call()
-    synchronize(device().type)
-    return max(collectives.gather_objects((perf_counter() - start) / calls, group))
+    clock.synchronize(device().type)
+    return max(collectives.gather_objects(clock.seconds_of(all_calls, device().type) / calls, group))
 
 
 OPERATIONS = Table(

@@ -9,6 +9,7 @@ import argparse
 import importlib.metadata
 import json
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,12 @@ def parser(name: str, program: str = "") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def refused(program: str, error: Exception) -> int:
+    """Prints why the program cannot do what it was asked; returns its exit status."""
+    print(f"{program}: error: {error}", file=sys.stderr)
+    return USAGE
 
 
 def missing(command: str, module: str) -> str:

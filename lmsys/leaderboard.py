@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         page.fill(given.output, {"index.html": html})
     except (OSError, ValueError) as error:
-        print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
-        return 2
+        return commands.refused(parser.prog, error)
     print("\n".join([*map("  ".join, rows), *(f"refused: {file}: {reason}" for file, reason in refused.items())]))
     return int(not rows)
 

@@ -69,8 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with files.replacing(given.output) as file:
             file.write(MODULE.format(measured=measured, lines=lines).encode())
     except (OSError, ValueError) as error:
-        print(f"lmsys pick: error: {error}", file=sys.stderr)
-        return commands.USAGE
+        return commands.refused(parser.prog, error)
     left_out = f"; left out, as impl= knows no such row here: {values.shortly(sorted(strangers))}" if strangers else ""
     if any(x.get("disturbed") for x in content["records"]):
         left_out += (

@@ -135,6 +135,14 @@ def _bounds(least: float | None, most: float | None, above: float = -math.inf) -
     return " and ".join(parts)
 
 
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The values of each key, of (key, value), in order of appearance."""
+    groups: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def shortened(text: str) -> str:
     """The message in a line that can be written anywhere, without its middle if it is longer than 10 SHORT."""
     text = "".join(x if x.isprintable() else " " for x in text)

@@ -82,8 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         print(NO_FILE_PROVES)
     except ValueError as error:
-        print(f"lmsys verify: error: {error}", file=sys.stderr)
-        return 2
+        return commands.refused(parser.prog, error)
     except KeyboardInterrupt:
         print("lmsys verify: interrupted; what stands above is all that was verified", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -14,7 +14,6 @@ number: below it float32 rounds to multiples of 2**-149, whatever the size.
 """
 
 import random
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -292,10 +291,8 @@ class Rig:
         """
         self.clear()
         try:
-            step, start = self.step_of(case), time.perf_counter()
-            step.run(step.prepare())
-            clock.synchronize(self.device)
-            seconds = time.perf_counter() - start
+            step = self.step_of(case)
+            seconds = clock.seconds_of(step.once, self.device)
             if case.mode in spots.UPDATES:  # checks two first steps, with extreme gradients in some rows of a matrix
                 self.optimizers.pop(case.peer, None)
                 for draw in range(2):
@@ -329,7 +326,7 @@ class Rig:
         """
         self.optimizers.clear()  # other rows' moments are not this row's: its optimizer is made again
         step = self.step_of(case)
-        step.run(step.prepare())
+        step.once()
         self.base.zero_grad(set_to_none=True)
         step = self.step_of(case)  # again, so that a graph is recorded while memory is measured
         prepared = None if case.replayed else step.prepare()
@@ -359,7 +356,7 @@ def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
             del prepared
         draw, key = settings.seed + 1, ranks.entropy()
         step.redraw(draw)
-        kept = Kept(len(samples), draw, key, step.keep(step.run(step.prepare()), key))
+        kept = Kept(len(samples), draw, key, step.keep(step.once(), key))
         if wrong := verdict(rig.judge(case, kept), "in a step after the timed ones")[1]:
             raise Failed(*wrong)
     return samples[case.warmup :]

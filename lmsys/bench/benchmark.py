@@ -155,7 +155,7 @@ class Benchmark:
         By default the errors of one call, made as it will be timed.
         """
         step = self.step(candidate.case, candidate, setup) if judges_calls(self) else None
-        return self.errors(setup, step.run(step.prepare())) if step else {}
+        return self.errors(setup, step.once()) if step else {}
 
     def errors(self, setup: Any, result: Any) -> Mapping[str, float]:
         """Errors over their budgets, by tensor, of what a call returned; {} if there is nothing to check.

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 from lmsys.values import choice, hold
+from lmsys.values import grouped as grouped
 
 Parse = Callable[[str], Any]
 OPTION = "lmsys_option_of_axis"  # prefix of the names under which pytest keeps the values of axes' options
@@ -148,14 +149,6 @@ PREFIXES = {  # of units, and what they multiply by
 }
 RATIOS = {"%": ("%", 100.0), "x": ("×", 1.0), "×": ("×", 1.0)}  # units of ratios, as readers see them, and factors
 Record = dict[str, Any]
-
-
-def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """The values of each key, of (key, value), in order of appearance."""
-    groups: dict[Any, list[Any]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 @dataclass(frozen=True)

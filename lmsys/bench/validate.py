@@ -204,8 +204,7 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
     if role == "outcome":
         LONG_TEXT(where, value)
     elif isinstance(value, list | dict):
-        if role != "detail":
-            raise ValueError(f"{where}={shortly(value)} must be one value")
+        hold((role == "detail", f"{where}={shortly(value)} must be one value"))
     elif isinstance(value, str | bool):
         # An axis may have a word beside its numbers, such as a size of "auto".
         hold((role != "metric", f"{where}={shortly(value)} must be a number"))

@@ -69,8 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
                 processes.in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S)
             )
     except ValueError as error:
-        print(f"lmsys check: error: {error}", file=sys.stderr)
-        return commands.USAGE
+        return commands.refused(parser.prog, error)
     except Exception as error:  # such as a ProcessError where an implementation has ended its process
         reason = _reason(error)
         record = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}

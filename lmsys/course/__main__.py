@@ -37,8 +37,8 @@ from lmsys.reports import page
 # have the questions about assignment 1, systems.py wraps what `lmsys check` asks and the bench measures. Here are the
 # processes that ask, what is printed, and `measure`.
 
-# Two exit codes, the version of the JSON, and the most seconds of a part.
-USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
+# An exit code, the version of the JSON, and the most seconds of a part.
+UNJUDGED, SCHEMA, PART_S = 3, 1, 120.0
 NO_GPU = not torch.cuda.is_available()
 ON_A_LAPTOP = (
     "Without a GPU Triton's interpreter ran the kernels, and torch.compile compiled nothing: a GPU runs other code."
@@ -65,8 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             answers.append(answer)
             print(json.dumps(answer) if given.json else _line(answer, width), flush=True)
     except ValueError as error:  # what does not load has no parts
-        print(f"lmsys course: error: {error}", file=sys.stderr)
-        return USAGE
+        return commands.refused(parser.prog, error)
     if not given.json:
         details = [f"{x['part']} ({x['adapter']})\n  {x['text']}\n" for x in answers if "text" in x]
         print("\n".join(["", *details, *_summary(answers)]))

@@ -9,7 +9,7 @@ import io
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,23 +151,26 @@ def smallest(count: int, pair: naive.Pair) -> object:
     return count, [[-x for x in part] for part in pair]
 
 
-def bpe_training() -> basics.Questions:
-    def counts_of(words: Sequence[str | bytes]) -> Mapping[bytes, int]:
-        """How often each pre-token occurs."""
-        return Counter(word if isinstance(word, bytes) else word.encode() for word in words)
+def pretokens_of_text() -> list[bytes]:
+    """The pre-tokens of TEXT, without END."""
+    return [word.encode() for word in naive.split(TEXT, [END]) if word != END]
 
-    # The pre-tokens of TEXT, and the number of merges: of the tokens, 256 are bytes, and one is END.
-    kept, number = [word for word in naive.split(TEXT, [END]) if word != END], VOCABULARY - 256 - 1
-    expected = naive.learn_merges(counts_of(kept), number)
+
+def bpe_training() -> basics.Questions:
+    kept, number = pretokens_of_text(), VOCABULARY - 256 - 1  # of the tokens, 256 are bytes, and one is END
+    expected = naive.learn_merges(Counter(kept), number)
     # By mistake in words: (the pre-tokens, the rank of a pair) that it gives `naive.learn_merges`.
-    mistakes: dict[str, tuple[Sequence[str | bytes], Callable[[int, naive.Pair], object]]] = {
+    mistakes: dict[str, tuple[Sequence[bytes], Callable[[int, naive.Pair], object]]] = {
         "of equally frequent pairs the smallest is merged, not the greatest": (kept, smallest),
         "of equally frequent pairs the first that was seen is merged, not the greatest": (kept, lambda count, _: count),
         "the pattern is applied to bytes, not to text: letters of several bytes end a word": (
             [x for part in TEXT.encode().split(END.encode()) for x in regex.findall(pretokens.PATTERN.encode(), part)],
             lambda *ranked: ranked,  # (count, pair), the right rank
         ),
-        "the special token is taken for text: pairs of it are merged": (naive.split(TEXT), lambda *ranked: ranked),
+        "the special token is taken for text: pairs of it are merged": (
+            [word.encode() for word in naive.split(TEXT)],
+            lambda *ranked: ranked,
+        ),
     }
 
     def judge() -> Fault | None:
@@ -183,7 +186,7 @@ def bpe_training() -> basics.Questions:
             named = (
                 words
                 for words, (pieces, rank) in mistakes.items()
-                if merges == naive.learn_merges(counts_of(pieces), number, rank)
+                if merges == naive.learn_merges(Counter(pieces), number, rank)
             )
             return Fault(f"  merge {at} of {len(expected)}: expected {expected[at]}, got {got}", next(named, None))
         tokens = {bytes([byte]) for byte in range(256)} | {left + right for left, right in expected} | {END.encode()}
@@ -195,8 +198,7 @@ def bpe_training() -> basics.Questions:
 
 
 def bpe_encoding() -> basics.Questions:
-    counts, twice = Counter(word.encode() for word in naive.split(TEXT, [END]) if word != END), END + END
-    merges = naive.learn_merges(counts, VOCABULARY - 256)
+    merges, twice = naive.learn_merges(Counter(pretokens_of_text()), VOCABULARY - 256), END + END
     tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
     vocab, sentence = (
         dict(enumerate(tokens + [END.encode(), twice.encode()])),

@@ -25,6 +25,7 @@ from torch.cuda import synchronize as cuda_synchronize
 from torch.profiler import ProfilerActivity, profile
 
 from lmsys.measure.step import nothing
+from lmsys.values import grouped
 
 
 def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[float]:
@@ -231,9 +232,7 @@ class CudaClock:
 
         take  as in `beside_cupti`
         """
-        added_s: dict[str, list[float]] = {}
-        for name, pair_s, span_s in self.beside_cupti(take):
-            added_s.setdefault(name, []).append(pair_s - span_s)
+        added_s = grouped((name, pair_s - span_s) for name, pair_s, span_s in self.beside_cupti(take))
         shares = {name: statistics.median(added) for name, added in added_s.items()}
         low, high = self.share_s - 1.5e-6, self.share_s + 3e-6  # how far a row's share may be from a plain kernel's
         return {name: share if low < share < high else self.share_s for name, share in shares.items()}
@@ -345,3 +344,11 @@ def synchronize(device: str) -> None:
     """Waits until the device has done all that was launched; a CPU always has."""
     if device == "cuda":
         cuda_synchronize()
+
+
+def seconds_of(call: Callable[[], Any], device: str) -> float:
+    """The seconds of one call by the host's clock, until the device has done it. It may include compilation."""
+    start = perf_counter()
+    call()
+    synchronize(device)
+    return perf_counter() - start

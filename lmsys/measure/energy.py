@@ -105,7 +105,7 @@ def of_step(step: Step, sensors: Sensors, synchronize: Callable[[], Any], second
     passes read the inputs that the step has now.
     """
     seconds *= 1 if step.prepare is nothing else LONGER
-    whole = of_call(lambda: step.run(step.prepare()), sensors, synchronize, seconds)
+    whole = of_call(step.once, sensors, synchronize, seconds)
     return whole if step.prepare is nothing else whole.less(of_call(step.prepare, sensors, synchronize, seconds))
 
 

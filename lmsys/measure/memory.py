@@ -138,15 +138,8 @@ def first_steps(
     make  builds what `step` trains
     """
     took: list[float] = []
-
-    def first() -> None:
-        """The first step, with its time."""
-        start = time.perf_counter()
-        step()
-        clock.synchronize(device)
-        took.append(time.perf_counter() - start)
-
-    memory = phases({"make": make, "first": first, "step": step}, device)
+    steps = {"make": make, "first": lambda: took.append(clock.seconds_of(step, device)), "step": step}
+    memory = phases(steps, device)
     return took[0], memory
 
 

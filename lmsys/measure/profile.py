@@ -12,7 +12,6 @@ import json
 import re
 import statistics
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lmsys.measure import clock, memory
 from lmsys.measure.step import Step
-from lmsys.values import one_of
+from lmsys.values import grouped, one_of
 
 PART = "part: "  # in a trace, the names of ranges that `part` makes begin with this
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
@@ -170,10 +169,7 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
     samples, plan = list[float](), schedule(wait=0, warmup=1, active=steps, repeat=1)
     with parts_on(), profile(activities=activities, schedule=plan) as recorded:
         for _ in range(1 + steps):
-            start = time.perf_counter()
-            call()
-            clock.synchronize(device)
-            samples.append(time.perf_counter() - start)
+            samples.append(clock.seconds_of(call, device))
             recorded.step()
     kernels, parts = read_trace(_events_of(recorded, trace), device, steps)
     kernel_s = sum(kernel.total_s for kernel in kernels)
@@ -199,9 +195,8 @@ Run = tuple[str, float, tuple[Any, float] | None]
 
 def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tuple[list[Kernel], list[Part]]:
     """(kernels, parts), the longest first, from the `traceEvents` of a trace of `steps` calls."""
-    by_category: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        by_category[event.get("cat")].append({**event, "end": event.get("ts", 0) + event.get("dur", 0)})
+    ends = ({**event, "end": event.get("ts", 0) + event.get("dur", 0)} for event in events)
+    by_category = defaultdict(list, grouped((event.get("cat"), event) for event in ends))
     if device == "cuda":
         host = by_category["cuda_driver"] + by_category["cuda_runtime"]
         launches = {e["args"]["correlation"]: (e["tid"], e["ts"]) for e in host if "correlation" in e.get("args", {})}

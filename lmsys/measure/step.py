@@ -58,6 +58,10 @@ class Step:
     like: Callable[[], Any] | None = None
     clock: Callable[[Any], Any] = lambda clock: clock
 
+    def once(self) -> Any:
+        """The result of one call, untimed and on the inputs as they are."""
+        return self.run(self.prepare())
+
 
 @dataclass
 class Kept:

@@ -118,8 +118,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(values.instance("params", params, Iterable), kwargs)
         self._local = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
-        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            group.update(without(local, "params"))
+        structure.set_options(self.param_groups, self._local.param_groups)
         self.state = self._local.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -162,13 +161,10 @@ class ShardedOptimizer(Optimizer):
                 " parameters",
             ),
         )
-        both = list(zip(self.param_groups, self._local.param_groups, strict=True))
-        for group, local in both:
-            local.update(without(group, "params"))  # a schedule sets the rate in self.param_groups
+        structure.set_options(self._local.param_groups, self.param_groups)  # of which a schedule sets the rate
         self._local.state = self.state
         loss = self._local.step(*args, **kwargs)
-        for group, local in both:
-            group.update(without(local, "params"))  # an optimizer may keep counters in its param groups
+        structure.set_options(self.param_groups, self._local.param_groups)  # an optimizer may keep counters there
         self._gather()
         return loss
 

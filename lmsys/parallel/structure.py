@@ -9,7 +9,7 @@ benchmarks/data_parallel/passes.py. To change what counts as a block, change `bl
 import operator
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -96,6 +96,12 @@ def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
             options = groups(name, p)
             by_options.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(p)
     return list(by_options.values())
+
+
+def set_options(groups: Iterable[dict[str, Any]], given: Iterable[Mapping[str, Any]]) -> None:
+    """Gives each param group the options of the one in its place among the `given`; it keeps its parameters."""
+    for group, options in zip(groups, given, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

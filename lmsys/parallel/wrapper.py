@@ -207,8 +207,8 @@ class Wrapper(nn.Module):
                 optimizer.zero_grad()
                 raise
             finally:
-                for group, settings in zip(optimizer.param_groups, before, strict=True):
-                    group.update(settings)  # the step above had lr=0, and the optimizer may have counted it
+                # The step above had lr=0, and the optimizer may have counted it.
+                structure.set_options(optimizer.param_groups, before)
         others = [repr(key) for key in optimizer.state if not isinstance(key, Tensor)]
         others = list(chain(*collectives.gather_objects(others, self.group)))
         if others and not begun:

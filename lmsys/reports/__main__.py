@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lmsys import commands
 from lmsys.bench.changes import MARGIN, lines
-from lmsys.commands import parser as command_parser
 from lmsys.reports import against, answers, items, layout, load, page, views
 from lmsys.values import choice, finite, hold
 
@@ -58,7 +58,7 @@ def main(
 
     `python -m reports` gives the last three.
     """
-    parser = command_parser("report", program)
+    parser = commands.parser("report", program)
     for group, options_of in ((parser, OPTIONS), (parser.add_argument_group("two runs of one machine"), OF_TWO_RUNS)):
         for name, more in options_of.items():
             group.add_argument(*name.split(), **more)
@@ -73,8 +73,7 @@ def main(
             hold((not getattr(options, name), f"--{name} is of two runs: name the run before by --before"))
         print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+        return commands.refused(parser.prog, error)
     return 0
 
 

@@ -23,7 +23,7 @@ from lmsys import doing, values
 from lmsys.cost.operations import model_flops
 from lmsys.measure import clock, machine
 from lmsys.model import TransformerLM
-from lmsys.parallel import StrategyTraits, collectives
+from lmsys.parallel import StrategyTraits, collectives, structure
 from lmsys.training import (
     checkpoint,
     data,
@@ -142,8 +142,8 @@ class Trainer:
         """Restores optimizer, progress and random numbers; weights were loaded before the strategy wrapped them."""
         settings = [{name: group[name] for name in self._settings} for group in self.optimizer.param_groups]
         training_state.restore_optimizer(self.strategy, self.optimizer, saved, shared, self.rank, self.world_size)
-        for group, of_this_run in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(of_this_run)  # the state dict has brought the settings of the run that saved it
+        # The state dict has brought the settings of the run that saved it.
+        structure.set_options(self.optimizer.param_groups, settings)
         self.step, progress = saved.step, shared["progress"]
         self.skipped, self.in_a_row, self.seconds = progress["skipped"], progress["in_a_row"], progress["seconds"]
         if progress.get("scaler"):  # empty in other precisions, in which the run may have begun

@@ -22,7 +22,6 @@ Legend: N matrices, R rows, C columns.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -37,7 +36,7 @@ from lmsys.parallel import assembly, structure
 from lmsys.training.config import MATRIX_SCALES, TrainConfig
 from lmsys.training.optimizer import AdamW, Bundle, undecayed
 from lmsys.training.prepare import AUTOCAST
-from lmsys.values import finite, flag, hold, one_of, whole
+from lmsys.values import finite, flag, grouped, hold, one_of, whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at 0, so that small singular values grow in few iterations
 # Those of the Polar Express for singular values of 0.001 or more, which five steps bring to between 0.84 and 1.13, and
@@ -229,11 +228,8 @@ def in_batches(shapes: Sequence[torch.Size], batched: bool = True) -> list[list[
     The matrices of a list have at most BATCH elements together, but a list has at least one place. Without `batched`
     each list has one place.
     """
-    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for place, shape in enumerate(shapes):
-        by_shape[shape].append(place)
     batches = []
-    for shape, places in by_shape.items():
+    for shape, places in grouped((shape, place) for place, shape in enumerate(shapes)).items():
         size = max(1, BATCH // max(1, shape.numel())) if batched else 1
         batches += [places[start : start + size] for start in range(0, len(places), size)]
     return batches
