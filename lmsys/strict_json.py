@@ -105,13 +105,15 @@ def read_json(path: Path, **kinds: type) -> Any:
         content = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
-    for name, kind in kinds.items():
-        hold(
+    hold(
+        *(
             (
                 isinstance(content, dict) and type(content.get(name)) is kind,
                 f"{path}: must be an object with {name!r}, {_called(kind)}",
             )
+            for name, kind in kinds.items()
         )
+    )
     return content
 
 

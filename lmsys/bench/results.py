@@ -406,14 +406,16 @@ class Session:
         ValueError when the machine or the code was another.
         """
         here = self.runner.ask("facts")
-        for fact in SAME:
-            hold(
+        hold(
+            *(
                 (
                     earlier["machine"].get(fact) == here[fact],
                     f"its {'processor' if fact == 'name' else fact} is {earlier['machine'].get(fact)!r}, here it is"
                     f" {here[fact]!r}: measure into another file",
                 )
+                for fact in SAME
             )
+        )
         self.carried |= {
             (answer["benchmark"], answer["id"]): answer for answer in earlier["records"] if self._stands(answer)
         }

@@ -206,10 +206,11 @@ def answer(
     given: dict[str, Any] = {"causal": task.case.causal, "scale": task.case.scale}
     before = {name: x.clone() for name, x in inputs.tensors.items()}
     try:
-        if task.use is None:
-            outputs = run(row, inputs, grad=grad, pattern=pattern, **given)
-        else:
-            outputs = task.use(partial(row, **given), inputs, grad)
+        outputs = (
+            run(row, inputs, grad=grad, pattern=pattern, **given)
+            if task.use is None
+            else task.use(partial(row, **given), inputs, grad)
+        )
         torch.cuda.synchronize() if task.case.device == "cuda" else None
     except Exception as error:
         outputs, fault = answer(row, task, inputs, grad=False, pattern=pattern) if grad else ({}, Fault.raised(error))

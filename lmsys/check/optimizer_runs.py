@@ -15,7 +15,7 @@ import torch
 from lmsys import draws, values
 from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
-from lmsys.parallel import sharded_optimizer
+from lmsys.parallel import sharded_optimizer, structure
 
 # An optimizer with one of these words in its class's name, or in that of a base class, is another algorithm, for which
 # there is no formula here, although the name may contain Adam or SGD as well. A word with a space behind it must end
@@ -323,8 +323,7 @@ def trace_of(
             optimizer = _optimizer_of(make, claim, run, parameters, [DEFAULTS] * len(run.groups))
             optimizer.load_state_dict(state)
         if step > 0 and run.settings[step] != run.settings[step - 1]:
-            for group, settings in zip(optimizer.param_groups, run.settings[step], strict=True):
-                group.update(claim.taken(settings))
+            structure.set_options(optimizer.param_groups, map(claim.taken, run.settings[step]))
         for i, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             p.grad = None if gradient is None else _copy(gradient)
             if begins is not None:

@@ -41,7 +41,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import count, islice
 from typing import Any
 from weakref import WeakSet
@@ -355,13 +355,11 @@ class Fsdp(wrapper.Wrapper):
                     flat.unshard()
 
         self._check_finished()
-        handles = [x._register_load_state_dict_pre_hook(show, with_module=True) for x in self.module.modules()]
-        try:
+        with ExitStack() as ending:
+            ending.callback(self.reshard)
+            for module in self.module.modules():
+                ending.callback(module._register_load_state_dict_pre_hook(show, with_module=True).remove)
             return super()._load(state, strict)
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.reshard()
 
     def _flats(self) -> Iterator[flat_shard.FlatShard]:
         """All flat shards, in the order of their numbers."""

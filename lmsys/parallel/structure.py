@@ -8,7 +8,7 @@ benchmarks/data_parallel/passes.py. To change what counts as a block, change `bl
 
 import operator
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from lmsys.values import instance
+from lmsys import values
 
 Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # (name, parameter) -> its own options for the optimizer
 Sets = Sequence[Collection[nn.Parameter]]  # several sets of parameters, such as those of each param group
@@ -89,7 +89,7 @@ def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
     """
     if groups is None:
         return list(module.parameters())
-    instance("groups", groups, Callable)
+    values.instance("groups", groups, Callable)
     by_options: dict[str, dict[str, Any]] = {}
     for name, p in module.named_parameters():
         if p.requires_grad:
@@ -216,10 +216,8 @@ def read_as_kept(module: nn.Module) -> set[nn.Parameter]:
 
 def by_kind(tensors: Iterable[Any], marks: Sets = ()) -> list[list[Any]]:
     """Sorts tensors into lists that agree in dtype, device, `requires_grad`, and in which sets of `marks` they are."""
-    kinds: dict[Any, list[Any]] = defaultdict(list)
-    for x in tensors:
-        kinds[x.dtype, x.device, x.requires_grad, not marks or tuple(x in mark for mark in marks)].append(x)
-    return list(kinds.values())
+    kinds = (((x.dtype, x.device, x.requires_grad, *(x in mark for mark in marks)), x) for x in tensors)
+    return list(values.grouped(kinds).values())
 
 
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:

@@ -496,13 +496,15 @@ def _agree(module: nn.Module, group: collectives.Group, divides: bool) -> None:
     ]
     first, *others = collectives.gather_objects(mine, group)
     for rank, other in enumerate(others, start=1):
-        for here, there in zip_longest(first, other):
-            hold(
+        hold(
+            *(
                 (
                     here == there,
                     f"ranks hold different modules: rank 0 has {_words(here)} where rank {rank} has {_words(there)}",
                 )
+                for here, there in zip_longest(first, other)
             )
+        )
 
 
 def _words(entry: tuple[Any, ...] | None) -> str:

@@ -69,8 +69,12 @@ def main(
             finite("--margin", options.margin, above=0, most=1)
         if options.before:
             return _compare(options)  # the exit code
-        for name in ("margin", "anyway"):
-            hold((not getattr(options, name), f"--{name} is of two runs: name the run before by --before"))
+        hold(
+            *(
+                (not getattr(options, name), f"--{name} is of two runs: name the run before by --before")
+                for name in ("margin", "anyway")
+            )
+        )
         print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
         return commands.refused(parser.prog, error)

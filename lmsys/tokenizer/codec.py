@@ -201,13 +201,15 @@ class Tokenizer:
                 if len(token) > 1 and token in merge and token not in made:
                     raise ValueError(f"merge {values.shortly(merge)}: no merge before it makes {values.shortly(token)}")
             made.add(b"".join(merge))
-        for special in self.special_tokens:
-            values.hold(
+        values.hold(
+            *(
                 (
                     len(special.encode()) != 1 and special.encode() not in made,
                     f"special token {special!r} is an ordinary token of this vocabulary",
                 )
+                for special in self.special_tokens
             )
+        )
 
     def _encode(self, block: bytes) -> np.ndarray:
         """The ids of a block of text with padding behind it, as `Pretokenizer.blocks` yields it.

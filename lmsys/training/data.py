@@ -225,8 +225,12 @@ class TokenFiles:
     def end_of_text(self) -> int:
         """The id that ends each document. ValueError for a file whose .json has none, or another one than the first."""
         first, *others = map(read_end_of_text, self._paths)
-        for path, number in zip(self._paths[1:], others, strict=True):
-            values.hold((number == first, f"{path}: end_of_text={number} must be {first}, as in {self._paths[0]}"))
+        values.hold(
+            *(
+                (number == first, f"{path}: end_of_text={number} must be {first}, as in {self._paths[0]}")
+                for path, number in zip(self._paths[1:], others, strict=True)
+            )
+        )
         return first
 
     def read(self, start: int, stop: int) -> np.ndarray:

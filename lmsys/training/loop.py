@@ -239,15 +239,17 @@ class Trainer:
     def save(self, folder: Path) -> Path:
         """Saves a checkpoint; returns its manifest. All ranks call it. NonFiniteError for weights with NaN or inf."""
         shared, of_rank = training_state.capture(self.strategy, self.optimizer, self.rank)
-        for name, x in shared["model"].items():  # whole on every rank, so that all raise
-            values.hold(
+        values.hold(
+            *(
                 (
                     x.isfinite().all(),
                     f"step {self.step}: {name} is not finite, so this step is not saved, and earlier checkpoints stay;"
                     " lower train.lr",
-                ),
-                error=NonFiniteError,
-            )
+                )
+                for name, x in shared["model"].items()  # whole on every rank, so that all raise
+            ),
+            error=NonFiniteError,
+        )
         shared["progress"] = {
             "skipped": self.skipped,
             "in_a_row": self.in_a_row,

@@ -87,14 +87,16 @@ class AdamW(Optimizer):
 
         ValueError for the state of another algorithm.
         """
-        for name, other in self.other_algorithms.items():
-            for group in state_dict["param_groups"]:
-                hold(
-                    (
-                        group.get(name) is not other,
-                        f"the state dict is not {type(self).__name__}'s: its param group has {name}={other}",
-                    )
+        hold(
+            *(
+                (
+                    group.get(name) is not other,
+                    f"the state dict is not {type(self).__name__}'s: its param group has {name}={other}",
                 )
+                for name, other in self.other_algorithms.items()
+                for group in state_dict["param_groups"]
+            )
+        )
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -369,13 +371,15 @@ def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: 
 
 def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
     """min(1, max_norm / (norm + eps)), a scalar tensor as norm is. ValueError: a negative or NaN max_norm or eps."""
-    for name, value in dict[str, Any](max_norm=max_norm, eps=eps).items():
-        hold(
+    hold(
+        *(
             (
                 not isinstance(value, bool) and isinstance(value, Real) and float(value) >= 0,
                 f"{name}={shortly(value)} must be a number of at least 0",
             )
+            for name, value in dict[str, Any](max_norm=max_norm, eps=eps).items()
         )
+    )
     return (max_norm / (norm + eps)).clamp(max=1)
 
 
