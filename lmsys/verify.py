@@ -96,18 +96,14 @@ def _tell(path: Path, recomputed: Recomputed, faults: Sequence[str]) -> int:
     for sentence, times in recomputed.left_out.items():
         print(f"{path}: {times} {'time' if times == 1 else 'times'} {sentence}")
     unproved = sum(NOT_PROVED in sentence for sentence in faults)
-    wrong = _wrong(len(faults) - unproved) + (f", {unproved} not proved" if unproved else "")
+    count = len(faults) - unproved
+    wrong = {0: "nothing is wrong", 1: "1 thing is wrong"}.get(count, f"{count} things are wrong")
     print(
         f"{path}: {recomputed.records} records, {recomputed.calls} timed calls judged again by"
-        f" {recomputed.elements:,} elements, {wrong}",
+        f" {recomputed.elements:,} elements, {wrong}" + (f", {unproved} not proved" if unproved else ""),
         flush=True,
     )
     return len(faults)
-
-
-def _wrong(count: int) -> str:
-    """Says how many things are wrong, as part of a sentence."""
-    return f"{count} things are wrong" if count > 1 else "1 thing is wrong" if count else "nothing is wrong"
 
 
 def benchmarks_in(*folders: Path) -> dict[str, Benchmark]:

@@ -21,6 +21,7 @@ PARAMETERS = {"_get_np_dtype": ["tt_dtype"], "_patch_builtin": ["pkg", "builder"
 # The interpreter's own functions, which are called by those that replace them.
 _theirs: dict[str, Any] = {name: getattr(interpreter, name, None) for name in PARAMETERS}
 _patch_tensor: Any = getattr(interpreter, "_patch_lang_tensor", None)
+_dtypes: dict[str, Any] = {}  # numpy's dtypes by the names of Triton's
 # By the id of a kernel file's dict of global names: (this dict, the modules of Triton's language in it). The dict is
 # kept alive, so that the dict of another file cannot get the same id.
 _languages: dict[int, tuple[Any, list[Any]]] = {}
@@ -33,7 +34,7 @@ def mend() -> None:
         interpreter._patch_lang_tensor = _patch_index
     if {name: [*inspect.signature(theirs).parameters] for name, theirs in _theirs.items() if theirs} == PARAMETERS:
         interpreter._patch_builtin, interpreter._patch_lang = _patch_builtin, _patch_lang
-        interpreter._get_np_dtype = cache(_theirs["_get_np_dtype"])  # which builds a table of all dtypes at each call
+        interpreter._get_np_dtype = _get_np_dtype
 
 
 def _patch_index(tensor: Any, scope: Any) -> None:
@@ -70,3 +71,10 @@ def _patch_lang(function: Any) -> Any:
     if languages and not any(core.is_builtin(language.load) for language in languages):
         return interpreter._LangPatchScope()
     return _theirs["_patch_lang"](function)
+
+
+def _get_np_dtype(kind: Any) -> Any:
+    """Replaces the interpreter's `_get_np_dtype`, which builds a table of all dtypes at each call."""
+    if kind.name not in _dtypes:
+        _dtypes[kind.name] = _theirs["_get_np_dtype"](kind)
+    return _dtypes[kind.name]

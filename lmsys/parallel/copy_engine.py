@@ -274,8 +274,7 @@ class CopyEngines(overlapped.Collectives):
             self._exchange = self._exchange_of(buckets)
             self._means = [_means(*pair) for pair in zip(buckets, self._exchange.flats, strict=True)]
         if buffers:
-            flats = [buffer.flat for buffer in buffers]  # which `zeros` has made
-            self._all_gather = AllGather(flats, list(map(self._handle, flats)), self._timeout_ms())
+            self._all_gather = self._all_gather_of([buffer.flat for buffer in buffers])
 
     @torch.no_grad()
     def reduce(self, bucket: overlapped.Bucket) -> collectives.Pending:
@@ -308,6 +307,10 @@ class CopyEngines(overlapped.Collectives):
         else:
             flats, handles = [inbox.new_empty(bucket.own.length, dtype=bucket.dtype) for bucket in buckets], []
         return Exchange(layouts, flats, inbox, inboxes, handles, self._mean, self._timeout_ms())
+
+    def _all_gather_of(self, flats: Sequence[Tensor]) -> AllGather:
+        """The all-gather of flat tensors of parameters, which `zeros` has made."""
+        return AllGather(flats, list(map(self._handle, flats)), self._timeout_ms())
 
     def _empty(self, length: int, dtype: torch.dtype) -> Tensor:
         """An unwritten tensor (length,) in symmetric memory of the current GPU; one of length 0 has an address, too."""

@@ -350,10 +350,10 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
     for (impl,), part in view.groups(["impl"]).items():
         columns.setdefault(words.label_of(view.fields["impl"]), []).append(view.text("impl", impl))
         for head, test in by:
-            tested = part.only(test)
             for question, (answer, tensors) in QUESTIONS.items():
-                texts = columns.setdefault(f"{head}, {question}".lstrip(", "), [])
-                texts.append(_same_bits_cell(tested, answer, tensors, notes))
+                columns.setdefault(f"{head}, {question}".lstrip(", "), []).append(
+                    _same_bits_cell(part.only(test), answer, tensors, notes)
+                )
     columns = {head: texts for head, texts in columns.items() if any(texts)}
     if not columns:
         return None

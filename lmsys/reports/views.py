@@ -102,8 +102,12 @@ class View:
     def expression(self, text: str) -> Callable[[Record], Any]:
         """A function that evaluates an expression for a case; ValueError for a name that no field has."""
         known = {**self.fields, **self.first}
-        for name in expressions.names_in(text):
-            hold((name in known or not self.cases, f"in {text!r}: {load.no_field(name, known)}"))
+        hold(
+            *(
+                (name in known or not self.cases, f"in {text!r}: {load.no_field(name, known)}")
+                for name in expressions.names_in(text)
+            )
+        )
         return partial(expressions.value_of, text)
 
     def having(self, name: str, values: Iterable[Any]) -> "View":
@@ -180,16 +184,17 @@ class View:
     def checked(self, numbers: Sequence[str] = (), words: Sequence[str] = ()) -> "View":
         """The view itself. ValueError for a case in which one of `numbers` is no number, or one of `words` no text."""
         kinds = dict.fromkeys(words, (str,)) | dict.fromkeys(numbers, (int, float))
-        for case in self.cases:
-            for name, kind in kinds.items():
-                hold(
-                    (
-                        isinstance(case.get(name), kind),
-                        f"{self.benchmark} record {case['id']!r}: {name}={case.get(name)!r} is not what its chapter"
-                        " needs",
-                    ),
-                    error=load.ValuesError,
+        hold(
+            *(
+                (
+                    isinstance(case.get(name), kind),
+                    f"{self.benchmark} record {case['id']!r}: {name}={case.get(name)!r} is not what its chapter needs",
                 )
+                for case in self.cases
+                for name, kind in kinds.items()
+            ),
+            error=load.ValuesError,
+        )
         return self
 
     def read_as(self, name: str, words: Any) -> "View":
