@@ -21,6 +21,7 @@ from lmsys.config import ModelConfig, model_config
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, collectives
 from lmsys.parallel.baselines import Naive
+from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.overlapped import Bucketed
@@ -251,6 +252,29 @@ def _part_of_a_run(group: Any, strategy: str, steps: range, weights: dict[str, A
     for number in steps:
         step(wrapper, optimizer, data[number].chunk(dist.get_world_size(group))[dist.get_rank()])
     return on_ranks.copies(wrapper.full_state_dict()), optimizer.state_dict(), optimizer.full_state_dict()
+
+
+@on_some
+def _shown_while_loading(group: Any) -> tuple[list[int], bool]:
+    """How many flat shards are whole after each that a load shows; True if the values that came are there then."""
+    module = nn.Module()
+    module.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)) for _ in range(3))
+    wrapper, shown, unshard = Fsdp(module, group), list[int](), FlatShard.unshard
+    state = {name: torch.full_like(x, place) for place, (name, x) in enumerate(wrapper.full_state_dict().items())}
+
+    def counted(flat: FlatShard) -> None:
+        unshard(flat)
+        shown.append(sum(flat.is_shown for flat in wrapper._flats()))
+
+    with patch.object(FlatShard, "unshard", counted):
+        wrapper.load_state_dict(state)
+    loaded = wrapper.full_state_dict()
+    return shown, all(torch.equal(loaded[name], x) for name, x in state.items())
+
+
+def test_fsdp_shows_one_block_after_another_while_it_loads(ranks: WorkerGroup) -> None:
+    for shown, is_loaded in ranks.run(_shown_while_loading, 2)[:2]:
+        assert shown == [1, 1, 1] and is_loaded
 
 
 SAVED = Recipe(width=5, layers=2, tied=True)
