@@ -110,6 +110,13 @@ def test_a_value_that_no_reader_takes_is_an_error_before_the_file_is_written(val
         results(benchmark, cases_of(benchmark))
 
 
+def test_nan_in_a_list_is_an_error_before_the_file_is_written() -> None:
+    losses = Field("losses", role="detail", of=lambda record: [1.0, math.nan])
+    benchmark = type("Diverging", (Telling,), {"fields": (*Telling.fields, losses)})()
+    with pytest.raises(ValueError, match="Out of range float values are not JSON compliant"):
+        results(benchmark, cases_of(benchmark))
+
+
 def test_a_tuple_is_written_as_a_list() -> None:
     metrics = {"metrics": lambda self, case, record, machine: {"shape": (2, 3)}}
     benchmark = type("Shaped", (Telling,), {"fields": (*Telling.fields, *fields.details("shape")), **metrics})()
