@@ -209,7 +209,8 @@ class Zero1(overlapped.Overlapped):
                 (
                     not self._are_means,
                     "a backward that began from no tensor of the module's output has added to gradients that are means"
-                    " already: let the module return what it begins from, or zero_grad() comes before it",
+                    " already: let the module return what it begins from, or zero_grad(set_to_none=True) comes before"
+                    " it",
                 ),
                 error=RuntimeError,
             )
