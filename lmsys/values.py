@@ -98,7 +98,7 @@ def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
     return len(shape) <= len(whole) and all(size in (1, other) for size, other in pairs)
 
 
-def hold(*laws: tuple[object, str], error: type[ValueError] = ValueError) -> None:
+def hold(*laws: tuple[object, str], error: type[Exception] = ValueError) -> None:
     """Raises error(sentence) for the first of the pairs (condition, sentence) whose condition is false."""
     for is_held, sentence in laws:
         if not is_held:

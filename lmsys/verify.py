@@ -227,7 +227,7 @@ def _of_record(
     yield from _of_benchmark(record, benchmark, machine)
     calls = record.get("proof", {}).get("calls", ())
     if samples and record["outcome"] == "ok":
-        proved = min(len({str(call[name]) for call in calls}) for name in ("call", "draw"))
+        proved = min(len({int(call[name]) for call in calls}) for name in ("call", "draw"))
         if proved < (least := min(benchmark.num_proofs, len(samples))):
             yield f"{NOT_PROVED}it holds {proved} checked calls of {len(samples)}, where a run keeps {least}"
     # A benchmark that does not override `repeat` has no results of timed calls in its records.

@@ -155,6 +155,14 @@ FORGERIES: dict[str, Forgeries] = {  # {file: its forgeries}
                 ((*OTHER_CALL, "draw"), lambda draw: str(draw)),
             ],
         ),
+        "one draw as two numbers": (
+            "not proved: it holds 1 checked calls",
+            [
+                (CALLS, picked(0, 0)),
+                ((*OTHER_CALL, "call"), CopyOf((*OTHER_CALL, "call"))),
+                ((*OTHER_CALL, "draw"), lambda draw: float(draw)),
+            ],
+        ),
         "a call between two": ("is none of its", [((*CALL, "call"), 0.5)]),
         "another seed": ("its recorded values", [((*RECORD, "proof", "seed"), 7)]),
         "another draw": ("its recorded values", [((*CALL, "draw"), 1)]),

@@ -101,7 +101,7 @@ class Instruments:
                 record.get(field.name),
                 field.to_json(),
             )
-        record = json.loads(json.dumps(record))  # as a reader gets it
+        record = json.loads(json.dumps(record, allow_nan=False))  # as a reader gets it; NaN may be in a list
         return record | {"seal": seal(record)}
 
     @cached_property

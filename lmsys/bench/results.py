@@ -157,7 +157,12 @@ class Session:
         )
         # The first case, and the last one if there are several.
         ends = [case for cases in alike.values() for case in cases[:1] + cases[1:][-1:]]
-        return dict(json.loads(json.dumps(self._head({}) | self.runner.ask("made_up", ends), default=str)))
+        return dict(
+            json.loads(
+                json.dumps(self._head({}) | self.runner.ask("made_up", ends), default=str),
+                parse_constant=lambda _: None,  # NaN and inf, which made-up numbers may give and measured ones do not
+            )
+        )
 
     @property
     def sections(self) -> str:

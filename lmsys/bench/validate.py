@@ -203,7 +203,7 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
         return
     if role == "outcome":
         LONG_TEXT(where, value)
-    elif isinstance(value, list | dict):
+    elif isinstance(value, list | tuple | dict):  # a tuple becomes a list when a run writes it
         hold((role == "detail", f"{where}={shortly(value)} must be one value"))
     elif isinstance(value, str | bool):
         # An axis may have a word beside its numbers, such as a size of "auto".

@@ -211,9 +211,9 @@ class FlatShard:
                 or not (
                     self.whole.is_cuda
                     or self._version != self.shard._version
-                    or torch.equal(
-                        self.whole[self._own].view(torch.uint8),
-                        self.shard.detach().to(self.whole.dtype).view(torch.uint8),
+                    or torch.equal(  # as integers, since NaN differs from itself; of 8 bytes, the fastest to compare
+                        self.whole[self._own].view(torch.int64),
+                        self.shard.detach().to(self.whole.dtype).view(torch.int64),
                     )
                 )
             )

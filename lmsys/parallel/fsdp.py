@@ -42,6 +42,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import count, islice
 from typing import Any
 from weakref import WeakSet
@@ -264,11 +265,14 @@ class Fsdp(wrapper.Wrapper):
 
     def _check_finished(self) -> None:
         """RuntimeError while gradients are on their way, when parameters cannot be shown; compares the ranks."""
-        if self._unfinished:
-            raise RuntimeError(
+        hold(
+            (
+                not self._unfinished,
                 "gradients are still on their way: finish_gradient_synchronization() comes before parameters are"
-                " shown whole or loaded"
-            )
+                " shown whole or loaded",
+            ),
+            error=RuntimeError,
+        )
         self._agree()
 
     def reshard(self) -> None:
@@ -346,19 +350,21 @@ class Fsdp(wrapper.Wrapper):
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
         """Torch loads one module after another: each is shown whole only while it is loaded, to save memory."""
 
-        def show(module: nn.Module, *_: Any) -> None:
+        def load(module: nn.Module, load_own: Callable[..., None], *args: Any) -> None:
             own = set(map(id, module._parameters.values()))
             for flat in self._flats() if own else ():
                 if own.isdisjoint(map(id, flat.params)):
                     flat.reshard()
                 elif not flat.is_shown:
                     flat.unshard()
+            load_own(*args)
 
         self._check_finished()
         with ExitStack() as ending:
             ending.callback(self.reshard)
-            for module in self.module.modules():
-                ending.callback(module._register_load_state_dict_pre_hook(show, with_module=True).remove)
+            for module in self.module.modules():  # no hooks of torch's: they would come after those of the user
+                vars(module)["_load_from_state_dict"] = partial(load, module, module._load_from_state_dict)
+                ending.callback(vars(module).pop, "_load_from_state_dict")
             return super()._load(state, strict)
 
     def _flats(self) -> Iterator[flat_shard.FlatShard]:

@@ -126,12 +126,15 @@ class Wrapper(nn.Module):
 
     def _refuse_unfinished(self) -> None:
         """RuntimeError if a backward was not followed by `finish_gradient_synchronization`."""
-        if self._unfinished:
-            raise RuntimeError(
+        hold(
+            (
+                not self._unfinished,
                 "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step"
                 " and the next forward, after a backward that has failed too; or run backwards that only accumulate"
-                " gradients under no_sync()"
-            )
+                " gradients under no_sync()",
+            ),
+            error=RuntimeError,
+        )
 
     def _look_for_changes(self) -> None:
         """ValueError for a batch norm that is not synchronized; notes in `_change` how the module has changed."""
@@ -349,7 +352,7 @@ class Wrapper(nn.Module):
             if not self._unfinished:  # nn.Module.__setattr__ is slow, and this runs once for each parameter
                 self._unfinished = True
             self._gradient_is_ready(index)
-        elif not self._is_local:
+        elif not (self._is_local or structure.shares_a_backward(self)):
             self._is_local = True
 
     def _gradient_is_ready(self, index: int) -> None:

@@ -205,11 +205,15 @@ class Zero1(overlapped.Overlapped):
     def _on_grad(self, index: int, p: Tensor) -> None:
         if self._are_means and not self._in_backward:  # no tensor that the module returned has told of this backward
             self._are_means = any(isinstance(own.grad, part.Part) for own in self._own)
-            if self._are_means:
-                raise RuntimeError(
+            values.hold(
+                (
+                    not self._are_means,
                     "a backward that began from no tensor of the module's output has added to gradients that are means"
-                    " already: let the module return what it begins from, or zero_grad() comes before it"
-                )
+                    " already: let the module return what it begins from, or zero_grad(set_to_none=True) comes before"
+                    " it",
+                ),
+                error=RuntimeError,
+            )
         super()._on_grad(index, p)
 
     def _begin_backward(self) -> None:

@@ -4,6 +4,7 @@ A layout says which tables and plots a report has. Benchmarks whose metrics or l
 made-up record has must pass. Each entry of MISTAKES has a layout with a mistake, and the message.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,19 @@ def test_a_value_that_no_reader_takes_is_an_error_before_the_file_is_written(val
         results(benchmark, cases_of(benchmark))
 
 
+def test_nan_in_a_list_is_an_error_before_the_file_is_written() -> None:
+    losses = Field("losses", role="detail", of=lambda record: [1.0, math.nan])
+    benchmark = type("Diverging", (Telling,), {"fields": (*Telling.fields, losses)})()
+    with pytest.raises(ValueError, match="Out of range float values are not JSON compliant"):
+        results(benchmark, cases_of(benchmark))
+
+
+def test_a_tuple_is_written_as_a_list() -> None:
+    metrics = {"metrics": lambda self, case, record, machine: {"shape": (2, 3)}}
+    benchmark = type("Shaped", (Telling,), {"fields": (*Telling.fields, *fields.details("shape")), **metrics})()
+    assert [record["shape"] for record in results(benchmark, cases_of(benchmark))] == [[2, 3]] * 2
+
+
 PARTS = Field("parts_s", "s", role="detail")
 FIRST = Field("first_s", "s", of=lambda record: record["parts_s"].get("first"))
 
@@ -120,13 +134,19 @@ FIRST = Field("first_s", "s", of=lambda record: record["parts_s"].get("first"))
         {"metrics": lambda self, case, record, machine: {"size": machine["a fact that is measured"]}},
         {"metrics": lambda self, case, record, machine: {"size": 1 / (record["time_s"] - 1)}},
         {"fields": (*Telling.fields, PARTS, FIRST)},
+        {
+            "fields": (*Telling.fields, *fields.details("spread")),
+            "metrics": lambda self, case, record, machine: {"spread": math.inf * (record["time_s"] - 1)},
+        },
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_metrics_and_fields_that_need_more_than_a_made_up_record_are_no_mistake(
     changed: dict[str, Any],
 ) -> None:
-    assert [record.get("first_s", 1.0) for record in made_up(**changed)["records"]] == [1.0, 1.0]
+    result = made_up(**changed)
+    check_content(result)
+    assert [record.get("first_s", 1.0) for record in result["records"]] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -434,6 +434,23 @@ def test_a_backward_of_two_wrappers_that_send_one_gradient_is_refused(ranks: Wor
         assert ranks.run(_two_wrappers, strategy, True, False, count)[0].startswith(expected)
 
 
+@on_first(2)
+def _one_under_no_sync(group: Any, strategy: str) -> str:
+    """The error of a step after a backward of one of two wrappers that hold one layer, under no_sync() of the other."""
+    shared = nn.Linear(2, 2)
+    wrapper, other = (STRATEGIES[strategy].load()(nn.Sequential(shared, nn.Linear(2, 1)), group) for _ in range(2))
+    optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
+    with other.no_sync():
+        wrapper(torch.ones(1, 2)).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    return on_ranks.error_of(optimizer.step)
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "naive"])
+def test_a_backward_under_no_sync_of_another_wrapper_leaves_it_nothing(ranks: WorkerGroup, strategy: str) -> None:
+    assert ranks.run(_one_under_no_sync, strategy)[0] == "nothing raised"
+
+
 def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGroup) -> None:
     sharded, expected = ranks.run(_language_model, "zero1", 0, False, True)[0]
     torch.testing.assert_close(sharded, expected)

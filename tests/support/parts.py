@@ -561,6 +561,14 @@ def refused_modules(strategy: str) -> list[str]:
     return [*errors, error_of(wrap, modules[0], group_of(2))]
 
 
+class ReadsFirst(nn.Linear):
+    """A layer that reads its own weights before it loads others."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"] + self.weight.detach().mean()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 class Odd(nn.Module):
     """A module that keeps a term of the loss to itself, has a state of its own, and changes what it loads.
 
@@ -570,7 +578,8 @@ class Odd(nn.Module):
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.how, self.calls, width = how, 0, RECIPE.width
-        self.first, self.layers = nn.Linear(width, width), nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.first = ReadsFirst(width, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
         self.register_load_state_dict_pre_hook(_halve)
 
     def get_extra_state(self) -> dict[str, int]:
