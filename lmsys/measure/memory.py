@@ -81,8 +81,9 @@ def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int
             time.sleep(interval_s)
         errors.seek(0)
         last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-    if process.returncode:
-        raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}: {last}")
+    hold(
+        (process.returncode == 0, f"{shlex.join(command)} ended with {process.returncode}: {last}"), error=RuntimeError
+    )
     return peak
 
 

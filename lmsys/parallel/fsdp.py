@@ -246,7 +246,8 @@ class Fsdp(wrapper.Wrapper):
                 (
                     heeded[-2] == 0,
                     "a parameter was written while fsdp had gathered it, as in a forward, and what is gathered is"
-                    " dropped again: write parameters between unshard() and reshard(), on all ranks",
+                    " dropped again, so this wrapper trains no further: write parameters between unshard() and"
+                    " reshard(), on all ranks",
                 )
             )
             if heeded[-1] > 0:
@@ -498,11 +499,14 @@ class Fsdp(wrapper.Wrapper):
         self._free()
 
     def _on_grad(self, index: int, p: Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
+        hold(
+            (
+                not torch.is_grad_enabled(),
                 "backward(create_graph=True) makes gradients that are no part of a graph once fsdp has divided them:"
-                " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
-            )
+                " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()",
+            ),
+            error=RuntimeError,
+        )
         super()._on_grad(index, p)
         if not self._in_backward:
             self._enter_backward(None)

@@ -146,8 +146,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
         RuntimeError once the group has ended. WorkerError as the class says.
         """
-        if self.ended:
-            raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
+        values.hold(
+            (not self.ended, "this group has ended: a rank failed, or it was closed; start another"),
+            error=RuntimeError,
+        )
         for worker, memory in zip(self._workers, self._doing, strict=True):
             # This note stands until the rank has imported the function's module: then `_noted` writes another.
             doing.write(memory, doing.AT_FIRST)
