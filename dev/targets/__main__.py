@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(*_table(of_card, given.all, begins=not answers), sep="\n", flush=True)
             answers += of_card
     except ValueError as error:
-        print(f"python -m dev.targets: error: {error}", file=sys.stderr)
-        return commands.USAGE
+        return commands.refused(parser.prog, error)
     # 1 if some kernel has no answer without a reason why it does not fit: ">" is "a proper superset of".
     kernels = {(x["card"], x["kernel"]) for x in answers}
     return int(kernels > {(x["card"], x["kernel"]) for x in answers if x["reason"] is None})

@@ -339,23 +339,19 @@ class FlatShard:
         """Ends `unshard`: what was written into the parameters meanwhile stays, unless the shard has changed."""
         if self.is_shown:
             if self._version == self.shard._version:
-                self._write({id(p): p for p in self.params})
+                self._write()
             buckets.clear_gradients(self.params)
             self._point_to(self._views)
             leave(self.params, _read, Freed, self._homes)
             self.is_shown = False
 
     @torch.no_grad()
-    def _write(self, values: Mapping[int, Tensor]) -> None:
-        """Copies this rank's parts of parameters into the shard, unless the shard has them already.
-
-        values  {id of a parameter: its whole value, in its shape}
-        """
+    def _write(self) -> None:
+        """Copies this rank's parts of the shown parameters into the shard, unless the shard has them already."""
         part = self.shard.detach().clone()
         for p, (_, place, _), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
-            if id(p) in values:
-                first = self._own.start + place.start - start  # the first element of the parameter that is copied
-                part[place].copy_(values[id(p)].reshape(-1)[first : first + place.stop - place.start])
+            first = self._own.start + place.start - start  # the first element of the parameter that is copied
+            part[place].copy_(p.reshape(-1)[first : first + place.stop - place.start])
         if not torch.equal(part, self.shard):  # a write would raise the version, so that all is gathered again
             self.shard.copy_(part)
 

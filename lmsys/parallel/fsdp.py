@@ -499,14 +499,11 @@ class Fsdp(wrapper.Wrapper):
         self._free()
 
     def _on_grad(self, index: int, p: Tensor) -> None:
-        hold(
-            (
-                not torch.is_grad_enabled(),
+        if torch.is_grad_enabled():
+            raise RuntimeError(
                 "backward(create_graph=True) makes gradients that are no part of a graph once fsdp has divided them:"
-                " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()",
-            ),
-            error=RuntimeError,
-        )
+                " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
+            )
         super()._on_grad(index, p)
         if not self._in_backward:
             self._enter_backward(None)

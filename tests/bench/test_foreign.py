@@ -154,7 +154,7 @@ def test_a_row_is_refused_if_most_of_its_calls_are_late(late: list[float], copie
 
 
 def test_a_late_call_counts_with_what_the_judge_waited() -> None:
-    """Of ten calls, of which a run takes so many where they are long, eight may be late by chance."""
+    """A run takes ten calls where they are long, and eight of ten may be late by chance."""
     calls = seen([50.0] * 5 + [0.9] + [0.0] * 4, [0.0] * 5 + [0.9] + [50.0] * 3 + [-50.0])
     clock: Any = foreign.ApartClock(None, None, CpuClock())  # type: ignore[arg-type]
     assert [call.run_s for call in clock.read(calls)] == pytest.approx(
