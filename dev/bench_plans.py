@@ -12,9 +12,10 @@ it.
     --axis form=...  plain (the default); deterministic (additions in a fixed order); ragged (sequences shorter by one
                      token); transposed (inputs transposed in memory); grouped (8 query heads to a key head)
 
-Cases are in bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048. To add a candidate, or a form,
-see `plan_cases.py`. It has `PlanCase`, a shape with its plan; `case.asked` is the attention problem of that shape. The
-methods of `Plans` override hooks of `lmsys.bench.Benchmark`, whose docstrings say when the runner calls each.
+Cases are in bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048. A case is a `PlanCase`, a shape
+with its plan; `case.asked` is the attention problem of that shape. `plan_cases.py` defines it, and says how to add a
+candidate or a form. The methods of `Plans` override hooks of `lmsys.bench.Benchmark`, whose docstrings say when the
+runner calls each.
 """
 
 import os

@@ -9,7 +9,8 @@ and plots that the page names. To change such an answer, edit the page.
 
 Problems that no benchmark answers are computed by the functions in COMPUTED: the ToyModel under autocast, the largest
 contributors to saved memory, activation checkpointing, and, in `on_paper.py`, the problems for paper and pencil. A new
-one is a function in COMPUTED. Without a GPU all sizes are small, and each file has the command for the full sizes.
+one is a function in COMPUTED, with a line in docs/cs336.md that names its file. Without a GPU all sizes are small, and
+each file has the command for the full sizes.
 """
 
 import argparse

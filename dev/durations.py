@@ -1,8 +1,8 @@
 """Writes the seconds that groups of cases take in the default sweep: `python -m dev.durations out/bench.json ...`.
 
-It writes benchmarks/durations_DEVICE.json; `benchmarks/sweeps.py` reads the file of the CPU. A group is the cases of a
-benchmark that are sampled together. A first run on another machine compares the groups that it has finished with these
-seconds, and so predicts how long the others will take.
+It writes benchmarks/durations_DEVICE.json, DEVICE being cpu or cuda; `benchmarks/sweeps.py` reads the file of the CPU.
+A group is the cases of a benchmark that are sampled together. A first run on another machine compares the seconds of
+the groups that it has finished with those in the file, and so predicts how long the other groups will take.
 
 Make the results by `python3 -m nox -s bench`, on a machine without other work and with empty caches of compilers. For
 several results the geometric mean of each group is written, since runs differ in what they have to compile. The groups

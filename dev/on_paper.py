@@ -1,8 +1,9 @@
 """Answers to the paper problems of CS336's assignment 2, as Markdown: one function for each problem.
 
 CS336 is Stanford's course on language models. `dev/deliverables.py` lists these functions in its table COMPUTED, calls
-them and writes the files. It passes its output folder to each function, which the functions here ignore. The formulas
-are in `dev/paper_formulas.py` and `lmsys/cost/`; to add a problem, write a function here and name it in COMPUTED.
+them and writes their results into files. It passes its output folder to each function, which the functions here ignore.
+The formulas are in `dev/paper_formulas.py` and `lmsys/cost/`. To add a problem, write a function here and name it in
+COMPUTED, as `dev/deliverables.py` says.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
 """Formulas of the paper problems on parallelism of CS336: times and memory of layers over many devices. No torch.
 
 CS336 is Stanford's course on language models. `dev/on_paper.py` writes the answers with these formulas;
-docs/cs336.md says which function answers which problem. tests/cost/ compares the formulas with sums over single matmuls
-and tensors, and with published figures.
+docs/cs336.md says which function answers which problem: a new formula needs a line there. tests/cost/ compares the
+formulas with sums over single matmuls and tensors, and with published figures.
 
 `Layer` is the gated feed-forward layer y = (f(x W1) * (x W2)) W3, with x (B, D), W1 and W2 (D, F), W3 (F, D), in 16
 bits. A device computes C FLOP/s, and at the same time sends W bytes/s. Only matmuls count: 6·B·D·F operations forward,
@@ -17,8 +17,8 @@ whole tensor. The kinds of parallelism are
 A stack is a number of blocks, each with two feed-forward matrices and nothing else, as in CS336,
 "communication_accounting".
 
-The exercises of CS336, assignment 2 (2026), "Analyzing Parallelism Strategies"; Austin et al. 2025, "How to Scale Your
-Model", section on training.
+Sources: CS336, assignment 2 (2026), the exercises "Analyzing Parallelism Strategies"; Austin et al. 2025, "How to Scale
+Your Model", section on training.
 """
 
 import math

@@ -4,9 +4,10 @@ python -m dev.steps --size tiny --context 32 --strategy naive,fsdp --checkpoint 
 
 A version is one choice of the axes of `benchmarks/bench_data_parallel.py` (strategy, compilation, checkpointing, number
 of ranks, ...); each axis is an option here. Nothing is timed. It prints a table in Markdown with a line for each pair
-of versions: whether their weights after the steps have equal bits, or else each lie within the tolerance of plain steps
-in float64, and the error of each over the error allowed. `pairs` and `agreement` of `benchmarks/data_parallel/cases.py`
-decide which versions make pairs, and which pairs must have equal bits. The exit code is 1 if a pair does not agree.
+of versions. The line says if their weights after the steps have equal bits; if not, if the weights of each are within
+the tolerance of plain steps (without a strategy) in float64. It also has the error of each over the error allowed.
+`pairs` and `agreement` of `benchmarks/data_parallel/cases.py` decide which versions make pairs, and which pairs must
+have equal bits. The exit code is 1 if a pair does not agree. `dev/earlier/steps.py` uses `add_options` and `cases_of`.
 """
 
 import argparse

@@ -1,8 +1,10 @@
-"""Compares today's lmsys with an earlier commit where `--against` cannot: both are packages of one process.
+"""Compares today's lmsys with that of an earlier commit, as two packages that one process can import.
 
-`python -m dev.earlier.kernels REF` says whether the kernels of `flash_triton` have the same machine code as at a
-commit. `python -m dev.earlier.steps REF` times training steps of data-parallel strategies beside those of that commit.
-Both import the earlier package as `lmsys_earlier`, from a copy that `unpack` makes. A new comparison is a file here.
+`--against` of `lmsys bench` compares commits, too, but gives each of them its own processes, and cannot time
+strategies. `python -m dev.earlier.kernels REF` says whether the kernels of `flash_triton` have the same machine code as
+at a commit. `python -m dev.earlier.steps REF` times training steps of data-parallel strategies beside those of that
+commit. Both import the earlier package as `lmsys_earlier`, from a copy that `unpack` makes. A new comparison is a file
+here.
 """
 
 import re

@@ -3,8 +3,9 @@
 python -m dev.earlier.kernels 6ddb582 --head-dim 64,128
 
 It needs no GPU: launches are recorded and compiled as `dev.targets` does it, for one card (kind of GPU) and with every
-tile that the row would time. Kernels with equal instructions take equal time for equal tiles, so that a difference that
-`--against` shows comes from another tile or from the host. The exit code is 1 if a kernel differs.
+tile that the row would time. Kernels with equal instructions take equal time for equal tiles. So if `--against` of
+`lmsys bench` then shows a difference, it comes from another tile or from the host. The exit code is 1 if a kernel
+differs. A new constant that tells the kernels of one name apart is added to TILE.
 """
 
 import argparse

@@ -2,13 +2,14 @@
 
 python -m dev.earlier.steps 6ddb582 --size small --compile compiled,graphed --strategy bucketed,zero1,fsdp --profile
 
-Each rank holds two models, one of each package, whose steps take turns in rounds. `--against` of a benchmark cannot do
-this: it gives each state processes of its own, and two groups of ranks cannot take turns. So here the process of a rank
-holds both. A line of the table has the median milliseconds of a step, the ratio with its interval of 95 % and its
-verdict, as of `--against`, and the peak of memory. With `--profile` a second table has the functions of Python whose
-time in a step has changed the most on rank 0: that is where to look when a step is bounded by the host. `step_of` makes
-a step. A new option goes there and to AXES; unless `impl` names its value, the table also needs a column for it, in
-`line_of` and in the head that `main` prints.
+Each rank holds two models, one of each package, whose steps take turns in rounds. `--against` of `lmsys bench` cannot
+do this: it gives each state of the code its own processes, and two groups of ranks cannot take turns. So here the
+process of a rank holds both. A line of the table has the median milliseconds of a step, the ratio with its interval of
+95 % and its verdict, as `--against` has them, and the peak of memory. With `--profile` a second table has the functions
+of Python whose time in a step has changed the most on rank 0: look there if the host bounds the time of a step.
+
+`step_of` makes a step. To add an option, name its axis in AXES, and use its value in `step_of`. The table shows the
+value if it is a part of `case.impl`; if not, add a column in `line_of` and in the head that `main` prints.
 """
 
 import argparse

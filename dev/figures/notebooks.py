@@ -74,7 +74,7 @@ def figures() -> Iterator[Table | Sentence]:
 def _short_plans() -> Table:
     """The table of plans of the backward for few keys.
 
-    A cell is the speed relative to the plan of that time, which has the fields of ORDER and groups heads by 11 MiB.
+    A cell is the speed relative to the row's plan at the time of the runs, which has the fields of ORDER and l2_mib 11.
     """
     lengths: dict[int, dict[str, Record]] = {}
     for name in ("short-backwards", "short-backwards-2"):

@@ -1,6 +1,7 @@
 """`Table` and `Sentence`: places on a page that hold measured numbers, found by the words around them.
 
-`attention.py`, `steps.py` and `notebooks.py` make them; `__main__.py` calls `filled` and writes the page.
+`attention.py`, `steps.py` and `notebooks.py` make them. `__main__.py` calls `filled`, which puts the new numbers into
+the page's text, and writes the page. Another kind of place is a class here with `page` and `filled`.
 """
 
 import re
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NUMBER = r"(\d[\d.,]*\d|\d)"
+NUMBER = r"(\d[\d.,]*\d|\d)"  # such as 1.25 or 16,384; it ends with a digit, so that the end of a sentence stays
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """`python -m dev.targets mine.py:f` compiles the Triton kernels of f for each card (kind of GPU). It needs no GPU.
 
-It prints whether they compile and fit, their shared memory, registers, spills and so on. The target is one of three:
-the name of an attention row of lmsys; a function of q, k, v, as `lmsys check` takes it; or a function without
-parameters, which makes its own tensors with device="cuda" and calls your kernels. It is called once for each card. Its
-launches are not run, but recorded, with every configuration of an autotuner, and compiled for that card. That a kernel
-compiles and fits does not say that it is fast, nor which kernels inputs of other sizes or options would launch. Exit
-codes: 0 every kernel fits in some configuration on each card, 1 one does not, 2 an unknown target or option.
+The command prints whether the kernels compile and fit, their shared memory, registers, spills and so on. TARGET is one
+of three: the name of an attention row of lmsys; a function of q, k, v, as `lmsys check` takes it; or a function without
+parameters, which makes its own tensors with device="cuda" and calls your kernels. TARGET is called once for each card.
+Its launches are not run, but recorded, with every configuration of an autotuner, and compiled for that card. A kernel
+that compiles and fits may be slow, and inputs of other sizes or options may launch other kernels. Exit codes: 0 every
+kernel fits in some configuration on each card, 1 one does not, 2 an unknown target or option.
 """
 
 import argparse

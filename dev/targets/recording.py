@@ -2,7 +2,7 @@
 
 `answers.py` starts a process for each card (kind of GPU), which calls `begin` once and then `answer` for each kernel.
 The code that launches kernels sees tensors that say they are on such a card, but are in the CPU's memory
-(`lmsys.check.laptop`). As no kernel runs, its outputs keep whatever was in memory. An autotuner launches every
+(`lmsys.check.laptop`). As no kernel runs, the outputs of kernels keep what was in memory. An autotuner launches every
 configuration that its pruning leaves. If code asks torch or Triton for a fact about the GPU that is not faked yet, add
 it to `install`.
 """

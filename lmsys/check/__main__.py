@@ -4,10 +4,10 @@ TARGET is the name of a row in a table, or path.py:attribute, such as mine.py:f.
 attention, a strategy, an optimizer, a loss, a norm and so on (KINDS). Attention is checked with more than one tile, odd
 lengths, Q != K, grouped heads, a scale, memory that is transposed, unaligned or expanded, in three dtypes, forward and
 backward, each against a float64 oracle. A strategy of data parallelism trains on two processes, and is compared with
-one process. With --all every row of the tables is checked, and is right, wrong, or refused for a reason.
+one process. With --all every row of the tables is checked, and a line says if it is right, wrong or refused, and why.
 
-This file reads the command line. The check itself is in `kinds.py`. A new option is an argument in `main` and a field
-of `question.Options`.
+This file reads the command line. The check itself is in `kinds.py`. A new option is an argument in `main`, a field of
+`question.Options`, and a line in docs/check.md.
 
 Exit codes: 0 right, 1 wrong or failed (with --all: at least one row), 2 an unknown target or option.
 """
@@ -27,7 +27,8 @@ from lmsys import commands, processes, registry, values
 from lmsys.check import cases, question
 from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
 
-MOST_COMPILED = 4  # with --all, a row that is compiled anew for each case is right after so many right cases
+# With --all a row that compiles anew for each case, which takes long, is asked until this many cases are right.
+MOST_COMPILED = 4
 
 
 def main(arguments: list[str] | None = None) -> int:

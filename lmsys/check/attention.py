@@ -1,9 +1,11 @@
 """Attention: the questions that a kernel is asked, each judged by a float64 oracle.
 
 A *row* is an implementation of attention that is checked, and a *task* is one call that it is asked to run. A question
-(`question.py`) is a task with the function that judges it. `kinds.py` calls `questions` and `remark`; the course's
-grading calls `of_a_handout`. The tasks come from `cases.py`, extreme inputs from `extremes.py`: add cases there.
-`failure` runs one task and asks `attention_mistakes.py` to explain a wrong result.
+(`question.py`) is a task with the function that judges it. `kinds.py` calls `questions` and `remark`; `lmsys course`
+calls `questions` and `of_a_handout`. The tasks come from `cases.py`, extreme inputs from `extremes.py`: add cases
+there. `failure` runs one task and asks `attention_mistakes.py` to explain a wrong result.
+
+Legend: B batch, H heads, S sequence length, D head dimension.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +47,7 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
             with_options = (
                 task for task in cases.tasks_of_options(case) if why_not_given(row, task.case.options) is None
             )
-            # Of the usual tasks only `first` has this case.
+            # `first` is left out, since it was asked already. No other of the usual tasks has its case.
             yield from chain((task for task in usual if task.case != first.case), with_options, more)
 
         for task in () if options.extremes else asked():
@@ -109,7 +111,7 @@ def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simpl
     `Laptop` pretends that tensors are on a GPU. A row from a file runs there if it gets further there than without.
 
     launched  the list to which each kernel is added that Triton's interpreter runs
-    simple    the task by which this is tried
+    simple    the task that the row runs both ways, to find this out
     """
     row, simple = adapt(entry.load()), simple or next(_cases(options))
     row = partial(_of_sequences, row) if options.layout == "bshd" else row
@@ -186,9 +188,9 @@ def _cases(
 
 
 def remark(entry: Entry, options: question.Options) -> str:
-    """A line for the report: if repeated calls have the same bits, and a batch entry the same alone and in a batch.
+    """A line for the report: if repeated calls return the same bits, and if a batch entry alone has those of a batch.
 
-    The batch has 2 entries. Both are tried on the last case that the row can run. Neither is required of a kernel.
+    The batch has 2 entries. Both are tried on the last case that the row can run. A kernel need not have either.
     """
     case = replace([x.case for x in _cases(options) if _why_not(entry, launched=(), case=x.case) is None][-1], batch=2)
     if reason := entry.why_not(case):
@@ -196,8 +198,8 @@ def remark(entry: Entry, options: question.Options) -> str:
     pair = make_inputs(case, options.seed)
     with interpreted_kernels() as launched:
         call = partial(run, _row(entry, options, launched), causal=case.causal, scale=case.scale, grad=options.grad)
-        # Finds out if kernels are interpreted, unless `_row` has found that already: the interpreter may be unable to
-        # run this case.
+        # A call shows if kernels are interpreted. It is left out if `_row` has seen that already, since the interpreter
+        # may be unable to run this case.
         if not launched:
             call(pair.alone(0))
     if launched:  # the interpreter runs one program after another, in an order that no GPU keeps

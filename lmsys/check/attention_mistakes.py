@@ -1,10 +1,15 @@
 """Mistakes that people make in attention kernels, tried one after another to explain a wrong result.
 
 `check/attention.py` calls `explain`. Each mistake is the formula of attention with that mistake in it, in float64. The
-first one whose result equals the kernel's, within the error that a right kernel may have, is named. If there is none,
-the places that are wrong are described. To add a mistake, add an entry to `mistakes` (`_scales`, `_masks`),
-`of_backwards`, `_elsewhere`, OF_ONLINE or `_roundings`, the plainest first, and an exhibit, an implementation that
-makes the mistake, to `tests/museum/`.
+first one whose result equals the kernel's, within the error that a right kernel may have, is named. If none does, the
+places that are wrong are described. To add a mistake, add an exhibit (an implementation that makes it) to
+`tests/museum/`, and an entry, the plainest first, to the table that fits:
+
+    mistakes      another formula of the forward; another scale or mask is an entry of `_scales` or `_masks`
+    of_backwards  the backward alone
+    _elsewhere    wrong places in memory
+    OF_ONLINE     an online softmax, which takes the keys tile by tile
+    _roundings    a narrow dtype within the computation
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, S queries or keys, D head dimension; o result,
 do its gradient, P = softmax(scale q kᵀ), dP = do vᵀ, delta = rowsum(do · o), dS = P (dP - delta).
@@ -68,7 +73,7 @@ def online(
     rounded: str = "",
     near: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Tensor:
-    """o (B, H, Q, D) of an online softmax: by tiles of keys, whose sums are rescaled when the maximum of a row grows.
+    """o (B, H, Q, D) by an online softmax: tile by tile of keys, with sums rescaled when the maximum of a row grows.
 
     tile      keys in a tile
     kept      what is not rescaled, which is a mistake: "o", "sum" or both

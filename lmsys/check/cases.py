@@ -1,8 +1,10 @@
 """The tasks that an attention kernel is given, from the simplest to the rarest, so that the first failure says most.
 
 A *row* is the implementation of attention that is checked, and a task is one call of it. `check/attention.py` makes a
-question of each task. Add a task to `tasks`, `larger` or USES. Its `aspect` is the line of the table printed by
-`lmsys check` in which its answer is counted.
+question of each task, and calls `answer` to have the row run it. Add a task to `tasks`, or to `larger` if its shape is
+that of a model; a new way of calling goes to USES. A new option of `lmsys.attention` gets a task from
+`tasks_of_options`, and needs a value there or in `pattern_of` unless the value is True. The `aspect` of a task is the
+line of the table printed by `lmsys check` in which its answer is counted.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
 """
@@ -73,7 +75,7 @@ def tasks(
 
     device, capability  as in `AttentionCase`
     passes              runs a task: True if the row's results are right
-    dtype               the one of all tasks
+    dtype               the dtype in which all tasks are yielded
     """
     case = AttentionCase(
         batch=1,
@@ -178,7 +180,7 @@ def tasks_of_options(case: AttentionCase) -> Iterator[Task]:
 
 
 def pattern_of(case: AttentionCase, seed: int) -> Pattern:
-    """The pattern of a case, with tensors drawn by `seed`."""
+    """The case's mask and other options as a `Pattern`, with tensors drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
     shape = case.batch, case.heads, case.queries, case.keys  # of the scores
     drawn: dict[str, Any] = {

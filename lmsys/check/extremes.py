@@ -56,9 +56,8 @@ def failure(
 ) -> question.Fault | None:
     """The fault of the row on extreme inputs; None if all units are right.
 
-    case   made by `case_of_kinds`, with a unit for each kind; or a case with a single unit, one batch entry and one key
-           head, as `check/attention.py` makes it to have many keys: then this unit has the kind "equal", whose keys are
-           all equal
+    case   has a unit for each kind, as `case_of_kinds` makes it, or a single unit (one batch entry, one key head) with
+           many keys, as `check/attention.py` makes it: this unit gets the kind "equal", whose keys are all equal
     grad   True: gradients are asked for and judged, too
     rms    True: errors are also judged in root mean square, see `Oracle.judge`
     named  True: the mistake is searched for
@@ -192,11 +191,11 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> t
 def _lost_and_leaks(
     row: cases.Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lost, leaks), both (len(scores),), with an entry for each query: True if its o is wrong; if its o is too large.
+    """(lost, leaks), boolean, (len(scores),) each, with an entry for each query.
 
-    With `grad` a query is also lost if its gradient is not finite. All keys of query i have the score scores[i], so o
-    is the mean of the values that the query sees. Values grow with the number of the key: with a causal mask, o is too
-    large if it has values of masked keys.
+    A query is lost if its o is wrong; with `grad` also if its gradient is not finite. It leaks if its o is too large.
+    All keys of query i have the score scores[i], so o is the mean of the values that the query sees. Values grow with
+    the number of the key: with a causal mask, o is too large if it has values of masked keys.
     """
     dtype, scale = DTYPES[case.dtype], case.head_dim**-0.5 if case.scale is None else case.scale
     keys = max(keys, len(scores) + 1) if case.causal else keys  # so that no query sees all keys

@@ -76,7 +76,7 @@ def questions_of(
 ) -> Iterator[question.Question]:
     """Yields a question for each case in the dtypes of `options`.
 
-    If only forwards are checked (`options.grad` is False), "retained" cases are left out.
+    Without gradients (`options.grad` is False), "retained" cases, which need a second backward, are left out.
 
     judged   asks the implementation about a case, and returns its fault, or None
     lacking  settings that the implementation has no parameter for: it is not asked about cases that have them

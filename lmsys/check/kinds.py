@@ -1,9 +1,10 @@
-"""The kinds of implementation that can be checked, which kind a function or class is, and the verdict on one.
+"""Lists the kinds of implementation that can be checked, tells the kind of a function or class, and asks its questions.
 
 A *row* is one implementation, an entry of a table of `lmsys.registry`, or one made from a user's file. `lmsys check
-TARGET` calls `check_target`. `lmsys check --all` calls `verdict_on` for each row of the tables in KINDS. The benchmark
-of attention calls it for rows before it times them. The course's grading asks the questions of KINDS itself. A new kind
-is a module with a function `questions`, an entry in KINDS, and a way to recognise it in `kind_of`.
+TARGET` calls `check_target`. `lmsys check --all` calls `verdict_on` for each row of the tables in KINDS; the benchmark
+of attention calls `verdict_on` for rows before it times them. `lmsys course` asks the questions of KINDS itself. A new
+kind is a module with a function `questions`, an entry in KINDS, an entry in MARKS or a condition in `kind_of` by which
+it is recognised, and a line in docs/check.md.
 """
 
 import importlib
@@ -74,7 +75,9 @@ OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # names of the par
 
 
 def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
-    """(the kind, the row) of `target`, a name in a table or path.py:attribute. ValueError names all kinds.
+    """(the kind, the row) of `target`, a name in a table or path.py:attribute.
+
+    ValueError if there is no such target, or if its kind cannot be told.
 
     kind  a name in KINDS; None: the one that `target` looks like
     """
@@ -88,7 +91,10 @@ def find(target: str, kind: str | None) -> tuple[str, registry.Entry]:
 
 
 def kind_of(implementation: Any) -> str:
-    """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
+    """The name of the kind that an implementation looks like, by its class or the names of its parameters.
+
+    ValueError if it looks like none. The message names all kinds.
+    """
     try:
         # For a module's class, `own` are the parameters of the constructor, and `taken` those of its forward.
         own, taken = inspect.signature(implementation).parameters, signature.parameters_of(implementation)
@@ -98,14 +104,14 @@ def kind_of(implementation: Any) -> str:
             f"{implementation!r} has no parameters that can be read: wrap it in a def of q, k, v"
         ) from None
     is_class = inspect.isclass(implementation)
-    is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
+    is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # true for optimizers, strategies and attention
     kind = next(
         values.sentences_of(  # the texts whose conditions are true, in order; here texts are kinds
             (not OF_SHARDED_OPTIMIZERS.isdisjoint(own), "sharded_optimizer"),
             (is_class and issubclass(implementation, torch.optim.Optimizer), "optimizer"),
             *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
             (hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"], "strategy"),
-            # q, k, v by any names; a function that makes an optimizer is none of these kinds
+            # Three parameters of any names are q, k and v. A function that makes an optimizer is none of these kinds.
             (
                 len(taken) >= 3
                 and list(own)[:1] != ["params"]
@@ -133,8 +139,8 @@ SCHEMA = 1  # the version of the JSON lines: docs/check.md
 def check_target(target: str, kind: str | None, options: question.Options, as_json: bool = False) -> int:
     """Finds `target`, a name in a table or path.py:attribute, and runs `check` on it. ValueError as in `find`.
 
-    It patches torch, and without a GPU Triton, for the rest of this process (`laptop.install`, `question.poison`): so
-    the process should serve this check alone.
+    `check_target` patches torch, and on a machine without a GPU also Triton, for the rest of this process
+    (`laptop.install`, `question.poison`). So the process should serve this check alone.
     """
     laptop.install()
     with closing(processes.Outputs()) as mended:
@@ -168,7 +174,7 @@ def check(
         elif fields:
             print(json.dumps({"schema": SCHEMA, "name": entry.name, "kind": kind, **fields}), flush=True)
 
-    question.poison(setattr)  # in this process, for good: memory that is left unwritten is NaN
+    question.poison(setattr)  # for the rest of this process: memory that is left unwritten is NaN
     held = question.Holds(options.grad) if kind == "attention" else None  # the table of the answers
     start, answer = (
         time.perf_counter(),
@@ -254,11 +260,11 @@ def verdict_on(
     say        called for each case, as `say` in `check`
     held       counts the answers; with it every question is asked, also after a wrong answer
     """
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # on masked lanes
     right, asked, refused, wrong = 0, 0, dict[str, list[str]](), ""
     for case in KINDS[kind].questions(entry, options):
         if case.reason is not None:
-            refused.setdefault(case.reason, [])  # no cases: this reason is listed as one for not asking
+            refused.setdefault(case.reason, [])  # the empty list marks a reason for not asking
             say("", case=case.about, verdict="not asked", reason=case.reason)
             continue
         if right == most:

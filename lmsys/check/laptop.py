@@ -1,10 +1,10 @@
 """Runs code that was written for a GPU on a machine without one: torch and Triton pretend that there is a GPU.
 
-`install` patches both in this process; `kinds.py`, `trained.py` on each rank, and the course's grading call it. Inside
-the context `Laptop` tensors say that they are on a GPU, and Triton's interpreter runs the kernels. `attention.py` calls
-`fitting`, which finds out if a row (an implementation that is checked) needs this. The Python code around kernels may
-assert that its tensors are on a GPU, ask for the current device or the active driver, and allocate with device="cuda";
-such memory is the host's. If such code asks for something else, add it to `install`.
+`install` patches both in this process; `kinds.py`, `trained.py` on each rank, `lmsys/course` and `dev/targets` call it.
+Inside the context `Laptop` tensors say that they are on a GPU, and Triton's interpreter runs the kernels.
+`attention.py` calls `fitting`, which finds out if a row (an implementation that is checked) needs this context. The
+Python code around kernels may assert that its tensors are on a GPU, ask for the current device or the active driver,
+and allocate with device="cuda"; such memory is the host's. If such code asks for something else, add it to `install`.
 
 The limits of the interpreter: it computes bfloat16 wrongly (of this only products of matrices are mended here), it
 cannot run in two threads at once, and it runs only the first configuration of an autotuner.
@@ -24,12 +24,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 GPU = torch.device("cuda", 0)  # the device that tensors say they are on; it does not exist
-# Why `attention.questions` does not ask an interpreted row some cases.
+# Reasons for which `attention.questions` leaves out some cases of a row whose kernels are interpreted.
 NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloat16 wrongly", "runs no two threads"))
-# Notes that end `attention.questions`: the first if kernels were interpreted, the second if a row ran in `Laptop`.
+# The last lines of a check of attention: the first if kernels were interpreted, the second if a row ran in `Laptop`.
 INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
 PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
-running: list[Any] = []  # the row that `fitting` runs in `Laptop`, if any: backwards then run there, too
+running: list[Any] = []  # holds the row, if it runs in `Laptop`: as long as there is an item, backwards run there, too
 _apply = BackwardCFunction.apply  # the original of the function that `install` replaces
 
 
@@ -198,8 +198,9 @@ def _backward(self: Any, *gradients: Any) -> Any:
 def fitting(row: Callable[..., torch.Tensor], score: Callable[[Any], int]) -> Callable[..., torch.Tensor]:
     """The row as it is, or, if it then gets a higher score, a function that calls the row in `Laptop`.
 
-    `score(row)` calls the row, and is higher the further the row gets: it has results, they are right, it launches
-    kernels. Where `install` has patched nothing, as on a machine with a GPU, the row is returned as it is.
+    `score(row)` calls the row and returns a number, which is higher if the row returns results, if these have no fault,
+    and if the row launches kernels. Where `install` has patched nothing, as on a machine with a GPU, the row is
+    returned as it is.
     """
 
     if BackwardCFunction.apply is not _backward:

@@ -5,7 +5,8 @@ with the language model's head in it `f(hidden, weight, targets)` (the weight ma
 `ignore_index`, and the options in `loss_mistakes.OPTIONS`: it is asked only about those for which it has a parameter.
 A module's class is constructed without arguments. The loss is the mean over all tokens that are not ignored.
 
-Add a case to CASES, and to ROLES a name that a parameter may have. A case's shape is that of the logits, (N, V). Its
+Add a case to CASES, and to ROLES a name that a parameter may have. A new option of losses is a name in
+`loss_mistakes.OPTIONS`, a role in ROLES and a line of OPTION_CASES. A case's shape is that of the logits, (N, V). Its
 setting "ignored" is how many tokens, from the first on, are ignored; its other settings are arguments of the loss.
 
 Legend: N tokens, V vocabulary, M d_model, WIDTH in all cases. KINDS are kinds of extreme inputs.

@@ -1,8 +1,8 @@
 """The formula of the cross-entropy loss, `right`, and the mistakes that people make in it, for `loss.py`.
 
-`loss.py` gives `right`, `plain` and `mistakes` to `formulas.judge`. It tries the mistakes in their order and reports
-the first that gives the wrong result: put plainer ones first. To add a mistake, add an exhibit to `tests/museum/`, and
-its words and a function to the table for the place of the mistake:
+`loss.py` gives `right`, `plain` and `mistakes` to `formulas.judge`, which tries the mistakes in their order and reports
+the first that gives the wrong result: so the plainest come first. To add a mistake, add an exhibit (a published loss
+that makes it) to `tests/museum/`, and its words and a function to the table for the place of the mistake:
 
     MAXIMUM          what is subtracted before the exponential
     IGNORED          ignored tokens

@@ -4,7 +4,7 @@
 `f(x, weight, bias, eps)`, for LayerNorm. Or it is a module's class, built with the width and eps, whose first parameter
 is the weight. Results have the dtype of x. A case's shape is that of x. ROLES and BUILT list the names that parameters
 may have; new mistakes go to `rms_norm_mistakes`, `layer_norm_mistakes` and the tables that they use, with an exhibit
-in `tests/museum/`.
+(a published norm that makes the mistake) in `tests/museum/`.
 """
 
 from collections.abc import Callable, Iterator

@@ -7,8 +7,9 @@ that torch lacks, from that of the formula in plain PyTorch. Each row of a param
 huge steps hides no error in others. An optimizer that claims to keep float32 master weights for bfloat16 weights is
 compared in another way: with a run in float64 from the first weights on, since its master weights cannot be read.
 
-The tables from IGNORED to KEEPING_MISTAKES hold the known mistakes. Each is a change of one of the two parts of a
-`Formula`: its rule, the arithmetic, or its keeping, which settings and state a step gets. Add new mistakes there.
+The tables from IGNORED to KEEPING_MISTAKES hold the known mistakes. Each changes one of the two parts of a `Formula`:
+the rule, which is the arithmetic, or the keeping, which decides what settings and state a step gets. Add new mistakes
+there, and an exhibit (a published optimizer that makes the mistake) to `tests/museum/`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -86,7 +87,8 @@ def _followed(form: optimizer_formula.Form, run: optimizer_formula.Run, made: op
     return (right + [False]).index(False)  # the place of the first step that disagrees
 
 
-# The mistake of a case by its memory, if no other is found. The same steps were right in contiguous memory.
+# By the memory of a case: the mistake that is named if no other explains the fault. Earlier cases have shown that such
+# steps are right in contiguous memory.
 ASTRAY = dict.fromkeys(
     optimizer_runs.MEMORY.keys() - {"contiguous"},
     "steps are lost, or change memory beside a weight that is not contiguous",

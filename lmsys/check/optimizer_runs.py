@@ -17,9 +17,9 @@ from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
 from lmsys.parallel import sharded_optimizer, structure
 
-# An optimizer with one of these words in its class's name, or in that of a base class, is another algorithm, for which
-# there is no formula here, although the name may contain Adam or SGD as well. A word with a space behind it must end
-# the name: "AdamP " does not fit AdamPlain.
+# Words for other algorithms, for which there is no formula here. An optimizer with such a word in its class's name, or
+# in that of a base class, is refused, although the name may contain Adam or SGD as well. A word with a space behind it
+# must end the name: "AdamP " does not fit AdamPlain.
 OTHERS = (
     *sharded_optimizer.OF_WHOLE,
     *("AdaBelief", "AdaMax", "Adamax", "AdaMod", "Adan", "Cautious", "DAdapt", "Lion", "NAdam", "QHAdam", "RAdam"),

@@ -1,8 +1,8 @@
-"""The types of `lmsys check`: a question to an implementation, the fault of its answer, and a table of the answers.
+"""The types of `lmsys check`: `Question` (one case), `Fault` (of a wrong answer), and `Holds` (a table of the answers).
 
 A *kind* is a type of implementation, such as attention or an optimizer. The module of each kind makes questions;
-`kinds.py`, and `lmsys/course/parts.py` for the course CS336, ask them. `where` and `worst` describe where a tensor is
-wrong. A new option of the command is a field of `Options`, and an argument in `__main__.py`.
+`kinds.py`, and `lmsys/course/parts.py` for the course CS336, ask them. `where` and `worst` find the places where a
+tensor is wrong. A new option of the command is a field of `Options`, and an argument in `__main__.py`.
 """
 
 import math
@@ -45,8 +45,8 @@ class Fault:
 
     text         where, and the values expected and given, in lines for a reader
     mistake      the known mistake that gives this answer, in words; None if there is none
-    error_ratio  the largest error over its budget, the error that is allowed; None if no number is wrong, or if the
-                 ratio is not finite
+    error_ratio  the largest error divided by its budget, which is the error that is allowed; None if no number is
+                 wrong, or if the ratio is not finite
     raises       True: the implementation raised an exception instead of an answer
     backward     True: the fault is in the backward alone, and the forward is right
     """
@@ -74,8 +74,8 @@ class Fault:
         """A fault whose text is `place`, and below it the mistake.
 
         mistake  as in the class; "" if none was searched for: then the text does not say that none is known
-        before   what is right in the same answer, in words, the forward's result first: if there is any, the backward
-                 alone is at fault
+        before   the names of the outputs that are right in the same answer. The forward's result is the first that is
+                 judged: so if any output is right, the backward alone is at fault
         """
         likely = f"\n  likely mistake: {mistake}" if mistake else "\n  no known mistake gives this result"
         more = f"\n  right in the same answer: {', '.join(before)}" * bool(before)
@@ -111,15 +111,17 @@ class Question:
 
 
 def device() -> str:
-    """The kind of device that implementations are asked on."""
+    """The type of device that implementations run on: "cuda" if there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def poison(replace: Callable[[Any, str, Any], Any]) -> None:
-    """Makes torch.empty and its like fill floating-point memory with NaN, so that results left unwritten show.
+    """Makes torch.empty and similar functions fill floating-point memory with NaN, so that unwritten results show.
 
-    `replace(owner, name, function)` patches them: setattr for the rest of the process, as checks do, or pytest's
-    monkeypatch.setattr until the end of a test. A second call changes nothing.
+    A second call changes nothing.
+
+    replace  (owner, name, function) -> patches torch. Checks pass setattr, which patches it for the rest of the
+             process; tests pass pytest's monkeypatch.setattr, which patches it until the test ends
     """
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -199,7 +201,7 @@ class Holds:
 
     Each answer is "right", "wrong", or "refused" by an exception.
 
-    grad    backwards are checked, too
+    grad    True: backwards are checked, too
     counts  the number of answers by aspect, direction and verdict
     """
 

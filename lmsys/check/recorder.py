@@ -81,7 +81,7 @@ class Recorder:
 
     def fail(self, error: BaseException) -> None:
         """Notes for the other ranks that this rank has failed, so that they do not wait for it."""
-        # A note that begins with "!" is that of a failure: `mark` reads it.
+        # By the "!" at its beginning `mark` knows that this note reports a failure.
         self._note(f"!{type(error).__name__}", self.group, next(self._numbers[self.group.group_name]))
 
     def others_end(self, timeout_s: float) -> bool:
@@ -155,7 +155,7 @@ class Recorder:
         keys = self._note(what, group, number)
         if (noted := _read(keys, PEER_S)) is None:
             missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
-            # If the collective then hangs, the error of the ranks' group quotes this line.
+            # If the collective then hangs, the error of the ranks' group quotes these words.
             doing.now(f"{doing.last()}, where it waits for rank {', '.join(missing)} in {what}")
             return
         if failed := [rank for rank, other in enumerate(noted) if other.startswith("!")]:

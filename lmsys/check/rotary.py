@@ -147,7 +147,7 @@ def frequencies(x: torch.Tensor, theta: float) -> torch.Tensor:
 def turned(x: torch.Tensor, angles: torch.Tensor, pairs: str, columns: str = "") -> torch.Tensor:
     """x (..., S, D) with `pairs`, HALVES or NEIGHBOURS, rotated by angles (S, D / 2), in x's dtype.
 
-    columns  the pairs that the tables of cosines and sines are laid out for; "": `pairs`, others are a mistake
+    columns  the pairs that the tables of cosines and sines are laid out for; "" means `pairs`. Any others are a mistake
     """
     first, second = x.chunk(2, dim=-1) if pairs == HALVES else x.unflatten(-1, (-1, 2)).unbind(-1)
     # Each pair (a, b) of x as (-b, a), in the same columns; and the angle of each column.

@@ -52,7 +52,8 @@ def questions(
             reason = entry.why_not(SimpleNamespace(device=device)) or trained.why_not(entry, trial, row)
             results = running.ask(entry, trial) if reason is None else []
             failure = blamed(results)
-            # A strategy may refuse a trial that is extreme or has micro-batches by an exception: it is then not asked.
+            # A strategy may refuse, by an exception, a trial that is extreme or has micro-batches. That exception is
+            # then the reason why the question is not asked.
             if failure is not None and failure.refuses and (trial.extreme or trial.micro_batches > 1):
                 reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
             yield question.Question(

@@ -3,7 +3,8 @@
 `strategy.py` calls `explain`. It trains for 0, 1, 2, ... steps until the weights are wrong. Before the first wrong step
 the weights are right, so each rank's gradients in that step are known, and so are the weights that each mistake would
 lead to, parameter by parameter. Mistakes of a strategy are listed in MISTAKES and `rules`, those of a sharded optimizer
-in `optimizer_rules`.
+in `optimizer_rules`: add a mistake there. `_sentence` acts on some words in the texts of mistakes; its docstring names
+them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -167,7 +168,8 @@ def _stepped(before: Before, grads: Mapping[str, torch.Tensor]) -> State:
     return {name: torch.stack([of_rank[name] for of_rank in after]) for name in grads}
 
 
-CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # of the options that a schedule changes, those that are ignored
+# A schedule changes lr and momentum. A mistaken optimizer ignores the changes of the options in one of these tuples.
+CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)
 
 
 def optimizer_rules(steps: Sequence[Before]) -> Iterable[Rule]:

@@ -1,8 +1,9 @@
 """Runs the training of a `Trial`: on ranks by a strategy or sharded optimizer, and by torch on one process.
 
-`strategy.py` and the benchmark of data parallelism run `train` on each rank. `strategy.py` compares the `Result` with
-`plain`, the right training in float64. The `Before` of each step of `plain` is what `strategy_mistakes.py` computes
-mistakes from.
+A trial is a small training (`lmsys.extremes.strategy`). `strategy.py` and the benchmark of data parallelism run `train`
+on each rank. `strategy.py` compares the `Result` with that of `plain`, the right training in float64. `plain` returns a
+`Before` for each step, from which `strategy_mistakes.py` computes what each mistake would lead to. If only some
+strategies can run a new trial, say so in `why_not`; a new condition of a mistake goes to `StepGradients.holds`.
 """
 
 import copy
@@ -119,7 +120,7 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
 def _trained(
     entry: registry.Entry, trial: Trial, module: Probe, recorder: Recorder, options: Mapping[str, Any]
 ) -> Result:
-    """The training itself. For a sharded optimizer the strategy is `Naive`, which only averages gradients."""
+    """Runs the training. For a sharded optimizer the strategy is `Naive`, which only averages gradients."""
     loaded, rank, unwaited = entry.load(), torch.distributed.get_rank(recorder.group), list[str]()
     doing.now("as it wraps the module")  # this line and those below become `Failure.doing`
     options = {**options, "bucket_mb": SMALL_MB} if trial.small_buckets else options

@@ -3,9 +3,9 @@
 FOLDER is a checkout of assignment 1 or 2, of 2025 or 2026, as it is. It runs in the Python that runs lmsys: install
 there what the checkout imports. The parts run in processes of their own.
 
-A part is right where it does what the handout and its tests ask. "Beyond" it are aspects that real models need, such as
-odd lengths or bfloat16: they never change the verdict. They take at most 20 s a part, and a finished assignment 2 takes
-about 3 minutes on two cores.
+A part is right where it does what the handout (the text of the assignment) and the course's tests ask. "Beyond" the
+handout are aspects that real models need, such as odd lengths or bfloat16: they never change the verdict. Asking about
+them takes at most 20 s a part. A finished assignment 2 takes about 3 minutes on two cores.
 
 Exit codes: 0 all that is written is right, 1 a part is wrong or refuses what the handout asks, 2 the folder is no such
 checkout, or does not load, 3 nothing is wrong, but a part could not be judged.
@@ -34,8 +34,9 @@ from lmsys.course import checkout, parts, systems
 from lmsys.reports import page
 
 # checkout.py finds and imports a checkout. parts.py lists the parts: add one there. basics.py and basics_training.py
-# have the questions about assignment 1, systems.py wraps what `lmsys check` asks and the bench measures. Here are the
-# processes that ask, what is printed, and `measure`.
+# have the questions about assignment 1. systems.py wraps adapters as functions and classes, so that `lmsys check` can
+# ask them and the bench can measure them. This file starts the processes that ask, prints the verdicts, and has
+# `measure`, by which --measure times the parts that are right.
 
 # An exit code, the version of the JSON, and the most seconds of a part.
 UNJUDGED, SCHEMA, PART_S = 3, 1, 120.0
@@ -82,9 +83,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
-    """Yields the verdict on each part whose adapter the checkout has; with `text`, on parts with it in a name.
+    """Yields the verdict on each part whose adapter the checkout has.
 
     ValueError: the adapters do not load, or there is no such part.
+
+    text  only parts with this text in their name or their adapter's, in upper or lower case, are asked
     """
     with tempfile.TemporaryDirectory() as folder:
         path = [*checkout.path_of(root), *sys.path]
@@ -174,8 +177,8 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
     )
 
 
-# `measure` writes this text into a file, rows.py. Each key of its PARTS is the name of a row, by which WORKLOADS knows
-# it, too; the value names what in systems.py calls the student's part.
+# `measure` writes this text into a file, rows.py. Each key of its PARTS is the name of a row; the value names the
+# function or class of systems.py that calls the student's part. To measure another part, add it here and to WORKLOADS.
 ROWS = '''"""The parts of {root} as rows of a benchmark."""
 
 import sys

@@ -64,7 +64,7 @@ def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Ten
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """True where x has y's shape and, within the tolerance, its values."""
+    """True if x has y's shape and, within the tolerance, y's values."""
     room = ROOM * max(1.0, float(y.nan_to_num().abs().max()))
     return x.shape == y.shape and torch.allclose(x, y.double(), rtol=0.0, atol=room, equal_nan=True)
 

@@ -2,8 +2,8 @@
 
 A checkout is a student's copy of the assignment. An adapter is a function of its tests/adapters.py, by which the
 course's tests call the student's code. __main__.py calls `root_of` and `path_of`. All other functions here run in the
-processes that call adapters: the workers of __main__.py, and the benchmarks of its --measure. `load` decides how a
-missing package is treated.
+processes that call adapters: the workers of __main__.py, and the benchmarks of its --measure. To treat a package that
+is not installed in another way, change `_make_importable` and `Missing`.
 """
 
 import importlib.metadata

@@ -1,8 +1,9 @@
 """The parts of CS336's assignments 1 and 2, of 2025 and 2026: PARTS has each part's adapter and questions.
 
 `lmsys course` calls `ask` in a worker process for the verdict on one part. A part is a piece of a student's work; its
-adapter is the function of the course's tests/adapters.py that calls it. A new part is an entry of PARTS, with questions
-as in basics.py. The handout is the text of the assignment.
+adapter is the function of the course's tests/adapters.py that calls it. The handout is the text of the assignment. A
+new part is an entry of PARTS, with questions as in basics.py, and a line of the table in docs/course.md. Some parts are
+asked questions of `lmsys check`, which `_of_kind` finds by their words: if these change there, change them here, too.
 """
 
 import json
@@ -36,12 +37,13 @@ INSTALLED_AS = {  # by the name of a module, the package that pip installs
 # The fault of a part in Triton whose questions launched no kernel. By its text the verdict is NOT_WRITTEN.
 NO_KERNEL = Fault("  NotImplementedError: the results are right, but no Triton kernel makes them", raises=True)
 
-# The verdict that an exception means, by a pattern of its text; the first that fits. All others mean REFUSED.
+# By a pattern of an exception's text: the verdict on the part. The first pattern that fits counts; if none does, the
+# verdict is REFUSED.
 VERDICTS = {
     r"NotImplementedError.*(interpreter mode|Could not run)": NOT_JUDGED,  # raised by Triton or torch
     r"NotImplementedError": NOT_WRITTEN,  # raised by the course's template
     r"ModuleNotFoundError|ImportError|FileNotFoundError|ConnectionError": NOT_JUDGED,
-    # A compiler fails or is missing. In the next two lines it is a GPU, its driver, NCCL, or Triton for this machine.
+    # Something fails or is missing: in the first line a compiler, in the others a GPU, its driver, NCCL, or Triton.
     r"InductorError|BackendCompilerFailed|Cpp\w*Error|InternalTorchDynamoError|dynamo|CompilationError": NOT_JUDGED,
     r"NVIDIA|CUDA (error|driver)|compiled with CUDA|No CUDA|cudart|active driver|dummy base class": NOT_JUDGED,
     r"[Nn][Cc][Cc][Ll]|Did you forget to add @triton.jit": NOT_JUDGED,
@@ -55,7 +57,7 @@ class Part:
     adapter    the name of its function in tests/adapters.py
     questions  yields (question, True if it goes beyond the handout): see basics.py
     asks       what the handout asks, in words
-    backward   True: beyond the handout, the part is right in an aspect if the backward is; False: if the forward is
+    backward   the direction whose answers count for aspects beyond the handout. True: the backward; False: the forward
     """
 
     adapter: str
@@ -65,9 +67,10 @@ class Part:
 
 
 def _of_kind(kind: str, name: str, asked: str) -> basics.Questions:
-    """The questions of `lmsys check` for a kind. Those whose `about` fits the pattern `asked` are the handout's.
+    """The questions of `lmsys check` for a kind.
 
-    name  the function or class of systems.py that is asked; it calls the adapter
+    name   the function or class of systems.py that is asked; it calls the adapter
+    asked  a pattern. Questions whose `about` begins with a match are the handout's, all others go beyond it
     """
     for question in kinds.KINDS[kind].questions(
         registry.Entry(name, f"{systems.__name__}:{name}"), Options(grad=False, dtypes=("float32", "bfloat16"))
@@ -76,10 +79,11 @@ def _of_kind(kind: str, name: str, asked: str) -> basics.Questions:
 
 
 def _of_flash(name: str, backward: bool) -> basics.Questions:
-    """The handout's cases of attention, forward or backward, then, beyond it, the questions of `lmsys check`.
+    """The handout's cases of attention, forward or backward; then, beyond the handout, the questions of `lmsys check`.
+
+    The handout allows the function in PyTorch to ignore the causal mask.
 
     name  "flash_pytorch" or "flash_triton", a class of systems.py
-    The handout allows the function in PyTorch to ignore the causal mask.
     """
     entry = registry.Entry(name, f"{systems.__name__}:{name}")
     causal = name == "flash_triton"
@@ -210,7 +214,8 @@ PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout
 }
 
 
-# Adapters without kernels of their own: the worker that asked them is used again. A kernel may damage its process.
+# Adapters without kernels of their own: the worker process that asked them is used for the next part, too. After other
+# adapters it is replaced, since a kernel may have damaged its process.
 IN_ONE_PROCESS = {part.adapter for part in PARTS.values() if "run_" in part.adapter} | {
     "get_tokenizer",
     "get_adamw_cls",
@@ -222,9 +227,9 @@ def ask(about: str, beyond_s: float, progress: Path) -> dict[str, Any]:
 
     progress  the file that gets each note of `judged`, as JSON
     """
-    poison(setattr)  # in this process, for good: memory that is left unwritten is NaN
+    poison(setattr)  # for the rest of this process: memory that is left unwritten is NaN
     systems.prepare()
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # on masked lanes
     checkout.load()
     return judged(PARTS[about], beyond_s, lambda *values: progress.write_text(json.dumps(values)))
 
@@ -254,7 +259,7 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
                 return _failed(f"{question.about}: {fault.text.strip()}", fault)
             right += not beyond
             answer = {"verdict": RIGHT, "cases": right, "beyond": held.worst(direction), "notes": list(notes)}
-    except Exception as error:  # raised as the adapter is called to make the questions
+    except Exception as error:  # raised by the adapter, which is called while the questions are made
         fault = Fault.raised(error)
         return _failed(fault.text.strip(), fault)
     return answer | {"notes": list(notes)}

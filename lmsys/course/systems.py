@@ -1,9 +1,10 @@
 """Adapters of a checkout, wrapped so that `lmsys check` can ask them: a function or class for each kind. Also `fsdp`.
 
-The checkout is a student's copy of an assignment of CS336: nearly all here is for the second, systems. An adapter is a
-function of its tests/adapters.py, by which the course's tests reach the student's code; its arguments are those of the
-handout. parts.py names the functions and classes here as targets of checks, and __main__.py as rows of benchmarks. To
-wrap another adapter, add a function or class here, and name it in parts.py. `fsdp` asks questions of its own.
+A checkout is a student's copy of an assignment of CS336; most wrappers here are for assignment 2, systems. An adapter
+is a function of its tests/adapters.py, by which the course's tests call the student's code; its arguments are those of
+the handout, the text of the assignment. parts.py names the functions and classes here as targets of checks, and
+__main__.py as rows of benchmarks. To wrap another adapter, add a function or class here, and name it in parts.py.
+`fsdp` asks questions of its own, not those of `lmsys check`.
 """
 
 import os
@@ -206,7 +207,7 @@ def train_on_rank(dtype: torch.dtype | None) -> State:
 def fsdp() -> basics.Questions:
     """Questions: three steps of SGD on two ranks from equal weights, in float32 and with float16 for computation.
 
-    Yields pairs (question, whether it goes beyond the handout), as basics.py does. None of these goes beyond it.
+    Yields pairs (question, True if it goes beyond the handout), as basics.py does. Here all are False.
     """
     for dtype, room in ((None, 1e-4), (torch.float16, 2e-3)):  # room: the tolerance
         yield (

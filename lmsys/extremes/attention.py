@@ -3,8 +3,9 @@
 A *unit* is a pair of batch entry and key head, with the query heads of that key head. Inputs are drawn normal, but in
 some draws one unit's q, k and v become one of KINDS. Benchmarks draw by `AttentionDraws`; `lmsys verify` draws a unit
 of a timed call again by `drawn_unit`, to judge it; `lmsys check` writes all kinds by `plant`. Values are changed by
-assignment, by copies and by powers of two, so that any machine makes the same bits again. Old result files are judged
-in this way, too, so a change of these values, such as a new kind, needs a new `lmsys.draws.VERSION`.
+assignment, by copies and by powers of two, so that any machine makes the same bits again. A new kind is an entry of
+KINDS and a branch of `plant`. It needs a new `lmsys.draws.VERSION`, as any change of these values does, since old
+result files are judged by inputs that are drawn again.
 
 Sources: sinks, Xiao et al. 2024 (arXiv 2309.17453); outlier channels, Dettmers et al. 2022 (arXiv 2208.07339), of keys
 Liu et al. 2024 (arXiv 2402.02750); growth of attention's logits, Dehghani et al. 2023 (arXiv 2302.05442), section 3.

@@ -1,12 +1,15 @@
 """Extreme tokens for a head and its loss: the target has the lowest logit by far, another class (*top*) the highest.
 
-The benchmark of losses writes them by `ExtremeTokens`, `lmsys check` by `write_head` and `write_kind`.
+The benchmark of losses writes such tokens into its draws by `ExtremeTokens`. `lmsys check`, and the benchmark before it
+times a row, write several kinds of extreme logits into small inputs by `write_head` and `write_kind`. A new kind is an
+entry of KINDS, which `lmsys check` reads, and a branch of `write_kind`; `odd_inputs` of benchmarks/loss.py takes kinds
+0 to 4.
 
-The hidden state of an extreme token is SCALE times the weight's row of the class top. The rows of the targets are the
-negative of that row. The rows of all other classes are as drawn, and nearly orthogonal to it. So the logits are about
-+-SCALE, the loss is twice that, and an exponential without a maximum subtracted overflows float32. The elements of
-these rows are powers of two of about the usual size. So the logits of both classes are exact in float16 and bfloat16,
-rounding changes no probability, and the error that the loss may have does not grow.
+The hidden state of an extreme token that `ExtremeTokens` writes is SCALE times the weight's row of the class top. The
+rows of the targets are the negative of that row. The rows of all other classes are as drawn, and nearly orthogonal to
+it. So the logits are about +-SCALE, the loss is twice that, and an exponential without a maximum subtracted overflows
+float32. The elements of these rows are powers of two of about the usual size. So the logits of both classes are exact
+in float16 and bfloat16, rounding changes no probability, and the error that the loss may have does not grow.
 
 Legend: N tokens, V vocabulary, M d_model.
 """

@@ -1,11 +1,11 @@
 """Extreme rows for norms, rotary embedding and gates, and extreme gradients for optimizers, by exact operations.
 
-To add a kind of extreme row, add it to ROWS: `write_model` and `group_of` go through this table.
-
 `lmsys check` takes ROWS, GATES and `extreme`. Benchmarks of models write weights by `write_model`, and gradients by
-`plant`. In a model some rows of the embedding are extreme, and reach norms and rotary embedding with their tokens. In
-each feed-forward some gates are saturated, and the values that they are multiplied by are scaled down, so that
-products stay of the usual size.
+`plant`. A new kind of extreme row or gate is an entry of ROWS or GATES; `write_model` and `group_of` go through ROWS.
+
+In a model some rows of the embedding are extreme, and reach norms and rotary embedding with their tokens. In each
+feed-forward some gates are saturated, and the values that they are multiplied by are scaled down, so that products stay
+of the usual size.
 
 Squares of huge rows overflow float16, and so do squares of an outlier channel. Exponentials of saturated gates x
 overflow float32: exp(-x) for negative gates, exp(x) for positive ones. Which of the two is computed depends on how

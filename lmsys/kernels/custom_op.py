@@ -1,7 +1,7 @@
 """Custom operators of torch, `torch.ops.lmsys.*`: torch.compile, torch.func and dispatch modes see a kernel as a node.
 
-`lmsys/attention/custom_ops.py` and `lmsys/model/rotary.py` call `define`, once for each operator: so does a new
-operator. Functions of `lmsys/attention` that torch.compile must not trace have the decorator `constant`.
+`lmsys/attention/custom_ops.py` and `lmsys/model/rotary.py` call `define` once for each operator; for a new operator,
+call it once more. Functions of `lmsys/attention` that torch.compile must not trace have the decorator `constant`.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def define(
     batched   True if all tensors have a batch as their first dimension: `torch.func.vmap` folds its own into it. Such
               an operator must return a tuple of tensors
 
-    Calls of an operator that `torch.library.custom_op` makes would cost the host two to three times as much.
+    Calls of an operator that `torch.library.custom_op` makes would take the host two to three times as long.
     """
     full = f"lmsys::{name}"
     torch.library.define(full, schema, tags=torch.Tag.pt2_compliant_tag)

@@ -1,7 +1,7 @@
 """Patches for Triton's interpreter (TRITON_INTERPRET=1): a fix for numpy 2.4, and caches that make it twice as fast.
 
-`lmsys/kernels/launch.py` calls `mend` once on import, where TRITON_INTERPRET=1 is set. The fix is applied with Triton
-3.6 alone. The caches are applied, all or none, if the interpreter's functions have the parameters in PARAMETERS. To
+When `lmsys/kernels/launch.py` is imported with TRITON_INTERPRET=1, it calls `mend`. The fix is applied with Triton 3.6
+alone. The caches replace functions of the interpreter, all or none: only if each has the parameters in PARAMETERS. To
 cache another function of the interpreter, add a replacement here, its parameters to PARAMETERS, and an assignment to
 `mend`.
 """

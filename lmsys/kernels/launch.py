@@ -4,14 +4,16 @@ The attention implementations `flash_triton*.py` make a `Kernel` once and keep i
 `lmsys/model/fused_triton.py` and `lmsys/training/muon_triton.py` call, makes and keeps the `Kernel` of each of their
 kernels: a new kernel is best launched by it. The attention `flash_gluon` derives its own class from `DirectKernel`.
 
-Triton's own launch looks a kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
-17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once,
-and descriptors are kept by address and geometry. They own no memory, so they also describe any tensor that later lies
-at the same address.
+A *descriptor* says where a tensor lies in memory; by it the GPU's TMA unit moves tiles of the tensor. Triton's own
+launch looks a kernel up by all its arguments, and encodes each descriptor again: 57 us, and 17 us for each descriptor,
+against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once, and descriptors are kept by
+the address, shape and strides of their tensors. They own no memory, so they also describe any tensor that later lies at
+the same address.
 
-`Kernel` is `DirectKernel` with the versions in `tritons.py`: it calls the launcher of Triton's CUDA backend, and does
-not call Triton's launch hooks. Elsewhere (a later Triton, ROCm, Triton's interpreter) it is `PublicKernel`, which
-launches as Triton's documentation says.
+With the versions of Triton in `tritons.py`, `Kernel` is `DirectKernel`: it calls the launcher of Triton's CUDA backend,
+and does not call Triton's launch hooks. If the launcher of a new version takes other arguments, `DirectKernel` must
+change. Elsewhere (a later Triton, ROCm, Triton's interpreter) `Kernel` is `PublicKernel`, which launches as Triton's
+documentation says.
 """
 
 import functools
@@ -29,7 +31,7 @@ from lmsys.kernels.tritons import is_known
 
 FUSED = {"enable_fp_fusion": True}  # Triton's default, given since 3.9 warns that 3.10 will change it
 FARTHEST_ROWS = 2**23  # a row stride in elements: the 256 rows of the largest tile then span 2**31 elements
-MAX_DESCRIPTORS = 8192  # kept at a time, about 1 KiB each
+MAX_DESCRIPTORS = 8192  # how many are kept at a time, to bound the memory: each takes about 1 KiB
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # arguments of launches: see `DirectKernel._described`
 INTERPRETED = triton.knobs.runtime.interpret  # True: kernels run in Triton's interpreter
@@ -74,7 +76,7 @@ def arch_of(device: torch.device) -> int:
 
 
 def by_tma(device: torch.device) -> bool:
-    """True if kernels move tiles by descriptors: on sm_90 and sm_100, and in the interpreter, which takes both.
+    """True if kernels move tiles by descriptors: on sm_90 and sm_100, and in Triton's interpreter, on a CPU.
 
     Descriptors are slow on other GPUs. Without TMA the compiler turns them into a 64-bit address and a load for each
     element, and no load is prefetched. On sm_120, which has TMA, registers spill.
@@ -156,7 +158,9 @@ class DirectKernel:
                 self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
             self._encode = utils.fill_tma_descriptor
             self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
-        self._metas: list[Any] = [  # how to encode each descriptor; for a `Strided` its dtype: strides are in elements
+        # How to encode each descriptor. For a `Strided` it is the dtype: without it the key of `_descriptors` would not
+        # tell tensors apart whose strides are equal in elements but not in bytes.
+        self._metas: list[Any] = [
             (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
             for meta in compiled.metadata.tensordesc_meta or ()
         ] or [getattr(x, "base", x).dtype for x in descriptors]

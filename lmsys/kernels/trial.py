@@ -2,7 +2,8 @@
 
 `lmsys/attention/flash_gluon/support.py` calls `refusal`, and `lmsys/attention/tuning.py` calls `digest_of`. The file is
 `trials.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A verdict belongs to one version of Triton, of torch and of
-the kernels' source, and to one compute capability; verdicts on others are kept beside it.
+the kernels' source, and to one compute capability; verdicts on others are kept beside it. To have another row tried,
+call `refusal` in its `supports`, with a function that runs its kernels and raises an exception if a result is wrong.
 """
 
 import hashlib
