@@ -147,7 +147,7 @@ PARTS: dict[str, Part] = {  # by name: Part(adapter, questions, what the handout
             _of_kind,
             "loss",
             name="cross_entropy",
-            asked=r"(a few tokens|a vocabulary|more tokens|logits|equal).*float32$",
+            asked=r"(a few tokens|an odd vocab|a large vocab|more tokens|logits|equal).*float32$",
         ),
         "the mean over tokens, no overflow",
     ),

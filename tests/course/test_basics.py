@@ -6,6 +6,7 @@ MISTAKES. All is judged in this process; test_course.py runs the command.
 """
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -171,6 +172,15 @@ def test_a_loss_that_overflows_is_wrong(adapters: Adapters) -> None:
     adapters(run_cross_entropy=loss)
     answer = judged(PARTS["cross-entropy"], 0.0)
     assert answer["verdict"] == parts.WRONG and "logits" in answer["text"], answer
+
+
+@pytest.mark.parametrize("part", [part for part, of in PARTS.items() if "asked" in getattr(of.questions, "keywords", {})])
+def test_each_word_of_a_part_s_pattern_is_in_a_question(part: str, adapters: Adapters) -> None:
+    """A question of `lmsys check` that is renamed would leave the handout's questions without a word."""
+    adapters(**EXAMPLE)
+    abouts = "\n".join(question.about for question, _ in PARTS[part].questions())
+    words = re.findall(r"[A-Za-z][A-Za-z0-9 ]+", PARTS[part].questions.keywords["asked"])  # type: ignore[attr-defined]
+    assert words and not [word for word in words if word not in abouts]
 
 
 def test_what_the_handout_does_not_demand_is_never_wrong(adapters: Adapters) -> None:
