@@ -1,7 +1,9 @@
 """`STRATEGIES`, the table of data-parallel strategies: training and benchmarks look a strategy's class up here by name.
 
-A strategy wraps a module and averages its gradients over ranks; `wrapper.py` states the contract. Read the files in the
-order of the rows. A new strategy is a file in this folder and a row below; CONTRIBUTING.md says what else it needs.
+A strategy is a class that wraps a module and averages its gradients over ranks; `wrapper.py` states the contract, and
+`StrategyTraits` lists the facts that a strategy may state about itself. To learn how strategies work, read their files
+in the order of the rows. A new strategy is a file in this folder and a row below; CONTRIBUTING.md says what else it
+needs. Other packages add rows by the entry point group `lmsys.parallel`.
 """
 
 from lmsys.registry import Entry, Table
@@ -13,10 +15,11 @@ __all__ = ["STRATEGIES", "StrategyTraits"]
 def _row(name: str, target: str, label: str, color: str = "", supports: str = "") -> Entry:
     """A row of the table. Rows of the file peers.py are marked as peers, that is, implementations by others.
 
-    target    "file:Class", where the class is in this folder
-    label     the strategy's name in tables and plots
-    color     its color in plots; "": the report chooses one
-    supports  as in `Entry`
+    name      the name by which settings and options ask for the strategy
+    target    "file:Class" of the strategy; the file is in this folder
+    label     its name in tables and plots
+    color     its color in plots, unlike that of any other row; "": the report chooses one
+    supports  "module:function", a function that says why the strategy cannot run a case; "": it can run every case
     """
     return Entry(
         name, f"lmsys.parallel.{target}", label, peer=target.startswith("peers:"), supports=supports,
@@ -24,7 +27,7 @@ def _row(name: str, target: str, label: str, color: str = "", supports: str = ""
     )  # fmt: skip
 
 
-# `supports` of rows that need GPUs: a function that says why a case cannot run.
+# `supports` of rows that need GPUs.
 ON_GPUS = "lmsys.parallel.copy_engine:copy_engine_supports"
 STRATEGIES = Table(
     "strategy",

@@ -1,11 +1,11 @@
 """Puts any strategy behind the contract of wrapper.py: ours, torch's, and those that students write for CS336.
 
-A *container* is what a strategy makes: a module around the module that is trained. A container written for assignment 2
-of the course CS336 works unchanged.
+A strategy is a class. Its instance, here called a *container*, is a module around the module that is trained. A
+container written for assignment 2 of the course CS336 works unchanged.
 
-`lmsys.training.prepare` (for training and benchmarks) and `lmsys.check.trained` (for `lmsys check`) build a strategy by
-`Adapter(class, module, group, **options)`, and then use the adapter. To take another form of container, change
-`Adapter`.
+`lmsys.training.prepare` (for training and benchmarks) and `lmsys.check.trained` (for `lmsys check`) make an
+`Adapter(class, module, group, **options)`, and from then on call the adapter in place of the container. To take
+containers whose methods have other names, change `Adapter`; to take other names of options, change `_arguments`.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from lmsys.values import hold, instance
 
 
 class Adapter:
-    """Gives a strategy what it lacks of the contract: `make_optimizer`, `no_sync`, `full_state_dict`, a process group.
+    """Makes a container, and supplies the methods of the contract that it lacks, such as `make_optimizer`.
 
     strategy  the class, or a function that makes the container
     module    the module that the container wraps
@@ -30,10 +30,11 @@ class Adapter:
     Attributes:
     wrapper          the container
     finish           its finish_gradient_synchronization
-    can_stay_local   True where it has `no_sync`
-    no_sync          the container's; else a context that does nothing
-    wait             the container's: waits for communication that goes on after a step, such as ZeRO-1's; else a no-op
-    full_state_dict  the container's; else the module's state_dict
+    can_stay_local   True where it has `no_sync`, so that a backward can leave its gradients on this rank
+    no_sync          the container's; without one, a context that does nothing
+    wait             the container's, which waits for communication that goes on after a step, such as ZeRO-1's; without
+                     one, a no-op
+    full_state_dict  the container's; without one, the module's state_dict
 
     ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
     """
@@ -48,7 +49,7 @@ class Adapter:
             )
         )
         self.finish = self.wrapper.finish_gradient_synchronization
-        self.can_stay_local = hasattr(self.wrapper, "no_sync")  # it has steps without synchronization
+        self.can_stay_local = hasattr(self.wrapper, "no_sync")
         self.no_sync: Any = getattr(self.wrapper, "no_sync", nullcontext)
         self.wait: Any = getattr(self.wrapper, "wait", lambda: None)
         self.full_state_dict: Any = getattr(self.wrapper, "full_state_dict", module.state_dict)
@@ -67,15 +68,19 @@ class Adapter:
         return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
 
     def fingerprint(self) -> str:
-        """A hash of the sums of all floating-point parameters and buffers: equal on ranks that hold equal models."""
+        """A hash of the sums of all floating-point parameters and buffers, equal on ranks that hold equal models.
+
+        Benchmarks compare it. All ranks call it, since `full_state_dict` may communicate.
+        """
         sums = [x.double().sum() for x in self.full_state_dict().values() if x.is_floating_point()]
         return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()
 
 
 def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments for the strategy: the options, and the process group where it takes one.
+    """The keyword arguments for the strategy: the options, and the process group if it takes one.
 
-    CS336's containers take `bucket_size_mb` in place of `bucket_mb`. ValueError for options that it does not take.
+    CS336's containers take `bucket_size_mb` in place of `bucket_mb`. ValueError for options that the strategy does not
+    take.
     """
     try:
         taken = inspect.signature(strategy).parameters

@@ -1,9 +1,9 @@
 """Strategies that the others are measured against: `none`, `naive` and `flat` of the table in `__init__.py`.
 
-They send nothing, or begin to communicate when the backward has ended. They are the shortest examples of a strategy.
-If there are several ranks, `Wrapper.finish_gradient_synchronization` calls `_synchronize`. Class attributes such as
-`halves_sums` are traits, facts about the row that other code reads: `lmsys.traits` and `lmsys.registry.Traits` explain
-each of them.
+`NoSync` sends nothing; the others begin to communicate only when the backward has ended. They are the shortest examples
+of a strategy: a new one of this kind derives from `AfterBackward` and fills in `_average`. If there are several ranks,
+`Wrapper.finish_gradient_synchronization` (wrapper.py) calls `_synchronize`. Class attributes such as `halves_sums` are
+traits, facts about a row of the table that other code reads: `lmsys.traits` and `lmsys.registry.Traits` explain each.
 """
 
 from lmsys.parallel import buckets, collectives, structure, wrapper
@@ -12,7 +12,7 @@ from lmsys.parallel import buckets, collectives, structure, wrapper
 class NoSync(wrapper.Wrapper):
     """Sends nothing: every rank trains for itself."""
 
-    synchronizes = False
+    synchronizes = False  # a trait: there is no communication
 
     def _synchronize(self) -> None:
         """A no-op: nothing is sent."""
@@ -21,7 +21,7 @@ class NoSync(wrapper.Wrapper):
 class AfterBackward(wrapper.Wrapper):
     """Base of the strategies that communicate only after the backward. A subclass fills in `_average`."""
 
-    halves_sums = True
+    halves_sums = True  # a trait: the mean over two ranks is computed as half of their sum
 
     def _synchronize(self) -> None:
         missing = [index for index, p in enumerate(self.trainable) if p.grad is None]
@@ -48,7 +48,7 @@ class Naive(AfterBackward):
 
 
 class Flat(AfterBackward):
-    """One all-reduce for all gradients of a dtype: they are copied into a flat tensor, and become views of it."""
+    """One all-reduce for all gradients of a dtype and device: they become views of the flat tensor that is reduced."""
 
     def _average(self) -> None:
         for params in structure.by_kind(self.trainable):

@@ -1,10 +1,11 @@
-"""Plans buckets of gradients, in the order in which they become ready, and lays tensors out in a flat tensor.
+"""Plans which gradients are sent together, as a bucket, and lays tensors out in a flat tensor.
 
-The other files of this folder that have buckets or flat tensors call it, and so does `lmsys.training.gradients`. Sizes
-are given as a list, one for each gradient. A *place* is an index into this list, and a bucket is a tuple of places.
-Every place is in one bucket. Buckets come in the order in which their last gradient is ready, which is the order in
-which they are sent. A bucket may consist of *segments* of equal length, one for each rank; a rank owns the tensors in
-its segment.
+The other files of this folder that have buckets or flat tensors call it, and so does `lmsys.training.gradients`.
+`plan` makes the buckets of all-reduces, `plan_segments` those in which each gradient has one owner. Both get a list of
+sizes, one for each gradient. A *place* is an index into this list, and a bucket is a tuple of places. Every place is in
+one bucket. Buckets come in the order in which their last gradient is ready, which is the order in which they are sent.
+A bucket of `plan_segments` consists of *segments* of equal length, one for each rank; a rank owns the tensors in its
+segment. A plan must depend on its arguments alone, since every rank makes it by itself and all must have the same.
 """
 
 import math
@@ -19,12 +20,12 @@ from torch import Tensor
 from lmsys.values import hold
 
 MIB = 2**20
-ALIGNMENT = 64  # elements: every tensor in a bucket begins at a multiple of it, as wide loads like it
-BALANCED = 0.95  # a bucket is closed once this share of its segments is gradients, not padding
+ALIGNMENT = 64  # elements: every tensor in a bucket begins at a multiple of it, so that kernels can use wide loads
+BALANCED = 0.95  # a bucket of segments is closed once this share of its elements is gradients, not padding
 
 
 def is_size(value: object) -> TypeGuard[float]:
-    """True for a positive, finite number."""
+    """True for a positive, finite number, as the option for the size of a bucket must be."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
@@ -36,7 +37,7 @@ def _entries(numbers: Any, indices: Iterable[int]) -> list[int]:
 def plan(
     sizes: Sequence[int], order: Sequence[int], limit: float, edge: float, kinds: Sequence[Hashable] | None = None
 ) -> list[tuple[int, ...]]:
-    """Buckets of at most `limit` bytes, the first and the last of at most `edge` bytes, each of one kind.
+    """Buckets of at most `limit` bytes, the first and the last of at most `edge` bytes, each for gradients of one kind.
 
     sizes  bytes of each gradient
     order  the places in `sizes`, in the order in which gradients become ready
@@ -126,9 +127,9 @@ def plan_segments(
 ) -> list[Segmented]:
     """Buckets of world_size segments of whole tensors. A segment has about `limit` elements, or more to save padding.
 
-    A bucket grows until its segments average `limit` elements and at least BALANCED of it is not padding. If it reaches
-    four times that size first, it is cut where its segments were most even. The segment that costs most goes to the
-    rank whose segments have cost least so far.
+    A bucket grows until its segments average `limit` elements and at least the share BALANCED of it is not padding. If
+    it reaches four times that size first, it is cut where its segments were most even. The segment that costs most goes
+    to the rank whose segments have cost least so far.
 
     numels  elements of each tensor
     order   the places in `numels`, in the order in which gradients become ready
@@ -153,7 +154,7 @@ def plan_segments(
 
 
 def _cut(numels: Sequence[int], order: Sequence[int], least: float, world_size: int, costs: Sequence[float]) -> int:
-    """The number of places, from the start of `order`, that make a bucket of at least about `least` elements."""
+    """How many places, from the start of `order`, make the next bucket of `plan_segments`: about `least` elements."""
     best, most_even, total = len(order), 0.0, 0
     for end, index in enumerate(order, start=1):
         total += numels[index]
@@ -173,7 +174,7 @@ def _cut(numels: Sequence[int], order: Sequence[int], least: float, world_size: 
 def _segmented(
     numels: Sequence[int], indices: Sequence[int], world_size: int, loads: list[Any], costs: Sequence[float]
 ) -> Segmented:
-    """The bucket of these places, shared out to ranks; updates `loads`."""
+    """The bucket of the places `indices`, whose tensors are shared out to ranks; updates `loads`."""
     parts = [_entries(indices, part) for part in share_out(_entries(costs, indices), world_size)]
     parts.sort(key=lambda part: sum(_entries(costs, part)), reverse=True)
     ranks = sorted(range(world_size), key=loads.__getitem__)
@@ -189,9 +190,11 @@ PART_MULTIPLE = 8  # elements: the length of a rank's part of a flat tensor is a
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of tensors in a flat tensor of `length` elements. places: shape, strides and first element of each.
+    """Where tensors lie in a flat tensor of `length` elements.
 
     Strategies with buckets compute a layout once for all steps, since a step often waits for the host.
+
+    places  for each tensor its shape, its strides, and the element of the flat tensor at which it begins
     """
 
     places: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
@@ -230,7 +233,7 @@ class Layout:
 
 @torch.no_grad()
 def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Copies gradients into a new flat tensor of `dtype`, zeros where there is none. Returns (flat tensor, its views).
+    """Copies gradients into a new flat tensor of `dtype`, zeros for one that is None. Returns (flat tensor, its views).
 
     The elements between tensors (`layout.gaps`) are not written, and may have any value.
     """

@@ -1,10 +1,10 @@
-"""The collectives of the strategies: means and gathers that do not wait. How NCCL and gloo differ is handled here.
+"""The collectives that strategies call: means over ranks, gathers and broadcasts. It hides how NCCL and gloo differ.
 
-A function begins a collective and returns a `Pending`, whose `wait` ends it. All ranks call the same functions in the
-same order. With NCCL a wait makes the current stream wait, not the host. A caller that waits at once passes
-`async_op=False`: NCCL then works on the current stream itself, without events between two streams. In some versions of
-torch gloo cannot compute a mean. So with gloo a mean is a sum, which is divided once it has arrived. A group of one
-rank communicates nothing.
+`all_reduce_mean`, `reduce_scatter_mean` and `all_gather` begin a collective and return a `Pending`, whose `wait` ends
+it. All ranks call the same functions in the same order. With NCCL a wait makes the current stream wait, not the host. A
+caller that waits at once passes `async_op=False`: NCCL then works on the current stream itself, without events between
+two streams. In some versions of torch gloo cannot compute a mean. So with gloo a mean is a sum, which is divided once
+it has arrived. A group of one rank communicates nothing. A new collective must handle all these cases, and `TreeSums`.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from lmsys.values import instance
 
-APART = (
+APART = (  # the message of the error when ranks differ: of `Agreement`, and of `Wrapper` in wrapper.py
     "ranks have not made the same forwards since they last finished, or not in the same order, so that their gradients"
     " are of different batches: after an exception on one rank, end all; a forward that one rank makes alone belongs"
     " under torch.no_grad()"
 )
-END, LONGEST = -1, 10_000  # in an Agreement: the number that ends a step; the most numbers of a step that are kept
+# In an `Agreement`: the number that ends a step; the most numbers of a step that are kept, as forwards without a
+# backward add to them without end.
+END, LONGEST = -1, 10_000
 Group = Any  # a torch ProcessGroup, None for the default one, or `TreeSums` of either
 _UNWRAPPED = dist.ProcessGroup | None  # made once, since every collective checks its group against it
 
@@ -33,10 +35,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class TreeSums:
-    """Wraps a process group: functions that compute means compute sums instead, along a binary tree of ranks.
+    """A process group whose means are sums instead: the functions of this file add along a binary tree of ranks.
 
     For four ranks the order of additions is (0 + 1) + (2 + 3). The world size is a power of two. The result has the
     bits of a single process that adds the same terms in pairs: see `lmsys.training.reproducible`.
+
+    group  the process group; None: the default one
     """
 
     group: Any = None
@@ -69,7 +73,7 @@ class Pending:
 def size_and_rank(group: Group) -> tuple[int, int]:
     """(world size, this rank); (1, 0) where no process group was made.
 
-    ValueError for what is no group, such as the number that `new_group` gives to ranks outside of the new one.
+    ValueError for a value that is no group, such as the number that `new_group` gives to ranks outside of the new one.
     """
     # torch's get_world_size and get_rank would take longer.
     ranks = instance("process_group", unwrapped(group), _UNWRAPPED) or dist.group.WORLD
@@ -82,7 +86,7 @@ def is_nccl(group: Group, x: Tensor) -> bool:
 
 
 def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
-    """x becomes the mean over ranks, in place; a sum in `TreeSums`."""
+    """x becomes its mean over ranks, in place; with `TreeSums` its sum."""
     world_size, _ = size_and_rank(group)
     if world_size == 1:
         return Pending()
@@ -96,7 +100,7 @@ def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
 
 
 def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> Pending:
-    """x (world_size · n,) -> out (n,): the mean over ranks of this rank's segment; a sum in `TreeSums`."""
+    """x (world_size · n,) -> out (n,): the mean over ranks of this rank's segment of x; with `TreeSums` the sum."""
     world_size, _ = size_and_rank(group)
     if x.is_complex():  # for other collectives torch.distributed does this itself
         out, x = torch.view_as_real(out), torch.view_as_real(x)
@@ -150,7 +154,7 @@ def all_gather(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> P
 
 
 def broadcast_(x: Tensor, group: Group) -> None:
-    """x becomes rank 0's, in place, whatever its dtype and layout."""
+    """Writes rank 0's x into x on every rank, whatever its dtype and layout."""
     if size_and_rank(group)[0] == 1 or not x.numel():
         return
     content = x.detach().contiguous()
@@ -173,11 +177,11 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 class Agreement:
     """Makes sure that all ranks begin the same collective next, so that none waits for ever. `Fsdp` uses it.
 
-    Each collective has a number. Before one begins, ranks compare its number in a small collective of their own. Once
+    Each collective has a number. Before it begins, ranks compare its number in a small collective that has none. Once
     two steps in a row had the same order of numbers, ranks follow this order without comparing. When a rank is to begin
     a collective that does not come next in this order, it first takes part in all collectives that are left in the
     order, by blank(number), since other ranks may still begin them. Then it compares its own number. The other ranks
-    compare too, at the step's end at the latest, and all ranks get the error.
+    compare too, at the step's end at the latest. If the numbers differ, all ranks get the error.
 
     blank  blank(number) takes part in the collective of this number, and drops its result
 
@@ -186,11 +190,11 @@ class Agreement:
 
     def __init__(self, group: Group, blank: Callable[[int], None]):
         self._group, self._blank, self._are_apart = group, blank, False
-        # Numbers: of the known order, and of the last step.
+        # Numbers: of the known order, of the last step, and of this step.
         self._order, self._before, self.since = list[int](), list[int](), list[int]()
 
     def on(self, number: int) -> None:
-        """Called before the collective of this number. At a number below 0 ranks only compare: no collective follows.
+        """Called before the collective of this number. A number below 0 marks a point where no numbered one follows.
 
         RuntimeError on all ranks unless all have the same number. From then on every call raises it: a rank may still
         come to collectives, as at the end of the forward that the error has ended, and the others would not join them.

@@ -1,14 +1,15 @@
-"""All-reduces of gradients in buckets by the GPUs' copy engines, which take no SM from the backward beside them.
+"""All-reduces of gradients in buckets by the GPUs' copy engines, which move memory while the GPU's kernels run.
 
-NCCL's kernels do take SMs. In a step of a large model this costs more time than the part of the communication that no
-computation hides. So here copy engines send gradients from where autograd left them, and a kernel only adds them up.
-This works for the GPUs of one node. In the first step gradients travel by NCCL, except in ZeRO-1: the order in which
-they come in this step decides how buckets are planned.
+NCCL's kernels take multiprocessors from a backward that runs beside them. In a step of a large model this costs more
+time than the part of the communication that no computation hides. So here copy engines send gradients from where
+autograd left them, and a kernel only adds them up. This works for the GPUs of one node. In the first step gradients
+travel by NCCL, except in ZeRO-1: the order in which they come in this step decides how buckets are planned.
 
-`CopyEngines` is the transport (see overlapped.py) of the rows `copy_engine` and `copy_engine_zero1`; `Exchange` and
-`AllGather` are the two collectives it is made of. Each rank adds up one segment of every bucket. It has an *inbox*, a
-buffer in torch's symmetric memory that its peers copy their gradients into. For each bucket, in the order in which all
-ranks send them, two streams, `_inward` and `_outward`, do this:
+`CopyEngines` is the transport of the strategies `copy_engine`, whose class is here, and `copy_engine_zero1` (zero1.py).
+A transport carries out the communication of a bucket: see overlapped.py. It consists of two collectives, `Exchange` for
+gradients and `AllGather` for parameters. In an `Exchange` each rank adds up one segment of every bucket. It has an
+*inbox*, a buffer in torch's symmetric memory that the other ranks, its *peers*, copy their gradients into. For each
+bucket, in the order in which all ranks send them, two streams, `_inward` and `_outward`, do this:
 
     _inward         READY    all ranks have this bucket's gradients, and a free half of their inbox
                     copy     gradients of the peers' segments, from where autograd left them, into the peers' inboxes
@@ -18,9 +19,10 @@ ranks send them, two streams, `_inward` and `_outward`, do this:
     at the end      DONE     all buckets are whole
 
 READY, ARRIVED and DONE are barriers of all ranks, each a kernel of one warp: the host waits for nothing, so a CUDA
-graph can capture all of it. An inbox has two halves, so that copies of one bucket run while another is added up. Ranks
-pass the same barriers in the same order, so they cannot wait for each other in a circle, in whatever order a GPU runs
-its queues.
+graph can capture all of it. An inbox has two halves, so that copies of one bucket run while another is added up. After
+any change, ranks must still pass the same barriers in the same order: so they cannot wait for each other in a circle,
+in whatever order a GPU runs its queues. Where signatures change, the stand-ins for tests without GPUs, in
+tests/support/engines.py, must change too.
 
 Buckets stay where they are from step to step: a gradient is a view of one, and the next step overwrites it. What
 autograd has made is held beside them until the end of the synchronization. From the second step on, and in ZeRO-1 from
@@ -47,7 +49,7 @@ HALVES = 2  # parts of an inbox: bucket n uses part n % HALVES
 
 # What is done for a bucket, in three lists. Sending: (number of a gradient, slice of it, where it goes in a peer's
 # inbox). Adding: (number of a gradient, slice of it, what peers send of it (peers by rank, n), where the mean goes).
-# Returning: (where the mean goes in a peer's flat tensor, where it is in the own).
+# Returning: (where the mean goes in a peer's flat tensor, where it is in this rank's own).
 _Work = tuple[list[tuple[int, slice, Tensor]], list[tuple[int, slice, Tensor, Tensor]], list[tuple[Tensor, Tensor]]]
 
 
@@ -186,7 +188,7 @@ def peers_of(rank: int, world_size: int) -> list[int]:
 
 
 def segments_of(length: int, world_size: int) -> list[slice]:
-    """The slices of a flat tensor of `length` elements that ranks add up, by rank; the last may be short or empty."""
+    """By rank the slice of a flat tensor of `length` elements that it adds up; the last ones may be short or empty."""
     each = -(-length // (world_size * buckets.ALIGNMENT)) * buckets.ALIGNMENT
     return [slice(min(rank * each, length), min((rank + 1) * each, length)) for rank in range(world_size)]
 
@@ -203,7 +205,7 @@ def inbox_bytes(layouts: Sequence[buckets.Layout], itemsizes: Sequence[int], wor
 
 
 def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, int]]:
-    """(number, slice, where the slice begins in the segment) of each tensor with elements in a segment."""
+    """For each tensor that has elements in a segment: (its number, the slice of it there, its first element there)."""
     parts = []
     for index, (shape, _, start) in enumerate(layout.places):
         first, last = max(segment.start, start), min(segment.stop, start + shape.numel())
@@ -213,7 +215,7 @@ def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, i
 
 
 def _work_on(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half_byte: int, handle: Any) -> _Work:
-    """The work on a bucket, see `_Work`. half_byte: the byte at which its half of every rank's inbox begins."""
+    """The work on a bucket, see `_Work`. half_byte: where in every rank's inbox the bucket's half begins, in bytes."""
     rank, world_size = inboxes.rank, inboxes.world_size
     peers = peers_of(rank, world_size)
     segments = segments_of(layout.length, world_size)
@@ -240,13 +242,13 @@ def _work_on(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, 
     return sending, adding, returning
 
 
-INSTEAD = "take bucketed or zero1, which are the same by collectives"
+INSTEAD = "take bucketed or zero1, which are the same by collectives"  # the advice in errors of this file
 
 
 class CopyEngines(overlapped.Collectives):
     """The transport by copy engines, through torch's symmetric memory; before `settle` buckets travel by NCCL.
 
-    The strategies call its methods as `overlapped.Collectives` says, whose methods these override.
+    It overrides methods of `overlapped.Collectives`, which says what each does and when strategies call it.
 
     shared  how often this process has shared memory with peers. torch numbers its messages for this by process, not by
             group: two ranks with different numbers would wait for each other without end.
@@ -351,12 +353,12 @@ def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
 
 
 class ByCopyEngines:
-    """The transport and the traits (`lmsys.traits`) of each strategy whose buckets travel by copy engines."""
+    """Base of each strategy whose buckets travel by copy engines: the transport, and traits (see `lmsys.traits`)."""
 
     over: type[overlapped.Collectives] = CopyEngines
     why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"
     all_reduce_model = False  # the model's latency and bandwidth are measured with NCCL's all-reduce
-    kernels = r"^_mean_kernel$"  # the only kernel of ours: barriers are torch's kernels, and copies have none
+    kernels = r"^_mean_kernel$"  # of mean_triton.py, our only kernel: barriers are torch's, and copies have none
 
 
 class CopyEngine(ByCopyEngines, overlapped.Bucketed):
@@ -366,7 +368,7 @@ class CopyEngine(ByCopyEngines, overlapped.Bucketed):
 
 
 def copy_engine_supports(case: Any) -> str | None:
-    """None for a case on a CUDA device, else why it cannot run: `supports` of the rows."""
+    """None for a case on a CUDA device, else why it cannot run. It is `supports` of the rows in `__init__.py`."""
     return None if case.device == "cuda" else f"copy engines need GPUs; on a CPU {INSTEAD}"
 
 

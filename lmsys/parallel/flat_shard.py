@@ -1,17 +1,18 @@
 """The building blocks of `Fsdp` (fsdp.py): flat tensors of parameters, divided among ranks, and the order of gathers.
 
-Only fsdp.py and assembly.py use this file: what is gathered and freed is here, and when is in fsdp.py.
+Only fsdp.py and assembly.py use this file. It says how parameters are gathered and freed; fsdp.py decides when.
 
-A `FlatShard` holds parameters side by side in a flat tensor, of which this rank keeps one of world_size equal parts.
-While the whole is not gathered, the module's own parameters are `Freed`: they have their shapes, and as gradients this
-rank's parts of them, but no values. Code that reads one outside of a forward or backward gets an error that says what
+A `FlatShard` holds parameters side by side in a flat tensor. This rank keeps one of world_size equal parts of it, the
+*shard*. To gather is to get the parts of all ranks, which together are the *whole*. To free is to give the memory of
+the whole back. Then the module's own parameters are `Freed`: they have their shapes, and as gradients this rank's parts
+of the whole gradients, but no values. Code that reads one outside of a forward or backward gets an error that says what
 to call instead.
 
-A `Unit` is the flat shards of one block, which are gathered and freed together. A `Walk` is one pass, forward or
-backward, over the units in the order in which they are expected: it gathers the next one ahead, and releases those
-whose last use is over. Ranks must begin the same collectives in the same order. A rank that skips a unit gathers it all
-the same, since another rank may use it. An unexpected unit is gathered when it is used, which is right where all ranks
-use it.
+A `Unit` is the flat shards of one block (an entry of a ModuleList), which are gathered and freed together. A `Walk` is
+one pass, forward or backward, over the units in the order in which they are expected: it gathers the next one ahead,
+and releases those whose last use is over. After any change, all ranks must still begin the same collectives in the same
+order. So a rank that skips a unit gathers it all the same, since another rank may use it. A unit that was not expected
+is gathered when it is used, which is right where all ranks use it.
 """
 
 import weakref
@@ -29,7 +30,7 @@ from lmsys.values import hold
 class Freed(Absent):
     """The class of a parameter while it is not gathered. Its gradient is this rank's part of the gradient, flat."""
 
-    # Its flat shard, the slice of `shard` that is this rank's part, and its place among the flat shard's parameters.
+    # (its flat shard, the slice of `FlatShard.shard` that belongs to it, its place in `FlatShard.params`)
     home: "tuple[weakref.ref[FlatShard], slice, int]"
 
     @property
@@ -50,19 +51,23 @@ class Freed(Absent):
 
     @property
     def rounded(self) -> Tensor | None:
-        """The rounded copy that modules read under autocast; None: there is none. It gathers the parameter first."""
+        """The rounded copy that modules read under autocast; None: there is none. Reading it gathers the parameter."""
         _read(self)  # after which the parameter has its ordinary class, and not this property
         return vars(self).get("rounded")
 
 
 class FlatShard:
-    """Parameters in a flat tensor: `shard` is this rank's part, `whole` the gathered tensor, without memory when freed.
+    """Parameters in a flat tensor, of which this rank keeps a part.
+
+    `shard` is this rank's part, an nn.Parameter that the optimizer steps. `whole` is the gathered tensor, which has no
+    memory while the parameters are freed. Gathered parameters may be *hidden*: then a read calls `on_read` all the
+    same. From `unshard` to `reshard` the parameters are *shown*: they have whole values, in their own dtype.
 
     params          of one dtype and device, all trained or all frozen; they become views of `whole`
     gathered_dtype  dtype of `whole`; None: that of the parameters
     rounded         True: the views of `whole` become the parameters' attribute `rounded`, which modules read instead of
-                    the parameters. These and their gradients keep their dtype, and the parameters' values are NaN
-    on_read         called when a freed parameter is read; returns True where it has gathered the parameter
+                    the parameters. The parameters and their gradients keep their dtype, and the former's values are NaN
+    on_read         called when a freed or hidden parameter is read; returns True if it has gathered the parameter
     number          n, the number of this flat shard among all. Ranks agree on collectives by number: 2 n is its gather,
                     2 n + 1 is the reduction of its gradients
 
@@ -95,22 +100,21 @@ class FlatShard:
         narrow = gathered_dtype if params[0].is_floating_point() else None
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._gathering: collectives.Pending | None = None
-        # Whole: gathered. Hidden: gathered, but a read calls on_read all the same. Shown: between `unshard` and
-        # `reshard`, when the parameters are whole copies.
-        self._is_whole, self._is_hidden, self.is_shown = False, False, False
+        self._is_whole, self._is_hidden, self.is_shown = False, False, False  # whole: gathered, perhaps hidden
         self._version = 0  # the version counter of the shard when it was gathered
         self.written = False  # True once a parameter was written while it was gathered, as in a forward
         # By parameter, True: this rank has made a gradient of it since the shard's gradient was None.
         self.used = [False] * len(params)
-        self.idle = set[int]()  # places in params of those that no rank has used since then
+        self.idle = set[int]()  # places in `params` of those that no rank has used since then: see `settle`
         self._kept = dict[tuple[str, int], Tensor]()  # during an optimizer's step: copies of what it must not change
         self._reduced: list[tuple[collectives.Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._rounded: list[Tensor] = []
         if rounded:  # through `.data`, for the reason that `_point_to` gives
             self._rounded = [view.data for view in self._views]
-            self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # of one element each
-        self._stamped = self._rounded or self.params  # the tensors that autograd saves
+            # Each is a single NaN, expanded to the parameter's shape.
+            self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]
+        self._stamped = self._rounded or self.params  # the tensors that autograd saves: `_stamp` sets their versions
         self._homes = [(weakref.ref(self), place, at) for at, place in enumerate(self.places(self.rank))]
         self._point_to(self._views)
         self._release()
@@ -123,7 +127,7 @@ class FlatShard:
         return [slice(min(max(a, 0), length), min(max(b, 0), length)) for a, b in spans]
 
     def _point_to(self, views: Sequence[Tensor]) -> None:
-        """Lets the parameters use the memory of these views, by `.data`: so autograd sees no write into `whole`."""
+        """Makes the parameters use the memory of these views, by `.data`: so autograd sees no write into `whole`."""
         appear(self.params)
         for p, view in zip(self.params, views, strict=True):
             p.data = view
@@ -135,7 +139,7 @@ class FlatShard:
             self._is_hidden = True
 
     def _release(self) -> None:
-        """Gives back the memory of `whole`; the parameters become `Freed`."""
+        """Frees `whole`, also where it is not gathered; the parameters become `Freed`."""
         if self._is_whole and self._rounded:
             for p in self.params:
                 del vars(p)["rounded"]
@@ -146,7 +150,7 @@ class FlatShard:
         self._stamp(freed=1)
 
     def _stamp(self, freed: int) -> None:
-        """Sets the versions that autograd compares: even where parameters are whole, odd where they are freed.
+        """Sets the versions that autograd compares: even numbers if parameters are whole, odd ones if they are freed.
 
         freed  1 or 0
         """
@@ -192,7 +196,7 @@ class FlatShard:
             self._is_hidden = False
 
     def free(self) -> None:
-        """Frees what is gathered, after the wait for a gather that has begun."""
+        """Frees the parameters if they are gathered; a gather that has begun is waited for first."""
         if self._gathering is not None:
             self.wait()
         if self._is_whole:
@@ -200,7 +204,7 @@ class FlatShard:
             self._release()
 
     def _is_written(self) -> bool:
-        """True if a gathered parameter has been written, or given another .data: that is lost when it is freed.
+        """True if a gathered parameter was written, or given another .data: the change would be lost when it is freed.
 
         A write through `.data` changes no version. It is found on CPUs alone, where comparing values costs little.
         """
@@ -257,7 +261,9 @@ class FlatShard:
             self.shard.grad = None
 
     def keep(self, state: Mapping[str, Any], dampens: bool) -> None:
-        """Before a step: copies the values and state of parameters that no rank has used. `put_back` restores them.
+        """Called before a step: copies the values and state of parameters that no rank has used.
+
+        To the optimizer the shard is one parameter, so its step changes these too, and `put_back` restores them.
 
         state    the optimizer's state of the shard
         dampens  True: the optimizer has a dampening, so that its momentum takes the first gradient whole, and of later
@@ -292,7 +298,7 @@ class FlatShard:
 
     @torch.no_grad()
     def put_back(self, state: dict[str, Any]) -> None:
-        """After a step: undoes what it has done to parameters that no rank has used.
+        """Called after a step: undoes its changes to parameters that no rank has used.
 
         State that the step has made, and of which `keep` had no copy, stays. The entry "left_out" of the state, a list,
         counts for each parameter the steps that have left it out.
@@ -318,7 +324,7 @@ class FlatShard:
 
     @torch.no_grad()
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """Gathers x (n,), which is laid out as the shard, from all ranks: whole tensors in the parameters' shapes.
+        """Gathers x (n,), laid out as the shard, from all ranks; returns whole tensors in the parameters' shapes.
 
         All ranks call it.
         """
@@ -357,7 +363,7 @@ class FlatShard:
 
 
 def _read(p: Any) -> None:
-    """Called when a freed parameter is read: gathers it, or raises RuntimeError."""
+    """Called when a freed or hidden parameter is read: gathers it, or raises RuntimeError."""
     flat = p.home[0]()
     if flat is not None and flat.on_read():
         return
@@ -376,7 +382,7 @@ class Unit:
 
     Attributes:
     flats    the flat shards; `Fsdp` sets them
-    pinned   True: it stays gathered until the optimizer's step, as nobody can tell when its last use will be over
+    pinned   True: it stays gathered until the optimizer's step, since it is not known when its last use will be over
     """
 
     def __init__(self, number: int, note: Callable[[int], Any], running: Sequence["Unit"]):
@@ -393,7 +399,7 @@ class Unit:
             flat.wait()
 
     def free(self, again: bool = False) -> None:
-        """Frees its flat shards, unless it is pinned or in a forward. again: only hides them, for another use soon."""
+        """Frees its flat shards, unless it is pinned or in a forward. again: only hides them, for it is used again."""
         for flat in () if self.pinned or self in self._running else self.flats:
             flat.hide() if again else flat.free()
 
@@ -410,8 +416,8 @@ class Unit:
 class Walk:
     """One pass over units, forward or backward. `Fsdp` makes it, and calls `enter`, `leave` and `end`.
 
-    order          the units in the order in which they are expected, each as often as it will be used; `Fsdp` may
-                   append to it
+    order          the units in the order in which they are expected to be used, each as often as it will be used;
+                   `Fsdp` may append to it
     release        called with a unit whose last expected use is over
     release_first  True: the unit that was used last is released before the next one is gathered; False: after that
 

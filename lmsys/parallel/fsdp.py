@@ -2,14 +2,14 @@
 
 The parameters of a block (an entry of a ModuleList) lie side by side in flat tensors, and so do those that are in no
 block. A rank keeps one of world_size equal parts of each flat tensor, in full precision; the optimizer steps this part.
-A block is gathered (each rank gets all parts of its flat tensors) when it is called, in whatever order and however
-often. While it computes, the block that is expected next is gathered. Blocks are expected in the order of their list
-until a step has another order, and from then on in that order, as rank 0 had it. A block is freed when its last use is
-over. A backward comes back to blocks in the reverse order of their calls: it gathers them again, and reduce-scatters
-their gradients while it goes on.
+A block is gathered (each rank gets all parts of its flat tensors) when it is called. Blocks may be called in any order
+and any number of times. While a block computes, the one that is expected next is gathered. Blocks are expected in the
+order of their list. If a step has another order, the order of rank 0 in that step is expected from then on. A block is
+freed when its last use is over. A backward comes back to blocks in the reverse order of their calls: it gathers them
+again, and reduce-scatters their gradients while it goes on.
 
-`Fsdp` is the row `fsdp` of the table in `__init__.py`. It decides when to gather and to reduce; the classes of
-flat_shard.py do it:
+`Fsdp` is the row `fsdp` of the table in `__init__.py`. It decides when to gather parameters and to reduce gradients;
+the classes of flat_shard.py do both:
 
 - A `FlatShard` is one flat tensor. Its collectives have numbers: 2 n gathers flat shard n, and 2 n + 1 reduces its
   gradients. Except under NCCL, ranks compare the number of what they are about to begin (`collectives.Agreement`), so
@@ -20,16 +20,17 @@ flat_shard.py do it:
   the optimizer's step.
 - A `Walk` is one pass over units, a forward or a backward, in the order in which they are expected. `enter` begins a
   use of a unit, and gathers the next one ahead; `leave` ends a use in a forward, and `end` the pass. A unit whose last
-  use is over is released. In a forward this frees it, before the next one is gathered (`release_first`). In a backward
-  this also begins the reduction of its gradients, and the gather of the next unit begins first. A walk notes the units
-  that were used (`seen`) and whether one of them was not expected (`strayed`): from these `_learn` has another order.
+  use is over is released. In a forward a release frees the unit, before the next one is gathered (`release_first`). In
+  a backward it also begins the reduction of the unit's gradients, after the gather of the next unit has begun. A walk
+  notes the units that were used (`seen`) and whether one of them was not expected (`strayed`): if so, `_learn` makes
+  rank 0's `seen` the expected order.
 - A backward has a single walk, `_back`, though it may come to several forwards, the last one first. The order of this
   walk is empty when the backward begins. When the backward comes to a forward, the units that it will come back to
   there (`visits` of the forward's walk) are appended in reverse. `forwards` has the walks of these forwards.
 
-A change must keep this rule: all ranks begin the same collectives in the same order, whichever blocks a rank skips and
-whichever gradients it has made. A new collective within a step comes after a call of `_before_collective`, if it has a
-number, or else of `_agree`.
+After any change, all ranks must still begin the same collectives in the same order, whichever blocks a rank skips and
+whichever gradients it has made. So call `_before_collective` before a new collective within a step, if it has a number,
+and `_agree` before one without a number. CONTRIBUTING.md says how to test such a change.
 
 wrapper.py says when the methods that `Fsdp` overrides are called. Hooks around blocks call `_enter_forward` and
 `_leave_forward`; a backward that comes to the output of a block calls `_return_to`. `structure.weakly` turns a method
@@ -107,7 +108,7 @@ class Fsdp(wrapper.Wrapper):
         compares = self.world_size > 1 and self.trainable and not collectives.is_nccl(process_group, self.trainable[0])
         self._agreement = collectives.Agreement(process_group, structure.weakly(self._blank)) if compares else None
         self._dtype = compute_dtype
-        self._running: list[flat_shard.Unit] = []  # whose forwards have begun and not ended, the innermost last
+        self._running: list[flat_shard.Unit] = []  # units whose forwards have begun and not ended, the innermost last
         self._units = [
             flat_shard.Unit(number, structure.weakly(self._before_collective), self._running)
             for number in range(1 + len(structure.blocks_of(module)))
@@ -128,7 +129,7 @@ class Fsdp(wrapper.Wrapper):
             )
 
     def _lay_out(self, groups: structure.Sets = ()) -> None:
-        """Lays the parameters of each unit side by side in flat tensors, those of each of the `groups` apart."""
+        """Lays the parameters of each unit side by side in flat tensors; none has parameters of two `groups`."""
         self.unshard()
         is_narrow = self._dtype in (torch.bfloat16, torch.float16)
         rounded = structure.read_rounded(self.module) if is_narrow else set[nn.Parameter]()
@@ -349,7 +350,7 @@ class Fsdp(wrapper.Wrapper):
         return {name: made[id(x)] if id(x) in made else copy.deepcopy(x) for name, x in held.items()}
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
-        """Torch loads one module after another: each is shown whole only while it is loaded, to save memory."""
+        """As `Wrapper._load`. To save memory it shows each submodule whole only while torch loads that submodule."""
 
         def load(module: nn.Module, load_own: Callable[..., None], *args: Any) -> None:
             own = set(map(id, module._parameters.values()))
@@ -416,7 +417,7 @@ class Fsdp(wrapper.Wrapper):
         self._free()
 
     def _pin(self, unit: flat_shard.Unit) -> None:
-        """Gathers a unit and pins it until the step, as nobody can tell when its last use will be over.
+        """Gathers a unit and pins it until the step, since it is not known when its last use will be over.
 
         Where no graph is recorded, as under no_grad() or in a backward, it is not pinned: no later backward reads it.
         """
@@ -455,7 +456,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _leave_forward(self, unit: flat_shard.Unit, _: nn.Module, __: Any, output: Any) -> None:
         """Called after the forward of a block: sets a hook that calls `_return_to` in the backward; frees the unit."""
-        # hidden: the output may hold tensors that are not among `tensors`, so nobody can tell when a backward comes.
+        # hidden: the output may hold tensors that are not among `tensors`, so a backward may come back unnoticed.
         tensors, hidden = structure.tensors_in(output) if torch.is_grad_enabled() else ([], False)
         structure.before_backward(tensors, structure.weakly(self._return_to, unit, self._walk))
         if structure.is_in_backward():
@@ -474,7 +475,7 @@ class Fsdp(wrapper.Wrapper):
         super()._enter_backward(walk)
         if walk is not None and walk not in self._back.forwards:
             self._back.forwards.append(walk)
-            self._back.end()  # the last forwards come first: the backward is done with those that it came to before
+            self._back.end()  # a backward comes to the last forward first, and is done with it when it comes to another
             self._to_come.discard(walk)
             self._back.order += walk.visits[::-1]
             for unit in walk.visits:

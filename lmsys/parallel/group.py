@@ -3,8 +3,8 @@
     with WorkerGroup(2) as group:
         results = group.run(function, argument)    # function(argument) on every rank; results by rank
 
-Inside of the function torch.distributed is initialized, and `device()` is the rank's device. The function travels by
-name, so it must stand at the top level of a module that the ranks can import. Under torchrun the processes are ranks
+Inside of the function torch.distributed is initialized, and `device()` is the rank's device. Ranks get the function by
+its name, so it must stand at the top level of a module that they can import. Under torchrun the processes are ranks
 already: there each process makes a `TorchrunGroup`, and calls its `run` with the same function. `lmsys train`,
 benchmarks, `lmsys check` and `lmsys course` start their ranks here. Each rank writes a note on what it is doing, such
 as "in step 12", into memory that it shares with the process that started it (`lmsys.doing`). So an error message can
@@ -272,7 +272,7 @@ def is_lost_peer(kind: str, text: str) -> bool:
 def last_words(rank: int, file: int) -> str:
     """A shell command that reports what a rank was doing when the process that had started it died.
 
-    Nobody else is left to report it then.
+    The shell that `lmsys.processes` has started beside the rank runs it, as no other process is left to report this.
 
     file  the descriptor of the open file that has the rank's note (`lmsys.doing`)
     """

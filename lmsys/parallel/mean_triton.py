@@ -1,7 +1,8 @@
 """Computes the mean of the tensors that all ranks have sent, in Triton, for the copy engines' all-reduce.
 
 `Exchange` of copy_engine.py calls `mean_`. Each tensor is read once. The tensors are summed in the order of ranks, in
-float32 or float64, so the result does not depend on the rank that computes it.
+float32 or float64, so the result does not depend on the rank that computes it. The trait `kernels` in copy_engine.py
+has the kernel's name, by which profiles recognize it.
 """
 
 import torch
@@ -18,7 +19,7 @@ def _mean_kernel(
 ):  # fmt: skip
     """OUT (num,) becomes the mean of OWN (num,) and of the others, which begin every `between` elements in OTHERS.
 
-    RANK is the place of OWN among the WORLD_SIZE tensors, and WIDE the dtype of the sum.
+    RANK is the place of OWN among the WORLD_SIZE tensors, WIDE the dtype of the sum, BLOCK the elements of a program.
     """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num

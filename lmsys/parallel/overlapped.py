@@ -1,8 +1,10 @@
-"""All-reduces that begin while the backward goes on: one per parameter or bucket, from post-accumulate-grad hooks.
+"""All-reduces of gradients that begin while the backward goes on: one for each parameter, or one for each bucket.
 
-Ranks must begin the same collectives in the same order, whatever order their gradients come in. So a bucket is sent
-when it is complete and all buckets before it have been sent. At first buckets are planned in the reverse order of the
-parameters. After the first backward they are planned once more, in the order in which rank 0 saw gradients come.
+A bucket is several parameters whose gradients are sent together. Hooks that autograd calls once a gradient is
+accumulated begin to send them. Ranks must begin the same collectives in the same order, whatever order their gradients
+come in. So a bucket is sent when it is complete and all buckets before it have been sent. At first buckets are planned
+in the reverse order of the parameters. After the first backward they are planned once more, in the order in which rank
+0 saw gradients come.
 
 `Overlapped` and `Bucketed` are the rows `overlapped` and `bucketed` of the table in `__init__.py`. Strategies of this
 kind, here and in zero1.py and copy_engine.py, differ in two choices: which parameters a bucket has and which rank owns
@@ -111,9 +113,9 @@ class Overlapped(wrapper.Wrapper):
     A bucket of one gradient is sent from where the gradient lies, without a copy. comm_dtype: as in `Bucketed`.
 
     `Wrapper` calls the methods that are overridden here: `_watch` when a forward has ended, `_begin_backward` before a
-    backward, `_gradient_is_ready` for each gradient of it, and `_synchronize` in `finish_gradient_synchronization`. The
-    constructor plans the buckets by `_partition` and `_bucket`, which subclasses override. The first `_synchronize`
-    plans them again.
+    backward, `_gradient_is_ready` for each gradient that the backward makes, and `_synchronize` in
+    `finish_gradient_synchronization`. The constructor plans the buckets by `_partition` and `_bucket`, which subclasses
+    override. The first `_synchronize` plans them again.
     """
 
     halves_sums = True  # a trait of the row: `lmsys.traits` explains all of them
@@ -238,7 +240,10 @@ class Overlapped(wrapper.Wrapper):
         self._sent.append(self.transport.reduce(bucket))
 
     def _plan_again(self, seen: list[int]) -> None:
-        """Plans buckets in the order in which rank 0 saw gradients, its `seen`. Parameters without one come last."""
+        """Plans buckets in the order in which rank 0 saw gradients: that of its `seen`, then parameters without one.
+
+        seen  the indices of the parameters whose gradients this backward has made, in the order in which they came
+        """
         unseen = sorted(set(range(len(self.trainable))) - set(seen), reverse=True)
         order = torch.tensor(seen + unseen, device=self.trainable[0].device)
         collectives.broadcast_(order, self.group)
@@ -247,7 +252,8 @@ class Overlapped(wrapper.Wrapper):
         self.transport.settle(self.buckets)
 
 
-SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes of the all-reduces that are timed
+# Bytes of the all-reduces that `latency_and_bandwidth` times, by the type of the device.
+SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}
 CALLS, ROUNDS = 5, 8  # timed calls of each size in a round; the most rounds
 
 

@@ -8,8 +8,9 @@ see this class: by then the values are back.
 A gradient of which this rank has only a part has the class `Part`. A function that would take the part for the whole,
 such as a norm, raises, or reduces over all ranks.
 
-An attribute that needs no values goes to `_FACTS` (to `_SETTERS`, too, if it can be set), and a method to `_METHODS`; a
-function of a part whose result is still a part goes to `STILL_PARTS`.
+To let an attribute of an `Absent` be read without its values, add its name to `_FACTS`, and to `_SETTERS` if it can be
+set; for a method, add its name to `_METHODS`. If the result of a function of a `Part` is still a part, add the function
+to `STILL_PARTS`.
 """
 
 import copy
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from lmsys.parallel.collectives import Group, unwrapped
 
-# What Tensor can be asked without its values, by name: attributes, methods, and attributes that can be set.
+# Names of what can be read, called or set of a Tensor without its values: attributes, methods, settable attributes.
 _FACTS = (
     "dtype device shape layout ndim names nbytes itemsize grad grad_fn requires_grad is_leaf is_cpu is_cuda is_meta"
     " is_sparse is_quantized is_nested retains_grad output_nr _backward_hooks _post_accumulate_grad_hooks"

@@ -1,8 +1,8 @@
 """torch's own data parallelism behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2.
 
-These are the rows `torch_...` of the table in `__init__.py`. Ours are compared with them, so they are set up as their
-users would set them up. To add another strategy of torch, add a class here, a row there, and a line in the table of
-docs/strategy.md.
+These are the rows `torch_...` of the table in `__init__.py`. Our strategies are compared with them, so they are set up
+as their users would set them up. To add another strategy of torch, add a class here, a row there, and a line in the
+table of docs/strategy.md.
 """
 
 import warnings

@@ -6,10 +6,12 @@ strategy that leaves every rank all mean gradients: `lmsys train` makes one for 
 flat buffers of world_size equal segments, so that gathering copies nothing. Source: Rajbhandari et al. 2020, "ZeRO"
 (arXiv 1910.02054), P_os.
 
-`whole_state` and `flat_share` convert an optimizer's state dict between fsdp's flat parts and whole parameters. So an
-optimizer that works element by element can go on with either. Their argument `groups` has a list of parameters for each
-param group, and parameters are numbered in this order. Checkpoints (`lmsys.training.training_state`) and `Fsdp` call
-them.
+`whole_state` and `flat_share` convert an optimizer's state dict between fsdp's flat parts and whole parameters. So a
+state that was saved in one form can be loaded in the other, if the optimizer works element by element. Their argument
+`groups` has a list of parameters for each param group, and parameters are numbered in this order. Checkpoints
+(`lmsys.training.training_state`) and `Fsdp` call them.
+
+An optimizer that does not work element by element must be named in OF_ALL or OF_WHOLE.
 """
 
 import copy
@@ -29,13 +31,13 @@ from lmsys.parallel import buckets, collectives, part, structure
 CHUNK = 2**26  # about the number of elements of a rank's segment that one all-gather sends
 # Optimizers in which the step of an element depends on other elements, by words in the names of their classes. OF_ALL:
 # on elements of all parameters. OF_WHOLE: on elements of its own parameter. Any other optimizer is taken to work
-# element by element. A word with a space behind it must end the name: an AdamPlain is no AdamP. Add new ones here.
+# element by element. A word with a space behind it must end the name: an AdamPlain is no AdamP.
 OF_ALL = "LBFGS", "Prodigy", "DAdapt"
 OF_WHOLE = (
     *("Adafactor", "Adam_mini", "AdamMini", "AdamP ", "GaLore", "Lamb", "LAMB", "LARS", "SGDP ", "Shampoo", "SOAP"),
     "StableAdam",
 )
-# The answers of `algorithm_of`, which every step asks. torch.compile warns of a function that functools caches.
+# The answers of `algorithm_of`, which every step calls. Not functools.cache: torch.compile warns of such functions.
 _algorithms: dict[tuple[type, tuple[str, ...]], str] = {}
 
 
@@ -93,11 +95,12 @@ class ShardedOptimizer(Optimizer):
                   sizes, or by `optimizer_cls.cost(parameter, **options of its group)` where the class has it, as
                   `lmsys.training.muon.Muon` does
     kwargs        options of `optimizer_cls`
-    `state_dict` is this rank's share. `full_state_dict` is whole, and loads at any world size and into `optimizer_cls`
-    itself; `load_state_dict` takes either. All ranks call the constructor, `step` and `full_state_dict`.
+    `state_dict` is this rank's share. `full_state_dict` is whole, and can be loaded at any world size, also into an
+    `optimizer_cls` without shards; `load_state_dict` takes either. All ranks call the constructor, `step` and
+    `full_state_dict`.
 
     torch's constructor, which runs within this one, calls `add_param_group` for each group. A subclass overrides
-    `_flatten`, which `add_param_group` calls for parameters that no flat buffer has, and `_gather`.
+    `_flatten`, which `add_param_group` calls for parameters that no flat buffer has, and `_gather`, which `step` calls.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
 
 
 def set_options(groups: Iterable[dict[str, Any]], given: Iterable[Mapping[str, Any]]) -> None:
-    """Gives each param group the options of the one in its place among the `given`; it keeps its parameters."""
+    """Gives each param group the options of the group at the same place in `given`; it keeps its parameters."""
     for group, options in zip(groups, given, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})
 

@@ -67,7 +67,8 @@ class Wrapper(nn.Module):
             for name, child in module.named_modules()
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
         }
-        # `_use` computes history ** exponents: 1 for each parameter, 1 in the flag's place, the history, its square.
+        # `_use` makes its entries as history ** exponents: 1 for each parameter and for the flag, the history, its
+        # square.
         self._exponents = torch.tensor([0.0] * (len(self.trainable) + 1) + [1.0, 2.0], dtype=torch.float64)
         self._flags_before: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
@@ -137,7 +138,10 @@ class Wrapper(nn.Module):
         )
 
     def _look_for_changes(self) -> None:
-        """ValueError for a batch norm that is not synchronized; notes in `_change` how the module has changed."""
+        """ValueError for a batch norm that is not synchronized; notes in `_change` how the module has changed.
+
+        On a single rank, and for a strategy that never synchronizes, such a change is a ValueError too.
+        """
         alone = next((name or "the module" for name, norm in self._norms.items() if norm.training), "")
         hold(
             (
@@ -188,8 +192,8 @@ class Wrapper(nn.Module):
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's whole state dict, with parameters' names in place of numbers. All ranks call it.
 
-        The form is that of torch's `get_optimizer_state_dict`. As there, where no rank has optimizer state or gradients
-        yet, the result has a state, here of zeros, into which torch.distributed.checkpoint can load; the optimizer
+        The form is that of torch's `get_optimizer_state_dict`. If no rank has optimizer state or gradients yet, the
+        result has a state of zeros all the same, so that torch.distributed.checkpoint can load into it; the optimizer
         itself keeps none. ValueError if the state has keys that are not parameters.
         """
         from torch.distributed.checkpoint.state_dict import _init_optim_state
@@ -305,7 +309,7 @@ class Wrapper(nn.Module):
         return self.module.load_state_dict({name: whole(x) for name, x in state.items()}, strict)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """ValueError where `.to` and its like would move or cast what the strategy has laid out."""
+        """ValueError if `.to`, `.half` or the like, which call this, would move or cast a parameter or a buffer."""
         with torch.no_grad():
             for name, x in chain(self.named_parameters(), self.named_buffers()):
                 hold((fn(x) is x, f"{name} would move or change its dtype: do that to the module, and wrap it then"))

@@ -86,7 +86,7 @@ class Zero1(overlapped.Overlapped):
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
         # True if this rank owns a parameter of each device and dtype that parameters have: see `_conclude`.
         self._owns_each_kind = len(structure.by_kind(self._own)) == len(structure.by_kind(self.trainable))
-        # (the parameter, its mean gradient that is a sum again for a backward to add to, the gradient's version then)
+        # Mean gradients that `_scale` has turned into sums: (the parameter, its gradient, the gradient's version then).
         self._scaled: list[tuple[nn.Parameter, Any, int]] = []
         self._trained, self.optimizers = frozenset(map(id, self.trainable)), WeakSet[Any]()
 
@@ -288,7 +288,7 @@ class Zero1(overlapped.Overlapped):
 def _arrive(gathering: Sequence[collectives.Pending], _: Any = None) -> None:
     """Called when a parameter is read while new values are on their way: waits for the values of all parameters.
 
-    It is a function and not a method, since the wrapper may be gone by then.
+    It is a function and not a method, since the wrapper may not exist any more.
     """
     for pending in gathering:
         pending.wait()

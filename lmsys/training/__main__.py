@@ -2,11 +2,12 @@
 
 Without STEP all steps run: tokenizer, tokenize, train, evaluate, generate (pipeline.py). The command runs in one
 process, as a rank of torchrun, or starts ranks of its own (--ranks 2). Settings are the fields of config.py; a short
-option for one of them, such as --steps, is an entry of SHORT.
+option for one of them, such as --steps, is an entry of SHORT here and a row of the table in docs/training.md.
 
 Exit codes: 0 done; 2 a setting or input is wrong; 3 the loss was not finite for too long; 1 anything else; 130 (Ctrl-C)
-and 143 (SIGTERM): interrupted. The training loop first ends its step and writes a checkpoint. Elsewhere, and if a
-second signal ends the run at once (stopping.py), no checkpoint is written, and earlier ones stay.
+and 143 (SIGTERM): interrupted. In the step `train`, an interrupted run first ends its training step and writes a
+checkpoint. In other steps, and if a second signal ends the run at once (stopping.py), no checkpoint is written. Earlier
+ones stay in any case.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from lmsys.training.config import RunConfig
 TIMEOUT_S = 1800.0  # the timeout of a collective, in which ranks wait while rank 0 trains the tokenizer
 FOREVER_S = 20 * 86_400.0  # the timeout of a whole training
 BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
-SHORT = {  # options of their own for some settings: (setting, what stands for its value in the help)
+SHORT = {  # settings that have an option of their own, by its name: (setting, word for its value in the help)
     "attention": ("model.attention", "ROW"),
     "strategy": ("train.strategy", "ROW"),
     "output": ("output", "DIR"),

@@ -6,8 +6,9 @@ last, when all that it names is on the disk, so a save that is killed at any mom
 they were. All ranks write to one folder. Loading unpickles tensors and plain values only (`weights_only`).
 
 The training loop (loop.py) calls `save`. The steps of `lmsys train` (pipeline.py) call `newest`, which returns a
-`Checkpoint`. loop.py and training_state.py decide what the files hold. For a loop of your own `save_checkpoint` writes
-one file, without checksums.
+`Checkpoint`. loop.py and training_state.py decide what the files hold: to save more, change these two. To change the
+manifest, see _FORMAT. For a loop of your own, `save_checkpoint` and `load_checkpoint` write and read a single file,
+without checksums.
 """
 
 import io
@@ -75,7 +76,7 @@ class Checkpoint:
         return load_state(self._verified(f"rank-{rank}"), *keys)
 
     def require(self, **facts: Any) -> None:
-        """ValueError for the first fact, or field of a fact, that was saved with another value; it names both."""
+        """ValueError for the first fact, or field of a fact, that was saved with another value; names both values."""
         for name, saved, expected in self.differences(**facts):
             raise ValueError(f"{self.manifest}: saved with {name}={saved!r}; this run has {expected!r}")
 

@@ -1,10 +1,11 @@
 """Every setting of a training run, as frozen, checked dataclasses that convert to JSON and back. Imports no torch.
 
 `lmsys train` reads a `RunConfig` from --config and --set. A new setting is a field here and a line in its class's
-docstring; what acts on it is in pipeline.py or loop.py, or in a module that they call. The command line, the JSON and
-the checks of types follow from its annotation. For a field of `Annotated[type, rule]`, the base class calls rule(name,
-value) when a config is made. Checks that need torch are elsewhere: possible.py looks the strategy up in its table and
-compares settings with its traits, and run_context.py checks the name of the device.
+docstring; the code that acts on it is in pipeline.py or loop.py, or in a module that they call. The command line, the
+JSON and the checks of types follow from its annotation. For a field of `Annotated[type, rule]`, the base class calls
+rule(name, value) when a config is made; rules that compare fields are in `__post_init__`. Checks that need torch are
+elsewhere: possible.py looks the strategy up in its table and compares settings with its traits (facts about the
+strategy that `lmsys.traits` lists), and run_context.py checks the name of the device.
 """
 
 import json
@@ -51,16 +52,17 @@ class DataConfig(strict_json.Checked):
     """The text, and how it becomes tokens.
 
     corpus        stdlib, tinystories, or the path of a text file
-    valid         a text file to evaluate on; None: what the corpus holds out
+    valid         a text file to evaluate on; None: the part of the corpus that is not trained on
     folder        where corpora are kept; None: `corpora` in $LMSYS_CACHE_DIR
     url           where tinystories is downloaded from; valid_url: the part to evaluate on. A file is kept under the
                   name that its URL ends in
     sha256        expected SHA-256 of the file at `url` (valid_sha256: at `valid_url`); None: any file is taken
     tokenizer     the folder of a tokenizer; None: one of model.vocab_size tokens is trained on the corpus
-    processes     number of processes that tokenize on each rank; with another engine, of its threads. None: a rank's
-                  share of the cores
-    engine        encodes the text, with the same tokenizer: own, this library; auto, a faster package that is installed
-                  and has our ids on a sample of the text; or this package: gigatoken, fastokens, tiktoken, tokenizers
+    processes     number of processes that tokenize on each rank; with an engine other than own, of its threads. None: a
+                  rank's share of the cores
+    engine        the code that encodes the text, by the same tokenizer: own, this library; auto, a faster package, if
+                  one is installed and gives our ids on a sample of the text; or a package by its name: gigatoken,
+                  fastokens, tiktoken, tokenizers
     packing       none: a sequence is running text, in which a token attends to all tokens before it, also those of
                   other documents; documents: a token attends to its own document alone
     """
@@ -92,13 +94,13 @@ class TrainConfig(strict_json.Checked):
     """How the model is trained.
 
     steps             training steps: updates of the weights
-    batch_size        sequences of a step, over all ranks and micro-batches; any number of ranks that divides them has
-                      the same loss curve
+    batch_size        sequences of a step, over all ranks and micro-batches; the loss curve does not depend on the
+                      number of ranks among which they are divided
     micro_batch_size  sequences of one forward on a rank; a rank with more sequences in a step accumulates gradients
     reproducible      train to the same weights, bit for bit, on any number of ranks that `leaves` allows and under any
                       strategy whose trait `why_not_reproducible` is empty
     leaves            parts that the batch is divided into if `reproducible`, in place of micro-batches: a power of two,
-                      as their gradients are added in pairs. It then runs on 1, leaves / 2 or leaves ranks
+                      as their gradients are added in pairs. The training then runs on 1, leaves / 2 or leaves ranks
     optimizer         adamw, or muon: Muon steps the matrices of the blocks, AdamW all else
     lr, min_lr        the largest and the last learning rate of the cosine schedule
     matrix_lr         the largest learning rate of Muon's matrices, which rises and falls as lr does
@@ -107,7 +109,7 @@ class TrainConfig(strict_json.Checked):
                       match_rms_adamw, 0.2 √max(R, C), where matrix_lr is to be chosen as for AdamW
     warmup_steps      steps from a rate of 0 to lr; None: 20, or half of the steps where these are fewer than 40
     betas, eps        AdamW's: the decay rates of its two moments, and what is added to the denominator
-    weight_decay      a step also multiplies a weight by 1 - weight_decay x learning rate
+    weight_decay      a step also multiplies each weight by 1 - weight_decay x learning rate
     undecayed         parameters without weight decay: parts of their names, divided by |, such as ln|embeddings; None:
                       all decay
     clip_norm         the norm that gradients are clipped to; 0: they are not clipped
@@ -116,12 +118,13 @@ class TrainConfig(strict_json.Checked):
     compile           compile the blocks by torch.compile: each alone, or, if the strategy is the row `none` and
                       reproducible is false, several in one graph
     fused             run the blocks by the kernels of lmsys.model.fused, without a compiler, on CUDA; best with graph;
-                      not with activation checkpointing, nor with strategies whose ranks step a part of the parameters
+                      not with activation checkpointing, nor with strategies that state `why_not_fused`, such as fsdp
     graph             replay forward, backward and synchronization as one CUDA graph, so that no kernel waits for the
-                      host to launch it; not with packed documents, nor with strategies that shard parameters
+                      host to launch it; not with packed documents, nor with strategies that divide parameters among
+                      ranks between steps
     strategy          a row of `lmsys.parallel.STRATEGIES`, or path.py:Class
     bucket_mb         MiB of a bucket, for strategies that have buckets; None: the strategy's own choice
-    sharded_optimizer share out the optimizer's state to ranks, with a strategy that all-reduces gradients
+    sharded_optimizer divide the optimizer's state among ranks, with a strategy that all-reduces gradients
     device            cpu or cuda; None: cuda where there is one
     memory_gib        memory of a rank in GiB, for model.checkpoint_blocks=fit; None: 90 % of its GPU's
     threads           CPU threads of a rank; with a small model, threads wait for each other; None: torch's default

@@ -1,8 +1,8 @@
 """Texts to train on: the standard library of the running Python, TinyStories, or any text file. Imports no torch.
 
 The pipeline calls `corpus_of(config.data)` and gets a `Corpus`: a text to train on and another to evaluate on. To add a
-corpus, write a function like `stdlib`, and call it in `corpus_of`. Its name is also in the texts there, in the
-docstring of `DataConfig`, and in docs/training.md.
+corpus, write a function like `stdlib`, and call it in `corpus_of`. Add its name to the message there, to the docstring
+of `DataConfig` (config.py) and to docs/training.md.
 """
 
 import hashlib
@@ -79,8 +79,8 @@ def tinystories(
 ) -> Corpus:
     """TinyStories, as GPT-4 wrote it (Eldan & Li 2023, arXiv 2305.07759), 2.2 GB; missing files are downloaded.
 
-    The settings name the URLs of its two files, and may give their SHA-256. A file that was downloaded earlier
-    must have that SHA-256, too. To check it without reading the file again, it is kept beside the file, in NAME.sha256.
+    The settings name the URLs of its two files, and may give their SHA-256. A file that was downloaded earlier must
+    have that SHA-256, too. The SHA-256 of a file is kept beside it, in NAME.sha256, so that it need not be read again.
     """
     folder, settings = Path(folder or files.cache_folder() / "corpora"), settings or DataConfig()
     train = _download_once(settings.url, folder, settings.sha256, progress)

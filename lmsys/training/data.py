@@ -1,9 +1,10 @@
 """Makes files of token ids from text files, and batches from files of token ids.
 
-`tokenize_files` writes ids as a .npy array, which readers memory map, and a .json about their tokenizer beside it. With
-several ranks each writes a shard for its share of the text, in parallel; the shards, one after another, equal what one
-rank writes alone. `Batches` gives the training loop the inputs and targets of a step: they depend on the step's number
-alone, so there is no state to save. `fixed_windows` gives the sequences to evaluate on.
+The pipeline calls `tokenize_files`, which writes ids as a .npy array and beside it a .json about their tokenizer;
+`open_tokens` and `read_end_of_text` read this .json, so its entries are changed in all three. With several ranks each
+writes a shard for its share of the text, in parallel; the shards, one after another, equal what one rank writes alone.
+`TokenFiles` reads ids from such files. `Batches` makes of these ids the inputs and targets of a training step: they
+depend on the step's number alone, so there is no state to save. `fixed_windows` gives the sequences to evaluate on.
 
 Imports no torch: batches are numpy arrays, which `torch.from_numpy` takes as they are.
 Legend: B sequences of a micro-batch, S context length, N windows of a source. A window is S + 1 ids: a sequence's
@@ -42,7 +43,7 @@ def encode_files(
             "engine must have been made for the tokenizer that is given",
         )
     )
-    # An engine has threads of its own, so that it runs in this process.
+    # An engine has threads of its own, so it runs in this process.
     encode, processes = partial(_encode, engine or tokenizer), 1 if engine else processes
     return chunks.each_chunk(encode, files, tokenizer.special_tokens, processes)
 

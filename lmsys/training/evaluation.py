@@ -1,7 +1,8 @@
 """Measures a model's loss on fixed windows of text, and that of a unigram model, which the model must beat.
 
-The training loop and the pipeline's step `evaluate` call `evaluate` with the windows of `data.fixed_windows`. The loop
-also makes the inputs of its training steps by `model_inputs`.
+The training loop and the pipeline's step `evaluate` call `evaluate` with the windows of `data.fixed_windows`; that step
+also calls `unigram`. The loop also makes the inputs of its training steps by `model_inputs`. A new figure of an
+evaluation is a field of `Evaluation`; loop.py and pipeline.py decide which figures are printed.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Generates tokens with a model, one after another. A cache of keys and values lets each step read only one token.
 
 The pipeline's step `generate`, and users, call `generate`; `Sampling` says how a token is drawn. `generate` hands its
-`Cache` to `TransformerLM.hidden`.
+`Cache` to `TransformerLM.hidden`. A new option of `Sampling` acts in `probabilities`; for `lmsys train` it is also a
+field of `GenerateConfig` (config.py), which pipeline.py passes on.
 
 Sources: Holtzman et al. 2020 (top-p, arXiv 1904.09751); Fan et al. 2018 (top-k, 1805.04833).
 Legend: B prompts, S sequence length, H query heads, Hkv key/value heads, D head dimension, V ids.
@@ -62,10 +63,10 @@ class Sampling(strict_json.Checked):
 class Cache:
     """Keys and values of every layer, (B, Hkv, S, D) each, and the last position of each row.
 
-    The prompts are read first, together, with padding behind the shorter ones. No token attends to what stands behind
-    it, so padding changes nothing, and later tokens are written over it. After that one token of each row is read at a
-    time. `generate` gives the cache to `TransformerLM.hidden`, which calls `attend`. Before each token `generate` calls
-    `at`; before the prompts it does not.
+    A row is a prompt with the tokens that follow it. The prompts are read first, together, with padding behind the
+    shorter ones. No token attends to later places, so padding changes nothing, and later tokens are written over it.
+    After that one token of each row is read at a time. `generate` gives the cache to `TransformerLM.hidden`, which
+    calls `attend`. Before each token `generate` calls `at`; before the prompts it does not.
 
     capacity  tokens of a row that there is memory for
     """
@@ -76,7 +77,9 @@ class Cache:
         self._positions: Tensor | None = None
 
     def attend(self, of_model: Callable[[], Any]) -> list[Any]:
-        """The attention function of each layer: the model's own for the prompts, one that reads the cache for tokens.
+        """The attention function of each layer, which also writes its keys and values into the cache.
+
+        For the prompts it is the model's own attention function, for a later token one that reads the cache.
 
         of_model  returns the model's own attention function
         """
@@ -117,12 +120,12 @@ def generate(
 
     stop        the id that ends a row; it is not in the result. None: no id does
     seed        row i draws with seed + i, so it does not depend on the other rows
-    use_cache   False: every step reads all tokens again, with the model's own attention row
+    use_cache   False: every step reads all tokens again, with the attention that the model's config names
     vocab_size  only ids below it are drawn, as a tokenizer may have fewer than the model; None: all
-    The prompts are read with the model's attention row, later tokens with the fastest row that reads caches of
-    different lengths. Compiled blocks run uncompiled, and so does all compiled code of other threads meanwhile, as
-    torch has one switch for the process. If two threads call this function at once, compiled code may stay switched
-    off after both.
+    The prompts are read with the attention that the model's config names, later tokens with the fastest implementation
+    of the table `lmsys.attention.ATTENTION` that reads caches of different lengths. Compiled blocks run uncompiled, and
+    so does all compiled code of other threads meanwhile, as torch has one switch for the process. If two threads call
+    this function at once, compiled code may stay switched off after both.
     ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
     """
     sampling = Sampling() if sampling is None else values.instance("sampling", sampling, Sampling)

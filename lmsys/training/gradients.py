@@ -4,8 +4,8 @@ The training loop calls `Gradients` or `ReplayedGradients`; benchmarks, and `pre
 `backward_of` and `GraphedGradients`. All leave gradients in `.grad` and return the loss.
 
 Forward and backward may be one CUDA graph. A step of a small model, or on a slow host, takes the GPU less time than the
-host needs to launch its kernels. Captured once, the step is replayed at the GPU's own pace. The optimizer stays
-outside, so that learning rate, clipping and loss scaling are free to change from step to step.
+host needs to launch its kernels. If the step was captured once, its replays need no launches by the host. The optimizer
+stays outside of the graph, so that learning rate, clipping and loss scale may change from step to step.
 
 Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog/cuda-graphs).
 """
@@ -32,7 +32,7 @@ _capture_stream = cache(torch.cuda.Stream)  # by the number of a device: the str
 def on_capture_stream() -> Iterator[torch.cuda.Stream]:
     """Makes the stream that graphs are captured on the current one, in order with the work around it.
 
-    Inside of it build any object that remembers the stream of its construction. An example is torch's DDP, whose
+    Objects that remember the stream of their construction must be made inside of it, such as torch's DDP, whose
     constructor creates autograd's AccumulateGrad nodes. Otherwise a backward in a capture would wait for the default
     stream, which is not allowed.
     """
@@ -64,7 +64,7 @@ def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], Any] = lamb
 
 
 class GraphedGradients:
-    """`compute(*inputs)`, such as `backward_of` a loss, captured on the first call and replayed on every later one.
+    """`compute(*inputs)`, such as `backward_of` a loss, captured by the first call and replayed by every call.
 
     `compute` takes CUDA tensors, leaves gradients in `.grad` and returns a scalar. It must do the same work on each
     call, in kernels alone: it may not read a value (`.item()`, boolean masks) or draw random numbers on the host. A

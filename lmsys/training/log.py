@@ -1,7 +1,8 @@
 """Writes a run's log.jsonl, with a line for every step and evaluation, and makes the lines on progress that it prints.
 
-pipeline.py opens a `JsonLines`; the training loop writes to it, and makes a `Progress`. docs/training.md shows how
-other tools, such as TensorBoard, load log.jsonl.
+pipeline.py opens a `JsonLines`; the training loop (loop.py) writes to it, and makes a `Progress`. What a line of the
+log holds is decided there, by `Trainer._tell` and `Trainer.fit`. docs/training.md shows how other tools, such as
+TensorBoard, load log.jsonl.
 """
 
 import json
@@ -18,8 +19,8 @@ class JsonLines:
 
     NaN and infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity", which float()
     reads. If the file exists, it keeps its lines up to `step`, since a run that resumes from that step writes later
-    steps anew. Lines of later steps, and lines that are no such objects, are moved to the end of a file beside it,
-    NAME.replaced.
+    steps anew. Lines of later steps, and lines that hold no object with a `step`, are moved to the end of a file beside
+    it, NAME.replaced.
 
     step  the last step that is done: 0 in a new run
     """

@@ -1,11 +1,13 @@
 """The training loop. The pipeline makes a `Trainer` on every rank, and calls `fit`.
 
-A step computes the gradients of its micro-batches under the strategy, clips them, sets the learning rate, and steps the
-optimizer unless loss or gradient is not finite. `fit` also logs, evaluates, saves and stops. A step depends only on the
-weights, the optimizer's state and the step's number, so a run that is resumed from a checkpoint equals one that was not
-interrupted. Ranks agree on the loss and on whether to stop in one small all-reduce a step.
+A step (`train_step`) sets the learning rate, computes the gradients of its micro-batches under the strategy, clips
+them, and steps the optimizer unless loss or gradient is not finite. `fit` takes all steps; it also logs, evaluates,
+saves checkpoints, and stops early when a signal or the time asks for it. A step depends only on the weights, the
+optimizer's state, the loss scale and the step's number, so a run that is resumed from a checkpoint equals one that was
+not interrupted. Ranks agree on the loss and on whether to stop in one small all-reduce a step.
 
-A new setting of the training is a field of `TrainConfig` (config.py), on which `Trainer` acts here.
+A new setting of the training is a field of `TrainConfig` (config.py), on which `Trainer` acts here. If a resumed run
+must have the same value, it is also an entry of `facts_of`. New state goes into `save` and `_resume`.
 """
 
 import math
@@ -45,7 +47,7 @@ Say = Callable[[str], None]
 
 
 def facts_of(config: RunConfig) -> dict[str, Any]:
-    """The facts that a checkpoint must have been saved with, so that a run with these settings may resume from it."""
+    """The facts that a checkpoint must have been saved with, so that a run with this config may resume from it."""
     train, packing = config.train, config.data.packing
     return {
         "model": {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS},
@@ -231,7 +233,7 @@ class Trainer:
 
     def evaluate(self) -> evaluation.Evaluation:
         """Evaluates the same windows on every rank. All ranks call it."""
-        # By the strategy's forward, since some strategies gather parameters in it.
+        # loss_of is the strategy's forward, since some strategies gather parameters in it.
         return evaluation.evaluate(
             self.model, self.windows, self.config.evaluate.batch_size, autocast=self.autocast, loss_of=self.strategy
         )
@@ -286,7 +288,7 @@ class Trainer:
                 taken, stop = self.train_step(signals.seen or (_TIME if late else 0))
                 last = self.step == train.steps or stop > 0
                 evaluates = last or _due(self.step, self.config.evaluate.interval)
-                # While steps are left out, weights may be NaN already: such saves would replace the good ones.
+                # While steps are not taken, weights may be NaN already: such saves would replace the good ones.
                 saves = last or (taken.taken and _due(self.step, self.config.checkpoint.interval))
                 if evaluates or saves:  # else the rest of the step's kernels would be timed as a part of these
                     clock.synchronize(self.device.type)
@@ -310,7 +312,7 @@ class Trainer:
         return why, valid
 
     def progress(self) -> log.Progress:
-        """Makes the lines on progress for the reader, measured from this step on."""
+        """A new `Progress`, which makes the printed lines and measures from this step on."""
         config = self.config
         tokens = config.train.batch_size * config.model.context_length
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None

@@ -1,18 +1,21 @@
 """The optimizer Muon: it orthogonalizes the momentum of each hidden matrix, and steps all else as AdamW does.
 
-The training loop gets class and options from `optimizer_of`; benchmarks and users make a `Muon` themselves.
+The training loop gets the class and the options of its optimizer from `optimizer_of`, also for AdamW; benchmarks and
+users make a `Muon` themselves.
 
-An orthogonal step moves a matrix equally far in every direction, so that it also learns directions that are rare in the
-gradient, which otherwise a few large singular values dominate. The Newton-Schulz iteration approximates the orthogonal
-matrix by products of matrices alone, in bfloat16. Two of the three products of an iteration are symmetric: on CUDA the
-kernels of muon_triton.py compute one half of them, and copy it into the other.
+A few large singular values often dominate a gradient. A step by an orthogonal matrix moves the weights equally far in
+every direction, so that they also learn from directions that are rare in the gradient. The Newton-Schulz iteration
+approximates the orthogonal matrix by products of matrices alone, in bfloat16. Two of the three products of an iteration
+are symmetric: on CUDA the kernels of muon_triton.py compute one half of them, and copy it into the other.
 
-A param group has `use_muon`: True for matrices, False for what AdamW steps. `matrix_groups` makes both kinds of groups
-for a model:
+A param group has the option `use_muon`: True if Muon steps its matrices, False if AdamW steps its parameters.
+`matrix_groups` makes both kinds of groups for a model:
 
     optimizer = wrapper.make_optimizer(Muon, groups=matrix_groups(model), lr=0.02)
 
 Under `ShardedOptimizer`, `Zero1` and `Fsdp` a rank orthogonalizes the whole matrices that it owns, and no others.
+
+A new scale of the update is a name in MATRIX_SCALES (config.py) and a case in `lr_ratio`.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the scale match_rms_adamw is that
 of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982). Other coefficients: Amsel et al. 2025,
@@ -73,8 +76,8 @@ class Muon(AdamW):
     ns_coefficients   a, b and c of the polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, applied `ns_steps` times; or several
                       such triples, such as `POLAR_EXPRESS`, one for each step; later steps use the last
     ns_dtype          dtype of the iteration
-    batched           False: each matrix by itself. Libraries may choose another kernel for another number of matrices,
-                      so only then are a matrix's bits the same whichever others are stepped beside it
+    batched           True: matrices of one shape together. False: each by itself; only then are its bits the same
+                      whichever others are stepped beside it, as libraries choose kernels by the number of matrices
     use_muon          the default for groups that do not set it
     betas, eps        of AdamW
     flats             `Fsdp.make_optimizer` gives it: for each parameter that is this rank's part of several flattened
@@ -109,7 +112,7 @@ class Muon(AdamW):
         flats: Mapping[Tensor, Any] | None = None,
     ) -> None:
         self._flats = flats or {}
-        self._begin(  # of `AdamW`: checks the options and calls the constructor of torch's Optimizer
+        self._begin(  # a method of `AdamW`, which checks the options and calls the constructor of torch's Optimizer
             params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn,
             ns_coefficients=ns_coefficients, ns_steps=ns_steps, ns_dtype=ns_dtype, batched=batched, use_muon=use_muon,
             betas=betas, eps=eps,

@@ -1,7 +1,7 @@
 """Symmetric products of matrices in Triton: two of the three products of a Newton-Schulz iteration of muon.py on CUDA.
 
-muon.py calls `takes` and, where it is True, `polynomial`. X Xᵀ is symmetric, and so is every polynomial of a symmetric
-matrix. A program computes one tile of the lower triangle and stores it twice, as itself and transposed: about half of
+muon.py calls `takes` and, if that is True, `polynomial`. X Xᵀ is symmetric, and so is every polynomial of a symmetric
+matrix. A program computes one tile of the lower triangle and stores it twice, as it is and transposed: about half of
 the operations of a matmul. The third product of an iteration, of a symmetric matrix and X, is left to torch.
 
 Tiles are square, so that a program needs tiles of one shape alone, and only tiles on the diagonal compute a number
@@ -9,8 +9,9 @@ twice. The sum of an element runs over columns in one order, whichever of its tw
 exactly symmetric, do not depend on how many matrices are multiplied at once, and repeats are equal bit for bit.
 
 Columns are divided into chunks, and a tensor has the shape (N, chunks, R, width). Chunks take the place of heads in
-attention, so the kernel loads and stores tiles by the functions of attention's kernels, by TMA or by addresses. The
-factor x has chunks of DEPTH columns; addend and result have chunks of SIDE columns, the side of a tile.
+attention, so the kernel loads and stores tiles by the functions of attention's kernels, by TMA (the copy unit of GPUs
+since Hopper) or by addresses. The factor x has chunks of DEPTH columns; addend and result have chunks of SIDE columns,
+the side of a tile. `tile_options` chooses SIDE and DEPTH.
 
 Legend: N matrices, R rows, C columns, R' columns of a result: R rounded up to whole tiles.
 """

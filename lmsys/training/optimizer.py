@@ -1,9 +1,11 @@
 """AdamW, a cosine schedule with warm-up, and clipping by the global norm. On CUDA the host waits in none of them.
 
-The training loop, benchmarks and loops of your own call them. The kernel of AdamW is in optimizer_triton.py. Another
-optimizer may derive from `AdamW`, as `Muon` in muon.py does: it overrides `_validate`, which checks options, and
-`_bundles`, which divides parameters into bundles of its own subclass of `Bundle`. The training loop gets its optimizer
-from `optimizer_of` in muon.py, and `Trainer.schedule` in loop.py calls `cosine_schedule`.
+The training loop, benchmarks and loops of your own call them. The training loop gets its optimizer from `optimizer_of`
+in muon.py, and `Trainer.schedule` in loop.py calls `cosine_schedule`. The kernel of AdamW is in optimizer_triton.py.
+
+`AdamW` divides the parameters of a param group into *bundles*, lists that are stepped at once. Another optimizer may
+derive from `AdamW`, as `Muon` in muon.py does: it overrides `_validate`, which checks options, and `_bundles`, which
+makes the bundles, here of its own subclass of `Bundle`. `lmsys train` knows it once `optimizer_of` returns it.
 
 Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a Transformer LM").
 """
@@ -129,10 +131,10 @@ class AdamW(Optimizer):
         """Updates every parameter that has a gradient; returns what `closure` returned."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # GradScaler sets the first two during its `step`, where `_step_supports_amp_scaling` is True.
+        # GradScaler sets the first two during its `step`, if `_step_supports_amp_scaling` is True.
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_factor
         self.grad_factor = None
-        plans = list(map(self._plan, range(len(self.param_groups))))  # what is wrong raises before any change
+        plans = list(map(self._plan, range(len(self.param_groups))))  # raises errors before any parameter is changed
         # Under some strategies gradients have the class `lmsys.parallel.part.Part`, which would intercept each call.
         with torch._C.DisableTorchFunctionSubclass():
             for group, bundles in zip(self.param_groups, plans, strict=True):
@@ -166,7 +168,7 @@ class AdamW(Optimizer):
         return bundles
 
     def _bundles(self, live: list[Tensor], group: dict[str, Any]) -> list[Any]:
-        """The bundles of the parameters `live` of a group, which have gradients. A parameter without state gets it."""
+        """The bundles of the parameters `live` of a group, which have gradients. Makes the state of new parameters."""
         for p in live:
             state = self.state[p]
             home = p.device if p.is_cuda else "cpu"

@@ -1,6 +1,7 @@
 """One AdamW step of many float32 tensors in Triton, for `optimizer.AdamW`, and the sums of `reproducible.exact_norm`.
 
-optimizer.py makes a `FusedAdamW` and calls its `step`; reproducible.py calls `whole_squares`.
+optimizer.py makes a `FusedAdamW` and calls its `step`; reproducible.py calls `whole_squares`. The formulas of a step
+are in `_update`: it must equal torch's AdamW but for rounding, since optimizer.py calls that for all other tensors.
 
 A launch takes any number of tensors. A program owns a block of elements of one tensor, and finds it by four tables:
 
@@ -30,8 +31,8 @@ from lmsys.measure.profile import register_kernels
 # 8 elements for each thread. On an H200 (4.8 TB/s) the step moves 3.80 TB/s; with 2048 elements 3.72, with 4096 3.40.
 BLOCK, NUM_WARPS = 1024, 4
 SQUARES_BLOCK = 4096  # elements of a program of `whole_squares`
-# Rows of the table of addresses of a step, (6, num_tensors) int64: parameter, gradient, the two moments, rounded copy
-# (0 if there is none) and step counter.
+# Rows of ADDRESSES in a step, (6, num_tensors) int64: parameter, gradient, the two moments, rounded copy (0 if there is
+# none) and step counter. `FusedAdamW.step` lists the addresses in this order.
 P, G, M, V, COPY, STEP = (tl.constexpr(row) for row in range(6))
 COPIES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # dtypes of the rounded copies of parameters
 
@@ -171,7 +172,7 @@ class FusedAdamW:
         """Updates everything in place. The host does not wait.
 
         lists             parameters, gradients, exp_avgs, exp_avg_sqs and step counters
-        copies            by parameter a contiguous copy, all of one narrow dtype, that is written as well; or None
+        copies            for each parameter None, or a contiguous copy that is written too; all copies have one dtype
         group             the param group, with lr, betas, eps and weight_decay
         scale, found_inf  GradScaler's scalar tensors, or None
         factor            multiplies gradients as they are read: a scalar tensor or None

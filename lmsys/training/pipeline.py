@@ -1,7 +1,8 @@
 """The steps of `lmsys train`, which make a trained model from text. The command calls `run` on every rank.
 
 The steps tokenizer, tokenize and train leave their results in the run's folder; evaluate and generate print theirs. A
-step is a function of a `RunContext`. A new one needs a name in STEPS and its function in FUNCTIONS; `_take` calls it.
+step is a function of a `RunContext` (run_context.py). A new one needs a name in STEPS and its function in FUNCTIONS;
+`_take` calls it, on every rank if it is one of WRITERS, else on rank 0.
 
     OUTPUT/tokenizer/          vocab.json, merges.txt
     OUTPUT/tokens/             train.npy, valid.npy, or a shard of each for every rank that made them
@@ -10,9 +11,9 @@ step is a function of a `RunContext`. A new one needs a name in STEPS and its fu
     OUTPUT/log.jsonl.replaced  lines of the log that a run which went on from a checkpoint has written anew
     OUTPUT/config.json         the settings of the last start
 
-A made.json in `tokenizer` and in `tokens` says from what these were made. If a run would make them from the same, it
-skips the step: so an interrupted run goes on. Only a command for the step `tokenizer` or `tokenize` alone makes its
-result anew in any case.
+A made.json in `tokenizer` and one in `tokens` say from which text and settings the folder was made. If these are still
+the same, the run skips the step, so that an interrupted run goes on where it was. Only a command for the step
+`tokenizer` or `tokenize` alone makes its result anew in any case.
 """
 
 import signal
@@ -34,9 +35,9 @@ from lmsys.training.config import RunConfig
 from lmsys.training.run_context import RunContext
 
 DATA_STEPS = ("tokenizer", "tokenize")
-WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
+WRITERS = (*DATA_STEPS, "train")  # steps that write in the run's folder
 STEPS = (*WRITERS, "evaluate", "generate")
-# What a run writes in its output.
+# What a run writes in its folder.
 FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "log.jsonl.replaced", "config.json")
 OF_A_RANK = ("train.threads", "data.processes")  # settings that may differ between ranks
 

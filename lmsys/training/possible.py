@@ -1,8 +1,9 @@
-"""Decides how a training runs here, from its settings and the machine alone, and refuses one that cannot run.
+"""Decides how a training runs on this machine, and refuses settings with which it cannot run.
 
 The pipeline calls `plan` before any work, so that settings are refused early; the training loop calls it again, and
 acts on its result. The pipeline calls `check_text`, too. To refuse a setting that does not go with another, or with a
-strategy's traits, add a line to `_check_strategy`.
+strategy's traits (facts about the strategy: `lmsys.traits`), add a line to `_check_strategy`. To hand a setting to
+`prepare`, change `_execution`.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from lmsys.training.config import MATMUL_DTYPES, RunConfig
 def plan(
     config: RunConfig, device: torch.device, group: collectives.Group = None
 ) -> tuple[ModelConfig, prepare.Execution]:
-    """How a training with these settings runs: (the model's config, what `prepare` takes). All ranks call it.
+    """How a training with these settings runs: (the model's config, the argument of `prepare`). All ranks call it.
 
     If the config has checkpoint_blocks="fit", the plan has the levels of activation checkpointing that fit into memory.
     No data is read, and no model is made.
@@ -125,7 +126,7 @@ def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
 def _fitted(
     config: RunConfig, execution: prepare.Execution, batch_size: int, micro_batches: int, device: torch.device
 ) -> ModelConfig:
-    """The model's config, in which levels of activation checkpointing that fit take the place of "fit".
+    """The model's config; if it has checkpoint_blocks="fit", levels that fit into memory take the place of "fit".
 
     batch_size     sequences of a rank's forward
     micro_batches  of a rank in a step

@@ -8,9 +8,11 @@
     5 forward    runs under autocast, as the precision says
     6 gradients  come from forward, backward and synchronization, call by call or as one CUDA graph
 
+A new way to run a model is a field of `Execution`, on which `prepare` acts; possible.py sets it from the settings.
+
 With the benchmarks' option `--against`, which also measures an earlier state of the code, this file as it is today runs
 with that state's lmsys.model, lmsys.parallel and other modules (`lmsys.bench.checkout` lists them). So it may use only
-what they have, too.
+names that these modules have in the earlier state, too.
 """
 
 from collections.abc import Callable
@@ -43,7 +45,7 @@ class Execution:
     blocks             how blocks run: eager, compiled (torch.compile) or fused (lmsys.model.fused)
     compiler           arguments of `TransformerLM.compile_blocks`
     graph              True: a step will be replayed as one CUDA graph
-    sharded_optimizer  True: ranks share out the optimizer's state, under a strategy that all-reduces
+    sharded_optimizer  True: the optimizer's state is divided among ranks, under a strategy that all-reduces gradients
     tree_sums          True: gradients are added in one order for any number of ranks, see `lmsys.training.reproducible`
     group              the ranks that train; None: all
     """

@@ -1,17 +1,19 @@
-"""Training to the same weights, bit for bit, by every strategy that can, on any number of ranks that `leaves` allows.
+"""Fixes the order of all sums of a training, so that its weights do not depend on the number of ranks, bit for bit.
 
-Floating-point sums depend on their order, and ranks add in an order of their own. With train.reproducible the training
-loop uses this module to fix the order of all sums of a step:
+Floating-point sums depend on their order, and ranks add in an order of their own. With the setting train.reproducible
+the training loop (loop.py) and gradients.py use this module to fix the order of all sums of a step:
 
-    leaves  The batch is a fixed number of leaves, each a fixed set of sequences, and so of one shape everywhere. The
-            loss of each is divided by their number before its backward.
-    tree    Leaves are added as one binary tree: (0 + 1) + (2 + 3). A rank adds its own leaves, then
-            `collectives.TreeSums` adds over ranks. A strategy with the trait `sums_each_backward` adds over ranks
-            first: there each rank has every world_size-th leaf, so that the sums are the same.
+    leaves  The batch is divided into train.leaves parts, the leaves, each a fixed set of sequences, and so of one shape
+            on any number of ranks. The loss of each leaf is divided by their number before its backward.
+    tree    The gradients of the leaves are added as one binary tree: (0 + 1) + (2 + 3). A rank adds those of its own
+            leaves, then `collectives.TreeSums` adds over ranks. A strategy with the trait `sums_each_backward` adds
+            over ranks first: there each rank has every world_size-th leaf, so that the sums are the same.
     norm    The squares of gradients are summed as whole numbers, for which the order does not matter (`exact_norm`).
     kernels They are deterministic, and on a CPU a rank has one thread. AdamW updates each element by itself.
 
-The weights then depend only on the settings, the device, the versions, and on whether blocks are compiled.
+The weights then depend only on the settings, the device, the versions, and on whether blocks are compiled. They do not
+depend on the strategy; one that cannot take part says why in its trait `why_not_reproducible`. Any new sum over
+elements, sequences or ranks in a step must have a fixed order, too.
 
 Source for the norm: Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Summation", here with two bins.
 """
@@ -28,7 +30,7 @@ from lmsys.kernels import HAS_TRITON
 from lmsys.parallel.collectives import Group, size_and_rank, unwrapped
 
 CPU = torch.device("cpu")
-BITS = 62  # that a sum of whole numbers may have, so that int64 does not overflow
+BITS = 62  # the most bits that a sum of whole numbers may have, so that int64 does not overflow
 
 
 @contextmanager
@@ -45,9 +47,9 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 class Tree:
-    """Adds lists of gradients in pairs, pairs in pairs, and so on, in the order in which they come.
+    """Adds lists of gradients in pairs, then the sums of pairs in pairs, and so on, in the order in which they come.
 
-    On one rank `lmsys.training.gradients.Gradients` adds the gradients of each leaf to it.
+    If a training has one rank, `lmsys.training.gradients.Gradients` adds the gradients of each leaf to it.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,7 @@ def exact_norm(
     top = largest.item()
     if top == 0 or not math.isfinite(top):
         return top
-    room = BITS - math.ceil(math.log2(max(2, count)))  # bits of one square
+    room = BITS - math.ceil(math.log2(max(2, count)))  # bits of one square, so that the sum of `count` has BITS at most
     # Both scales make numbers below 2^room: `first` from squares, `second` from the fractions that these products have.
     first = math.ldexp(1.0, room - 2 * math.frexp(top)[1])
     second = math.ldexp(1.0, room)
@@ -111,8 +113,9 @@ def exact_norm(
 def _whole_squares(gradients: Sequence[torch.Tensor], scales: torch.Tensor) -> torch.Tensor:
     """(2,) int64: two sums over all elements.
 
-    A square is multiplied by scales[0]. The first sum is that of the whole parts of these products. The rest of each,
-    below 1, is multiplied by scales[1]; the second sum is that of the whole parts of these. On CUDA it is one launch.
+    The square of each element is multiplied by scales[0]. The first sum is that of the whole parts of these products.
+    The rest of each product, below 1, is multiplied by scales[1]; the second sum is that of the whole parts of the
+    results. On CUDA one kernel does it (optimizer_triton.py), which must give the same sums.
     """
     if scales.is_cuda and HAS_TRITON and all(x.dtype == torch.float32 and x.is_contiguous() for x in gradients):
         from lmsys.training.optimizer_triton import whole_squares

@@ -1,8 +1,7 @@
-"""`RunContext`, which the stages of `lmsys train` share: the settings, this rank, and the run's text and tokenizer.
+"""`RunContext`, which the steps of `lmsys train` share: the settings, this rank, and the run's text and tokenizer.
 
-A stage is what the command calls a step: tokenizer, tokenize, train, evaluate or generate. It is a function in
-`pipeline.py`. `pipeline.run` makes a `RunContext` on each rank and hands it to every stage. A property or method that
-several stages need is added here.
+A step is here a step of the command: tokenizer, tokenize, train, evaluate or generate. It is a function in pipeline.py.
+`pipeline.run` makes a `RunContext` on each rank and hands it to every step. Add here what several steps need.
 """
 
 import os
@@ -26,9 +25,9 @@ DOWNLOAD_LINES_S = 5.0  # seconds between two lines on the progress of a downloa
 
 @dataclass(frozen=True)
 class RunContext:
-    """The settings of a run and this process's rank among `world_size`, with what stages derive from them.
+    """The settings of a run and this process's rank among `world_size`, and what steps derive from them.
 
-    anew  True: the stages `tokenizer` and `tokenize` make their result anew even if it exists
+    anew  True: the steps `tokenizer` and `tokenize` make their result anew even if it exists
     """
 
     config: RunConfig
@@ -68,8 +67,8 @@ class RunContext:
     def autocast(self) -> Callable[[], torch.autocast]:
         """A function that makes the autocast context of a forward in the run's precision.
 
-        The stages `evaluate` and `generate` run the forward under training's autocast, too: without it the attention
-        row may not support the dtype.
+        The steps `evaluate` and `generate` run the forward under training's autocast, too: without it the attention row
+        may not support the dtype.
         """
         return partial(prepare.autocast, self.config.train.precision, self.device.type)
 

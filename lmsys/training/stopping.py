@@ -15,8 +15,8 @@ class StopSignals:
     """Inside of `with`, the first SIGTERM or Ctrl-C only sets `seen` to its number; a second raises KeyboardInterrupt.
 
     A signal that was ignored before stays ignored. Python runs a handler between two of its instructions. A rank that
-    waits in a collective for a stopped rank never comes to the next one, so its handlers do not run. Therefore a thread
-    reads the signals, too, and ends such a process ENDED_S after the second signal.
+    waits in a collective for a stopped rank never comes to its next instruction, so its handlers do not run. Therefore
+    a thread reads the signals, too, and ends such a process ENDED_S after the second signal.
 
     seen  the number of the first signal; 0: none has come
     """
@@ -52,7 +52,10 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """The thread: reads signals' numbers until the pipe is closed. Ends the process if it hangs after a second."""
+        """Run by the thread: reads signals' numbers until the pipe is closed.
+
+        It ends the process if that has not ended by itself ENDED_S after a second signal.
+        """
         first, first_at_s = 0, 0.0
         while number := os.read(self._numbers, 1):
             now = time.monotonic()

@@ -1,8 +1,8 @@
 """The state of a training that a checkpoint holds: the model, the optimizer under a strategy, random numbers.
 
-The training loop calls `capture` and `rng_state` to save, and `restore_optimizer` and `set_rng_state` to resume. To
-support a strategy whose optimizer numbers its state in another way, add a layout to `optimizer_layout`, and its cases
-to `capture` and `restore_optimizer`.
+The training loop calls `capture` and `rng_state` to save, and `restore_optimizer` and `set_rng_state` to resume. An
+optimizer's state dict numbers its entries, by parameter or by flat tensor. To support a strategy whose optimizer
+numbers them in another way, add a layout to `optimizer_layout`, and its cases to `capture` and `restore_optimizer`.
 """
 
 import torch
@@ -12,10 +12,10 @@ from lmsys.training.checkpoint import Checkpoint, State
 
 
 def optimizer_layout(strategy: adapter.Adapter) -> str:
-    """How the optimizer's state dict numbers its state; a checkpoint records it as the fact "optimizer".
+    """How the optimizer's state dict numbers its entries; a checkpoint records it as the fact "optimizer".
 
     "flat"   by flat tensor: `Fsdp` joins the parameters of a block in flat tensors, of which each rank steps its part
-    "whole"  by parameter, as in an ordinary optimizer, also where ranks share the parameters out
+    "whole"  by parameter, as in an ordinary optimizer, also if the parameters are divided among ranks
     """
     return "flat" if isinstance(strategy.wrapper, fsdp.Fsdp) else "whole"
 
