@@ -1,8 +1,9 @@
 """The order in which `attention(..., impl="auto")` tries the rows of the table for a case, the fastest first.
 
-A row is an implementation of attention. `table.py` passes `fastest_first` to the table; the first row of the order that
-can run the case is taken. The order comes from measurements: change FASTER after new ones.
-`tests/attention/test_auto_order.py` compares it with committed results.
+A row is an implementation of attention, and a case describes one call (`AttentionCase`). `table.py` passes
+`fastest_first` to the table, which takes the first row of the order that can run the case. The order comes from
+measurements on Hopper: after new ones change FASTER, and for options the constants below it.
+`tests/attention/test_auto_order.py` compares the choice with the fastest row of the committed results.
 """
 
 import torch
@@ -16,10 +17,10 @@ def is_measured(capability: tuple[int, int] | None) -> bool:
 
 
 ANY = 2**63  # more than any number of keys or queries: no limit
-# Shapes in which another row than `flash_gluon` is the fastest, on Hopper. Keys are (grad, head_dim, causal). An entry
-# is (row, most keys, least queries, most queries), where queries are counted over all heads and batch entries, B H Q. A
-# case tries first the rows of all entries that it fits, in this order, and then `flash_gluon`. If `flash_gluon` itself
-# has an entry, it is an exception to the entry behind it.
+# Shapes in which another row than `flash_gluon` is the fastest, on Hopper. The keys of the dict are (grad, head_dim,
+# causal). An entry is (row, most keys, least queries, most queries), where queries are counted over all heads and batch
+# entries, B H Q. For a case the rows of all entries that it fits come first, in this order, and then `flash_gluon`. An
+# entry of `flash_gluon` itself keeps its shapes for `flash_gluon`, although they also fit the entry behind it.
 FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
     (False, 64, True): (("flash_triton", ANY, 0, 32_768),),
     (False, 64, False): (("flash_triton", ANY, 0, 24_576), ("sdpa_cudnn", ANY, 0, 49_152)),
@@ -32,9 +33,11 @@ FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
 }
 
 
-# Shapes under a causal window or documents in which `flash_gluon` was the fastest, on one H200: the least B H Q, the
-# least queries of a sequence, and the least window by (grad, head_dim), else LEAST_WINDOW. Smaller ones were slower, or
-# have not been timed. From MOST_IN_DOCUMENTS on (B H Q) `flash_triton` trains as fast at head_dim 64, or faster.
+# Shapes under a causal window or documents in which `flash_gluon` was the fastest, on one H200. They have at least
+# MANY_QUERIES queries over all heads and batch entries (B H Q), LONG queries in a sequence and as many keys, and a
+# window of LEAST_WINDOW keys, or of the number that WIDER_WINDOW has for (grad, head_dim). Smaller shapes were slower,
+# or have not been timed. Under documents `flash_triton` trains as fast at head_dim 64, or faster, from
+# MOST_IN_DOCUMENTS queries (B H Q) on.
 MANY_QUERIES, LONG, LEAST_WINDOW, MOST_IN_DOCUMENTS = 2**18, 1024, 256, 2**19
 WIDER_WINDOW = {(True, 64): 512}
 
@@ -55,10 +58,10 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     - With options, and for a forward of few queries on more keys, `flash_triton` comes first, in float32 too: it skips
       hidden tiles, keeps NaN in hidden keys out of the results by itself, and divides the keys of few queries among
       programs. If a forward of few queries has no options, and 1 GiB of keys and values or more, cuDNN comes first.
-    - Under a causal window or documents, or both, `flash_gluon` comes before it in large calls (`_suits_gluon`).
+    - Under a causal window or documents, or both, `flash_gluon` comes before these in large calls (`_suits_gluon`).
 
-    On other GPUs torch's own choice, `sdpa`, comes first. With options `flash_triton` comes first on NVIDIA's GPUs,
-    since SDPA needs a mask of Q x K bytes for them and skips no tile. On AMD's GPUs `flash_triton` is known to compile
+    On other GPUs torch's own choice, `sdpa`, comes first. With options `flash_triton` comes first on NVIDIA's GPUs:
+    SDPA needs a mask of Q x K bytes for options, and skips no tile. On AMD's GPUs `flash_triton` is known to compile
     without spills, but its speed is not known, so `sdpa` stays first.
     """
     if case.device == "cpu":

@@ -2,14 +2,14 @@
 
 A pattern is the set of options that say what queries see: windows, documents, a prefix, lengths and causal order. Under
 these each query sees one interval of keys, whose two ends never decrease from one query to the next. The kernels read
-nothing else of these options. Only under a `mask` may a query see another set of keys; rows that need intervals refuse
-masks.
+only these intervals, not the options. A new option of this kind is applied in `Pattern._intervals`, not here. Only
+under a `mask` may a query see another set of keys; rows that need intervals refuse masks.
 
 So a tile of queries visits the keys from the `first` of its first query to the `end` of its last query. The keys from
 the `first` of its last query to the `end` of its first query are seen by all queries of the tile, and need no mask. The
 same holds with queries and keys exchanged, since each key is seen by an interval of queries: `Bounds.of_keys`.
 
-Legend: B batch, Q queries, K keys, S = Q = K.
+Legend: B batch, Q queries, K keys.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,10 @@
 """`attention`, the public function: it checks a call once, picks the row that runs it, and calls that row.
 
 Users and models call `attention`. A *row* is an implementation in the table of `table.py`. `contract.py` checks the
-tensors, `pattern.py` the options. To add an option, add a parameter here, pass it to `checked_pattern`, and see the
-docstrings of these two files.
+tensors, `pattern.py` the options. To add an option, add a parameter here, pass it to `checked_pattern`, and make the
+changes that the docstrings of pattern.py and contract.py name.
+
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
 
 from collections.abc import Callable
@@ -52,26 +54,27 @@ def attention(
     Our own rows are differentiable any number of times. Their second derivatives are computed from Q x K scores, in
     plain PyTorch. Rows with kernels refuse forward-mode derivatives. Rows of others are as differentiable as the
     functions that they call. `torch.func`'s grad, vjp and vmap, torch.compile without a graph break, torch.export and
-    selective checkpointing work with every row that they can run; they see each flash row as one custom operator,
-    `torch.ops.lmsys.<row>`. With a bias, sinks or `return_lse` flash rows are not custom operators: then they are
-    differentiable once, torch.compile's graph breaks there, and torch.func refuses them.
+    selective checkpointing work with every row that they can run. They see a *flash row*, which is one of ours whose
+    name begins with `flash_`, as one custom operator, `torch.ops.lmsys.<row>`. With a bias, sinks or `return_lse` flash
+    rows are not custom operators: then they are differentiable once, torch.compile's graph breaks there, and torch.func
+    refuses them.
 
     A query sees the keys that all options let it see. A query that sees none has zeros as its result and as its
     gradient. NaN and infinity in keys that an option hides from a query never change its result or its gradient, but
     for rounding. If `causal` is the only option that hides keys, this holds only for keys that no query sees, j >= Q;
     NaN in other keys may reach queries before them, as in torch's SDPA.
 
-    Tensors may have any memory layout: if a backend cannot read it, for example as rows are not 16-byte aligned, they
-    are copied. Without queries or batch entries o is empty; without keys it is zeros.
+    Tensors may have any memory layout. A tensor that a backend cannot read, for example because its rows are not
+    16-byte aligned, is copied. Without queries or batch entries o is empty; without keys it is zeros.
 
     causal       query i sees keys j <= i + offset: aligned at the top left as in torch SDPA, also for Q != K
     scale        the factor of the scores; None: D ** -0.5
-    window       with `causal` a number: only the last `window` of those keys, j > i + offset - window; or two numbers,
-                 (left, right): i + offset - left <= j <= i + offset + right
+    window       with `causal` a number: a query sees only the last `window` of the keys that `causal` lets it see,
+                 j > i + offset - window; or two numbers, (left, right): i + offset - left <= j <= i + offset + right
     prefix       with `causal` and no window: all queries also see the first `prefix` keys, j < prefix
-    documents    `Documents` packed into the sequence, made once; a query sees only keys of its own document. The last
-                 query of a document stands at its last key: `causal` is aligned at the bottom right. A `prefix` is
-                 that of each document
+    documents    `Documents` packed into the sequence; a query sees only keys of its own document. Make the object once,
+                 for many calls. The last query of a document stands at its last key: `causal` is aligned at the bottom
+                 right. A `prefix` then means the first keys of each document
     key_lengths  (B,) int32 or int64, for caches of different lengths: batch entry b sees keys j < key_lengths[b]. The
                  lengths are from 0 to K; others are refused on a CPU, and clamped on CUDA, where the host cannot read
                  them without waiting
@@ -142,7 +145,7 @@ def row_of(impl: str, case: contract.AttentionCase) -> tuple[Callable[..., Any],
     """
     return (
         getattr(_TRACED, _traced(impl, *contract.constants_of(case)))
-        if torch.compiler.is_compiling()  # `constants_of` replaces dynamic sizes by typical ones: one graph serves many
+        if torch.compiler.is_compiling()  # `constants_of` puts typical sizes in place of dynamic ones
         else _picked(impl, case)[1]
     )
 

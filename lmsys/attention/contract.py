@@ -1,9 +1,9 @@
 """The contract of attention rows: checks of inputs, the case that a row is asked to run, and how functions are called.
 
 A row is an implementation in the table of `table.py`. `attention` in `call.py` checks its inputs by `check_inputs`, and
-describes them as an `AttentionCase`. The `supports(case)` of each row decides by this case whether it can run.
+describes them as an `AttentionCase`. By this case the `supports(case)` of each row decides if the row can run.
 `attention` then calls the row's function, which `adapt` wraps if it has another signature than ours. A new option needs
-a field of `AttentionCase`; to accept another signature, add a case to `adapt`.
+a field of `AttentionCase`; to accept another signature, add a rule to `adapt`.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
@@ -37,7 +37,7 @@ TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # smaller, since Triton 
 
 @dataclass(unsafe_hash=True)
 class AttentionCase:
-    """A call of attention, described by plain values: by it `supports(case)` of a row decides if the row can run it.
+    """A call of attention, described by plain values. By them the `supports(case)` of a row decides if it can run.
 
     Do not change a case after it is made. It is not `frozen`, because each call of attention makes a case, and setting
     the fields of a frozen dataclass takes the host 2 us.
@@ -96,7 +96,7 @@ def case_of(
 ) -> AttentionCase:
     """The case of a call with q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) and the options of a pattern.
 
-    grad  True: gradients are needed; None: if gradients are recorded now and q, k or v require them
+    grad  True: gradients are needed; None: they are if gradients are recorded now and q, k or v require them
     """
     batch, heads, queries, head_dim = q.shape
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) if grad is None else grad
@@ -123,7 +123,7 @@ def options_of(pattern: Pattern) -> dict[str, Any]:
 
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:
-    """The reason why a row with the options `known`, and v of k's head dimension, cannot run the case, or None."""
+    """None, or why a row that has only the options `known`, and only v of k's head dimension, cannot run the case."""
     return why_not_options(case, *known) or why_not_value_dim(case)
 
 
@@ -223,10 +223,10 @@ def as_4d(x: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself if each of its rows is 16-byte aligned, or if it is contiguous; otherwise a contiguous copy.
+    """x itself if it begins 16-byte aligned, and is contiguous or has aligned rows; otherwise a contiguous copy.
 
     A kernel that moves 16 bytes at a time would read memory outside of a tensor whose rows are not aligned, or end the
-    process. An expanded tensor, with a stride of 0, is copied too.
+    process. An expanded tensor, with a stride of 0, is copied too, and so is a tensor that torch.func wraps.
     """
     fits = x.is_contiguous() or (
         x.stride(-1) == 1 and not any(not step or step * x.element_size() % 16 for step in x.stride()[:-1])
@@ -308,9 +308,9 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
 def _has_flag(taken: Mapping[str, inspect.Parameter], is_function: bool) -> bool:
     """True if the fourth of these parameters, after q, k and v, is a positional flag that says if attention is causal.
 
-    It is one if it has a name of ROLES["causal"]. With another name it is one if no later parameter has such a name,
-    and its default is True or False, or it has none. But a plain function's parameter with a name of ROLES["mask"] and
-    without a default is a tensor, and no flag.
+    A parameter with a name of ROLES["causal"] is such a flag. One with another name is a flag if no later parameter has
+    such a name, and if its default is True or False, or it has no default. But if a plain function has a parameter with
+    a name of ROLES["mask"] and without a default, this is a tensor, and no flag.
 
     is_function  True: they are the parameters of an autograd Function; False: of a plain function
     """
@@ -324,11 +324,11 @@ def _has_flag(taken: Mapping[str, inspect.Parameter], is_function: bool) -> bool
 
 
 def _parameters_used(implementation: Any) -> dict[str, inspect.Parameter]:
-    """The parameters, by name and in order, for which `adapt` has arguments. A plain function has all of its own.
+    """The parameters, by name and in order, to which `adapt` gives arguments; all parameters of a plain function.
 
-    An autograd Function has the first four parameters of `forward` after ctx, and all later ones without a default. If
-    a name of ROLES["causal"] comes later than the fourth, it has instead all parameters up to the last one for `causal`
-    or `scale`, and later ones without a default.
+    For an autograd Function they are the first four parameters of `forward` after ctx, and all later ones without a
+    default. But if a parameter behind the fourth has a name of ROLES["causal"], they are all parameters up to the last
+    one for `causal` or `scale`, and the later ones without a default.
     """
     taken = list(signature.parameters_of(implementation).items())
     if not signature.is_function(implementation):
@@ -344,9 +344,9 @@ def _takes_all(implementation: Any) -> bool:
 
 
 def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
-    """The reason why an implementation cannot be called for the case, which needs `causal` or `scale`, or None.
+    """None, or a reason: the case needs `causal` or a scale, and the implementation has no parameter for it.
 
-    `lmsys.check` asks before it checks a row.
+    `lmsys.check` calls this before it checks a row.
     """
     taken = _parameters_used(implementation)
     takes_scale = _takes_all(implementation) or taken.keys() & set(ROLES["scale"])

@@ -5,7 +5,8 @@ flash_cuda.py and flash_gluon/launch.py each call `flash` with the two functions
 returns an autograd Function, which eager calls use, and the function of the row. Under torch.compile, torch.func and
 dispatch modes the row calls custom operators instead: opaque nodes of a graph, with known shapes (`_custom_op`).
 Operators take no Python objects, so a `Pattern` (the options of a call) is passed to them as a text, numbers and
-tensors: `_apart` takes it apart, and `_together` makes it again.
+tensors: `_apart` takes it apart, and `_together` makes it again. A new option needs no change here if its value is a
+tensor or a number; if its gradient is wanted, see NEEDS in lse.py.
 
 Queries, keys and values may be parts of one tensor, which their projection has written. In an eager call their
 gradients may then be parts of one tensor as well (`gradients_like`).
@@ -30,8 +31,8 @@ from lmsys.kernels.custom_op import define
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal, scale) -> o, log-sum-exp
 Backward = Callable[..., tuple[Tensor, ...]]  # (q, k, v, o, lse, do, causal, scale) -> dq, dk, dv
-# The arguments of both operators that follow the tensors of attention, in the schema language of torch.library. The
-# indices in this file count all arguments in this order:
+# The arguments that both operators take behind the tensors of attention, in the schema language of torch.library. The
+# indices in this file count all arguments of an operator in this order:
 #   forward   q, k, v, causal, scale, layout, numbers, floats, tensors
 #   backward  q, k, v, o, lse, do, causal, scale, layout, numbers, floats, tensors
 # Autograd does not look into a list. So the autograd Functions `CustomOp` and `Gradients` take each tensor of `tensors`
@@ -73,8 +74,8 @@ def gradients_like(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty dq, dk and dv: views of one tensor if q, k and v are, so that the projection's backward need not join them.
 
-    Otherwise they are like(q), like(k) and like(v). So they are, too, if a row of a head is no multiple of 16 bytes, as
-    the GPU's TMA needs it.
+    Otherwise they are like(q), like(k) and like(v). They are so, too, if a row of a head is no multiple of 16 bytes,
+    since the GPU's TMA needs such a multiple.
 
     like      makes an empty tensor with the shape of its argument
     together  False: never views of one tensor. For custom operators, whose results have a fixed layout
@@ -110,7 +111,7 @@ def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pat
 
     parts  numbers, floats and tensors, in this order
     """
-    if not layout:  # most calls, and a step may wait for the host
+    if not layout:  # no pattern, as in most calls: the quick way, since the GPU may wait for the host
         return {}
     next_of, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
     for name, kinds in (part.split(":") for part in layout.split()):
@@ -240,7 +241,7 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
 
     forward, backward  as in `flash`. They get `tile`, if one is given, as one more positional argument, and a pattern
                        as the keyword `pattern`
-    gradients          replaces `backward` if its results will be differentiated again
+    gradients          called in place of `backward` if its results will be differentiated again
     """
 
     class Flash(torch.autograd.Function):
@@ -302,7 +303,7 @@ def flash(
 
     forward     (q, k, v, causal, scale) -> o, log-sum-exp; it launches the kernels, as `backward` does
     backward    (q, k, v, o, lse, do, causal, scale) -> dq, dk, dv. Both also get a keyword `pattern`, if there is one
-    registered  replaces `backward` in the operator `lmsys::<name>_backward`; None: `backward` itself
+    registered  the function that the operator `lmsys::<name>_backward` calls; None: `backward`
     """
     operator, gradients = _custom_op(name, forward, registered or backward)
     eager = _autograd_function(class_name, forward, backward, gradients)

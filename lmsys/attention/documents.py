@@ -1,9 +1,11 @@
 """`Documents`: documents packed one after another into a sequence, as an option of `attention`.
 
-A user makes one `Documents` for many calls. So it also keeps tensors that attention rows (implementations) derive from
-it, such as masks: see `keep`, and `kept_on_documents` in pattern.py. `Pattern` reads `key_starts`, `key_ends` and
-`places`; the rows in peers_flash_attn.py, which call other people's FlashAttention, read `cu_seqlens`. An attribute
-that kernels need under torch.compile must also be in `parts`.
+A user makes one `Documents` for many calls. So the object also keeps tensors that attention rows (implementations)
+derive from it, such as masks: see `keep`, and `kept_on_documents` in pattern.py. `Pattern` reads `key_starts`,
+`key_ends` and `places`; the rows in peers_flash_attn.py, which call other people's FlashAttention, read `cu_seqlens`. A
+new attribute that kernels need under torch.compile must also be in `parts`, and `of_parts` must set it.
+
+Legend: B batch entries, S tokens of a batch entry.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -1,11 +1,11 @@
 """FlashAttention-2 in CUDA C++ (flash_cuda.cu): built by nvcc on first use, called through ctypes.
 
-`custom_ops.flash` makes the row `flash_cuda` of the table of attention (table.py) from `_forward` and `_backward` here.
-There is one library for each dtype and head dimension, with a window and without. nvcc compiles it for this machine's
-GPU, in seconds, without torch's headers. It is kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) under a hash of its
-sources, its flags and nvcc's version. `python -m lmsys.attention.flash_cuda` builds all libraries. Change tile sizes in
-TILES, and the kernels in flash_cuda.cu. A new argument of the kernels is a field of `_Problem` here and of `Problem`
-there.
+`custom_ops.flash` makes the row `flash_cuda` (an implementation in the table of table.py) from `_forward` and
+`_backward` here. There is one library for each dtype and head dimension, with a window and without: a *variant* of the
+source. nvcc compiles it for this machine's GPU, in seconds, without torch's headers. It is kept in $LMSYS_CACHE_DIR
+(default ~/.cache/lmsys) under a hash of its sources, its flags and nvcc's version. This command builds all libraries:
+`python -m lmsys.attention.flash_cuda`. Change tile sizes in TILES, and the kernels in flash_cuda.cu. A new argument of
+the kernels is a field of `_Problem` here and of `Problem` there.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -108,8 +108,8 @@ def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) ->
     For bfloat16 and head_dim 64 and 128 they were the fastest measured on one H200. Those of float32 and other head
     dimensions were not tuned, but are like these. Tiles for compute capabilities below 8.0 fit 64 KiB of shared memory
     and spill no registers; they were not timed. For tiles that need more shared memory than SHARED_BYTES in
-    flash_cuda.cu (99 KiB from 8.0 on), and for float32 with `kept`, nvcc stops at a static_assert. Nothing checks the
-    multiples of 16.
+    flash_cuda.cu (99 KiB from 8.0 on), and for float32 with `kept`, nvcc stops at a static_assert. Nothing checks that
+    owned tiles are multiples of 16 · warps, as `Tile` says.
     """
     return TILES[capability >= (8, 0), dtype == torch.float32, head_dim == 128]
 

@@ -2,7 +2,8 @@
 
 This is the algorithm of all FlashAttention implementations here in its most readable form. A *row* is an implementation
 in the table of `table.py`. `custom_ops.flash` makes the row `flash_torch` of `flash_forward` and `flash_backward`; the
-row `flash_triton_torch_bwd` shares the backward.
+row `flash_triton_torch_bwd` has the same backward. `tests/attention/test_seeded_faults.py` finds some lines of this
+file by their exact text: if you change one of these, change it there, too.
 
 No (Q, K) matrix is ever held. Forward and backward visit square tiles of queries and keys, skip tiles that are wholly
 hidden, and mask only those at an edge (`Bounds`). The backward gets q, k, v, o and the log-sum-exp of the scaled
@@ -10,7 +11,8 @@ scores. Sums are accumulated in float32 (float64 for float64).
 
 Source: Dao 2023, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N = B * Hkv, Q queries, K keys, D head
-dimension; R = G * (queries of a tile) rows and C = (keys of a tile) columns.
+dimension; R = G * (queries of a tile) rows and C = (keys of a tile) columns; P the softmax weights, dP and dS the
+gradients of P and of the scores.
 """
 
 import math
@@ -24,17 +26,18 @@ from lmsys.attention import compiled, contract, custom_ops
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern, tile_of
 
-TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
+# Scores of one tile over all heads: 64 MiB, 4 MiB. Larger tiles need more memory, smaller ones more launches.
+TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}
 MIN_TILE, MAX_TILE = 64, 2048  # rows or columns
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64."""
+    """The dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _operand(x: Tensor) -> torch.dtype:
-    """The dtype of matmul operands: on CUDA that of x, since sums are then float32; elsewhere the wide one."""
+    """The dtype of matmul operands: on CUDA that of x, as matmuls add up in float32 there; elsewhere that of sums."""
     return x.dtype if x.is_cuda else _wide(x.dtype)
 
 

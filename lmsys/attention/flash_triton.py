@@ -1,34 +1,37 @@
 """FlashAttention-2 in Triton: one forward kernel, and a backward of two that needs no atomics.
 
 The table of implementations, `table.py`, names two functions of this file, `flash_triton` and `flash_triton_torch_bwd`;
-an entry of that table is called a *row*. Tiles to choose from are in `tuning.py`: add one there.
+an entry of that table is called a *row*. The row `flash_gluon` calls `mend_forward` and `mend_backward`. Tiles to
+choose from are in `tuning.py`: add one there. `flash_triton_kernels.py` says what a new argument of a kernel needs.
 
-Forward (Dao 2023, arXiv 2307.08691, Algorithm 1): a program owns a tile of queries and walks over the keys
-that it sees; o and the log-sum-exp leave the chip once. Backward (Algorithm 2) in two passes that recompute
-P: `_dq_kernel` owns query tiles, `_dkdv_kernel` owns key tiles, so every sum has one owner and one order,
-and repeats are bitwise equal. The price is 7 matmuls in place of 5.
+Forward (Dao 2023, arXiv 2307.08691, Algorithm 1): a program owns a tile of queries, that is, it alone computes
+their results. It walks over the keys that they see, and writes o and the log-sum-exp once. Backward (Algorithm 2) in
+two passes that recompute P: programs of `_dq_kernel` own tiles of queries, those of `_dkdv_kernel` own tiles of keys.
+So every sum is computed by one program in one order, and repeats are bitwise equal. The price is 7 matmuls in place
+of 5.
 
 The kernels are in `flash_triton_kernels.py`. Under a `Pattern` (windows, documents) the same source is compiled to
 other binaries, which read where the keys of a query begin and end, and walk over the tiles between. The forward of few
 queries, as in decoding, is in `flash_triton_decode.py`.
 
 Choices, each measured on one H200 with bfloat16 inputs:
-- All tiles, and the row vectors of the backward, move through tensor descriptors (TMA). These also zero-fill
-  what lies outside, so no length needs to be a multiple of a tile. Loading the row vectors by pointers cost up
-  to 70 registers and spilled. Where descriptors are slow (`by_tma`) the same kernels move tiles by addresses,
-  which Triton turns into asynchronous copies. That form was compiled for other cards, but timed only on an H100, as
-  sm_80 code.
+- All tiles, and the row vectors of the backward (the log-sum-exp and delta), move through tensor descriptors (TMA).
+  These also fill a tile with zeros where it lies outside of the tensor, so no length needs to be a multiple of a tile.
+  Loading the row vectors by pointers cost up to 70 registers and spilled. Where descriptors are slow (`by_tma`) the
+  same kernels move tiles by addresses, which Triton turns into asynchronous copies. That form was compiled for other
+  cards, but timed only on an H100, as sm_80 code.
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
   Where tiles move by addresses, the first product is added to the mask: see `_masked`.
 - `_dq_kernel` runs first. It writes delta = rowsum(o * do), and the log-sum-exp in base 2 and padded, for
   `_dkdv_kernel`.
 - Under a causal mask the tiles of queries that see most keys come first, in groups of heads whose keys and values stay
   in L2 together.
-- What calls of one case share is worked out once (`_Launch`), and descriptors are kept, since in short calls the GPU
+- `_Launch` computes once what all calls of one shape share, and descriptors are kept, since in short calls the GPU
   waits for the host.
 `docs/flash_triton.md` has other forms and tiles, with their times, and says what limits the speed.
 
-Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension, P the softmax
+weights.
 """
 
 from collections.abc import Callable
@@ -56,7 +59,7 @@ KERNELS = {
     "dq": (flash_triton_kernels._dq_kernel, ["q", "k", "k", "q", "q", "q"]),
     "dkdv": (flash_triton_kernels._dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
 }
-# By name: the kernel of a second launch, which computes tiles with NaN again (`_run`'s `again`).
+# By name: the kernel of a second launch, which computes tiles with NaN again (the argument `again` of `_run`).
 AGAIN = {
     "fwd": flash_triton_kernels._fwd_again_kernel,
     "dq": flash_triton_kernels._dq_again_kernel,
@@ -64,7 +67,8 @@ AGAIN = {
 }
 FLAGGED, WITH_NAN = "flagged", "with NaN"  # the tiles that a second launch computes again: see `_run`
 MAX_LAUNCHES = 4096  # the most that are kept; each has about 1 KiB
-# Arguments for a pattern, in the kernels' order; only `_dq_kernel` has dlse_ptr. Without a pattern all are None.
+# The *extent*: the arguments of kernels that describe a pattern, in the kernels' order; only `_dq_kernel` has dlse_ptr.
+# Without a pattern all are None.
 EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap", "slopes_ptr", "position_ptr", "dlse_ptr"
 Extent = tuple[Any, ...]  # values for EXTENT, some of them None; () where all would be None
 
@@ -78,9 +82,9 @@ def _padded(queries: int) -> int:
 
 
 class _Launch:
-    """A kernel with a tile, and what all calls of one case share: its grid, its sizes and its binary.
+    """A kernel with a tile, for calls of one shape: they share its grid, its sizes and its binary.
 
-    The arguments are those of `_run`; `precision` is that of `dot_precision`.
+    The arguments are those of `_run`; `precision` is the result of `dot_precision`.
     """
 
     def __init__(
@@ -280,8 +284,9 @@ def _backward(
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
-        # `again` of each launch; the tensor of `spoilt_ptr`; the pattern's intervals; and the values for EXTENT: of
-        # `_dq_kernel`, whose programs own queries, and of `_dkdv_kernel`, whose programs own keys.
+        # launches: the `again` of each launch. spoilt: the tensor of `spoilt_ptr`. bounds: the pattern's intervals.
+        # of_queries, of_keys: the values for EXTENT of `_dq_kernel`, whose programs own queries, and of `_dkdv_kernel`,
+        # whose programs own keys.
         launches, spoilt, bounds, of_queries, of_keys = ("",), None, None, (), ()
         if pattern is not None:
             bounds = pattern.bounds(q.shape[2], k.shape[2], q.device) if pattern.bounded else None
@@ -303,7 +308,7 @@ def _backward(
 def mend_forward(
     tensors: tuple[Tensor, ...], lse: Tensor, spoilt: Tensor, scale: float, pattern: Pattern, bounds: Bounds
 ) -> None:
-    """Computes again, in place, tiles of another row's o and lse. In them NaN in hidden keys may have spoilt all rows.
+    """Computes again, in place, the tiles of another row's o and lse that NaN in hidden keys may have spoilt.
 
     tensors  q, k, v, o, as `describable` returns them
     spoilt   (1,) int64: if it is not 0, tiles whose o holds NaN are computed again
@@ -328,7 +333,7 @@ def mend_backward(
 
 
 def _mend(name: str, tensors: tuple[Tensor, ...], others: tuple[Any, ...], extent: Extent) -> None:
-    """Launches a kernel of AGAIN behind another row's. Its tile is not tuned: without NaN there is nothing to time."""
+    """Launches a kernel of AGAIN after another row's kernel. Its tile is not tuned: without NaN it computes nothing."""
     q = tensors[0]
     tiles = candidates(name, q.dtype, block_d(q.shape[-1]), dot_precision(q), by_tma(q.device))
     _run(name, tensors, others, False, next(tile for tile in tiles if tile.block_q <= 64), extent, WITH_NAN)

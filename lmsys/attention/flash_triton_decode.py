@@ -1,6 +1,8 @@
 """Attention of few queries over many keys, as in decoding: split keys, partial results combined by log-sum-exp.
 
-The row `flash_triton` calls `decode` for its forward where `decodes` is true. `plan_of` chooses the sizes.
+The row `flash_triton` calls `decode` for its forward where `decodes` is true. `plan_of` chooses the sizes; change them
+there. Kernels get their arguments by place: a new one stands at the same place in the signature and in the tuple that
+`decode` passes. An option of a `Pattern` that the kernels do not know must be in BEYOND.
 
 If a program owned a tile of queries, few queries would leave most of a GPU idle. So the keys are divided among programs
 as well (Flash-Decoding, Dao et al. 2023). The query heads that share a key head form one tile of queries, so that a key
@@ -88,7 +90,7 @@ def _split_keys_kernel(
 
     A tile has HEADS heads by QUERIES queries, of one group. The results have the shapes (B H Q, parts, COLUMNS) and
     (B H Q, parts). The log-sum-exp of a part is in base 2, times UNIT: LN_2 where there is one part, whose results are
-    final, else 1.
+    final, else 1. CHAINED: `_combine_kernel` may start before this kernel has ended.
     """
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -151,7 +153,10 @@ def _combine_kernel(
     o_desc, part_o_ptr, part_lse_ptr, lse_ptr, H, Q, parts,
     D: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Writes o and the log-sum-exp of one query of one head. It reads their parts PARTS at a time."""
+    """Writes o and the log-sum-exp of one query of one head. It reads their parts PARTS at a time.
+
+    CHAINED: it may start before the kernel that writes the parts has ended, and waits for that end.
+    """
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)

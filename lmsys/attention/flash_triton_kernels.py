@@ -1,8 +1,10 @@
 """The kernels that `flash_triton.py` launches; its docstring says how they work. Read `_fwd_kernel` first.
 
-A program owns a tile of queries or of keys of one head. `num_heads` counts the heads of all batch entries: B·H where
-programs own queries, and B·Hkv where they own keys. Each of these heads has `num_tiles` tiles. `Q_PADDED` is Q rounded
-up (`flash_triton._padded`): the numbers that `lse2`, the log-sum-exp in base 2, and `delta` have for each query head.
+A program *owns* a tile of queries or of keys of one head: it computes their results, and no other program does.
+`num_heads` counts the heads of all batch entries: B·H where programs own queries, and B·Hkv where they own keys. Each
+of these heads has `num_tiles` tiles. `Q_PADDED` is Q rounded up (`flash_triton._padded`): the numbers that `lse2`, the
+log-sum-exp in base 2, and `delta` have for each query head. BLOCK_Q and BLOCK_K are the rows of a tile of queries and
+of keys, D the columns of both (`tuning.block_d`), and PRECISION is the `input_precision` of matmuls.
 
 `first_ptr` and the arguments after it describe a `Pattern`; each is None where the pattern lacks that option.
 - `first_ptr`, `end_ptr`, `bounds_stride`: each query sees an interval of keys, and each key is seen by an interval of
@@ -15,21 +17,22 @@ up (`flash_triton._padded`): the numbers that `lse2`, the log-sum-exp in base 2,
 - `dlse_ptr`: the gradient of the log-sum-exp (B, H, Q), where that was a result.
 
 A key that is hidden from a query has weight zero in the sums of that query, and the query has weight zero in the sums
-of that key. But 0 · NaN is NaN: a NaN or infinity in a hidden vector spoils (makes NaN) the sums of each tile that
+of that key. But 0 · NaN is NaN: a NaN or infinity in a hidden vector spoils (makes NaN) the sums of each program that
 visits it. With intervals, sums that are NaN are therefore computed again:
 1. A hidden vector that is not finite must add nothing. v in the forward, k and v in `_dq_kernel`, and q and do in
    `_dkdv_kernel` are therefore loaded as zeros if they are not finite (CLEAN). For all others, such as k in the
    forward, it is enough that the scores are masked after the dot.
 2. The weight of such a vector is made NaN where it is seen, so what sees NaN stays NaN.
 3. The new sums replace the old ones.
-The forward does so at once, in its loop over `again`. In the backward this would take registers which the first sums
-need. There the first launch sets flags in `spoilt_ptr`, one for TOGETHER tiles. A second launch, of `_dq_again_kernel`
-or `_dkdv_again_kernel`, has a program for each flag, and computes the flag's tiles again if it is set, as is rare.
-The kernels of another row, `flash_gluon`, set one flag for all tiles (ONE_FLAG). If it is set, each program computes
-again those of its tiles that hold NaN in memory; so does `_fwd_again_kernel`.
+The forward does so at once, in its loop over `again`. In the backward such a loop would take registers which the first
+sums need. There the first launch sets flags in `spoilt_ptr`, one for TOGETHER tiles. A second launch, of
+`_dq_again_kernel` or `_dkdv_again_kernel`, has a program for each flag. If the flag is set, which is rare, the program
+computes the flag's tiles again. The kernels of another row, `flash_gluon`, set one flag for all tiles (ONE_FLAG). If it
+is set, each program computes again those of its tiles that hold NaN in memory; so does `_fwd_again_kernel`.
 
 Without intervals nothing is computed again: under CAUSAL a NaN in a key or value may spoil all queries of a tile on the
-diagonal, also those that do not see it. Only options that hide keys promise that it does not (docs/kernel.md).
+diagonal, also those that do not see this key. Calls promise the opposite only under options that hide keys
+(docs/kernel.md).
 
 Arguments with `_desc` are descriptors (TMA). Where tiles move without TMA they are a `Strided` of
 `lmsys/kernels/launch.py`, an address with strides, or for a vector the address alone.
@@ -39,7 +42,8 @@ kernel's signature, in the tuples that `flash_triton.py` passes, and in the call
 a float or a constant, add it to UNSPECIALISED. `flash_triton_decode.py`, `lmsys/model/loss_triton.py` and
 `lmsys/training/muon_triton.py` use functions of this file too, such as `_load` and `_tanh`.
 
-Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension; P the softmax
+weights, dp and ds the gradients of P and of the scores.
 """
 
 import math
@@ -198,7 +202,10 @@ def _add_dot(acc, a, b, PRECISION: tl.constexpr):
 def _interval(
     first_ptr, end_ptr, bounds_stride, batch, start, length, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr
 ):  # fmt: skip
-    """(low, stop, sight): what owners [start, start + BLOCK) see. Owners are queries and others keys, or the reverse.
+    """(low, stop, sight): what the tile of owners [start, start + BLOCK) sees.
+
+    Owners are queries, and *others* are the keys that they see; or owners are keys, and others the queries that see
+    them, which is called "sees" here, too.
 
     length      how many owners there are
     low, stop   the tile of owners sees others in [low, stop); low is rounded down to a tile of others
@@ -518,7 +525,7 @@ def _fwd_again_kernel(
     first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Behind another row's forward: if its flag is set, computes those of TOGETHER tiles again whose o holds NaN."""
+    """Runs after another row's forward: if that has set the flag, computes again the tiles whose o holds NaN."""
     program = tl.program_id(0)
     if tl.load(spoilt_ptr) != 0:
         for tile in range(program * TOGETHER, tl.minimum((program + 1) * TOGETHER, num_heads * num_tiles)):

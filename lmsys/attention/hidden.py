@@ -5,7 +5,8 @@ trait `isolates` and options hide keys. Such a row hides a key by a weight of 0,
 zeros in place of vectors of q, k and v that hold NaN or infinity. A query that holds such a value, or sees a key or
 value that does, is *spoilt*: its result is NaN. In the backward a query is spoilt too if its incoming gradient holds
 NaN or infinity. A spoilt query has NaN as its own gradient, and makes the gradients of the keys and values that it
-sees, of its bias and of its sinks NaN.
+sees, of its bias and of its sinks NaN. A new option that hides keys needs no change here, since `_visibility` asks the
+pattern; a new tensor with a gradient needs an argument and a result of `_FiniteInputs`.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """

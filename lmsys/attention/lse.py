@@ -2,7 +2,7 @@
 
 `merge` is public. A *flash row* is an implementation in table.py that `custom_ops.flash` has made. For the options in
 NEEDS, it calls its kernels by `attend_with_lse` instead of by its own autograd Function, which has no gradients of the
-log-sum-exp, of sinks and of a bias. An option that needs such a gradient is added to NEEDS.
+log-sum-exp, of sinks and of a bias. A new option with a gradient of its own is added to NEEDS and to `WithLse`.
 
 Legend: B batch, H query heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
@@ -23,8 +23,8 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     """(o, lse) of attention over two sets of keys, from the results for each set: o (..., Q, Dv) and lse (..., Q).
 
     Each pair is what `attention(..., return_lse=True)` returns for the same queries. The result is differentiable in
-    all four, and o has the dtype of o1. A query that sees nothing in both sets has zeros and -inf. ValueError if shapes
-    do not fit together.
+    all four arguments, and o has the dtype of o1. A query that sees nothing in both sets has zeros and -inf. ValueError
+    if shapes do not fit together.
     """
     if not (o1.shape == o2.shape and o1.shape[:-1] == lse1.shape == lse2.shape):
         raise ValueError(
@@ -46,7 +46,7 @@ class WithLse(torch.autograd.Function):
 
     `kernels` is a pair: a forward, and a backward that takes `dlse` and returns the gradient of a bias, if there is
     one, as its fourth result. Kernels know no sinks: these are merged into o and the log-sum-exp afterwards. The
-    backward kernel computes P from the merged log-sum-exp, and so gets the right P for all keys.
+    backward kernel computes the softmax weights from the merged log-sum-exp, and so they are right for all keys.
     """
 
     @staticmethod

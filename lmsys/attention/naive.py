@@ -3,7 +3,8 @@
 The implementations are the *rows* of the table in table.py, which names `naive` and `naive_compiled`.
 `lmsys/testing.py` compares results with `naive` in float64, and allows about the error of `naive` in low precision.
 `log_sum_exp` and `with_sinks` also serve other rows. `contract.for_scores` makes float16 operands of scores float32,
-and `contract.repeat_heads` repeats key/value heads for each query head.
+and `contract.repeat_heads` repeats key/value heads for each query head. A change here changes what counts as right. A
+new option that changes scores is applied in `masked_scores`, and in all other rows in the same order.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.

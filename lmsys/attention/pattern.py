@@ -1,12 +1,13 @@
 """`Pattern`: the options of a call of attention, which say what each query sees and what is added to its scores.
 
 `attention` calls `checked_pattern`, which makes a `Pattern` of its arguments. The implementations of attention, which
-are the *rows* of the table in table.py, read it. Plain rows ask it for boolean masks (`seen_and_blind`), flash rows,
-which work in tiles, for intervals of keys (`bounds`). A new option needs a name in OPTIONS (and in HIDING, if it hides
-keys), a field of `Pattern`, a check in `checked_pattern`, a field of `contract.AttentionCase`, and a parameter of
-`attention`.
+are the *rows* of the table in table.py, read this `Pattern`. Plain rows ask it for boolean masks (`seen_and_blind`),
+flash rows, which work in tiles, for intervals of keys (`bounds`). A new option needs a name in OPTIONS (in HIDING, too,
+if it hides keys, and in INTERVALS, if each query still sees one interval), a field of `Pattern`, a check in
+`checked_pattern`, a field of `contract.AttentionCase`, and a parameter of `attention`. An option that hides keys is
+applied in `Pattern._intervals` or `Pattern.seen`, one that adds to the scores in `Pattern.added`.
 
-Legend: B batch, H query heads, Q queries, K keys, S = Q = K.
+Legend: B batch, H query heads, Q queries, K keys.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,7 +23,8 @@ from lmsys.attention.bounds import Bounds
 from lmsys.attention.documents import FARTHEST, Documents, check_integers, keep
 
 NO_CAP = 2.0**40  # a softcap of this size or more changes scores below 2**28 by less than float32 can represent
-# Names in `AttentionCase.options` of two forms that few rows know: a pair as `window`, and a tensor as `offset`.
+# The names, in `AttentionCase.options`, of two forms of options that few rows know: `window` as a pair of numbers, and
+# `offset` as a tensor.
 TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"
 # Options under which a query still sees one interval of keys. (A softcap hides nothing.)
 INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
@@ -47,13 +49,14 @@ class Pattern:
     """Query i sees the keys j that every option lets it see; a query that sees none has zeros as its result.
 
     Nobody may change a `Pattern`, since calls share it. It is not a `frozen` dataclass: that would cost the host a
-    microsecond in each call.
+    microsecond in each call. Below p is the position of query i among the keys: i + offset, or with `documents` the
+    place of the query (`Documents.places`) + offset.
 
-    causal       j <= p, the position of query i among the keys: i + offset, or its place in `documents` + offset
+    causal       j <= p
     window       with `causal` a number, j > p - window; or (left, right): p - left <= j <= p + right
     prefix       with `causal`, without `window`: also the first `prefix` keys, with `documents` those of i's document
     offset       the position of query 0 among the keys: a number, or (B,) int32 or int64, one for each batch entry
-    documents    the keys of i's own document
+    documents    j is a key of i's own document
     key_lengths  (B,) int32 or int64, copied if not contiguous: j < key_lengths[b]
     mask         boolean, broadcastable to (B, H, Q, K): True where i sees j
     softcap      scores become softcap · tanh(score / softcap)
@@ -213,7 +216,7 @@ class Pattern:
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
         """This pattern without options that hide nothing, such as a window as long as the sequence.
 
-        It is returned as it is if its offset is a tensor, if its documents have keys of their own, or with ALiBi.
+        A pattern whose offset is a tensor, whose documents have keys of their own, or with ALiBi is returned as it is.
         """
         # Documents with keys of their own have other positions than the numbers compared below.
         others = self.documents is not None and self.documents.keys is not self.documents

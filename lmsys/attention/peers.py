@@ -1,9 +1,10 @@
 """Peers: functions that call torch's own attention as its users would, to compare our implementations with.
 
 The table of implementations, `table.py`, has a *row* for each. `sdpa` leaves the choice of a backend to PyTorch. Each
-other row forces one implementation. A case that this implementation cannot run is refused, with the reason that it
-gives, and never worked around. For a row `name` here, `name_supports` returns None or that reason. A new peer is such a
-pair of functions and a row. `peers_flash_attn.py` has the rows that call FlashAttention's own functions.
+other row forces one implementation. A case (call) that this implementation cannot run is refused, with the reason that
+torch gives, if it gives one, and never worked around. For a row `name` here, `name_supports` returns None or the
+reason. A new peer is such a pair of functions and a row. `peers_flash_attn.py` has the rows that call FlashAttention's
+own functions.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
@@ -25,8 +26,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from lmsys.attention import compiled, contract
 from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern, kept_on_documents
 
-# The options, by their names in `AttentionCase`, that flex and all rows of SDPA take. None of their values is a tensor
-# that a caller may change, so a mask of these options alone is made once and kept between calls.
+# The options, by their names in `AttentionCase.options`, that flex and all rows of SDPA take. None of their values is a
+# tensor that a caller may change, so a mask of these options alone is made once and kept between calls.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
 KNOWN = *MADE_ONCE, OFFSETS, "key_lengths", "mask"  # the options that all rows of SDPA know
 # A lock around `sdpa_kernel`, which sets flags of the whole process and later puts back those that it found: two
@@ -44,7 +45,7 @@ def sdpa(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, with `is_causal`, or for a pattern an `attn_mask`, boolean or a bias.
+    """torch's scaled_dot_product_attention, with `is_causal`; under a pattern with an `attn_mask`, boolean or a bias.
 
     Inputs that are not 16-byte aligned are copied: on CUDA torch's kernels give wrong results, or end the process.
     """
@@ -64,7 +65,7 @@ def sdpa(
 def _seen_and_blind(
     pattern: Pattern, num_queries: int, num_keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """The masks of `Pattern.seen_and_blind`. They are kept between calls, as users do, if no option is a tensor."""
+    """The masks of `Pattern.seen_and_blind`, kept between calls, as users keep theirs, if no option is a tensor."""
     if any(isinstance(x, Tensor) for x in pattern.options.values()):
         return pattern.seen_and_blind(num_queries, num_keys, device)
     return _masks_of(pattern, num_queries, num_keys, device)
@@ -143,8 +144,8 @@ def _torch_says(
 ) -> str | None:
     """None if torch says that this backend runs the case, else the reason from torch's warnings.
 
-    If torch gives no reason, the text says which changed cases it would run. `added`: options that the backend takes
-    beside KNOWN.
+    If torch gives no reason, the text says which changes of the case would let the backend run it. `added`: options
+    that the backend takes beside KNOWN.
     """
     if reason := contract.why_not_options(case, *KNOWN, *added) or why_not_scale(case):
         return reason

@@ -1,9 +1,10 @@
 """Peers (other people's implementations): FlashAttention's packages, versions 2 to 4, and torch's `varlen_attn`.
 
-The latter is torch's copy of FlashAttention-2. Each peer is a row of the table of implementations, `table.py`: a
-function here, and beside it `<name>_supports`, which returns None, or the reason why the function cannot run a case.
-The packages' functions read (B, S, H, D), align a causal mask at the bottom right, and count a window as keys to the
-left and right of the query's own position. A package is imported only when its row is asked for.
+`varlen_attn` is torch's copy of FlashAttention-2. Each peer is a row of the table of implementations, `table.py`: a
+function here, and beside it `<name>_supports`, which returns None, or the reason why the function cannot run a case
+(call). The packages' functions read (B, S, H, D), align a causal mask at the bottom right, and count a window as keys
+to the left and right of the query's own position. A package is imported only when its row is asked for. For another
+version of the package add two `partial`s, as for `flash_attn_2`, and a row.
 
 Legend: B batch, H query heads, Hkv key and value heads, S sequence, Q queries, K keys, D head dimension.
 """

@@ -1,9 +1,11 @@
 """The table of attention rows: `attention` picks one of them, benchmarks measure them, reports list them in this order.
 
-A new kernel is a file beside this one and a row below. Our own rows come first, then peers. `_ours` and `_peer` name
-the function of a row and its `supports`, which returns None or why the row cannot run a case; other keywords are its
-traits, which `lmsys/traits.py` and `Traits` in `lmsys/registry.py` explain. `kernels`, for example, is a pattern of the
-names of a row's device kernels, and speedups are relative to the timed row with the largest `baseline`.
+A new kernel is a file beside this one and a row below. Our own rows come first, then peers (other people's code).
+`_ours` and `_peer` name the function of a row and its `supports`, which returns None or why the row cannot run a case
+(a call, as `AttentionCase` describes it). Their other keywords are the row's traits, which `lmsys/traits.py` and
+`Traits` in `lmsys/registry.py` explain. `kernels`, for example, is a regular expression that matches the names of a
+row's device kernels, and speedups are relative to the timed row with the largest `baseline`. If you rename a kernel,
+change `kernels` here.
 """
 
 from dataclasses import replace
@@ -14,7 +16,8 @@ from lmsys.attention.auto import fastest_first
 from lmsys.registry import Entry, Table
 from lmsys.traits import AttentionTraits
 
-# Values of the trait `mask`: "module:function" that makes what a row reads in place of a pattern.
+# Values of the trait `mask`: "module:function", which makes the intervals or the mask that a row reads in place of a
+# pattern.
 INTERVALS = "lmsys.attention.pattern:intervals"
 BOOLEAN = "lmsys.attention.peers:boolean_mask"  # of rows of SDPA
 

@@ -1,8 +1,9 @@
 """Picks tiles for `flash_triton` by timing them once, and keeps the choices on disk between runs.
 
-`flash_triton` calls `tune` with the `candidates` for a kernel. The file is `tuning.json` in $LMSYS_CACHE_DIR (default
-~/.cache/lmsys). A choice belongs to one GPU model, Triton version and version of the kernels' source; choices for
-others are kept beside it. To try another tile, add it to BY_TMA or BY_ADDRESSES.
+`flash_triton` calls `tune` with the `candidates` for a kernel: tiles, which are numbers of queries and keys with the
+warps and stages that the kernel is compiled for. The file is `tuning.json` in $LMSYS_CACHE_DIR (default
+~/.cache/lmsys). A choice belongs to one GPU model, Triton version and version of the kernels' source (`_sources`);
+choices for others are kept beside it. To try another tile, add it to BY_TMA or BY_ADDRESSES.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from triton.runtime.errors import OutOfResources
 from lmsys import strict_json, values
 from lmsys.kernels.trial import digest_of
 
-MOST_SIZE = 2**16  # the largest number of a tile that is taken from the file: a larger one is a fault of the file
+MOST_SIZE = 2**16  # the largest number that a tile in the file may have; a larger one is a fault of the file
 
 SHORT_MS, STEADY_MS = 20.0, 300.0  # milliseconds of launches in a sample: for a first choice, and for the final one
 NEAR = 1.2  # tiles that take this many times as long as the best one in short samples, or less, are timed once more
@@ -131,10 +132,11 @@ def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
     """The tile whose launch takes the least time in work that goes on for long.
 
     Short samples leave out the tiles that are clearly slower. The others are timed by STEADY_MS of launches without a
-    pause, in order and then in reverse order, and the two times are added. A GPU at its power cap lowers its clock
-    within that time as far as the power of a tile makes it: there the tile that takes less energy is faster, by up to
-    14 % on an H200, where bursts of 20 ms in turns preferred another. A sample that does not count comes before, since
-    the clock of a GPU that was idle is higher; the reverse order slows all tiles equally if the clock falls meanwhile.
+    pause, in order and then in reverse order, and the two times are added. Within that time a GPU at its power cap
+    lowers its clock, the further the more power a tile takes. So the tile that takes less energy is faster there, by up
+    to 14 % on an H200, where bursts of 20 ms in turns preferred another tile. One sample that does not count comes
+    first, since a GPU that was idle has a higher clock. By the reverse order a clock that falls meanwhile slows all
+    tiles equally.
     """
     short = {tile: _time(tile, launch, SHORT_MS) for tile in tiles if _fits(tile, launch)}
     if not short:

@@ -1,8 +1,8 @@
 """Attention in carefully written PyTorch, which every device and dtype runs: the implementation `vectorized`.
 
-It has batched matmuls and one masked softmax, and works in place where autograd allows it. The table of
-implementations, `table.py`, names it; there it is a *row*. There is nothing to tune here. A new option of `Pattern` is
-applied to the scores in the same order as in `naive.masked_scores`.
+It has batched matmuls and one masked softmax, and works in place where autograd allows it. It is a *row* of the table
+of implementations, `table.py`. There is nothing to tune here. A new option of `Pattern` is applied to the scores in the
+same order as in `naive.masked_scores`.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension, Dv that of
 the values.
@@ -27,10 +27,10 @@ def vectorized(
 ) -> Any:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
-    A `pattern` replaces `causal`. Unlike `naive` it scales q instead of the scores, folds the G query heads of a key
-    head into the rows of one matmul instead of repeating keys, and masks in place. For the backward it keeps one (Q, K)
-    matrix, the softmax, and where v has a narrower dtype also the softmax in that dtype. Scores of float16 inputs are
-    float32 (`contract.for_scores`). With `pattern.return_lse` the result is (o, log-sum-exp (B, H, Q)).
+    A `pattern` replaces `causal`. Unlike `naive` this function scales q instead of the scores, folds the G query heads
+    of a key head into the rows of one matmul instead of repeating keys, and masks in place. For the backward it keeps
+    one (Q, K) matrix, the softmax, and where v has a narrower dtype also the softmax in that dtype. Scores of float16
+    inputs are float32 (`contract.for_scores`). With `pattern.return_lse` the result is (o, log-sum-exp (B, H, Q)).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # `blind`: a boolean tensor, True for queries that see no key, whose o is 0; None if there are no such queries.

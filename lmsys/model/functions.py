@@ -1,7 +1,8 @@
 """Small functions of tensors (SiLU, softmax, widening), and checks of ids that users give: tokens, classes, positions.
 
 Other files of this folder call these functions, except `softmax`, which is for users. `lmsys.training.generation`
-checks the ids of prompts and stop tokens with `check_range`.
+checks the ids of prompts and stop tokens with `check_range`. The kernels of `fused_triton.py` compute SiLU, too: a
+change of `silu` is made there as well.
 """
 
 import torch
@@ -37,8 +38,10 @@ def check_ids(name: str, x: object, kind: str, shapes: list[Shape] | None, below
     kind    what the numbers are, in the plural, for error messages, such as "token ids"
     shapes  the shapes that are right; None: any
     but     another value that is right, such as that of ignored targets; None: there is none
-    Values are checked on a CPU only, as the host would have to wait for a GPU, and only where `autograd.is_watched` is
-    False: a compiler and torch.func cannot read them.
+
+    Values are checked on a CPU only, since the host would have to wait for a GPU. They are not checked while
+    torch.compile, torch.func or a dispatch mode follows the call (`autograd.is_watched`), since values cannot be read
+    there.
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a tensor of {kind}; got {values.shortly(x)}")

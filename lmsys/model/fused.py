@@ -1,21 +1,22 @@
 """Transformer blocks in which everything between two matmuls is one kernel, forward and backward, without a compiler.
 
 `TransformerLM.fuse_blocks` makes the model call `run` in place of its blocks. The kernels are in fused_triton.py.
-`lmsys.training.possible` asks `why_not` and `check_levels` before a training, and rotary.py uses `kernels` and
-`is_plain`. `add_norm` and `swiglu` have two versions, by kernels and in plain PyTorch, which must compute the same: a
-change of one version is made in the other too.
+`lmsys.training.possible` calls `why_not` and `check_levels` before a training, and rotary.py uses `kernels` and
+`is_plain`. `add_norm` and `swiglu` have two versions, by kernels and in plain PyTorch, which must compute the same: if
+you change one version, change the other, too.
 
 A block ends in an addition, and the next block begins with a norm of the sum. Here both are one function, `add_norm`.
 It reads the residual stream and the branch (the output of attention or feed-forward) once, and writes the sum and the
 norm that the next matmuls read. Its backward writes the gradient of the sum twice in one pass: in the residual stream's
-dtype, and for the branch in the matmuls' dtype. Autograd and a compiler need two passes. Captured as a CUDA graph, such
-a step needs no compiler.
+dtype, and for the branch in the matmuls' dtype. Autograd and a compiler need two passes. If a training step with these
+blocks is captured as a CUDA graph, it needs no compiler.
 
 Queries and keys are rotated in place, where their projection has written them. Under autocast one matmul writes gate
 and value of SwiGLU side by side. The backward of SwiGLU writes their gradients side by side, too, so that one matmul
 gives the gradient of its input, and one matmul the gradients of w1 and w3.
 
 On a CPU, in float64 and without Triton, plain PyTorch computes the same functions.
+
 Legend: B batch, S sequence length, M d_model, F d_ff.
 """
 

@@ -2,7 +2,9 @@
 
 fused.py calls `add_norm`, `swiglu` and their backwards, and rotary.py calls `turn`. Each kernel reads and writes an
 element once, forward and backward. The functions named `..._options` choose a kernel's tile and warps by the width of a
-row: change them there, since tests compile the kernels with what these functions return.
+row: change these numbers in the functions, since tests compile the kernels with the results of the functions. fused.py
+and rotary.py compute the same in plain PyTorch: a change of a formula is made there, too.
+
 Legend: T tokens, M d_model, F d_ff, B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension.
 """
 
@@ -57,7 +59,7 @@ def _add_norm_backward_kernel(
     """A program owns some rows, ROWS at once, and writes its part of the gradient of the weight.
 
     ADDS: the gradient of the sum itself is added. BOTH: the gradient is written in the branch's dtype as well.
-    In the loop x is total / rms(total). dy is the gradient of the normalised result x · weight, then that of x.
+    In the loop x is total / rms(total). dy is first the gradient of the normalised result x · weight, then that of x.
     """
     at = tl.arange(0, BLOCK_M)
     weight = tl.load(WEIGHT + at, mask=at < M, other=0.0).to(tl.float32)[None, :]

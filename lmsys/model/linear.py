@@ -1,20 +1,21 @@
 """Computes x Wᵀ under autocast with float32 weight gradients, and keeps copies of weights in the narrow dtype.
 
-The layers of transformer.py call `linear`, and loss.py `matmul_dtype` and `rounded` for a matmul of its own.
-transformer.py and fused.py call `matmul_dtype`, too; benchmarks call it and `linear` to repeat what a model computes.
-`TransformerLM.fuse_blocks` makes a `RoundedWeights`, which `lmsys.training.gradients` finds in READ.
+The layers of transformer.py call `linear`. loss.py has a matmul of its own, and calls `matmul_dtype` and `rounded` for
+it. transformer.py and fused.py call `matmul_dtype`, too; benchmarks call `matmul_dtype` and `linear` to repeat what a
+model computes. `TransformerLM.fuse_blocks` makes a `RoundedWeights`, which `lmsys.training.gradients` finds in READ.
 
-Autocast casts the weights W (O, M) and the input x to a narrow dtype, multiplies those, rounds the weight's gradient to
-the narrow dtype too, and widens it again. The GPU's matmul units add up in float32 anyway. `linear` has them write that
-sum as the gradient, which is more exact, moves fewer bytes and needs no kernel to widen it. Since the cast copies each
-weight anyway, several weights that multiply one input are copied side by side, for one matmul in place of several.
+Autocast casts the weights W (O, M) and the input x to a narrow dtype (bfloat16 or float16), multiplies these copies,
+rounds the weight's gradient to the narrow dtype too, and widens it again. The GPU's matmul units add up in float32
+anyway. `linear` makes them write that sum as the gradient, which is more exact, moves fewer bytes and needs no kernel
+to widen it. Since the cast copies each weight anyway, several weights that multiply one input are copied side by side,
+for one matmul in place of several.
 
 `RoundedWeights` keeps such copies, as the weights' attribute `rounded`: then a copy is read, and nothing is cast.
 Copies that lie side by side in memory are read as one tensor. The gradient is still that of the weight, in float32.
 `lmsys.training.optimizer.AdamW` writes the copies in the pass that steps the weights. Otherwise a copy is made again
 when its weight has changed. A change shows in the weight's address, or in its version counter, which every change in
-place raises. torch's fused optimizers do not raise it, so a hook here does so after their steps. A change through
-`.data` does not raise it either: call `torch.autograd.graph.increment_version` after it.
+place raises. torch's fused optimizers do not raise the counter, so a hook here does so after their steps. A change
+through `.data` does not raise it either: call `torch.autograd.graph.increment_version` after such a change.
 
 Legend: T tokens, M input features, O output features.
 """
@@ -54,7 +55,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The copy of a weight in that dtype, where one is kept; else the weight itself."""
+    """The kept copy of a weight, if there is one in that dtype; else the weight itself."""
     copy = getattr(weight, "rounded", None)
     return copy if copy is not None and copy.dtype == dtype else weight
 
@@ -95,7 +96,7 @@ class _NarrowLinear(torch.autograd.Function):
 
 
 def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The rows of all weights as one tensor of that dtype: a view where they lie so in memory, else a copy.
+    """The rows of all weights as one tensor of that dtype: a view if they follow one another in memory, else a copy.
 
     torch.compile fuses cast and copy. Without it torch.cat does both in one pass, by its argument `out`.
     """
@@ -119,7 +120,7 @@ def _stamps(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
     return {id(weight): (weight._version, weight.data_ptr()) for weight in weights}
 
 
-# torch.compile of a whole step would trace this call and drop it. So it breaks the compiled graph here.
+# torch.compile of a whole step would trace this call and drop it. So the compiled graph must break here.
 _count_up = torch._disable_dynamo(torch.autograd.graph.increment_version)
 
 
@@ -155,7 +156,7 @@ class RoundedWeights:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside and under autocast, weights have their copies as the attribute `rounded`, which `linear` reads."""
+        """A context in which, under autocast, weights have their copies as the attribute `rounded` (for `linear`)."""
         groups = [[layer.weight for layer in group] for group in self._layers]
         weights = list(chain(*groups))
         dtype = None if "rounded" in vars(weights[0]) else _cast_to(weights)

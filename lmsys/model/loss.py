@@ -1,16 +1,16 @@
 """Cross-entropy, and cross-entropy of a language model's head without the logits of the whole batch.
 
-`TransformerLM.loss_of` calls `linear_cross_entropy`, which is head and loss in one function, or `cross_entropy` for a
-head that is not plain. `cross_entropy` is also for users, and computes what `linear_cross_entropy` returns inside of
-torch.func, where all logits are held. Elsewhere `linear_cross_entropy` computes, for each chunk of tokens, the logits,
-their loss and, in the same pass and the same memory, their gradient, and drops them. So no tensor of size tokens x
-vocabulary is held. No matmul is done twice either, unless the loss of each token is asked for or weights of tokens need
-a gradient: then the backward computes the logits again. The idea: Wijmans et al. 2024, "Cut Your Losses" (arXiv
-2411.09009); Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989).
+`TransformerLM.loss_of` calls `linear_cross_entropy`, which is head and loss in one function. For a head that is not
+plain (`transformer.plain`) it calls `cross_entropy`. `cross_entropy` is also for users, and `linear_cross_entropy`
+calls it inside of torch.func, where all logits are held. Elsewhere `linear_cross_entropy` goes through chunks of
+tokens. It computes the logits of a chunk, their loss and, in the same pass and the same memory, their gradient, and
+then drops them. So no tensor of size tokens x vocabulary is held. No matmul is done twice either, unless the loss of
+each token is asked for or weights of tokens need a gradient: then the backward computes the logits again. The idea:
+Wijmans et al. 2024, "Cut Your Losses" (arXiv 2411.09009); Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989).
 
-On CUDA the kernel of `loss_triton.py` turns logits into losses and gradients; on a CPU, in float64 and without Triton
-plain PyTorch does, in `_replace_by_gradient`. An option of the loss is a field of `LossOptions` and a parameter of both
-functions, and is computed in these two places and in `cross_entropy`.
+On CUDA the kernel of `loss_triton.py` turns logits into losses and gradients. On a CPU, in float64 and without Triton
+plain PyTorch does so, in `_replace_by_gradient`. A new option of the loss is a field of `LossOptions` and a parameter
+of both functions. It is computed in three places: in that kernel, in `_replace_by_gradient` and in `cross_entropy`.
 
 Legend: N tokens, C tokens of a chunk, V vocabulary, M d_model.
 """
@@ -29,7 +29,7 @@ from lmsys.model import functions, linear
 
 CHUNK_LOGITS = 2**28  # logits held at once: 512 MiB in bfloat16
 CHUNK_MULTIPLE = 128  # larger chunks are rounded up to a multiple of this many tokens, so that matmuls have whole tiles
-MOST_SOFTCAP = 1e30  # the largest softcap that is taken; the smallest is 1 / MOST_SOFTCAP
+MOST_SOFTCAP = 1e30  # the largest softcap that is allowed; the smallest is 1 / MOST_SOFTCAP
 REDUCTIONS = "mean", "sum", "none"
 STRIDE_MULTIPLE = 16  # the stride between rows of logits is a multiple of this, for wide loads and matmuls
 
@@ -42,8 +42,8 @@ class LossOptions:
     label_smoothing  the target is 1 - label_smoothing at its class, and label_smoothing / V more at every class
     z_loss           a token's loss has z_loss · lse² more, lse the log-sum-exp of its logits (Chowdhery et al. 2022,
                      "PaLM", arXiv 2204.02311, section 5)
-    softcap          logits become softcap · tanh(logit / softcap) before all else
-    ignore_index     targets of this value count for nothing, even if it is a valid class
+    softcap          logits become softcap · tanh(logit / softcap) before anything else is computed
+    ignore_index     targets of this value count for nothing, even if the value is a valid class
     """
 
     reduction: str = "mean"
@@ -131,8 +131,8 @@ def linear_cross_entropy(
     chunk          tokens at once; None: as many as keep the logits at about CHUNK_LOGITS, in even shares
     token_weights  (...) factors of the tokens' losses. The mean is the weighted sum over the sum of the weights of
                    tokens that count. torch's weights of classes are token_weights=class_weights[targets]
-    return_z_loss  True: the result is (loss, z), where z is the part of the loss that `z_loss` adds, reduced in the
-                   same way, without a gradient
+    return_z_loss  True: the result is (loss, z), where z is the part that `z_loss` adds to the loss. It is reduced as
+                   the loss is, and has no gradient
     The other options are those of `LossOptions`.
 
     Gradients are computed in the forward. With reduction "none", or `token_weights` that need a gradient themselves,
@@ -283,8 +283,8 @@ def _by_chunks(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(losses (N,), z-losses (N,), d_hidden, d_weight), computed chunk by chunk.
 
-    needs    which of the two gradients to compute; a gradient that is not needed is None. They are the gradients of the
-             sum of losses · factors
+    needs    (True if d_hidden is to be computed, the same for d_weight); a gradient that is not needed is None. They
+             are the gradients of the sum of losses · factors
     factors  (N,) the `shares` of the caller: factors divided by the largest; None: 1 for each token that is not ignored
     source   the weight, or its copy in the narrow dtype; the matmuls read it
     chunk    tokens of a chunk
@@ -316,8 +316,8 @@ def _by_chunks(
 def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
     """(factors / the largest, the largest).
 
-    The first, of which the largest is 1, leave gradients in float16 about as large as they are without factors. The
-    largest is by absolute value, and at least float32's smallest normal number, since all factors may be 0.
+    With the first of the two, whose largest is 1, gradients in float16 are about as large as without factors. "The
+    largest" is by absolute value, and at least float32's smallest normal number, since all factors may be 0.
     """
     top = nn.functional.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
     return factors / top, top
@@ -347,8 +347,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient · factor, computed in place unless the graph is used again: a second d_weight needs much memory.
 
-    The product is computed in the wider dtype of the two. By the same query torch.compile decides whether a backward
-    may write over what its forward has saved.
+    The product is computed in the wider dtype of the two. torch.compile calls the same function of torch to decide if a
+    backward may write over what its forward has saved.
     """
     again = torch._C._autograd._get_current_graph_task_keep_graph()
     return torch.mul(gradient, factor[None], out=torch.empty_like(gradient) if again else gradient)

@@ -1,11 +1,13 @@
 """The loss of rows of logits in Triton, with the gradient in the place of the logits: the kernel of loss.py on CUDA.
 
-A program owns a row. A row of up to TILE logits is read once, and stays in registers: as one tile, or as a large and a
-small tile, where two have fewer unused elements. A longer row is read twice. The first pass finds the maximum and the
-sum; each lane keeps both for itself, so that warps communicate once a row and not once a tile. The second pass writes
-the gradient, from the end of the row to its beginning: what was read last is still in the L2 cache, so memory sees
-about one read and one write of a logit. Soft cap, label smoothing, z-loss and factors of the gradients are applied on
-the way; an option that is None costs nothing.
+`_replace_by_gradient` of loss.py calls `replace_by_gradient`. A program computes one row, the logits of one token. A
+row of up to TILE logits is read once, and stays in registers: as one tile, or as a large and a small tile, where two
+have fewer unused elements. A longer row is read twice. The first pass finds the maximum and the sum; each lane keeps
+both for itself, so that warps communicate once a row and not once a tile. The second pass writes the gradient, from the
+end of the row to its beginning: the logits that were read last are still in the L2 cache, so each logit is read from
+memory and written to it about once. Soft cap, label smoothing, z-loss and factors of the gradients are applied on the
+way; an option that is None costs nothing. Sizes of tiles are chosen in `row_options`; loss.py says what a new option
+needs.
 
 Legend: C rows, V vocabulary.
 """
@@ -20,8 +22,8 @@ from lmsys.model.loss import LossOptions
 
 TILE = 2**14  # the most logits of a tile
 SMALLEST_TILE = 2**9  # the fewest logits of a tile
-HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread: of a row read once, of a row read twice
-# Registers of a thread of a row read once. The compiler would take up to 128, and half as many rows would run at once.
+HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread: in a row read once, in a row read twice
+# Registers of a thread, for rows read once. The compiler would take up to 128, and half as many rows would run at once.
 # With this limit rows of 16,384 take 0.73 of the time on one H200, although some registers spill; rows of 10,000, of
 # which none spill, take 0.79.
 MAX_REGISTERS = 64
@@ -70,8 +72,9 @@ def _cross_entropy_kernel(
     IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
     ONE_READ: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the loss of its row, for a z-loss the log-sum-exp, with GRADIENT the gradient over the logits.
+    """A program writes the loss of its row, with a z-loss also the log-sum-exp, and with GRADIENT the gradient.
 
+    The gradient replaces the logits. IGNORED: the label of rows that count for nothing.
     ONE_READ: a row is read once. BLOCK: the logits of a tile. REST: those of the second tile of a row that is read
     once; 0: there is none. VECTOR: the logits of a lane's wide load, in a row that is read twice.
     row_top, row_total: the largest logit, the sum of exp(logit - row_top). row_sum: of the logits, for label smoothing.

@@ -1,12 +1,14 @@
 """Rotary position embedding (RoPE): splits a tensor that has q, k and v side by side, and rotates q and k by position.
 
-`TransformerLM` holds a `RotaryEmbedding`, and its attention layers call it. On CUDA one kernel (fused_triton.py) reads
-the projections and writes q, k and v, and another puts their gradients side by side again. Plain PyTorch, even when
-torch.compile fuses it, reads pairs of neighbours one value at a time, at half the memory's speed. With `in_place` the
-kernels read and write q and k alone, and v is never copied: attention reads all three as parts of one tensor. Where no
-kernel can run, `_turn` does the same rotation in plain PyTorch: whoever changes one changes both.
+`TransformerLM` holds a `RotaryEmbedding`, and its attention layers call it. On CUDA the kernel of fused_triton.py reads
+the projections and writes q, k and v; in the backward it puts their gradients side by side again. Plain PyTorch, even
+when torch.compile fuses it, reads pairs of neighbours one value at a time, at half the memory's speed. With `in_place`
+the kernel reads and writes q and k alone, and v is never copied: attention reads all three as parts of one tensor.
+Where no kernel can run (`fused.is_plain`), `_turn` does the same rotation in plain PyTorch: if you change the kernel or
+`_turn`, change both.
 
 Source: Su et al. 2021 (arXiv 2104.09864).
+
 Legend: B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension, N = H + 2 Hkv.
 """
 
@@ -65,9 +67,10 @@ class RotaryEmbedding(nn.Module):
         projected (B, S, N D), positions (S) or (B, S), by default 0 ... S - 1 -> q (B, S, H, D) and k, v
         (B, S, Hkv, D), each in memory of its own, of projected's dtype.
 
-        in_place  True: where kernels run in eager mode, they write q and k over projected, and q, k and v are views of
-                  it. In the backward, gradients that lie side by side are rotated back in place, too. Nobody else may
-                  read these tensors afterwards: autograd raises in a backward that needs projected as it was
+        in_place  True: if the kernel runs, and torch.compile does not trace, q and k are written over `projected`, and
+                  q, k and v are views of it. In the backward, gradients that lie side by side are rotated back in
+                  place, too. Nothing else may read these tensors afterwards: autograd raises an error in a backward
+                  that needs the old values of `projected`
         ValueError on a CPU for positions outside the context.
         """
         if positions is not None:
@@ -135,14 +138,14 @@ def _like_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) ->
 class _RotateInPlace(torch.autograd.Function):
     """Rotates q and k in place, and in the backward their gradients if these lie side by side in one tensor.
 
-    Some attention rows leave gradients so.
+    Some implementations of attention write gradients in this form (`custom_ops.gradients_like`).
     """
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         heads = heads.detach().contiguous()
-        # None, here and in the backward: q and k are rotated within the first argument.
+        # The second argument, None here and in the backward: q and k are rotated within the first argument.
         fused.kernels().turn(heads, None, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
         torch.autograd.graph.increment_version(heads)  # autograd does not see what a kernel writes
         kv_heads = (heads.shape[2] - num_heads) // 2

@@ -1,11 +1,11 @@
 """Selective activation checkpointing: runs a block in pieces, each of which keeps its inputs and is run again later.
 
-At the levels "matmuls" and "attention" of `lmsys.checkpointing`, which says what each level keeps, `Block.forward`
-calls `run_selectively`, or `run_again` if a part is not plain. Pieces end in matmuls, and attention itself is in no
-piece. So neither matmuls nor attention are computed again, except the feed-forward's first two matmuls at the level
-"attention". As the cuts are between modules and not between operators, any implementation of attention can be used,
-whatever kernels it launches. `TransformerLM.hidden` calls `run_again` for the level "whole". `lmsys.checkpointing` also
-says what else a new level needs.
+`lmsys.checkpointing` says what each level keeps, and what a new level needs. At the levels "matmuls" and "attention"
+`Block.forward` of transformer.py calls `run_selectively`, or `run_again` if a part of the block is not plain
+(`Block.is_plain`). Pieces end in matmuls, which a second run skips, and attention itself is in no piece. So neither
+matmuls nor attention are computed again, except the feed-forward's first two matmuls at the level "attention". Since
+pieces are made of modules and not of operators, any implementation of attention can be used, whatever kernels it
+launches. `TransformerLM.hidden` calls `run_again` for the level "whole".
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def run_selectively(block: Any, level: str, x: torch.Tensor, *mixing: Any) -> to
 def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """function(*inputs), of which only the inputs are kept: the function runs again in the backward.
 
-    options  of torch's `checkpoint`; where function draws random numbers, `preserve_rng_state=True` must be one
+    options  options of torch's `checkpoint`. If the function draws random numbers, give `preserve_rng_state=True`
     """
     if torch.compiler.is_compiling():
         options.setdefault("context_fn", _saved_nothing)
@@ -62,14 +62,14 @@ def _up_to_matmuls(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     )
 
 
-# Contexts for compiled code: the compiler keeps the listed operators' results that a backward reads.
-# Without a list torch 2.11 also keeps what an autograd.Function computes.
+# Contexts for compiled code: of the results that a backward reads, the compiler keeps those of the listed operators.
+# Without a list torch 2.11 also keeps the results of autograd Functions.
 _saved_matmuls = partial(create_selective_checkpoint_contexts, [MATMUL])
 _saved_nothing = partial(create_selective_checkpoint_contexts, [])
 
 
 class _WithoutMatmuls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Skips matmuls in the second run: torch itself stops before the last one, unless an autograd.Function has it."""
+    """Skips matmuls in the second run. torch itself skips only the last one, and not one in an autograd Function."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (

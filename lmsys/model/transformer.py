@@ -1,13 +1,15 @@
 """A Transformer language model, from token ids to logits and loss: pre-norm, RMSNorm, RoPE, SwiGLU, no biases.
 
-Read from bottom to top it is TransformerLM -> Block -> Attention, FeedForward -> RMSNorm, Linear, Embedding. The config
-is `lmsys.config.ModelConfig`. Training, benchmarks and generation call `loss`, `hidden` and `forward`. Parameter names
-are those of CS336, so its checkpoints load: do not rename attributes of modules. Parameters are float32; matmuls run in
-lower precision under autocast. An *attention row* is an entry of the table `lmsys.attention.ATTENTION`, that is, one
-implementation of attention; its function is called as f(q, k, v, causal=True).
+Read the classes from bottom to top: TransformerLM -> Block -> Attention, FeedForward -> RMSNorm, Linear, Embedding. The
+config is `lmsys.config.ModelConfig`. Training, benchmarks and generation call `loss`, `hidden` and `forward`. Parameter
+names are those of the course CS336, so that checkpoints of its models load: do not rename attributes of modules.
+Parameters are float32; matmuls run in lower precision under autocast. An *attention row* is an entry of the table
+`lmsys.attention.ATTENTION`, that is, one implementation of attention; its function is called as f(q, k, v,
+causal=True). A change of a block's formula is also made in fused.py and selective.py, which run blocks in other ways.
 
 Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm, 1910.07467); Shazeer 2020 (SwiGLU,
 2002.05202).
+
 Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
@@ -27,14 +29,15 @@ from lmsys.measure.profile import part
 from lmsys.model import functions, fused, linear, rotary, selective
 from lmsys.model.loss import cross_entropy, linear_cross_entropy
 
-# For `compile_blocks(together=...)` where no block must stay a module: larger graphs gain little and compile longer.
+# The value of `compile_blocks(together=...)` where no block must stay a module. Larger graphs gain little, and compile
+# longer.
 BLOCKS_PER_GRAPH = 4
 
 
 class Linear(nn.Linear):
     """y = x Wᵀ, W (out, in) drawn from a normal of variance 2 / (in + out), cut off at three standard deviations."""
 
-    reads_rounded = True  # under autocast it reads the weight's copy `rounded`, if there is one: see linear.py
+    reads_rounded = True  # under autocast the layer reads the weight's copy `rounded`, if there is one: see linear.py
 
     def __init__(self, in_features: int, out_features: int, **factory: Any):
         super().__init__(*values.counts(in_features=in_features, out_features=out_features), bias=False, **factory)
@@ -65,8 +68,8 @@ class SideBySide(nn.Module):
 def plain(*layers: nn.Module, kinds: tuple[type[nn.Module], ...] = (Linear,)) -> bool:
     """True where calling each layer would only multiply by its weight, so that the weight can be read instead.
 
-    It would do more where another module is in the layer's place, such as LoRA's, and where the layer has a hook, a
-    parametrization, as of pruning, or a forward of its own. In compiled blocks hooks are looked up once, when torch
+    A call would do more if another module is in the layer's place, such as LoRA's, or if the layer has a hook, a
+    parametrization, as for pruning, or a forward of its own. In compiled blocks hooks are looked up once, when torch
     compiles the code that all blocks share.
 
     kinds  the classes that the modules may have. For another class than `Linear`, True says that a call of the module
@@ -97,8 +100,8 @@ class Embedding(nn.Embedding):
 class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight over the last dimension, in float32 at least.
 
-    The result already has the dtype that the next matmuls read. So they share one cast and keep one tensor for their
-    backward, where autocast would make three.
+    The result already has the dtype that the next matmuls read. So these matmuls share one cast and keep one tensor for
+    their backward, where autocast would make three.
     """
 
     def __init__(
@@ -207,9 +210,9 @@ def attention_case(
     grad: bool,
     documents: bool = False,
 ) -> contract.AttentionCase:
-    """Describes a model's attention on `batch` sequences of `length` tokens: a row says by this if it can run.
+    """Describes a model's attention on `batch` sequences of `length` tokens: by this case a row says if it can run.
 
-    dtype      its name, such as "bfloat16"
+    dtype      the name of a dtype, such as "bfloat16"
     grad       True: gradients are needed
     documents  True: several documents are packed into a sequence
     """
@@ -273,8 +276,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """The block of x (B, S, M); attend, rope and positions as in `Attention`.
 
-        level  what is kept for the backward, "none", "matmuls" or "attention": see `lmsys.checkpointing`. A block with
-               parts that are not `plain` keeps its input alone, as a second run that skips matmuls suits plain ones
+        level  what is kept for the backward, "none", "matmuls" or "attention": see `lmsys.checkpointing`. At the last
+               two, a block with parts that are not `plain` keeps its input alone: the second run skips matmuls, which
+               is right for plain parts only
         """
         if level != "none":
             if not self.is_plain():
@@ -288,7 +292,7 @@ class Block(nn.Module):
 
         Other parts may draw random numbers, such as LoRA's dropout, and must be called as modules, which
         `lmsys.model.selective` does not do with attention and feed-forward. The block itself may have a hook. At the
-        levels "matmuls" and "attention" it is not run again; at "whole" it is, and may not draw random numbers.
+        levels "matmuls" and "attention" the hook is not run again; at "whole" it is, and may not draw random numbers.
         """
         return plain(self.ln1, self.attn, self.ln2, self.ffn, kinds=(RMSNorm, Attention, FeedForward)) and plain(
             *(self.attn.qkv, self.attn.q_proj, self.attn.k_proj, self.attn.v_proj, self.attn.output_proj),
@@ -314,11 +318,12 @@ LASTING = re.compile(rf"G\['__(builtins_dict___\d+|import_({PACKAGES})(_dot_\w+)
 
 
 def _guards(guards: Sequence[Any]) -> list[bool]:
-    """For each guard of a compiled block, True if each call checks it: torch's `guard_filter_fn`.
+    """For each guard of a compiled block, True if each call is to check it: torch's `guard_filter_fn`.
 
-    False for a guard on a module, a class or a function that is found in LASTING: these do not change while a program
-    runs. Half of the guards of a block are such, and take a fifth of the time of all. What modules of users hold is
-    checked, their names for functions of torch among it.
+    A guard is a condition under which compiled code is valid, such as that a name still means the same function. False
+    for guards on modules, classes and functions that LASTING matches: these do not change while a program runs. They
+    are half of the guards of a block, and take a fifth of the time of all. Names in modules of users are checked, also
+    those that mean functions of torch.
     """
     kinds = ModuleType | type | FunctionType | BuiltinFunctionType
     return [not (isinstance(guard.value, kinds) and LASTING.match(guard.name)) for guard in guards]
@@ -349,7 +354,7 @@ class TransformerLM(nn.Module):
         """Compiles `together` blocks as one graph. Blocks share their code, so it is compiled once.
 
         With together=1 each block is compiled in place, and is still a module that hooks and wrappers may surround.
-        With more the host enters fewer graphs, and a block's last addition is fused with the next one's norm; then no
+        With more the host enters fewer graphs, and a block's last addition is fused with the next block's norm; then no
         hook may stand between the blocks of a graph. `options` are torch.compile's. Unless they say otherwise,
         compiled code does not check sizes again that its guards have checked, nor in each call that functions and
         modules of torch and of this package are still the same (`_guards`). Returns the model. ValueError for less than
@@ -374,8 +379,9 @@ class TransformerLM(nn.Module):
         steps, if its attribute `rounded` is set to that of the model.
 
         Hooks and wrappers of blocks are not called then, nor hooks of their norms, attention and feed-forward; blocks
-        keep all that their backward reads. ValueError with activation checkpointing, where one of these parts has a
-        forward of its own, which would not be called, and where a module in the place of a linear layer has no weight.
+        keep all that their backward reads. ValueError with activation checkpointing, if a norm, attention or
+        feed-forward has a forward of its own, which would not be called, and if a module in the place of a linear layer
+        has no weight.
         """
         fused.check_levels(self.config)
         groups = [[self.lm_head]]
@@ -444,7 +450,7 @@ class TransformerLM(nn.Module):
         all_blocks = checkpointing.Group(first=0, stop=len(self.layers), level="none")
         for group in self.config.groups if torch.is_grad_enabled() else [all_blocks]:
             x = (
-                # level="none": when blocks run again, their backward follows at once, and they keep all that it reads.
+                # level="none": when blocks run again, their backward follows at once: they keep all that it reads.
                 selective.run_again(
                     self._blocks,
                     x,
@@ -478,7 +484,7 @@ class TransformerLM(nn.Module):
         return self.loss_of(self.hidden(tokens, positions, documents=documents), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The loss from the states (B, S, M) that `hidden` gives. A head that is not `plain` holds all logits at once.
+        """The loss from the states (B, S, M) that `hidden` gives. With a head that is not `plain` all logits are held.
 
         ValueError for targets that are not class indices (B, S).
         """

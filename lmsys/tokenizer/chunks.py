@@ -2,10 +2,11 @@
 
 No pre-token (see pretokens.py) crosses the cut between two chunks, so each chunk can be encoded alone. training.py
 counts pre-tokens with `each_chunk`, and `lmsys.training.data` encodes files with it. engines.py and
-`lmsys.training.corpora` cut files with `chunks`.
+`lmsys.training.corpora` cut files with `chunks`. `Pretokenizer.cut` decides where text may be cut; this file decides
+how large chunks are.
 
-In all functions `parts` are files, or pieces of files, in order. A piece ends at the end of its file, or where the file
-may be cut.
+In all functions `parts` are files, or pieces of files, in order, each as a `Chunk`. A piece ends at the end of its
+file, or where the file may be cut.
 """
 
 import os
@@ -89,9 +90,12 @@ def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> lis
 def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int:
     """The first place behind byte `after` where the file may be cut; `end` if there is none before it.
 
+    A place is a number of bytes from the beginning of the file.
+
     file   the file descriptor of the open file
-    after  a place is a number of bytes from the beginning of the file; the result is larger than `after`
+    after  the result is larger than this place
     end    the end of the file, or a place where it may be cut: the result is never beyond it
+
     The file is searched window by window. Each window is read with `context` bytes more on either side, so that a
     special token which crosses its border is seen whole.
     """
@@ -114,9 +118,9 @@ def each_chunk(
     special_tokens: Sequence[str],
     processes: int,
 ) -> Generator[Result, None, None]:
-    """Yields function(chunk) for each chunk of the files, in order; with processes=1 it runs in this process.
+    """Yields function(chunk) for each chunk of the files, in order. With processes=1 the function runs in this process.
 
-    With more, the function and its results are pickled. ValueError for processes < 1.
+    With more processes, the function and its results are pickled. ValueError for processes < 1.
     """
     values.whole("processes", processes, least=1)
     parts = list(map(whole, files))

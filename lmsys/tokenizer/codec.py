@@ -1,11 +1,12 @@
 """Converts text to token ids and back by byte-level BPE: any bytes can be encoded, and decoding gives them back.
 
-A text is split into pre-tokens. Each distinct pre-token is merged once and its ids are cached; a text's ids are
-gathered from this cache by array operations. Files have GPT-2's format: JSON and lines of text, with a printable
-character for each byte.
+A text is split into pre-tokens, such as " word" (see pretokens.py). Each distinct pre-token is merged once and its ids
+are cached; a text's ids are gathered from this cache by array operations. Files have GPT-2's format: JSON and lines of
+text, with a printable character for each byte.
 
 training.py makes a `Tokenizer`, and the training pipeline loads it; `lmsys.training.data` encodes files with
-`encode_array`, and users call the other methods.
+`encode_array`, and users call the other methods. The ids must be those of `naive.encode`, the slow definition. If the
+format of files changes, change `save` and `read_files` together.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909); Radford et al. 2019 (GPT-2), section 2.2 and the released encoder.py,
 `bytes_to_unicode`.
@@ -30,9 +31,9 @@ from lmsys.tokenizer.pretokens import Pretokenizer, Words
 
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
 _LONG = 100  # bytes: a longer pre-token is merged by `_merge_long`
-_LAST = 1 << 62  # greater than the rank of any merge
-_NO_RANK = repeat(_LAST)  # `_merge_short` gives it to `map`: the rank of a pair that no merge joins
-_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # a cache with more pre-tokens, or more bytes of them, is dropped
+_LAST = 1 << 62  # greater than the rank of any merge; a rank is the place of a merge in the list of merges
+_NO_RANK = repeat(_LAST)  # the rank of pairs that no merge joins, as an argument of `map` in `_merge_short`
+_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # larger caches are dropped: more pre-tokens, or more bytes of them
 
 
 class Tokenizer:
@@ -40,8 +41,9 @@ class Tokenizer:
 
     vocab           id -> bytes
     merges          pairs of tokens, in the order in which they are applied
-    special_tokens  found in every text that is encoded; those that vocab lacks get the next ids
-    special_ids     id of each special token, by its bytes
+    special_tokens  texts that become one token each wherever they occur; those that vocab lacks get the next ids
+    special_ids     the id of each special token, by its bytes
+
     ValueError: ids other than 0 to V - 1 for V tokens; two ids with the same bytes; one of the 256 bytes without an id;
     a merge that is listed twice, whose parts or result are not in the vocabulary, or one of whose parts only a later
     merge makes; a special token that is no string, is a single byte, or is made by a merge.
@@ -65,7 +67,7 @@ class Tokenizer:
         self._check()
         self.special_ids = {special: self._ids[special] for special in map(str.encode, self.special_tokens)}
         self._pretokenizer = Pretokenizer(self.special_tokens)
-        # A pre-token is merged as a string in which each token is one character.
+        # A pre-token is merged as a string in which each token is one character: `chars` has the character of a token.
         chars = {bytes([byte]): chr(byte) for byte in range(256)}
         self._steps: list[tuple[str, str]] = []  # (two characters, the one that replaces them)
         for left, right in self.merges:
@@ -212,7 +214,7 @@ class Tokenizer:
         )
 
     def _encode(self, block: bytes) -> np.ndarray:
-        """The ids of a block of text with padding behind it, as `Pretokenizer.blocks` yields it.
+        """The ids of a block of text, as `Pretokenizer.blocks` yields it, with padding at its end.
 
         A call takes a cache of pre-tokens and their ids out of `_free`, and puts it back when it ends. A thread that
         finds `_free` empty makes a new cache. So there is no lock that a fork could leave held, and a cache that an
@@ -299,11 +301,11 @@ def read_files(
     named  special tokens that the caller names
 
     ValueError, with file and place, for files of another form, and for a merges file that was cut short. The first line
-    of a file that `save` has written says how many merges it has. In any other file, a token counts as one whose merge
-    was lost if no merge makes it and it is the concatenation of two tokens. A special token such as <|endoftext|> is
-    hardly ever such a concatenation, since ordinary tokens (but for 's and the like) do not have both letters and
-    signs. A special token that is one, such as </, must be `named`. A lost merge is not noticed if another merge makes
-    the same token.
+    of a merges file that `save` has written says how many merges the file has. With any other file, a merge counts as
+    lost if there is a token that no merge makes and that is the concatenation of two tokens. A special token such as
+    <|endoftext|> is hardly ever such a concatenation, since ordinary tokens (but for 's and the like) do not have both
+    letters and signs. A special token that is such a concatenation, such as </, must be `named`. A lost merge is not
+    noticed if another merge makes the same token.
     """
     head, *lines = files.read_text(merges).split("\n")  # splitlines would also split at characters that stand for bytes
     if not head.startswith("#version"):
@@ -353,7 +355,7 @@ def _is_pair(text: str, known: Container[str]) -> bool:
 
 
 def _stamp(num_merges: int, vocab: bytes) -> str:
-    """The end of the first line of our merges files. It shows that both files are whole; other readers ignore it."""
+    """The end of the first line of our merges files. It shows that both files are complete; other readers ignore it."""
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
 

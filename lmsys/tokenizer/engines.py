@@ -1,8 +1,9 @@
 """Adapters for tokenizer packages that encode with our vocabulary and merges, and `choose`, which compares their ids.
 
-An engine is such an adapter. The benchmark of tokenizers times the engines. The training pipeline calls `choose`, and
-`lmsys.training.data` encodes files with the engine that it returns. For a new package add a class here and to ENGINES,
-and its name to `lmsys.training.config.ENGINES`.
+An engine is such an adapter; "ours" means the `Tokenizer` of codec.py. The benchmark of tokenizers times the engines.
+The training pipeline calls `choose`, and `lmsys.training.data` encodes files with the engine that `choose` returns. For
+a new package add a class here and to ENGINES, its name to `lmsys.training.config.ENGINES`, and if it is faster than
+ours, to FASTER.
 """
 
 import json
@@ -20,23 +21,25 @@ import numpy as np
 from lmsys import commands, values
 from lmsys.tokenizer import chunks, codec, pretokens
 
-PIECE, FIRST, DRAWN = 1 << 16, 16, 16  # bytes of a piece; `choose` compares the FIRST pieces and DRAWN random others
+# PIECE: bytes of a piece of text. `choose` compares the ids of the first FIRST pieces and of DRAWN random others.
+PIECE, FIRST, DRAWN = 1 << 16, 16, 16
 
 
 class Engine:
     """A package's tokenizer with the vocabulary and the merges of one of ours. It gets texts without special tokens.
 
-    A subclass sets `package`, and either `reader` and `batch` or a `_function` of its own; it overrides `flat` where
-    the package's ids are not one list for each text.
+    A subclass sets `package`, and either `reader` and `batch` or a `_function` of its own. It overrides `flat` if the
+    package does not give one list of ids for each text.
 
     package   the module to import
     needs     other modules without which the package gives results of another form
     reader    the method of the module's class Tokenizer that makes a tokenizer from the text of a tokenizer.json
-    batch     that tokenizer's method from a list of texts to their ids, in the form that it is fastest in
-    threads   the number of threads that it may use. All packages but tiktoken use Rayon, which has one such number for
-              a process: RAYON_NUM_THREADS if that is set, else `threads` of the first engine that is made
+    batch     the fastest method of that tokenizer that encodes a list of texts
+    threads   the number of threads that the engine may use. All packages but tiktoken use Rayon, which has one such
+              number for a process: RAYON_NUM_THREADS if that is set, else `threads` of the first engine that is made
     encode    the function that encodes a list of texts; `flat` reads its results
     name      package and version; `choose` adds on how many bytes the ids were compared
+
     The constructor raises ImportError if one of the modules is missing. It passes on what the package raises for a
     vocabulary that it does not take.
     """
@@ -159,6 +162,7 @@ def choose(
     The first FIRST pieces of the text, and DRAWN others that a fixed seed draws, are compared, of PIECE bytes each. A
     text that has no more pieces is compared whole, which proves that the ids are equal. For a longer text there is no
     proof: an engine whose ids differ only in pieces that were not compared is accepted.
+
     ValueError for an unknown name, and for a named engine that is missing or has other ids: with the file and the byte.
     """
     values.one_of("engine", name, ("own", "auto", *ENGINES))

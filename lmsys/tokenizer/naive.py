@@ -1,7 +1,8 @@
 """Byte-pair encoding, written as it is defined, and therefore slow: the reference for other code.
 
-Tests and the benchmark of tokenizers compare training.py and codec.py with it, and `lmsys.course` compares students'
-code with it. A change here changes what is counted as right.
+Tests and the benchmark of tokenizers compare training.py and codec.py with this file, and `lmsys.course` compares
+students' code with it. A change here changes what is counted as right. A *word* is a pre-token (see pretokens.py) as
+bytes.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 2019 (GPT-2), encoder.py.
 """

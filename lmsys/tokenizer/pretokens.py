@@ -3,7 +3,7 @@
 A byte-level tokenizer merges bytes only within a pre-token, such as " word". ASCII is split by array operations on the
 kinds of its bytes, in a tenth of the pattern's time; text around other characters goes through the pattern itself.
 codec.py and training.py call both classes. Other modules, such as chunks.py, use only `Pretokenizer`: its `cut` finds
-where text may be cut.
+where text may be cut. If you change PATTERN, change also `starts`, `_CUT` and `_wide_pieces`, which follow its rules.
 
 Source: Radford et al. 2019 (GPT-2), section 2.2 and the released encoder.py.
 Legend: N bytes, P pre-tokens.
@@ -45,8 +45,9 @@ _CUT = re.compile(rb"[^ \t\n\v\f\r" + _MAY_END_WHITESPACE + rb"](?=[ \t\n\v\f\r]
 
 
 class Pretokenizer:
-    """Splits UTF-8 text into pre-tokens and special tokens. Special tokens are found first: the leftmost, the longest.
+    """Splits UTF-8 text into pre-tokens and special tokens.
 
+    Special tokens are found before pre-tokens, the leftmost first, and of several that begin at one place the longest.
     Bytes that are no UTF-8 count as neither letter, number nor space.
 
     context  the length in bytes of the longest special token, or 1 if there is none: `cut` looks this far on both sides
@@ -115,8 +116,9 @@ class Pretokenizer:
         """The first place behind `after` that no pre-token or special token crosses; None: there is none.
 
         At such a place whitespace follows something else, or a special token ends. Splitting the two sides one by one
-        gives the same pre-tokens as splitting the whole. The bytes of `data` from `context` before `after` on decide
-        the place. There is none in the last `context` - 1 bytes, where the end of a special token may be missing.
+        gives the same pre-tokens as splitting the whole. The place depends only on the bytes of `data` from
+        `context` before `after` on. It is never in the last `context` - 1 bytes, where the end of a special token may
+        be missing.
         """
         for match in self._cut.finditer(data, max(0, after - 1), max(0, len(data) - self.context + 1)):
             place = match.end()
@@ -168,9 +170,10 @@ class Words:
 
     list       the words, as bytes, by number
     num_bytes  the sum of their lengths
+
     A word of at most 15 bytes is two integers, which are compared whole, so that no two words are confused. The few
-    longer ones are keys of a dict. A word has one slot of the table: `_low` and `_high` are its two integers, `_number`
-    is its number, or -1 in a free slot.
+    longer words are keys of a dict. A word has one slot of the table: `_low` and `_high` are its two integers,
+    `_number` is its number, or -1 in a free slot.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Learns byte-pair encoding from text: counts pre-tokens in parallel, then merges pairs of tokens, one after another.
 
 The training pipeline, benchmarks and users call `train`. Its merges must be those of `naive.learn_merges`, the slow
-definition.
+definition: a change of one of the two is a change of both.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2, on bytes as in GPT-2; ties as in CS336, assignment 1.
 """
@@ -32,7 +32,8 @@ def train(
     """A tokenizer of `vocab_size` tokens: the bytes (ids 0 to 255), the merges in their order, the special tokens.
 
     files      a path, or several paths or chunks of files
-    processes  how many processes count pre-tokens; the result does not depend on it
+    processes  how many processes count pre-tokens; the result does not depend on this number
+
     There are fewer tokens if no pair is left to merge. Memory holds the distinct pre-tokens and a chunk of text for
     each process, whatever the files' size.
     ValueError: a vocabulary smaller than bytes and special tokens, files that are absent, empty or not UTF-8.
@@ -86,6 +87,7 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[byt
     """The merges, in order, that make `num_tokens` tokens besides the 256 bytes; fewer when no pair is left.
 
     counts  how often each word (pre-token) occurs
+
     The most frequent pair is merged, and of several the lexicographically greatest (left, right). No two merges make
     the same token, which `codec.Tokenizer` would refuse. Proof: take a token that has been made, and any place where
     its bytes stand and no token reaches across their ends. The same merges have been applied to these bytes as where

@@ -4,7 +4,8 @@
 `backward_steps.py`, the order of additions to dq in `dq.py`, masks under a pattern in `intervals.py`, and settings in
 `plans.py`: the constants in capitals from PREFETCH to PEELED are fields of a `BackwardPlan`.
 `python -m pytest tests/attention/test_gluon_kernels.py` checks the kernel in a simulation without a GPU. It also finds
-some lines of this file by their exact text, and replaces them by faulty ones.
+some lines of this file by their exact text, and replaces them by faulty ones: if you change such a line, change it
+there, too.
 
 The algorithm is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2), with the transposed scores of
 FlashAttention-3: P and dS go from the registers of one matmul into the next. dq is added up in float32.
@@ -15,9 +16,9 @@ consumers, which compute. Under a pattern (windows, documents) each key has an i
 CTA visits only tiles with queries that see its keys. The intervals are kept in shared memory for the masks, since
 pointers to them would occupy registers all through the loop.
 
-Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension; n a tile of keys, m a
-tile of queries, bh a query head among all B H, kv_bh a key head among all B Hkv. WG is the number of the consumer, 0 or
-1.
+Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension; P the softmax weights,
+dS the gradient of the scores; n a tile of keys, m a tile of queries, bh a query head among all B H, kv_bh a key head
+among all B Hkv. WG is the number of the consumer, 0 or 1.
 """
 
 from collections import namedtuple
@@ -150,9 +151,9 @@ def _producer(
 def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
     """(kv_bh, n) of the CTA `index`. CTAs work on `at_once` key heads at a time, which share the L2 cache.
 
-    Causal heads begin with the key tile that most queries see, and in the deterministic mode with the one that fewest
-    see. In that mode a CTA waits only for CTAs of its head that come before it in this order. These have lower numbers,
-    so they have begun: there is no deadlock, as long as the GPU starts CTAs in the order of their numbers.
+    Causal heads begin with the key tile that most queries see, and in the deterministic mode with the key tile that the
+    fewest see. In that mode a CTA waits only for CTAs of its head that come before it in this order. These have lower
+    numbers, so they have begun: there is no deadlock, as long as the GPU starts CTAs in the order of their numbers.
     """
     kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
     if DETERMINISTIC and CAUSAL:

@@ -3,14 +3,14 @@
 A CTA (a program of the kernel) owns 128 keys, and has two consumers: warp groups that compute, each for 64 of the keys.
 Each consumer calls `walk_over` once, in `backward.py`. To change the arithmetic of a step, edit `_step`; to change a
 mask, edit `_hide`. `tests/attention/test_gluon_kernels.py` checks the result in a simulation. It also finds some lines
-of this file by their exact text, and replaces them by faulty ones.
+of this file by their exact text, and replaces them by faulty ones: if you change such a line, change it there, too.
 
 P and dS go from the registers of one matmul straight into the next. dq is added up in float32, in global memory. The
 constants in capitals come from the fields of a `BackwardPlan` in `plans.py`; DETERMINISTIC, CAUSAL and RAGGED are those
 of `backward_kernel`, and STORES is explained in `_steps`.
 
-Legend: n a tile of keys, m a tile of queries, bh a query head among all of the batch; K keys, D head dimension. WG is
-the number of the consumer, 0 or 1.
+Legend: P the softmax weights, dS the gradient of the scores; n a tile of keys, m a tile of queries, bh a query head
+among all of the batch; K keys, D head dimension. WG is the number of the consumer, 0 or 1.
 """
 
 from collections import namedtuple
@@ -89,11 +89,13 @@ def _step(
     dk / sm_scale and dv, (64, D), are sums over the tiles so far, for this consumer's keys. With PREFETCH the returned
     `lse` is the log-sum-exp of the next tile, loaded a step ahead.
 
-    n      the CTA's key tile
-    k, v   this consumer's keys and values
-    all_k  the keys of both consumers
-    dss    dS of both consumers, in two places of shared memory that are used in turn: (keys, queries), or with BY_QUERY
-           (queries, keys)
+    dq_ptr, scale, K  as in `backward_kernel`
+    n       the CTA's key tile
+    k, v    this consumer's keys and values
+    all_k   the keys of both consumers
+    dss     dS of both consumers, in two places of shared memory that are used in turn: (keys, queries), or with
+            BY_QUERY (queries, keys)
+    steps   how many steps this consumer has; `step` is the number of this one
     STORES  as in `_steps`
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -215,8 +217,8 @@ def _causal_head(
 ):  # fmt: skip
     """Computes the steps [first, last) of one head under a causal mask, and returns the `state` after them.
 
-    The steps before `free_from` need a mask, and have a loop of their own. In the deterministic mode the steps of that
-    loop are also the ones that store dq.
+    The steps before `free_from` need a mask, and have a loop of their own. In the deterministic mode these steps, and
+    no others, store dq instead of adding to it.
     """
     # The two booleans after BLOCK_Q are MASK and CAUSAL.
     state = _steps(
@@ -277,8 +279,8 @@ def walk_over(
         "some" if DETERMINISTIC and masked.spans is None else "none"
     )  # a pattern's dq begins as zeros
     free_from = 0
-    # RAGGED (never causal): in the last key tile all steps need a mask, in the others none. The last key tile stores
-    # nothing: it is the first to reach dq only if it is the only key tile, and then dq begins as zeros.
+    # RAGGED (never causal): for the last key tile all steps need a mask, for the others none. The CTA of the last key
+    # tile stores nothing: it is the first to reach dq only if there is one key tile, and then dq begins as zeros.
     if RAGGED:
         free_from = gl.where(masked.until == 0, 0, steps)
         state = _steps(

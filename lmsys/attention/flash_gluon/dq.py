@@ -1,7 +1,9 @@
 """Says when the CTAs of `backward_kernel` may add to dq in global memory, where each tile is a sum over many CTAs.
 
-`backward.py` calls these functions in its producer warp group. The consumer warp groups do the additions themselves, in
-`backward_steps.py`.
+`backward.py` calls these functions in its producer warp group (the one that loads). The consumer warp groups, which
+compute, do the additions themselves, in `backward_steps.py`. To visit tiles of queries in another order, add a value of
+ORDER to `next_tile` and to `walk_over` in `backward_steps.py`; `semaphore_value` must fit the order.
+`tests/attention/test_gluon_kernels.py` finds some lines of this file by their exact text: change them there, too.
 
 There are two modes. By default CTAs add in any order. dq must then begin as zeros: each CTA writes zeros for a head
 that later CTAs work on (`clear_ahead`). In the deterministic mode CTAs add in a fixed order (`semaphore_value`). There
@@ -31,9 +33,9 @@ from lmsys.attention.flash_gluon.hopper import (
 # Without a pattern `end` is None, which stands for `num_tiles`, the number of tiles in a head. `steps` is the number of
 # tiles in all G heads together; `last_bh` is the last of these heads.
 Walk = namedtuple("Walk", "low end start num_tiles steps last_bh G")
-# By this the CTA of key tile n knows when it may add. `semaphore` points to the semaphores: one for each tile of dq in
-# the deterministic mode, else one for each key head. A pattern gives each of the Q queries of a batch entry an interval
-# of keys; `ends` points to the ends of these intervals. Without a pattern `ends` and Q are None.
+# By an `Order` the CTA of key tile n knows when it may add. `semaphore` points to the semaphores: one for each tile of
+# dq in the deterministic mode, else one for each key head. A pattern gives each of the Q queries of a batch entry an
+# interval of keys; `ends` points to the ends of these intervals. Without a pattern `ends` and Q are None.
 Order = namedtuple("Order", "semaphore n num_key_tiles ends Q")
 # The zeros that a CTA of key head kv_bh writes: into dq of key head kv_bh + ahead, if that is less than `num_heads`,
 # the key heads of all batch entries. dq of a key head has `size` pieces of 4,096 floats; `clear` writes one piece.
@@ -91,10 +93,10 @@ def clear_ahead(clearing, order):
 def semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """How many CTAs add to dq's tile m before the CTA of key tile n does, in the deterministic mode.
 
-    This is the value of the semaphore to wait for. In full attention the lowest key tile adds first, since all begin at
-    m = 0. In causal attention a key tile begins at its diagonal. So the highest key tile that sees m comes to m first
-    and adds first, and no CTA waits as long as all advance equally. Under a pattern the highest adds first too. `ends`
-    and Q are those of `Order`.
+    This is the value of the semaphore to wait for. In full attention all key tiles begin at m = 0, and the lowest key
+    tile adds first. In causal attention a key tile begins at its diagonal. So the highest key tile that m sees comes to
+    m first and adds first, and no CTA waits as long as all advance equally. Under a pattern the highest one adds first,
+    too. `ends` and Q are those of `Order`.
     """
     if ends is not None:
         return (gl.load(ends + (gl.minimum((m + 1) * BLOCK_Q, Q) - 1)) - 1) // BLOCK_K - n
@@ -109,9 +111,10 @@ def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSA
     """Releases the tile of dq that step - STAGES has written, then acquires the tile of the step after that one.
 
     To acquire a tile is to wait until the CTAs before this one have added to it, and then to let the consumers add. To
-    release it is to let the next CTA add. The producer calls this for each step from 1 to walk.steps + STAGES - 1. From
-    step STAGES on it first waits until both consumers have freed the ring's place of step - STAGES: they do so after
-    they have added that step's tile to dq. The first call has nothing to release, and the last one nothing to acquire.
+    release it is to let the next CTA add. The producer calls this function for 1 <= step < walk.steps + STAGES. From
+    step STAGES on the producer first waits until both consumers have freed the ring's place of step - STAGES: they do
+    so after they have added that step's tile to dq. The first call has nothing to release, and the last one nothing to
+    acquire.
 
     `dq_tile` is the (bh, m) of the tile to release here. The result is the (bh, m) of the tile to release next.
     """

@@ -3,30 +3,33 @@
 `launch.py` launches `forward_kernel`, which writes o and the log-sum-exp; its settings are a `ForwardPlan` of
 `plans.py`. The algorithm is FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, Algorithms 1 and 2).
 
-A CTA visits the key tiles of a tile of queries from the last to the first, so that the tiles that need a mask come
-first. A step computes Q Kᵀ of one key tile, and P V of the key tile visited before. With OVERLAP, P V runs while the
-softmax of the step is computed. Without it, where two CTAs share a multiprocessor, P V comes first, and the matmuls of
-one CTA run during the softmax of the other. With PING_PONG the consumers of a CTA take turns at the tensor cores.
+A CTA (a program of the kernel) takes one tile of queries after another. For each it visits the key tiles from the last
+to the first, so that the key tiles that need a mask come first. A step computes Q Kᵀ of one key tile, and P V of the
+key tile visited before. With OVERLAP, P V runs while the softmax of the step is computed. Without it, where two CTAs
+share a multiprocessor, P V comes first, and the matmuls of one CTA run during the softmax of the other. With PING_PONG
+the consumers of a CTA take turns at the tensor cores.
 
 Under a pattern (windows, documents) a CTA visits the key tiles between the first and the last that its queries see. A
 consumer skips those at either end that only other consumers need (`_pass_over`).
 
 Producer and consumers share a protocol of waits and releases. A change of scores or masks need not touch it:
 
-- A ring has S slots. Its n-th use has slot n % S and phase (n // S) & 1. A consumer waits for the barrier `full` with
-  this phase, the producer for `empty` with the opposite one, so that its first round does not wait.
+- A ring is a buffer of S slots in shared memory, which are used in turn; those of `Ring` are called stages. The n-th
+  use has slot n % S and phase (n // S) & 1. A consumer waits for the barrier `full` with this phase, the producer for
+  `empty` with the opposite phase, so that the producer does not wait in the first round.
 - `fill` counts key tiles, `turn` tiles of queries. The producer and all consumers must advance them alike.
 - For each key tile every consumer waits for `k_full`, waits for its turn and passes it on (PING_PONG), and releases K.
-  It waits for `v_full` and releases V one key tile later, since P V of a key tile runs in the step after it.
-- A consumer must do all of this for every key tile. For a key tile that it skips, `_pass_over` does it at once.
+  It waits for `v_full` and releases V one step later, since P V of a key tile runs in the step of the next key tile.
+- A consumer must do all of this for every key tile. For a key tile that it skips, `_pass_over` does all of it at once.
 
 Scores are computed in `_weights` and `_step`, masks in `hide` of `intervals.py`, and settings are chosen in `plans.py`.
 `python -m pytest tests/attention/test_gluon_kernels.py` checks all of this in a simulation without a GPU, and
-`tests/attention/test_flash_gluon.py` on a GPU.
+`tests/attention/test_flash_gluon.py` on a GPU. The first also finds some lines of this file by their exact text, and
+replaces them by faulty ones: if you change such a line, change it there, too.
 
-Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension. A CTA is a program
-of the kernel. WG is the number of a consumer among the WGS of a CTA. K_FREE and V_FREE are the numbers of the first
-named barriers for the release of K and of V; stage s has the number K_FREE + s or V_FREE + s.
+Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension. WG is the number of
+a consumer among the WGS of a CTA. K_FREE and V_FREE are the numbers of the first named barriers for the release of K
+and of V; stage s has the number K_FREE + s or V_FREE + s.
 """
 
 from collections import namedtuple
@@ -70,8 +73,9 @@ LN_2 = gl.constexpr(0.6931471805599453)
 # The least value of a row's maximum. Where all scores of a row are hidden (-inf), it keeps the maximum finite, so that
 # exp2(-inf - LEAST) is 0; with a maximum of -inf the difference would be NaN.
 LEAST = gl.constexpr(-1.0e30)
-# Buffers in shared memory, each with a barrier for "loaded" (full) and one for "released" (empty).
-Slots = namedtuple("Slots", "tiles full empty")  # two slots: for tiles of queries, or (mailbox) for their numbers
+# Buffers in shared memory, each with a barrier for "loaded" (full) and one for "released" (empty). `Slots` occur twice:
+# `queries` holds tiles of queries, and in the `mailbox` the producer tells the consumers the number of the next tile.
+Slots = namedtuple("Slots", "tiles full empty")  # two slots each
 Ring = namedtuple("Ring", "ks k_full k_empty vs v_full v_empty")  # STAGES tiles of keys, and as many of values
 # num_heads = B H; num_tiles: tiles of queries in a head; at_once: heads worked on together, for the L2 cache.
 Sizes = namedtuple("Sizes", "num_heads H G Q K num_tiles at_once")
@@ -129,7 +133,8 @@ def _producer(
 ):  # fmt: skip
     """Loads the queries of each tile that this CTA takes, and the keys and values that they see, the last tile first.
 
-    DYNAMIC: the next tile of queries comes from `counter`, which all CTAs share, else from the number of the CTA.
+    DYNAMIC: the next tile of queries comes from `counter`, which all CTAs share; otherwise it follows from the number
+    of the CTA. CHAINED: this kernel may begin before the kernel that precedes it in its stream has ended.
     """
     fill = 0
     turn = 0

@@ -1,8 +1,12 @@
 """Hopper's instructions that Gluon does not offer, as inline PTX, and the names that differ between Triton's versions.
 
-The kernels of this folder call these functions. A function in inline PTX also needs a stand-in in the tests' simulation
-(`kernels` in `tests/support/gluon_simulator.py`). The hardware has 16 named barriers: Triton takes the low numbers, the
-kernels those from FIRST_BARRIER on. All functions are called by a warp group, which is 4 warps of 32 threads.
+The kernels of this folder call these functions. A new function in inline PTX also needs a stand-in in the tests'
+simulation (`kernels` in `tests/support/gluon_simulator.py`). The hardware has 16 named barriers: Triton takes the low
+numbers, the kernels those from FIRST_BARRIER on. All functions are called by a warp group, which is 4 warps of 32
+threads.
+
+A *semaphore* is an int32 in global memory, by which the CTAs (programs) of a kernel wait for one another: dq.py says
+what its value means. A *consumer* is a warp group that computes, the *producer* the one that loads for consumers.
 """
 
 import triton
@@ -14,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _memory = gl.shared_memory_descriptor
 reinterpret = _memory._reinterpret if hasattr(_memory, "_reinterpret") else _memory.reinterpret
-_renamed = hasattr(tma, "async_load")  # this looks for a new name, since the old ones may still exist but raise
+_renamed = hasattr(tma, "async_load")  # asks for a new name: the old ones may still exist, and raise errors
 async_load = tma.async_load if _renamed else tma.async_copy_global_to_shared
 async_store = tma.async_store if _renamed else tma.async_copy_shared_to_global
 FIRST_BARRIER = triton.language.constexpr(8)  # the number of the kernels' first named barrier
@@ -76,8 +80,7 @@ def _by_all(INSTRUCTION: gl.constexpr):
 def semaphore_release(semaphore):
     """Adds 1 to the semaphore, once other CTAs can see everything that this CTA has done before.
 
-    Only thread 96, in the last of the 4 warps, does so, and waits until earlier writes are visible. The other warps go
-    on.
+    Only thread 96, in the last of the 4 warps, adds, and waits until earlier writes are visible. The other warps go on.
     """
     ASM: gl.constexpr = """{
         .reg .pred mine;

@@ -4,7 +4,8 @@
 of keys, and each key is seen by one interval of queries. The forward reads the first kind, the backward the second. The
 functions for both use two words: *owners* are the queries in the forward and the keys in the backward; the *others* of
 an owner are the keys that this query sees, or the queries that see this key. The others of an owner are an interval
-[first, end), which may be empty. Neither `first` nor `end` decreases from one owner to the next.
+[first, end), which may be empty. Neither `first` nor `end` decreases from one owner to the next. Nothing else of a
+pattern is read here; `support.py` says which options the row takes.
 
 `Extent` is what a kernel is given of `lmsys.attention.bounds.Bounds`: pointers to `first` and `end`, each (B or 1,
 owners) int32, and `per_entry`, 1 if each batch entry has a row of its own, 0 if all share one. A kernel without a
@@ -13,7 +14,7 @@ pattern (a *dense* kernel) is given None for all three, and is compiled without 
 `Hides` says which keys the queries of one consumer (warp group) of the forward do not see: their intervals as `first`
 and `length` (ROWS,), and `stop`, `full_from` and `full_to` of `edges`. In a dense kernel all but the extent are zeros.
 
-`note_nan` sets the flag by which tiles that NaN in hidden keys may have spoilt are computed again.
+`note_nan` sets a flag. If it is set, the tiles that NaN in hidden keys may have spoilt are computed again.
 
 Only the forward calls the functions from `key_tiles` on: they give the tiles of keys that it visits, and the mask of a
 tile.
@@ -81,7 +82,7 @@ def hide_outside(x, others, first, length, HIDDEN: gl.constexpr):
     length   how long it is, both as `intervals` returns them
     """
     # (other - first) as unsigned < length tests both ends: an `other` before `first` wraps to a huge number. This is
-    # inline PTX because the compiler would make two comparisons of it: 60 to 150 more instructions a step, and spilt
+    # inline PTX because the compiler would make two comparisons, with 60 to 150 more instructions a step and spilt
     # registers.
     arguments = [x, others[None, :], first[:, None], length[:, None]]
     return gl.inline_asm_elementwise(
@@ -134,7 +135,7 @@ def own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def hide(scores, row, col, K, hides, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """scores (ROWS, BLOCK_K) of the keys from `col` on, with -inf where a query may not look.
+    """scores (ROWS, BLOCK_K) of the keys from `col` on, with -inf where a query does not see a key.
 
     Query `row` + i sees its interval under a pattern. Otherwise it sees the keys up to min(row + i, K - 1) if CAUSAL,
     else up to K - 1.

@@ -5,15 +5,18 @@ There `custom_ops.flash` makes the public function and the autograd Function of 
 call of a shape computes sizes, grid and binary (`_Forward`, `_Backward`), which `_launches` keeps. A backward launches
 three kernels: one of preprocess.py before the kernel of backward.py, and one after it. Settings are in plans.py. Under
 a pattern (windows, documents) NaN in hidden keys spoils whole tiles. The kernels then set a flag, and kernels of
-flash_triton.py compute the tiles again.
+flash_triton.py compute the tiles again. A kernel without a pattern is called *dense*.
 
-Causal heads that are grouped (G > 1) may *walk down*: the CTAs of a key head, one for each of its key tiles, begin at
-the last tile of queries. Each takes that tile for all G query heads, then the tile below it, and so on. The CTAs thus
-come to a tile of dq together, while the L2 cache holds it. Otherwise a CTA goes up through the tiles of one query head
-after another. `next_tile` in dq.py has all orders.
+Kernels get their arguments by place. A new argument stands at the same place in a kernel's signature, in the examples
+with which `__init__` compiles the kernel, and in the call in `run`; an integer is named in `do_not_specialize`, too.
 
-Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension. A CTA is a program of a
-kernel. q, k, v, o, their gradients and do have 2 bytes a number; lse, delta and the dq that is added up have 4.
+In the backward causal heads that are grouped (G > 1) may *walk down*: the CTAs (programs) of a key head, one for each
+of its key tiles, begin at the last tile of queries. Each takes that tile for all G query heads, then the tile below it,
+and so on. The CTAs thus come to a tile of dq together, while the L2 cache holds it. Otherwise a CTA goes up through the
+tiles of one query head after another. `next_tile` in dq.py has all orders.
+
+Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension. q, k, v, o, their
+gradients and do have 2 bytes a number; lse, delta and the dq that is added up have 4.
 """
 
 import math
@@ -54,9 +57,9 @@ NUM_PARAMETERS = 6
 # at a time as touch this much memory together.
 IN_ORDER_MIB = {True: 8, False: 16}
 MOST_DOWN = 32  # most key tiles of a head that walks down: with more, CTAs wait for one another at each tile of dq
-DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where heads walk down
-# Waves: how often the CTAs of a grid fill the GPU. With fewer than this, a causal backward works on all heads together,
-# the longest tiles first: the last CTAs would otherwise cost more time than the reuse of the L2 cache saves.
+DOWN_AT_ONCE = 2  # the least number of key heads that are worked on together where heads walk down
+# Waves: how often the CTAs of a grid fill the GPU. With no more than FEW_WAVES a causal backward works on all heads
+# together, the longest tiles first: the last CTAs would otherwise cost more time than the reuse of the L2 cache saves.
 FEW_WAVES = 8
 DOWN_WAVES = 4  # the limit FEW_WAVES where heads walk down
 MOST_CLEARED = 8  # tiles of DQ_TILE numbers that a CTA clears: more of them would delay the CTA's own loads
@@ -67,7 +70,8 @@ FORWARD_EXTENT, BACKWARD_EXTENT = (*EXTENT, "spoilt_ptr"), (*EXTENT, "query_end_
 # warp groups at the start. A multiprocessor has 65,536; consumers take what the producer gives back.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 # Arguments that kernels are compiled with. Their values do not matter: Triton compiles for the type of a float, and
-# kernels name the integers in `do_not_specialize`. Where it does specialise, 1 and multiples of 16 are special cases.
+# kernels name the integers in `do_not_specialize`. For an integer that they do not name, Triton would make code of its
+# own for 1 and for multiples of 16; 8 is neither.
 EXAMPLE_SCALE = 1.5
 EXAMPLE_INTEGER = 8
 
@@ -146,7 +150,7 @@ def _kept(key: tuple[Any, ...], *arguments: Any, **options: Any) -> Kernel:
 def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan, bounded: bool) -> dict[str, Any]:
     """The constants and compiler options of `forward_kernel`.
 
-    `ragged`: the keys are no whole number of tiles. `bounded`: under a pattern. Without one the arguments
+    `ragged`: the keys are no whole number of tiles. `bounded`: under a pattern. Without a pattern the arguments
     FORWARD_EXTENT are constants, None.
     """
     registers, cap = REGISTERS[plan.consumers, plan.ctas]
@@ -247,7 +251,7 @@ class _Backward:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = kv_num_heads * num_key_tiles
         num_tiles = triton.cdiv(queries, self.block_q)
-        # Of a key head: q and do (2 bytes a number each) and dq (4), or k, v, dk and dv (2 each), whichever are larger.
+        # Bytes of q and do (2 a number each) and dq (4) of a key head, or of its k, v, dk and dv (2 each): the larger.
         bytes_per_head = 8 * max(queries * group, keys) * head_dim
         down = causal and group > 1 and not (deterministic or bounded) and num_key_tiles <= MOST_DOWN  # heads walk down
         waves, least = (DOWN_WAVES, DOWN_AT_ONCE) if down else (FEW_WAVES, 1)
@@ -255,7 +259,7 @@ class _Backward:
             at_once = heads_at_once(IN_ORDER_MIB[causal], bytes_per_head)
         elif plan.l2_mib and self.grid > waves * processors:
             at_once = max(least, heads_at_once(plan.l2_mib, bytes_per_head))
-        else:  # causal: all heads together, longest tiles first, else the long tiles of the last head would run alone
+        else:  # causal heads all together, the longest tiles first: else those of the last head would run alone
             at_once = kv_num_heads if causal else 1
         at_once = min(at_once, kv_num_heads)
         share = triton.cdiv(group * self.padded * head_dim, num_key_tiles * DQ_TILE)  # tiles of dq that a CTA clears

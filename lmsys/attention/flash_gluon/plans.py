@@ -1,16 +1,18 @@
-"""The settings (plans) of the kernels, by head dimension, mask and length, and why they won.
+"""The settings (plans) of the kernels, by head dimension, mask and length, and the measurements that chose them.
 
 `launch.py` asks `forward_plan` and `backward_plan` for the plan of a shape. To change one, edit FORWARD or BACKWARD, or
-for a pattern SHORT_SPAN and SHORT_SPAN_PLAN.
+for a pattern (windows, documents) SHORT_SPAN and SHORT_SPAN_PLAN. A new setting is a field of `ForwardPlan` or
+`BackwardPlan`, and a constant in `forward_options` or `backward_options` of launch.py and in the kernel's signature.
 `python -m pytest dev/bench_plans.py --benchmark-only --axis plan=candidates` times every candidate again, beside SDPA
 cuDNN.
 
-How to read the lists: "64 causal" is head dimension 64 under a causal mask, "full" is without a mask, "16k" is 16,384
-keys. A percentage is the change of speed that a setting makes in an otherwise equal plan. Figures are of one H200,
-bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes are commits with the alternative. A CTA
-is a program of a kernel, an SM a multiprocessor, a wave the CTAs that the GPU runs at once. The *preprocess* and the
-*postprocess* are the kernels that run before and after the backward: preprocess.py has both. The *fixed order* is that
-of additions to dq in a deterministic backward.
+How to read the lists: the words in backticks are fields of the two classes below. "64 causal" is head dimension 64
+under a causal mask, "full" is without a mask, "16k" is 16,384 keys. A percentage is the change of speed that a setting
+makes in an otherwise equal plan. Figures are of one H200, bfloat16, B S = 16,384 tokens, H D = 2048 (B batch, S keys, H
+heads, D head dimension), unless another GPU is named. Hashes are commits with the alternative. A CTA is a program of a
+kernel, an SM a multiprocessor, a wave the CTAs that the GPU runs at once. The *preprocess* and the *postprocess* are
+the kernels that run before and after the backward: preprocess.py has both. The *fixed order* is that of additions to dq
+in a deterministic backward.
 
 The notes on the forward hold from 1k on, unless they name fewer keys. A plan for up to 512 keys is the fastest
 candidate of a sweep, or within 1 % of it (`*_short.jsonl` and `*_short-64.jsonl` in reports/results/flash_gluon): there
@@ -22,15 +24,16 @@ is no other reason for its single settings, except at 64 full and 512 keys (see 
 - `stages`: at 128 three tiles of 128 keys find no room in shared memory. At 64, with two consumers, three stages gain
   1 to 4 % up to 4k. In the plans of three consumers they gain 4 % at 16k causal and lose 4 % at 2k causal; elsewhere
   two and three are within 2 %.
-- `named`, release by named barriers, gains 1 to 5 % with two consumers. The alternative is an mbarrier: there Triton
-  makes the 128 threads of a consumer wait for each other (BAR.SYNC) before they arrive. At 128 causal and 1k `named`
-  costs 3 %. With three consumers it costs up to 6 %, as they wait for one another at named barriers already: all plans
-  of three have `ping_pong`.
+- `named`, the release of stages at named barriers, gains 1 to 5 % with two consumers. The alternative is an mbarrier:
+  there Triton makes the 128 threads of a consumer wait for each other (BAR.SYNC) before they arrive. At 128 causal and
+  1k `named` costs 3 %. With three consumers it costs up to 6 %: all plans of three have `ping_pong`, so the consumers
+  wait for one another at named barriers already.
 - `ping_pong` gains up to 4 % with three consumers. With two it costs up to 4 %, except in some shapes at 1k. In full
   attention at head_dim 128, and at 16k, the difference is noise.
-- `dynamic`, a counter that deals out tiles: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 %
-  at 64 full and 1k. In full attention at 128 the counter costs 1 %. At 64 full and 512 keys a static order costs 2 %,
-  but for a single sequence, replayed as a CUDA graph, it is 1.26 times as fast as cuDNN, and the counter 0.97 times.
+- `dynamic`, a counter from which CTAs take tiles: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k,
+  4 % at 64 full and 1k. In full attention at 128 the counter costs 1 %. At 64 full and 512 keys a static order costs
+  2 %, but for a single sequence, replayed as a CUDA graph, the static order is 1.26 times as fast as cuDNN, and the
+  counter 0.97 times.
 - `l2_mib`, heads grouped for the L2 cache. In a causal forward 32 MiB gain 2 % at 64 and nothing at 128 (16k). With
   fewer keys, groups also mix long and short tiles: in a static order, head by head, some CTAs get none but long tiles,
   and at 512 keys 32 MiB gain 41 to 57 %. In a causal backward groups gained 10 % at 64 and 1k in a prototype of the
@@ -46,10 +49,11 @@ is no other reason for its single settings, except at 64 full and 512 keys (see 
   with a window of 256, and 3 % at most with one of 1,024. Longer spans have not been timed.
 - `chained`, a start while the kernel before it in the stream ends (programmatic dependent launch): at head_dim 64 it
   gains 5 % at 128 keys, and from 256 on it is noise. All other plans up to 512 keys were timed only with it.
-- `prefetch`, the log-sum-exp loaded a step ahead, gains 2 to 8 % at 128; at 64 it costs 1 to 3 %.
-- `wide`, `late_dv` and `by_query` together gain 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each
-  of the three alone, and what else was tried.
-- `fma_exp` gains 2 to 4 % at 64 full; at 128 it is noise.
+- `prefetch`, the log-sum-exp loaded a step ahead, gains 2 to 8 % at 128; at 64 it costs 1 to 3 %. This field and those
+  below are of the backward.
+- `wide`, `late_dv` and `by_query` together gain 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has the
+  figures of each of the three alone, and of other attempts.
+- `fma_exp` gains 2 to 4 % at 64 full; at 128 its effect is noise.
 - `peeled`: 64 causal gains by `wide`, `late_dv`, `by_query` and `fma_exp` only where tiles that need a mask have a loop
   of their own: 4 % at 1k, 7 % at 4k, 10 % at 16k, 7 to 11 % with grouped heads, in a fixed order and with a length that
   is not whole tiles. At 128 such a loop spills registers.
@@ -59,19 +63,19 @@ is no other reason for its single settings, except at 64 full and 512 keys (see 
   at 128 6 to 8 % with grouped heads and 1 % at most in a fixed order; at 64 full 10 % in a fixed order, 9 % with a
   length that is not whole tiles. The others have not been timed.
 
-Choices that hold in every plan, and alternatives that were slower and are not in the code ("Lost"):
+Choices that hold in every plan. "Lost" begins an alternative that was slower and is not in the code:
 
 - The backward's own CTAs write the zeros of dq, if a CTA's share is small and heads go in groups: each writes those for
-  CTAs that run a wave later, so that additions find them in the L2 cache. Compared with 44415a2, where the preprocess
-  writes all zeros, this gains 4 to 5 % at 128, except in full attention from 4k on, 2 to 3 % at 64 and 1k, and changes
-  less than 2 % elsewhere. Zeros for two waves later gain 1 % less. Zeros after a CTA's last loads rather than its first
-  gain no more.
-- Evenly spread starts: the key tiles of a head begin at different tiles of queries. With the zeros above they gain
+  CTAs that run a wave later, so that additions find the zeros in the L2 cache. Compared with 44415a2, where the
+  preprocess writes all zeros, this gains 4 to 5 % at 128, except in full attention from 4k on, 2 to 3 % at 64 and 1k,
+  and changes less than 2 % elsewhere. If CTAs write zeros for two waves later, the gain is 1 % less. Zeros that
+  a CTA writes after its last loads, rather than after its first, gain no more.
+- Evenly spread starts: the key tiles of a head begin at different tiles of queries. With the zeros above this gains
   nothing, except 4 to 5 % at 64 where the last key tile is not full.
 - Lost: dq rounded by CTAs a wave later, through shared memory and TMA, in place of the postprocess. The main kernel
   became slower by as much as this saves (1.003 times as fast as 44415a2 in geometric mean, the zeros alone 1.015).
-- dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in
-  every step, it is 3 to 11 % slower, in all 12 shapes (e0dee24).
+- Threads add to dq from registers, 16 bytes each. By way of shared memory and TMA, with a fence and two barriers in
+  every step, the backward is 3 to 11 % slower, in all 12 shapes (e0dee24).
 - On the diagonal a consumer computes half a tile, or none, where the rest is hidden: this gains 4 % at 64 and 1k.
 - Lost: the scores of a step begun in the step before, to run while dS is exchanged. 3 to 10 % slower at 128, 0 to 3 %
   at 64 (e0dee24).
@@ -96,7 +100,7 @@ Choices that hold in every plan, and alternatives that were slower and are not i
 - Lost: FlashAttention-4's lazy rescaling of the output. A warp skips the rescaling, by a branch, while no maximum has
   grown so far that weights could exceed 2^8. 0 to 5 % slower, 1 to 3 % faster in some plans of 128 causal, though it
   saves 5 to 12 % of a step's instructions (681f76f).
-- Lost: all of the softmax forced ahead of the wait for P V. Without force the assembler moves most of it behind that
+- Lost: all of the softmax forced ahead of the wait for P V, of which the assembler otherwise moves most behind that
   wait. 0 to 12 % slower (681f76f).
 """
 
@@ -127,7 +131,7 @@ class BackwardPlan:
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
     l2_mib: int  # MiB that heads worked on together may read and add to; 0: one head after another
     wide: bool = False  # P stays float32 until dS is made
-    late_dv: bool = False  # dV begins once dS is made, so that the exponentials may run beside what follows them
+    late_dv: bool = False  # the matmul for dV begins once dS is made: exponentials may run beside the making of dS
     by_query: bool = False  # dS is exchanged as rows of queries, which the matmul for dq reads untransposed
     fma_exp: bool = False  # one of eight exponentials is made of FMAs, beside the unit that makes the others
     peeled: bool = False  # causal tiles that need a mask have a loop of their own, except under a pattern

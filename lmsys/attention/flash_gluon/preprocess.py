@@ -1,7 +1,9 @@
 """The kernels that `launch.py` runs before and after `backward_kernel`, in plain Triton.
 
 `preprocess_kernel` computes delta, the row sums of o * do, writes the log-sum-exp in base 2, and zeroes the heads of dq
-that no CTA of the backward zeroes. `postprocess_kernel` writes the float32 dq in q's dtype and layout.
+that no CTA (program) of the backward zeroes. `postprocess_kernel` writes the float32 dq in q's dtype and layout. If the
+order of `hopper.add_registers` changes, the permutation in `postprocess_kernel` must change with it; a new scalar in
+`parameters` also needs a place in NUM_PARAMETERS of `launch.py`.
 
 Strides (`o_b`, `o_h`, `o_q` of o, and so on) are in units of 8 numbers of 2 bytes. The kernels multiply them by 8, and
 so Triton knows that rows begin at multiples of 16 bytes.
@@ -38,7 +40,7 @@ def preprocess_kernel(
 ):  # fmt: skip
     """Writes delta and the base-2 log-sum-exp (B H, Q_PADDED), float32, and all else that `backward_kernel` reads.
 
-    That is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and five scalars in
+    The rest is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and five scalars in
     `parameters`: key heads, tiles of keys, key heads of all batch entries, how many of these are worked on at once, and
     the bits of sm_scale. Under a pattern a sixth is 0, the flag for NaN. Programs take the last tiles first, so that at
     the end the L2 cache holds the heads that `backward_kernel` begins with.

@@ -1,12 +1,12 @@
 """A short test of every plan in `plans.py` on a Triton version that the kernels have not been tested on.
 
-Before `flash_gluon` is used on such a version, `support.py` has `run` called once, on a GPU. To cover a new option of
-the kernels, give it a field of `Shape`, which `run`, `check` and `draw` read.
+Before `flash_gluon` is used on such a version, `refused_when_tried` of `support.py` lets `run` run once, on a GPU. To
+cover a new option of the kernels, add a field to `Shape`, which `run`, `check` and `draw` read.
 
-Inputs are whole numbers for which every result is exact, so results are compared bit for bit. Keys come in pairs that
-differ only in the last element, where queries are 0. A query attends to one pair: it gives each of the two keys a
-weight of 1/2, or a weight of 1 to one key if the mask hides the other. All other weights are exactly 0, so all results
-are small whole numbers or halves.
+Inputs are whole numbers for which every result is exact, so results are compared bit for bit. Two neighbouring keys are
+a pair: they differ only in the last element, where queries are 0. A query attends to one pair: it gives each of the two
+keys a weight of 1/2, or a weight of 1 to one key if the mask hides the other. All other weights are exactly 0, so all
+results are small whole numbers or halves.
 
 Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimension.
 """

@@ -1,9 +1,9 @@
 """The cases that the attention implementation `flash_gluon` runs: shapes, dtypes, GPUs, options, and Triton versions.
 
 This file must not import the kernels, since not every Triton version can import them. `lmsys/attention/table.py`, in
-which each implementation is a *row*, names `flash_gluon_supports`. When the kernels learn an option or a shape, add it
-to the constants below. On a Triton version that the GPU tests have not passed on, `selftest.py` tries the row once
-before it is used.
+which each implementation is a *row*, names `flash_gluon_supports`. If the kernels can run a new option, head dimension
+or GPU, add it to the constants below. On a Triton version on which the GPU tests have not passed, `selftest.py` tries
+the row once before it is used: this is called a *trial*.
 """
 
 from pathlib import Path
@@ -17,7 +17,8 @@ HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)  # compute capability
 PATTERNS = "window", "documents"  # options that the kernels know
 SELFTEST = "lmsys.attention.flash_gluon.selftest:run"  # the trial: module:function
-# A change in any of these files needs a new trial. The row launches kernels of flash_triton under a pattern.
+# A change in any of these files needs a new trial. flash_triton's are among them, as the row launches its kernels under
+# a pattern.
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER, Path(launch.__file__), *(FOLDER.with_name(f"flash_triton{x}.py") for x in ("", "_kernels"))
 
